@@ -1,6 +1,6 @@
 # make serve [PORT=30000]   environment, install, server with the embedded model
 # make test                 environment, install, lint, types, the whole test suite
-# TORCH="..."               what pip installs as torch, where the choice of tools/install_torch.sh is not the right one:
+# TORCH="..."               pip requirement for torch, to override the choice of tools/install_torch.sh:
 #                           make serve TORCH=torch on a login node whose compute nodes have GPUs
 PORT ?= 30000
 VENV ?= .venv
@@ -22,8 +22,8 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "moe-engine needs Python 3.11 or 3.12 on PATH (or make PYTHON=/path/to/python)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch first: which build depends on the machine. From then on it is pinned with its build, so that pip never replaces
-# it by another. setuptools is pinned too, and builds moe-engine in this environment rather than in an isolated one.
+# torch first: its build depends on the machine. It is then pinned with its build tag, so that pip never replaces it.
+# setuptools is pinned too, and builds moe-engine in this environment rather than in an isolated one.
 $(STAMP_SERVE): pyproject.toml constraints.txt tools/install_torch.sh | $(BIN)/python
 	@echo "installing moe-engine into $(VENV) ..."
 	$(PIP) install -c constraints.txt setuptools
@@ -34,7 +34,7 @@ $(STAMP_SERVE): pyproject.toml constraints.txt tools/install_torch.sh | $(BIN)/p
 	@$(BIN)/python -m moe_engine.kernels.cpu
 	@touch $@
 
-# A build of torch for GPUs brings the Triton that it asks for; TRITON is for the CPU build, which brings none.
+# torch's GPU builds depend on their Triton version; TRITON is for the CPU build, which has no such dependency.
 $(STAMP_TEST): $(STAMP_SERVE)
 	@echo "installing the test tools into $(VENV) ..."
 	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e '.[test]' $$($(BIN)/python -c 'import triton' 2>/dev/null || echo $(TRITON))
@@ -49,7 +49,7 @@ lint: $(STAMP_TEST) ## ruff
 types: $(STAMP_TEST) ## mypy
 	$(BIN)/mypy
 
-unit: $(STAMP_TEST) ## the tests alone
+unit: $(STAMP_TEST) ## the tests only
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test: lint types unit ## everything CI checks

@@ -1,1 +1,1 @@
-"""What the engine is measured with; each module is a command: ``python -m benchmarks.<name> --help``."""
+"""Benchmarks; each module is a command: ``python -m benchmarks.<name> --help``."""

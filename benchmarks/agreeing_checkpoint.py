@@ -1,21 +1,19 @@
 """A checkpoint whose MTP drafts agree with the model at a chosen rate: ``python -m benchmarks.agreeing_checkpoint``.
 
-Random weights draft nothing that a random model would say, and trained ones agree as often as they happen to. For
-measuring at an acceptance rate of one's choice, this writes the V3-shaped checkpoint of `checkpoints` with one MTP
-layer and four changes. Every weight stays dense and random in size, so bytes and arithmetic are those of any checkpoint
-of the shape.
+Random weights draft nothing that a random model would predict, and trained ones agree at an arbitrary rate. To measure
+at a chosen acceptance rate, this writes the V3-shaped checkpoint of `checkpoints` with one MTP layer and four changes.
+All weights stay dense and random in size, so bytes and arithmetic equal those of any checkpoint of the shape.
 
-1. What attention and feed-forward add to the residual stream is small: the last hidden state is nearly the embedding of
-   the last token. All embeddings have the same length.
-2. The ordinary tokens form one random cycle. The head's row of a token is the embedding of the token before it in the
-   cycle, its second half doubled; so greedy decoding walks the cycle, and never comes to a special token.
-3. For some tokens, the spoiled ones, the first halves of these rows are exchanged among themselves. The model goes by
+1. The contributions of attention and feed-forward to the residual stream are small: the last hidden state is nearly the
+   embedding of the last token. All embeddings have the same norm.
+2. The ordinary tokens form one random cycle. The head's row of a token is the embedding of its predecessor in the
+   cycle, with the second half doubled; so greedy decoding follows the cycle and never reaches a special token.
+3. For some tokens (spoiled), the first halves of these rows are permuted among themselves. The model is dominated by
    the doubled second half and answers as before.
-4. The MTP layer's eh_proj passes the embedding of the next token on, its second half weakened to a quarter: right for
-   all tokens but the spoiled, for which the row with the exchanged half wins and the right token comes second.
-
-Whether a draft is right thus depends on the token it follows alone: the rate holds at every position of a chain. It is
-the share of tokens that are not spoiled; see `mtp_agreement` for the measured one.
+4. The MTP layer's eh_proj passes on the embedding of the next token, with its second half scaled to a quarter: correct
+   for all tokens but the spoiled ones, for which the row with the permuted half wins and the correct token is second.
+Whether a draft is correct thus depends only on the token it follows: the rate holds at every position of a chain. It is
+the share of tokens that are not spoiled; see `mtp_agreement` for the measured rate.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from benchmarks.checkpoints import (
 )
 
 AGREEMENT_FIELD = "mtp_agreement"
-"""The field of config.json that says the rate; no loader looks at it."""
+"""The field of config.json with the rate; ignored by loaders."""
 _BRANCH_GAIN = 1 / 64
 _SECOND_HALF_GAIN = 2.0
 _PASSED_SECOND_HALF = 0.25
@@ -54,10 +52,10 @@ def ensure_agreeing_checkpoint(
     seed: int = 0,
     **overrides: Any,
 ) -> Path:
-    """The directory of the checkpoint, written first if it is not there.
+    """The directory of the checkpoint, written if missing.
 
     Args:
-        agreement: share of drafts, at each position of a chain, that are what the model says; 0 to 1.
+        agreement: share of correct drafts, at each position of a chain; 0 to 1.
         shape, directory, seed, overrides: as in `checkpoints.ensure_checkpoint`; a shape with MTP layers.
 
     Raises:
@@ -90,14 +88,14 @@ def agreeing_shards(config: dict[str, Any], seed: int) -> Iterator[dict[str, Ten
 
 
 def level_halves(embedding: Tensor) -> Tensor:
-    """embedding [V, D], in place: both halves of every row get a mean square of 1, so that no token is a weak one."""
+    """embedding [V, D], in place: both halves of every row get a mean square of 1, so that all norms are equal."""
     halves = embedding.view(len(embedding), 2, -1)
     halves /= halves.float().square().mean(dim=2, keepdim=True).sqrt()
     return embedding
 
 
 def fill_head(head: Tensor, embedding: Tensor, agreement: float, generator: torch.Generator) -> None:
-    """head, embedding [V, D]: rows of ordinary tokens as said above; special tokens keep theirs, too small to win."""
+    """head, embedding [V, D]: rows of ordinary tokens as above; special tokens keep theirs, too small to win."""
     special = len(SPECIAL_TOKENS)
     cycle = special + torch.randperm(head.shape[0] - special, generator=generator)
     half, gain = head.shape[1] // 2, LOGIT_SPREAD * head.shape[1] ** -0.5
@@ -111,7 +109,7 @@ def fill_head(head: Tensor, embedding: Tensor, agreement: float, generator: torc
 
 
 def pass_embedding(eh_proj: Tensor) -> None:
-    """eh_proj [D, 2D], random: most of it becomes noise beside the diagonal that passes the embedding on."""
+    """eh_proj [D, 2D], random: mostly noise, plus the diagonal that passes on the embedding."""
     size = eh_proj.shape[0]
     passed = torch.ones(size)
     passed[size // 2 :] = _PASSED_SECOND_HALF
@@ -124,8 +122,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="moe-engine bench agreeing_checkpoint", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("shape", nargs="?", default="moe-390m", choices=sorted(s for s in SHAPES if "moe" in s))
-    parser.add_argument("--agreement", type=float, default=0.8, help="share of drafts that are right (default: 0.8)")
-    parser.add_argument("--random", action="store_true", help="ordinary random weights instead: no draft is right")
+    parser.add_argument("--agreement", type=float, default=0.8, help="share of correct drafts (default: 0.8)")
+    parser.add_argument("--random", action="store_true", help="ordinary random weights instead: no draft is correct")
     parser.add_argument("--directory", help="where to write it (default: the cache)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="changes to config.json")

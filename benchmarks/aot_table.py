@@ -1,14 +1,14 @@
-"""Compiles every Triton kernel ahead of time for sm_90 and sm_100 and shows what became of it; needs no GPU.
+"""Compiles every Triton kernel ahead of time for sm_90 and sm_100 and shows the compiler's report; needs no GPU.
 
     python -m benchmarks.aot_table [--arch 90 100] [--only TEXT] [--one-of-each] [--output FILE] [--no-json]
 
-A line is a kernel with the types and constants of a model's shape. `stack` is where ptxas spills registers: it must be
-0. `tensor cores` are the instructions found in the PTX: wgmma (sm_90), tcgen05 (sm_100), or mma.sync where a tile has
-fewer than 64 rows. Exit code 1 when a kernel does not compile, spills, needs more shared memory than a block may have,
-or multiplies matrices without tensor cores.
+Each line is a kernel with the types and constants of a model's shape. `stack` is ptxas's spill memory and must be 0.
+`tensor cores` are the instructions in the PTX: wgmma (sm_90), tcgen05 (sm_100), or mma.sync if a tile has fewer than 64
+rows. Exit code 1 if a kernel does not compile, spills, exceeds the shared memory of a block, or has matrix products
+without tensor cores.
 
 Writes benchmarks/results/<date>_<device>_aot_table.json, or FILE, and the table in Markdown beside it. Seconds are
-those of this run: 0.00 is a kernel that Triton's cache held.
+those of this run; 0.00: loaded from Triton's cache.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def line(result: Result) -> list[str]:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The table for a page."""
+    """The table in Markdown."""
     rows = [COLUMNS, ["---"] * len(COLUMNS), *map(line, results)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def run(archs: Sequence[int], only: str, one_each: bool, processes: int) -> list[Result]:
-    """Results of the cases whose name holds `only`, for every architecture."""
+    """Results of the cases with `only` in their name, for every architecture."""
     cases = [case for case in all_cases() if only in case.name]
     if one_each:
         cases = one_of_each(cases)
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = run(options.arch, options.only, options.one_of_each, options.processes)
     bad = [result for result in results if result.problems()]
     print(table(COLUMNS, [line(result) for result in results]))
-    print(f"{len(results)} kernels in {time.perf_counter() - began:.0f} s, {len(bad)} not fit to ship")
+    print(f"{len(results)} kernels in {time.perf_counter() - began:.0f} s, {len(bad)} with problems")
     if not options.no_json:
         body: dict[str, Any] = {"kernels": [asdict(result) | {"problems": result.problems()} for result in results]}
         file = write_result("aot_table", body, path=options.output)

@@ -1,4 +1,4 @@
-"""Attention as calls to time: the named shapes of `kernels/attention/shapes.py`, over pages scattered in a pool.
+"""Attention as calls to time: the named shapes of `kernels/attention/shapes.py`, over scattered pages of a pool.
 
 No command of its own: `benchmarks.kernels` and `benchmarks.gpu_suite` time these calls.
 
@@ -20,14 +20,14 @@ from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.shapes import AttentionShape, named_shapes
 
 PAGE = 64
-"""What every row can read; tokens of a page lie together."""
+"""A page size that every row supports."""
 
 NO_RECORDS = ("flashinfer", "fa3")
-"""Rows that read no FP8 records."""
+"""Rows without FP8 record support."""
 
 
 def queries(shape: AttentionShape, device: str, page_size: int = PAGE) -> PagedQueries:
-    """The shape's requests; the pages of their contexts lie scattered over the pool."""
+    """The shape's requests; the pages of their contexts are scattered over the pool."""
     requests, count, context = shape.requests, shape.query_tokens, shape.context
     pages = -(-context // page_size)
     order = torch.randperm(requests * pages, device=device).view(requests, pages)
@@ -45,7 +45,7 @@ def pool_size(asked: PagedQueries) -> int:
 
 
 def attention_case(shape: AttentionShape) -> KernelCase:
-    """One layer's call; the plan is made before, as once a step."""
+    """One layer's call; the plan is made in advance, as once per step."""
     makers: dict[str, Callable[[AttentionShape, Any, str], Call]] = {
         "absorbed": _absorbed, "expanded": _expanded, "paged": _paged,
     }  # fmt: skip
@@ -73,7 +73,7 @@ def _absorbed(shape: AttentionShape, kernel: Any, device: str) -> Call:
 
 
 def _expanded(shape: AttentionShape, kernel: Any, device: str) -> Call:
-    """Keys and values are at hand: that they were rebuilt from the latent is a product, timed as such."""
+    """Keys and values are given: their expansion from the latent is a product, timed separately."""
     asked, tokens = queries(shape, device), shape.requests * shape.context
     rotary = shape.rotary
     q = normal(shape.tokens, shape.heads, shape.key, device=device)

@@ -1,15 +1,15 @@
-"""Random checkpoints of a chosen shape, for measuring: ``python -m benchmarks.checkpoints [SHAPE] [--directory D]``.
+"""Random checkpoints of a chosen shape, for benchmarks: ``python -m benchmarks.checkpoints [SHAPE] [--directory D]``.
 
-Writes (once; later calls find it) config.json, a byte-level tokenizer and bf16 safetensors with the hub's tensor names,
-one expert a tensor, one shard a layer, so that memory holds one layer at a time. The default ``moe-390m`` has the V3
-architecture (90 M of its 390 M parameters work on a token); ``dense-101m`` is Llama's; ``moe-tiny`` and ``dense-tiny``
-are for smoke tests. Any field of config.json can be changed: ``--set num_hidden_layers=3``. With ``--set
+Writes (once; later calls reuse it) config.json, a byte-level tokenizer and bf16 safetensors with the hub's tensor
+names, one expert per tensor, one shard per layer, so that memory holds one layer at a time. The default ``moe-390m``
+has the V3 architecture (90 M of its 390 M parameters are active per token); ``dense-101m`` is Llama's; ``moe-tiny`` and
+``dense-tiny`` are for smoke tests. Any field of config.json can be changed: ``--set num_hidden_layers=3``. With ``--set
 num_nextn_predict_layers=1`` a V3 shape gets an MTP layer, whose drafts nearly never agree with the model
-(`agreeing_checkpoint` writes one whose do).
+(`agreeing_checkpoint` writes one with agreeing drafts).
 
-The weights are random but not careless: every linear keeps the size of what passes through it, norm weights differ from
-1 and the router's bias from 0, the logits are spread enough that greedy decoding wanders instead of repeating itself,
-and experts are chosen nearly evenly, so that a step touches as many of them as the formulas of `step_work` say.
+The weights are random with realistic statistics: every linear keeps the scale of its input, norm weights differ from 1
+and the router's bias from 0, the logits are spread enough that greedy decoding does not loop, and experts are chosen
+nearly evenly, so that a step reads as many of them as the formulas of `step_work` assume.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 from moe_engine.tokenizer.byte_alphabet import byte_alphabet
 
 LOGIT_SPREAD = 3.0
-"""Standard deviation of the logits: the best token stands out, and which one it is depends on the context."""
+"""Standard deviation of the logits: the best token is clear, and depends on the context."""
 MakeShards = Callable[[dict[str, Any], int], Iterable[dict[str, Tensor]]]
 SPECIAL_TOKENS = (
     "<｜begin▁of▁sentence｜>",
@@ -121,7 +121,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def cache_root() -> Path:
-    """Where checkpoints are kept: ``$XDG_CACHE_HOME/moe-engine/benchmarks``, by default under ``~/.cache``."""
+    """Checkpoint cache: ``$XDG_CACHE_HOME/moe-engine/benchmarks``, by default under ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "moe-engine" / "benchmarks"
 
@@ -129,16 +129,16 @@ def cache_root() -> Path:
 def ensure_checkpoint(
     shape: str = "moe-390m", directory: str | Path | None = None, seed: int = 0, **overrides: Any
 ) -> Path:
-    """The directory of the checkpoint, written first if it is not there.
+    """The directory of the checkpoint, written if missing.
 
     Args:
         shape: a key of `SHAPES`.
-        directory: where to put it; by default a directory of the cache named after shape, seed and overrides.
+        directory: output directory; by default one in the cache, named after shape, seed and overrides.
         overrides: fields of config.json.
 
     Raises:
         KeyError: unknown shape.
-        ValueError: `directory` holds a checkpoint of another shape.
+        ValueError: `directory` has a checkpoint of another shape.
     """
     return write_once(shape, SHAPES[shape] | overrides, directory, seed, random_shards)
 
@@ -146,18 +146,18 @@ def ensure_checkpoint(
 def write_once(
     name: str, config: dict[str, Any], directory: str | Path | None, seed: int, make_shards: MakeShards
 ) -> Path:
-    """The directory of the checkpoint that `make_shards(config, seed)` gives, with its tokenizer; see above."""
+    """The directory of the checkpoint with the shards of `make_shards(config, seed)` and a tokenizer; see above."""
     mark = hashlib.sha256(json.dumps([config, seed, _WEIGHTS_VERSION], sort_keys=True).encode()).hexdigest()[:10]
     path = Path(directory) if directory else cache_root() / f"{name}-{mark}"
     if path.exists():
         if json.loads((path / "config.json").read_text()) != config:
-            raise ValueError(f"{path} holds another checkpoint; choose another --directory or remove it")
+            raise ValueError(f"{path} has another checkpoint; choose another --directory or remove it")
         return path
     partial = path.with_name(path.name + f".partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # thousands of small copies: waking threads would cost more than it saves
+    torch.set_num_threads(1)  # thousands of small copies: waking threads costs more than it saves
     try:
         write_weights(partial, make_shards(config, seed), num_shards(config))
     finally:
@@ -169,22 +169,22 @@ def write_once(
     try:
         partial.rename(path)
     except OSError:
-        shutil.rmtree(partial)  # another process was quicker
+        shutil.rmtree(partial)  # another process finished first
         if not path.exists():
             raise
     return path
 
 
 _WEIGHTS_VERSION = 4
-"""Part of the cache key: raise it when the random weights change."""
+"""Part of the cache key: increase it when the random weights change."""
 _POOL_MARGIN = 1 << 20
 
 
 class _Random:
-    """Draws of one seed: matrices that keep the size of what they multiply, and norms around 1.
+    """Random tensors of one seed: matrices that keep the scale of their input, and norms around 1.
 
-    A draw is a copy of a window, at a random place, of one pool of normal numbers: many times quicker than fresh
-    numbers for every weight, and no product of two of them can tell.
+    A draw is a copy of a window, at a random offset, of one pool of normal values: much faster than fresh random values
+    for every weight, and statistically sufficient.
     """
 
     def __init__(self, seed: int, largest: int) -> None:
@@ -200,7 +200,7 @@ class _Random:
         return self._scaled[scale][start : start + size].view(shape).to(dtype, copy=True)
 
     def linear(self, rows: int, columns: int, gain: float = 1.0) -> Tensor:
-        """[rows, columns] such that an input of unit variance gives an output of variance gain**2."""
+        """[rows, columns] so that unit-variance input gives output of variance gain**2."""
         return self.normal(rows, columns, scale=gain * columns**-0.5)
 
     def norm(self, size: int) -> Tensor:
@@ -225,7 +225,7 @@ def num_shards(config: dict[str, Any]) -> int:
 
 
 def random_shards(config: dict[str, Any], seed: int) -> Iterator[dict[str, Tensor]]:
-    """The embedding, a shard a layer, norm and head, a shard an MTP layer."""
+    """The embedding, a shard per layer, norm and head, a shard per MTP layer."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     draw = _Random(seed, vocab * hidden)
     embedding = draw.normal(vocab, hidden)
@@ -256,7 +256,7 @@ def _mla(draw: _Random, prefix: str, config: dict[str, Any]) -> dict[str, Tensor
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     q_rank, kv_rank = config["q_lora_rank"], config["kv_lora_rank"]
-    # Queries with gain 2: attention picks a few tokens rather than averaging all, so that the context matters.
+    # Queries with gain 2: attention selects few tokens rather than averaging all, so that the context matters.
     return {
         f"{prefix}q_a_proj.weight": draw.linear(q_rank, hidden),
         f"{prefix}q_a_layernorm.weight": draw.norm(q_rank),
@@ -304,7 +304,7 @@ def write_tokenizer(path: Path, vocab_size: int, context_len: int) -> None:
     """A byte-level BPE tokenizer of exactly `vocab_size` entries: special tokens, bytes, then letter pairs and words.
 
     Raises:
-        ValueError: fewer entries than bytes and special tokens, or more than words of four letters can fill.
+        ValueError: fewer entries than bytes and special tokens, or more than there are words of four letters.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -318,7 +318,7 @@ def write_tokenizer(path: Path, vocab_size: int, context_len: int) -> None:
     merges = list(itertools.islice(itertools.chain(pairs, spaced, words), max(room, 0)))
     if len(merges) != room:
         raise ValueError(
-            f"a vocabulary of {vocab_size} cannot be made; it must have {len(symbols)} to about 458,000 entries"
+            f"a vocabulary of {vocab_size} is not possible; it must have {len(symbols)} to about 458,000 entries"
         )
     vocab = {symbol: i for i, symbol in enumerate([*symbols, *(a + b for a, b in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))

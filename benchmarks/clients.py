@@ -1,7 +1,7 @@
-"""How each kind of server is asked: one coroutine a backend, all giving the same `Answer`.
+"""Benchmark clients: one coroutine per backend, all returning an `Answer`.
 
-No command of its own. Times are those of the client: the first chunk with a token, then the gaps between chunks; a
-chunk of k tokens counts as k gaps of a k-th each (the first chunk as none), as bench_serving counts them.
+No command of its own. Times are the client's: the first chunk with a token, then the gaps between chunks; a chunk of k
+tokens counts as k gaps of 1/k each (the first chunk as none), as in bench_serving.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.datasets import BenchRequest
 
 @dataclass
 class Answer:
-    """What came back for a request. Seconds; `ttft` 0 when no token came. `started` is on the monotonic clock."""
+    """Result of a request. Times in seconds; `ttft` 0 if no token arrived. `started` is on the monotonic clock."""
 
     prompt_len: int
     output_len: int = 0
@@ -35,13 +35,13 @@ class Answer:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None for answers of one token."""
+        """Seconds per token after the first; None for answers of one token."""
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None
 
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What is the same for every request of a run."""
+    """Options common to all requests of a run."""
 
     base_url: str
     model: str = "default"
@@ -50,25 +50,25 @@ class CallOptions:
     return_logprob: bool = False
     extra_body: dict[str, Any] = field(default_factory=dict)
     decode: Callable[[list[int]], str] | None = None
-    """For backends that take no token ids."""
+    """For backends that do not accept token ids."""
 
 
 Backend = Callable[[httpx.AsyncClient, BenchRequest, CallOptions], Awaitable[Answer]]
 
 
 ReadChunk = Callable[[dict[str, Any], Answer], int]
-"""Takes a chunk in and says how many new tokens it brings."""
+"""Processes a chunk and returns its number of new tokens."""
 
 
 class _Clock:
-    """Turns arrivals of tokens into TTFT and gaps."""
+    """Converts token arrivals into TTFT and gaps."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self._last = answer.started = time.perf_counter()
 
     def tokens(self, count: int) -> None:
-        """`count` more tokens have just arrived."""
+        """Records the arrival of `count` tokens."""
         if count <= 0:
             return
         now = time.perf_counter()
@@ -124,12 +124,12 @@ async def _ask(
         answer.error = f"{type(error).__name__}: {error}"
     clock.end()
     if answer.success and answer.output_len == 0 and request.output_len:
-        answer.success, answer.error = False, "the answer holds no token"
+        answer.success, answer.error = False, "the answer has no token"
     return answer
 
 
 async def ask_native(client: httpx.AsyncClient, request: BenchRequest, options: CallOptions) -> Answer:
-    """POST /generate: greedy; the running token count of `meta_info` says what a chunk brings."""
+    """POST /generate: greedy; a chunk's tokens come from `meta_info`'s running count."""
     body: dict[str, Any] = {
         "sampling_params": {"temperature": 0.0, "max_new_tokens": request.output_len, "ignore_eos": options.ignore_eos},
         "stream": options.stream,
@@ -150,7 +150,7 @@ async def ask_native(client: httpx.AsyncClient, request: BenchRequest, options: 
 
 
 async def ask_completions(client: httpx.AsyncClient, request: BenchRequest, options: CallOptions) -> Answer:
-    """POST /v1/completions; the continuous usage says what a chunk brings."""
+    """POST /v1/completions; a chunk's tokens come from the continuous usage."""
     body: dict[str, Any] = {
         "prompt": request.prompt,
         "max_tokens": request.output_len,
@@ -170,7 +170,7 @@ async def ask_chat(client: httpx.AsyncClient, request: BenchRequest, options: Ca
     prompt = request.prompt
     if not isinstance(prompt, str):
         if options.decode is None:
-            raise ValueError("the chat backend takes text: give --tokenizer, so that token ids can be written as text")
+            raise ValueError("the chat backend needs text: use --tokenizer, so that token ids can be decoded")
         prompt = options.decode(prompt)
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": prompt}],
@@ -200,7 +200,7 @@ def _openai_body(options: CallOptions) -> dict[str, Any]:
 
 
 def _count(chunk: dict[str, Any], text: str, answer: Answer) -> int:
-    """New tokens of an OpenAI chunk: from its usage; a server without usage in every chunk counts one for each text."""
+    """New tokens of an OpenAI chunk: from its usage; without usage, one per text."""
     answer.text += text
     usage = chunk.get("usage")
     if usage:

@@ -1,14 +1,14 @@
-"""The CPU rows against this machine's own limits and against torch's kernels, measured in one run.
+"""The CPU rows against this machine's limits and against torch's kernels, measured in one run.
 
     python -m benchmarks.cpu_kernels [--json FILE] [--quick] [--threads N] [--only linear,experts,attention,ops]
 
-Weights rotate over more memory than the caches hold, as in a decode step. Repetitions of all candidates of a line
-alternate; a figure is the lower quartile of its times, which other work on the machine disturbs least. `limit` is the
-time that the line's bytes or its arithmetic would take at best, whichever is longer, and `of limit` the share reached.
-With one thread the clock is that thread's own processor time: then a busy machine hardly disturbs the figures.
+Weights rotate over more memory than the caches hold, as in a decode step. Repetitions of all candidates of a line are
+interleaved; a value is the lower quartile of its times, which is least sensitive to other load. `limit` is the minimum
+time for the line's bytes or its arithmetic, whichever is longer, and `of limit` the share reached. With one thread the
+clock is that thread's CPU time, so a busy machine hardly affects the results.
 """
 
-# ruff: noqa: B023 (the calls of a line run before the loop that made them goes on)
+# ruff: noqa: B023 (the calls of a line run within the loop iteration that creates them)
 
 from __future__ import annotations
 
@@ -288,10 +288,10 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="moe-engine bench cpu_kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time for each line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the time per line")
     parser.add_argument("--only", default=",".join(FAMILIES), help="families, separated by commas")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: as torch chooses")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
     options = parser.parse_args(arguments)
     chosen = options.only.split(",")
     if unknown := set(chosen) - set(FAMILIES):
@@ -305,7 +305,7 @@ def main(arguments: list[str]) -> int:
     with torch.no_grad():
         limits = measure_limits()
         print(f"{cpu_device().name}, {torch.get_num_threads()} threads, bf16 products by {path}")
-        print(f"limits here: read {limits.read / 1e9:.1f} GB/s, bf16 GEMM {limits.multiply / 1e9:.0f} GF/s")
+        print(f"limits of this machine: read {limits.read / 1e9:.1f} GB/s, bf16 GEMM {limits.multiply / 1e9:.0f} GF/s")
         bench = Bench(limits, 0.05 if options.quick else 0.4)
         for name in chosen:
             FAMILIES[name](bench)

@@ -1,12 +1,12 @@
-"""The sampling rows against each other and against the least that they must do, measured in one run.
+"""The sampling rows against each other and against their lower bound, measured in one run.
 
     python -m benchmarks.cpu_sampling [--json FILE] [--quick] [--threads N] [--vocab 32000,129280] [--rows 1,256]
 
-`limit` is one read of the logits at the speed of memory plus one exponential of each, as torch computes it in the
-core's cache; a greedy row needs the read alone. Logits are normal with a standard deviation of 2 (*flat*: a nucleus of
-thousands of tokens) or also hold twenty tokens that stand out, as a model's do (*peaked*). Repetitions of the
-candidates of a line alternate; a figure is the lower quartile of its times. With one thread the clock is that
-thread's own processor time: then a busy machine hardly disturbs the figures.
+`limit` is one read of the logits at memory speed plus one exponential of each, computed by torch in the core's cache; a
+greedy row needs only the read. Logits are normal with a standard deviation of 2 (*flat*: a nucleus of thousands of
+tokens) or also have twenty outstanding tokens, like a model's (*peaked*). Repetitions of a line's candidates are
+interleaved; a value is the lower quartile of its times. With one thread the clock is that thread's CPU time, so a busy
+machine hardly affects the results.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def call_of(kernel: SamplingKernel, mode: Mode, logits: Tensor) -> Call:
 
 
 def measure_limits() -> tuple[float, float]:
-    """Bytes that all threads read from memory in a second, and exponentials that they compute in their caches."""
+    """Bytes read from memory per second by all threads, and exponentials per second computed in their caches."""
     threads = torch.get_num_threads()
     memory = torch.zeros((256 << 20) // 8, dtype=torch.int64)
     read = alternate([memory.amax], 1.0)[0]
@@ -126,9 +126,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="moe-engine bench cpu_sampling", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time for each line")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: as torch chooses")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the time per line")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
     parser.add_argument("--vocab", default="1280,32000,129280", help="vocabulary sizes, separated by commas")
     parser.add_argument("--rows", default="1,32,256", help="rows, separated by commas")
     parser.add_argument("--alone", action="store_true", help="without the torch row, which is slow in large shapes")
@@ -141,7 +141,7 @@ def main(arguments: list[str]) -> int:
     kernels: list[SamplingKernel] = [CpuSampling()] if options.alone else [CpuSampling(), TorchSampling()]
     bytes_per_second, exps_per_second = measure_limits()
     print(f"{cpu_device().name}, {torch.get_num_threads()} threads, {load().path}")
-    print(f"limits here: read {bytes_per_second / 1e9:.1f} GB/s, {exps_per_second / 1e9:.2f} G exp/s")
+    print(f"limits of this machine: read {bytes_per_second / 1e9:.1f} GB/s, {exps_per_second / 1e9:.2f} G exp/s")
     lines: list[Line] = []
     for vocab in map(int, options.vocab.split(",")):
         for rows in map(int, options.rows.split(",")):

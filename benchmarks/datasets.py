@@ -1,6 +1,6 @@
-"""Request sets for the serving and offline benchmarks, shaped as bench_serving's: lengths, seeds, shared prefixes.
+"""Request sets for the serving and offline benchmarks, as in bench_serving: lengths, seeds, shared prefixes.
 
-No command of its own. Prompts are token ids where the set is random (exact lengths), text where it is text.
+No command of its own. Prompts of random sets are token ids (exact lengths), others are text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DATASETS = ("sharegpt", "random", "random-ids", "generated-shared-prefix")
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """One request: `prompt` is text or token ids; it counts `prompt_len` tokens and asks for `output_len`."""
+    """One request: `prompt` is text or token ids; of `prompt_len` tokens, with `output_len` new tokens."""
 
     prompt: str | list[int]
     prompt_len: int
@@ -28,20 +28,20 @@ class BenchRequest:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a set needs of a tokenizer. `plain_ids` are the ids that are no special tokens."""
+    """The tokenizer functions used by a request set. `plain_ids` are the ids of ordinary (not special) tokens."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
     plain_ids: list[int]
     chat: Callable[[str], str] | None = None
-    """Writes a message as the model's chat template has it."""
+    """Applies the model's chat template to a message."""
 
     @classmethod
     def from_path(cls, path: str | Path) -> Vocabulary:
         """From a checkpoint directory or a tokenizer.json.
 
         Raises:
-            FileNotFoundError: there is no tokenizer.json.
+            FileNotFoundError: tokenizer.json is missing.
         """
         from tokenizers import Tokenizer
 
@@ -60,7 +60,7 @@ class Vocabulary:
 
 
 def add_dataset_arguments(parser: argparse.ArgumentParser, *, default_name: str = "sharegpt") -> None:
-    """The options of bench_serving that choose and shape the request set, with its defaults."""
+    """bench_serving's options of the request set, with its defaults."""
     group = parser.add_argument_group("dataset")
     group.add_argument("--dataset-name", default=default_name, choices=DATASETS)
     group.add_argument(
@@ -69,7 +69,7 @@ def add_dataset_arguments(parser: argparse.ArgumentParser, *, default_name: str 
     group.add_argument("--num-prompts", type=int, default=1000)
     group.add_argument("--seed", type=int, default=42)
     group.add_argument("--sharegpt-output-len", type=int, help="output length instead of the answer's")
-    group.add_argument("--sharegpt-context-len", type=int, help="leave out conversations longer than this")
+    group.add_argument("--sharegpt-context-len", type=int, help="skip conversations longer than this")
     group.add_argument("--random-input-len", type=int, default=1024)
     group.add_argument("--random-output-len", type=int, default=1024)
     group.add_argument(
@@ -84,7 +84,7 @@ def add_dataset_arguments(parser: argparse.ArgumentParser, *, default_name: str 
 
 
 def make_dataset(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
-    """The requests that the options describe. Raises ValueError for options that cannot work."""
+    """The requests of the options. Raises ValueError for invalid options."""
     rng = random.Random(args.seed)
     if args.dataset_name == "sharegpt":
         lengths = args.sharegpt_output_len, args.sharegpt_context_len
@@ -124,9 +124,9 @@ def random_requests(
     *,
     text_source: str = "",
 ) -> list[BenchRequest]:
-    """Token ids of random lengths: from the text of a ShareGPT file where one is given, random ones otherwise."""
+    """Token ids of random lengths: from the text of a ShareGPT file if given, random ones otherwise."""
     if not 0 <= range_ratio <= 1:
-        raise ValueError(f"--random-range-ratio is {range_ratio}; it must lie in [0, 1]")
+        raise ValueError(f"--random-range-ratio is {range_ratio}; it must be in [0, 1]")
     texts = [question for question, _ in _conversations(text_source)] if text_source else []
     rng.shuffle(texts)
     requests = []
@@ -171,7 +171,7 @@ def sharegpt(
     *,
     chat: Callable[[str], str] | None = None,
 ) -> list[BenchRequest]:
-    """First question of each conversation; the first answer's length is the output length unless one is given."""
+    """First question of each conversation; the output length is the first answer's, unless given."""
     if not path:
         raise ValueError(
             "--dataset-name sharegpt needs --dataset-path FILE (nothing is downloaded); or use --dataset-name random"

@@ -1,15 +1,14 @@
-"""Dispatch and combine among ranks of this machine, against plain all-to-alls through gloo, taken in turn.
+"""Dispatch and combine among ranks of this machine, against plain all-to-alls through gloo, interleaved.
 
     python -m benchmarks.dispatch [--ranks 2 4] [--tokens 1 8 64 512] [--hidden 2048] [--seconds 0.5] [--no-json]
 
-`ours` is dispatch + combine with experts that do nothing. `plain` is what one writes without a library: rows copied for
-every (token, choice), sorted by expert, sent by all_to_all_single and back, weighed and summed at the source; in normal
-mode with an exchange of sizes, in low latency with fixed room for every (source rank, expert). `wire` is nothing but
-two all_to_all_single of the bytes that ours sends: no rows are gathered, sorted or summed. Times are medians of rank 0,
-of several calls in a row, as layers follow each other. `of needed` is what leaves a rank for others over what must at
-least: one row for each (token, other rank with an expert of it) out and back, and 8 bytes for each choice.
-
-Last comes the error that FP8 on the way to the experts adds: of the sums of random SwiGLU experts against float64.
+`ours` is dispatch + combine with no-op experts. `plain` is a direct implementation without a library: rows copied for
+every (token, choice), sorted by expert, sent by all_to_all_single and back, weighted and summed at the source; in
+normal mode with an exchange of sizes, in low latency with fixed buffers for every (source rank, expert). `wire` is only
+two all_to_all_single calls with the bytes that ours sends, without gather, sort or sum. Times are medians of rank 0
+over several consecutive calls, as in consecutive layers. `of needed` is the bytes sent by a rank over the minimum: one
+row for each (token, other rank with an expert of it) out and back, and 8 bytes per choice. Finally, the error added by
+FP8 dispatch: of the sums of random SwiGLU experts against float64.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ BACKENDS = ("all_to_all", "shared_memory")
 MODES: tuple[Mode, ...] = ("normal", "low_latency")
 CHOICE_BYTES = 8  # an expert's id and its weight
 TIMEOUT_S = 60.0
-IN_A_ROW = 4  # calls between two looks at the clock
+IN_A_ROW = 4  # calls between two clock readings
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Case:
 
 @dataclass
 class Line:
-    """Milliseconds, and bytes that leave rank 0 in a dispatch and combine."""
+    """Milliseconds, and bytes sent by rank 0 in a dispatch and combine."""
 
     case: Case
     gloo_ms: float
@@ -72,7 +71,7 @@ class Line:
 
 
 class PlainAllToAll:
-    """The baseline: one row for each (token, choice), torch.distributed alone."""
+    """The baseline: one row per (token, choice), torch.distributed only."""
 
     def __init__(self, case: Case, static: bool) -> None:
         self._case = case
@@ -139,7 +138,7 @@ def choices(case: Case, rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def needed(case: Case, rank: int, ids: Tensor, row_bytes: int) -> int:
-    """Bytes that must leave this rank in a dispatch and a combine, at least."""
+    """Minimum bytes sent by this rank in a dispatch and a combine."""
     total = 0
     for source in range(case.ranks):
         owners = choices(case, source)[1] // (case.experts // case.ranks)
@@ -153,7 +152,7 @@ def needed(case: Case, rank: int, ids: Tensor, row_bytes: int) -> int:
 
 @torch.inference_mode()
 def measure(rank: int, case: Case, seconds: float) -> Line:
-    """All contestants in turn, until the time is over; every rank does the same number of rounds."""
+    """All candidates, interleaved, until the time limit; every rank runs the same number of rounds."""
     sent: list[list[int]] = []
     world = dist.group.WORLD
     group = DistributedGroup(world, TIMEOUT_S, observe=lambda what, size: sent.append(size))
@@ -193,9 +192,9 @@ def measure(rank: int, case: Case, seconds: float) -> Line:
                 call()
             own.append((time.perf_counter() - begin) / IN_A_ROW)
         rounds += 1
-        go_on = torch.tensor([rounds < 4 or time.perf_counter() - start < seconds])
-        dist.broadcast(go_on, 0)
-        if not go_on:
+        keep_going = torch.tensor([rounds < 4 or time.perf_counter() - start < seconds])
+        dist.broadcast(keep_going, 0)
+        if not keep_going:
             break
     gloo_ms, shared_ms, plain_ms, wire_ms = (median(own[1:]) * 1e3 for own in times)
     leaves = sum(sum(size) - size[rank] for size in exchanges)
@@ -204,7 +203,7 @@ def measure(rank: int, case: Case, seconds: float) -> Line:
 
 
 def fp8_errors(hidden: int = 1024, width: int = 256, experts: int = 16, top_k: int = 8) -> dict[str, float]:
-    """Root mean square of the error over that of the result, tokens travelling in bfloat16 and in FP8."""
+    """Root mean square of the error over that of the result, with bfloat16 and FP8 dispatch."""
     case = Case(1, "normal", 64, hidden, experts, top_k, "bfloat16")
     x, ids, weights = choices(case, 0)
     generator = torch.Generator().manual_seed(1)
@@ -292,7 +291,7 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each line")
+    parser.add_argument("--seconds", type=float, default=1.0, help="per line")
     add_result_options(parser)
     args = parser.parse_args()
     lines: list[Line] = []

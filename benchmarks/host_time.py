@@ -1,10 +1,9 @@
 """Python time of a decode step: ``python -m benchmarks.host_time [--num-requests 256]``.
 
-The engine's own loop (inbox, scheduler, worker, events, message encoding) with a model that takes no time and the
-sampling kernel that serves on this machine: what is left is what the host adds to every step. Two runs: with the loop
-as it serves, where one step is planned while another runs, the time between two outputs (and the CPU time of the
-process, which other programs disturb less); and without that overlap, where the parts of a step can be told apart.
-Target: under 1 ms.
+The engine's own loop (inbox, scheduler, worker, events, message encoding) with a model that takes no time and this
+machine's sampling kernel: measures the host overhead of every step. Two runs: with overlap, where one step is planned
+while another runs, the time between two outputs (and the CPU time of the process, which is less sensitive to other
+load); and without overlap, where the parts of a step can be separated. Target: under 1 ms.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ WARMUP_STEPS = 20
 
 
 class _Port:
-    """Hands out the requests once, encodes and drops what the core sends, and notes when each full output left."""
+    """Delivers the requests once, encodes and drops the core's messages, and records the time of each full output."""
 
     def __init__(self, requests: list[messages.Message], num_steps: int) -> None:
         self._inbox = requests
@@ -68,7 +67,7 @@ class _Port:
             self.num_bytes = len(encoded)
         failed = [delta for delta in message.deltas if delta.finish is not None]
         if failed and len(self.times) < self._num_steps:
-            raise RuntimeError(f"a request ended before the measurement did: {failed[0].finish}")
+            raise RuntimeError(f"a request finished before the measurement: {failed[0].finish}")
 
 
 @dataclass
@@ -89,12 +88,12 @@ class _Part:
 
 
 def sampling_kernel() -> SamplingKernel:
-    """The one that an engine takes here."""
+    """The kernel that an engine selects on this machine."""
     return select("sampling", tables.SAMPLING, "auto", cpu_device(), Need("float32")).build()
 
 
 def run_core(args: argparse.Namespace, *, overlap: bool, parts: dict[str, _Part] | None = None) -> _Port:
-    """Runs the loop until enough decode steps have been sent."""
+    """Runs the loop until enough decode steps have been output."""
     num_steps = args.steps + WARMUP_STEPS
     needed = args.num_requests * (args.input_len + num_steps + 64)
     context = args.input_len + num_steps + 64
@@ -111,7 +110,7 @@ def run_core(args: argparse.Namespace, *, overlap: bool, parts: dict[str, _Part]
             num_slots=needed,
             context_len=context,
             max_rows=args.num_requests,
-            chunked_prefill_size=context,  # no more tokens in a step than the stub has hidden states for
+            chunked_prefill_size=context,  # no more tokens per step than the stub has hidden states for
             disable_radix_cache=args.no_cache,
         )
     )
@@ -131,7 +130,7 @@ def run_core(args: argparse.Namespace, *, overlap: bool, parts: dict[str, _Part]
     port = _Port(requests, num_steps)
     if parts is not None:
         scheduler.schedule = parts["plan the step"].around(scheduler.schedule)  # type: ignore[method-assign]
-        scheduler.update = parts["take the result in"].around(scheduler.update)  # type: ignore[method-assign]
+        scheduler.update = parts["process the result"].around(scheduler.update)  # type: ignore[method-assign]
         runner.launch = parts["worker: rows, batch, sampling"].around(runner.launch)  # type: ignore[method-assign]
         port.send = parts["encode the output"].around(port.send)  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +148,7 @@ def run_core(args: argparse.Namespace, *, overlap: bool, parts: dict[str, _Part]
 
 
 def differences_ms(seconds: list[float]) -> list[float]:
-    """Milliseconds between readings, the warm-up left out."""
+    """Milliseconds between readings, without warm-up."""
     kept = seconds[WARMUP_STEPS:]
     return [(after - before) * 1e3 for before, after in pairwise(kept)]
 
@@ -166,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=300, help="decode steps measured in each run")
     parser.add_argument("--runs", type=int, default=3, help="runs with overlap; the median of their medians counts")
     parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--vocab-size", type=int, default=1024, help="sampling grows with it; it is the device's work")
+    parser.add_argument("--vocab-size", type=int, default=1024, help="sampling time grows with it; it is device work")
     parser.add_argument("--sampled", action="store_true", help="temperature 0.8, top-p 0.95 instead of greedy")
     parser.add_argument("--no-cache", action="store_true", help="without the prefix cache")
     report.add_result_options(parser)
@@ -177,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
     cpu = [figures(differences_ms(port.cpu)) for port in ports]
     parts = {
         name: _Part()
-        for name in ("plan the step", "worker: rows, batch, sampling", "take the result in", "encode the output")
+        for name in ("plan the step", "worker: rows, batch, sampling", "process the result", "encode the output")
     }
     alone = differences_ms((port := run_core(args, overlap=False, parts=parts)).times)
     values: dict[str, Any] = {
@@ -195,16 +194,16 @@ def main(argv: list[str] | None = None) -> int:
     names = [
         ("step, overlapped", values["step"]),
         ("  its CPU time, both threads", values["step_cpu_time"]),
-        ("step, one after another", values["step_without_overlap"]),
+        ("step, without overlap", values["step_without_overlap"]),
     ]
     names += [(f"  {name}", part) for name, part in values["parts"].items()]
     rest = values["step_without_overlap"]["median_ms"] - sum(part["median_ms"] for part in values["parts"].values())
-    print(f"Python time of a decode step, {args.num_requests} running requests, model stubbed out (ms)")
+    print(f"Python time of a decode step, {args.num_requests} running requests, with a stub model (ms)")
     rows = [[name, *(f"{part[key]:.3f}" for key in ("median_ms", "p90_ms", "p99_ms"))] for name, part in names]
-    rows.append(["  rest: events, board, thread hand-over", f"{rest:.3f}", "", ""])
+    rows.append(["  rest: events, status board, thread switches", f"{rest:.3f}", "", ""])
     print(report.table(["", "median", "p90", "p99"], rows))
     verdict = "pass" if values["passed"] else "short"
-    print(f"target: median under {TARGET_MS:.0f} ms: {verdict}; {port.num_bytes} bytes a step to the front end")
+    print(f"target: median under {TARGET_MS:.0f} ms: {verdict}; {port.num_bytes} bytes per step to the front end")
     if not args.no_json:
         print(report.write_result("host_time", values, path=args.json), file=sys.stderr)
     return 0

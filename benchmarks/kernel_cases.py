@@ -1,4 +1,4 @@
-"""Kernels as things that can be called: for every named shape the inputs, and the call on a row of its family.
+"""Kernel calls for benchmarks: the inputs of every named shape, and the call on a row of its family.
 
 No command of its own: `benchmarks.kernels` and `benchmarks.gpu_suite` time these calls.
 
@@ -28,14 +28,14 @@ POSITIONS = 4096
 
 
 class NotServed(Exception):
-    """This row cannot run this shape; the text says why."""
+    """This row does not support this shape; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class KernelCase:
     """A shape of a family with its floors; `prepare(kernel, device)` makes inputs and returns the call to time.
 
-    The same random seed gives every kernel the same inputs; the call returns what it computed.
+    All kernels get the same seeded inputs; the call returns its result.
     """
 
     family: str
@@ -46,7 +46,7 @@ class KernelCase:
     prepare: Callable[[Any, str], Call]
 
     def floor_seconds(self, bytes_per_s: float, flops_per_s: float) -> float:
-        """No kernel can be faster on such a device."""
+        """Lower bound of any kernel's time on such a device."""
         return max(self.bytes / bytes_per_s, self.flops / flops_per_s)
 
 
@@ -123,7 +123,7 @@ def _route(ops: Any, device: str, tokens: int, hidden: int, experts: int, top_k:
 
 
 def _sample(sampling: Any, device: str, rows: int, vocab: int) -> Call:
-    """top_p 0.95 of peaked logits: what chat requests ask for."""
+    """top_p 0.95 of peaked logits: as in chat requests."""
     import numpy as np
 
     logits = normal(rows, vocab, device=device, dtype=torch.float32, scale=3.0)
@@ -154,13 +154,13 @@ def linear_case(shape: LinearShape) -> KernelCase:
 
 
 def experts_case(shape: ExpertShape) -> KernelCase:
-    """Routed experts on one rank; where a rank has some of the model's experts, ids outside count nothing."""
+    """Routed experts on one rank; if a rank has some of the model's experts, other ids are ignored."""
     model, count = shape.model, shape.num_experts
 
     def prepare(kernel: Any, device: str) -> Call:
         fused = hasattr(kernel, "run_routed")
         if not fused and count < model.num_experts:
-            raise NotServed("needs a dispatcher for experts that stand on several ranks")
+            raise NotServed("needs a dispatcher for experts on several ranks")
         weights = load_experts(kernel, count, model.hidden, model.width, model.fp8, device)
         x = normal(shape.tokens, model.hidden, device=device)
         ids = torch.rand(shape.tokens, model.num_experts, device=device).topk(model.top_k).indices.int()
@@ -180,7 +180,7 @@ def experts_case(shape: ExpertShape) -> KernelCase:
 
 
 def load_experts(kernel: Any, count: int, hidden: int, width: int, fp8: bool, device: str) -> Any:
-    """Weights of `count` experts, alike, each in its own memory; a kernel that keeps no FP8 gets them dequantised."""
+    """Weights of `count` identical experts, each in its own memory; dequantized for kernels without FP8."""
     parts = [normal(*shape, device=device, scale=0.02) for shape in ((width, hidden), (width, hidden), (hidden, width))]
     blocks = [quantize_weight(part) for part in parts] if fp8 else []
     if not hasattr(kernel, "allocate_blocks") or not fp8:

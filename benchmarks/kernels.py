@@ -1,11 +1,11 @@
-"""What each kernel of a model must move and compute at least, and on a GPU how near it comes.
+"""Minimum bytes and operations of each kernel of a model, and on a GPU the share of that limit reached.
 
     python -m benchmarks.kernels [--model-path DIR] [--only TEXT] [--tokens 1 128 4096] [--rows NAME ...] [--json FILE]
 
 Without --model-path: DeepSeek-V3 (FP8, one of 16 ranks' experts) and DeepSeek-V2-Lite (bf16). A floor is the larger of
-bytes over memory bandwidth and operations over the peak of the tensor cores, of the GPU here as measured, or of an H200
-by its data sheet. `of floor` is the floor's share of the time a row took: 1.00 cannot be exceeded. Rows that cannot run
-here are listed with the reason. `moe-engine bench kernels` is the same.
+bytes over memory bandwidth and operations over the tensor cores' peak, of this GPU as measured, or of an H200 by its
+data sheet. `of floor` is the floor's share of a row's time: at most 1.00. Unavailable rows are listed with the reason.
+`moe-engine bench kernels` is the same.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from benchmarks.kernel_cases import KernelCase
 
 H200 = (4.8e12, 989e12, 1979e12)
-"""Bytes a second, bf16 and FP8 flops a second, by the data sheet."""
+"""Bytes per second, bf16 and FP8 flops per second, by the data sheet."""
 
 
 def cases_of(model_path: str | None, tokens: Sequence[int] | None, only: str) -> list[KernelCase]:
-    """The named shapes, or those of a model on one GPU."""
+    """The named shapes, or the shapes of a model on one GPU."""
     from benchmarks import attention_cases, kernel_cases
 
     if model_path is None:
@@ -41,7 +41,7 @@ def cases_of(model_path: str | None, tokens: Sequence[int] | None, only: str) ->
 
 
 def floors(cases: Iterable[KernelCase], limits: tuple[float, float, float]) -> Iterator[dict[str, Any]]:
-    """A line for each case: bytes, flops, and microseconds that no kernel can beat."""
+    """A line per case: bytes, flops, and lower bound in microseconds."""
     bandwidth, bf16, fp8 = limits
     for case in cases:
         peak = fp8 if case.fp8 else bf16

@@ -1,8 +1,8 @@
-"""This machine's limits, which fractions are taken of: ``python -m benchmarks.limits [--device cpu] [--json FILE]``.
+"""This machine's limits, the reference of all fractions: ``python -m benchmarks.limits [--device cpu] [--json FILE]``.
 
-Memory: GB/s of reading 700 MiB that no cache holds, on all of torch's threads. Several ways are tried and the best
-median counts, so that no engine is flattered by a slow ruler; where a C++ compiler is at hand one of them is a plain
-loop that only loads. Multiplying: GFLOP/s of a 4096 x 4096 x 4096 bf16 product, likewise the best of several calls.
+Memory: GB/s of reading 700 MiB outside all caches, on all of torch's threads. Several methods are tried and the best
+median counts, so that fractions are not inflated by a weak reference; with a C++ compiler one of them is a plain loop
+of loads. Compute: GFLOP/s of a 4096 x 4096 x 4096 bf16 product, also the best of several methods.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ extern "C" uint64_t read_all(const uint8_t *data, size_t num_bytes, int num_thre
 
 @dataclass(frozen=True)
 class MeasuredLimits:
-    """The best of each, which way reached it, and what every way gave."""
+    """The best of each, its method, and the results of all methods."""
 
     memory_gb_per_second: float
     memory_method: str
@@ -67,7 +67,7 @@ class MeasuredLimits:
 
 
 class Ruler:
-    """Measures both limits whenever it is asked to; what is read and multiplied (800 MiB) is made once."""
+    """Measures both limits on each call; the operands (800 MiB) are allocated once."""
 
     def __init__(self, device: str = "cpu", *, read_mib: int = READ_MIB, gemm_size: int = GEMM_SIZE) -> None:
         self._device = device
@@ -75,7 +75,7 @@ class Ruler:
         self._gemms, self._flops = _gemms(device, gemm_size)
 
     def measure(self, repeats: int = 7) -> MeasuredLimits:
-        """The best way of each kind, by the medians of `repeats` turns."""
+        """The best method of each kind, by the medians of `repeats` rounds."""
         reads = {way: self._num_bytes / s / 1e9 for way, s in _medians(self._reads, self._device, repeats).items()}
         gemms = {way: self._flops / s / 1e9 for way, s in _medians(self._gemms, self._device, repeats).items()}
         best_read, best_gemm = max(reads, key=reads.__getitem__), max(gemms, key=gemms.__getitem__)
@@ -94,7 +94,7 @@ def measure_limits(device: str = "cpu", repeats: int = 7) -> MeasuredLimits:
 
 
 def combine(before: MeasuredLimits, after: MeasuredLimits) -> MeasuredLimits:
-    """The better of two measurements: an engine that ran between them is not flattered by a weak moment of one."""
+    """The better of two measurements, so that a disturbance of one does not inflate the engine's fraction."""
     read = max(before, after, key=lambda limits: limits.memory_gb_per_second)
     gemm = max(before, after, key=lambda limits: limits.gemm_gflops)
     methods = {name: max(value, after.all_methods.get(name, 0.0)) for name, value in before.all_methods.items()}
@@ -102,7 +102,7 @@ def combine(before: MeasuredLimits, after: MeasuredLimits) -> MeasuredLimits:
 
 
 def _reads(device: str, read_mib: int) -> tuple[dict[str, Callable[[], Any]], int]:
-    """Ways of reading, and the bytes that each reads."""
+    """Methods of reading, and the bytes read by each."""
     data = torch.ones(read_mib * 2**20 // 4, dtype=torch.float32, device=device)
     num_bytes = data.numel() * data.element_size()
     matrix = data.view(-1, 2**12)
@@ -119,7 +119,7 @@ def _reads(device: str, read_mib: int) -> tuple[dict[str, Callable[[], Any]], in
 
 
 def _gemms(device: str, size: int) -> tuple[dict[str, Callable[[], Any]], int]:
-    """Ways of multiplying, and the operations of each."""
+    """Methods of multiplying, and the operations of each."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator).to(device, torch.bfloat16) for _ in range(2))
     ways: dict[str, Callable[[], Any]] = {
@@ -133,7 +133,7 @@ def _gemms(device: str, size: int) -> tuple[dict[str, Callable[[], Any]], int]:
 
 
 def _packed_linear(x: Tensor, weight: Tensor) -> Callable[[], Any] | None:
-    """The product with a weight that oneDNN has laid out once; None where this torch has no such operation."""
+    """The product with a weight prepacked by oneDNN; None if this torch has no such operation."""
     try:
         with torch.no_grad():
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -145,7 +145,7 @@ def _packed_linear(x: Tensor, weight: Tensor) -> Callable[[], Any] | None:
 
 
 def _medians(ways: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, float]:
-    """Median seconds of each way, after an unmeasured turn. They take turns, so that a disturbance meets them all."""
+    """Median seconds of each method, after a warm-up round. Interleaved, so that a disturbance affects all methods."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     with torch.no_grad():
         for turn in range(repeats + 1):
@@ -160,7 +160,7 @@ def _medians(ways: dict[str, Callable[[], Any]], device: str, repeats: int) -> d
 
 
 def _native_read() -> Callable[[int, int, int], int] | None:
-    """The compiled loop, or None without a compiler. Kept in the temporary directory by the hash of its source."""
+    """The compiled loop, or None without a compiler. Cached in the temporary directory by the hash of its source."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None
@@ -191,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="moe-engine bench limits", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="also write the result there")
+    parser.add_argument("--json", type=Path, help="also write the result here")
     args = parser.parse_args(argv)
     limits = measure_limits(args.device, args.repeats)
     print(limits_table(limits))

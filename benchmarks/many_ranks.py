@@ -1,10 +1,10 @@
-"""Forms of parallelism against one rank on the same cores, and what agreeing on a step costs:
+"""Forms of parallelism against one rank on the same cores, and the cost of the DP sync of a step:
 
     python -m benchmarks.many_ranks [--shape moe-390m] [--forms one tp2 ep2 ...] [--rounds 3]
 
-Each form serves the same greedy requests offline, the forms taking turns; a form's threads add up to those of one rank.
-The exchange is measured between schedulers in processes of their own, without anything else to do. Results are written
-after each measurement, so that a run that is cut leaves what it had.
+Each form runs the same greedy requests offline, interleaved; a form's threads add up to those of one rank. The DP sync
+is measured between schedulers in separate processes, without other load. Results are written after each measurement, so
+that an interrupted run keeps its results.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def throughput(form: dict[str, Any], path: str | None, requests: int, prompt: int, output: int) -> float:
-    """Output tokens a second; the start is not counted."""
+    """Output tokens per second; startup is not counted."""
     options: dict[str, Any] = {} if path is None else {"model_path": path, "skip_tokenizer_init": True}
     with Engine(random_seed=0, **options, **form) as engine:
         vocab = engine.info.vocab_size
@@ -50,7 +50,7 @@ def throughput(form: dict[str, Any], path: str | None, requests: int, prompt: in
 
 
 def exchange_seconds(num_groups: int, steps: int) -> float:
-    """Median seconds of one agreement between `num_groups` schedulers."""
+    """Median seconds of one DP sync between `num_groups` schedulers."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         queue: Any = context.Queue()
@@ -92,13 +92,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=3000, help="agreements measured")
+    parser.add_argument("--steps", type=int, default=3000, help="DP syncs measured")
     report.add_result_options(parser)
     args = parser.parse_args(argv)
 
     exchange = {groups: exchange_seconds(groups, args.steps) * 1e6 for groups in (2, 4)}
     for groups, microseconds in exchange.items():
-        print(f"agreeing on a step, {groups} schedulers: {microseconds:.0f} us (median)")
+        print(f"DP sync of a step, {groups} schedulers: {microseconds:.0f} us (median)")
     path = None if args.shape == "demo" else str(checkpoints.ensure_checkpoint(args.shape))
     rates: dict[str, list[float]] = {name: [] for name in args.forms}
     written = args.json or report.result_path("many_ranks", "cpu", report.RESULTS)
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _ratios(rates: dict[str, list[float]]) -> dict[str, float]:
-    """Of the forms that were measured, to the first."""
+    """Ratios of the measured forms to the first."""
     base = median(next(iter(rates.values())))
     return {name: median(found) / base for name, found in rates.items() if found}
 

@@ -17,7 +17,7 @@ from moe_engine.models.config import GQAConfig, ModelConfig
 
 DECODE_CONTEXT, MOST_DECODES, LEAST_PROMPT = 4096, 256, 512
 SAMPLED_ROWS = 256
-"""A step samples a row a request: no more than this many are timed."""
+"""Max timed sampling rows, one per request."""
 
 
 def name_of(config: ModelConfig) -> str:
@@ -64,7 +64,7 @@ def small_operations(config: ModelConfig) -> ModelOps:
 
 
 def attention_shapes(config: ModelConfig, count: int) -> Iterator[AttentionShape]:
-    """`count` requests that decode behind `DECODE_CONTEXT` tokens, and, if it has as many as that, one prompt."""
+    """`count` decoding requests after `DECODE_CONTEXT` tokens, and one prompt if `count` is large enough."""
     attention, name = config.attention, name_of(config)
     if isinstance(attention, GQAConfig):
         grouped = GroupedModel(name, attention.num_heads, attention.num_kv_heads, attention.head_dim)
@@ -82,7 +82,7 @@ def attention_shapes(config: ModelConfig, count: int) -> Iterator[AttentionShape
 
 
 def model_cases(config: ModelConfig, tokens: Sequence[int]) -> Iterator[KernelCase]:
-    """Cases of every family for steps of so many tokens."""
+    """Cases of every family for steps of these token counts."""
     linear, ops = products(config), small_operations(config)
     shapes = dict.fromkeys(shape for count in tokens for shape in attention_shapes(config, count))
     yield from map(attention_case, shapes)

@@ -1,9 +1,9 @@
-"""How often a checkpoint's MTP drafts are what the model says next: ``python -m benchmarks.mtp_agreement PATH``.
+"""Acceptance rate of a checkpoint's MTP drafts: ``python -m benchmarks.mtp_agreement PATH``.
 
-Model and MTP layer run by hand over a batch of equally long sequences, without engine and scheduler: after every greedy
-token the first MTP layer drafts a chain, each draft from the state of the one before. Printed is, for each position of
-the chain, the share of drafts that are right among those whose predecessors all are; and what a step of speculative
-decoding would gain from it.
+Runs model and MTP layer directly over a batch of equally long sequences, without engine and scheduler: after every
+greedy token the first MTP layer drafts a chain, each draft from the state of the previous one. Prints, for each
+position of the chain, the share of correct drafts among those with all predecessors correct; and the expected tokens
+per step of speculative decoding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_engine.models.loader import load_model, load_mtp
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of `drafts` chains: `rates[j]` is the share of right ones at position j among those right before j."""
+    """Of `drafts` chains: `rates[j]` is the share of correct drafts at position j among those correct before j."""
 
     drafts: int
     rates: list[float]
@@ -47,21 +47,21 @@ class Agreement:
 def measure(
     path: str | Path, chain: int = 4, sequences: int = 16, prompt_len: int = 16, num_tokens: int = 64, seed: int = 0
 ) -> Agreement:
-    """Drafts `chain` tokens behind each of `num_tokens` greedy tokens of random prompts.
+    """Drafts `chain` tokens after each of `num_tokens` greedy tokens of random prompts.
 
     Raises:
         ConfigError: the checkpoint has no MTP layers. CheckpointError: it cannot be read.
     """
-    dp_sync = DPSync(path, sequences, prompt_len + num_tokens + chain + 1)
+    batch_model = BatchModel(path, sequences, prompt_len + num_tokens + chain + 1)
     generator = torch.Generator().manual_seed(seed)
-    vocab_size = dp_sync.config.vocab_size
+    vocab_size = batch_model.config.vocab_size
     prompts = torch.randint(len(SPECIAL_TOKENS), vocab_size, (sequences, prompt_len), generator=generator)
-    said, state = dp_sync.advance(prompts)
-    answers, drafted = [said], []
+    next_ids, state = batch_model.advance(prompts)
+    answers, drafted = [next_ids], []
     for _ in range(num_tokens):
-        drafted.append(dp_sync.draft(state, chain))
-        said, state = dp_sync.advance(said)
-        answers.append(said)
+        drafted.append(batch_model.draft(state, chain))
+        next_ids, state = batch_model.advance(next_ids)
+        answers.append(next_ids)
     answer, drafts = torch.cat(answers, dim=1), torch.stack(drafted[: num_tokens + 1 - chain])  # [B, N+1], [n, B, K]
     right = drafts == torch.stack([answer[:, i + 1 : i + 1 + chain] for i in range(len(drafts))])
     reached = right.cumprod(dim=2).flatten(0, 1).sum(dim=0).tolist()
@@ -69,8 +69,8 @@ def measure(
     return Agreement(right[..., 0].numel(), rates)
 
 
-class DPSync:
-    """A model and its MTP layers over B sequences of the same length, each with its stretch of the KV pool."""
+class BatchModel:
+    """A model and its MTP layers over B sequences of the same length, each with its own range of the KV pool."""
 
     def __init__(self, path: str | Path, sequences: int, max_len: int) -> None:
         self.config = config = load_model_config(path)
@@ -90,13 +90,13 @@ class DPSync:
         batch = self._batch(ids, self._length)
         self._length += ids.shape[1]
         hidden = self._model.forward(batch)
-        said = self._best(hidden.view(*ids.shape, -1)[:, -1])
-        following = torch.cat((ids[:, 1:], said), dim=1)
+        next_ids = self._best(hidden.view(*ids.shape, -1)[:, -1])
+        following = torch.cat((ids[:, 1:], next_ids), dim=1)
         state = self._mtp.forward(0, following.flatten(), hidden, batch)
-        return said, state.view(*ids.shape, -1)[:, -1]
+        return next_ids, state.view(*ids.shape, -1)[:, -1]
 
     def draft(self, state: Tensor, count: int) -> Tensor:
-        """[B, count]: a chain from the last state. The cache behind the sequences is written over later."""
+        """[B, count]: a chain from the last state. The cache rows of drafts are overwritten later."""
         drafts = [self._best(state)]
         for position in range(self._length, self._length + count - 1):
             batch = self._batch(drafts[-1], position)
@@ -137,10 +137,10 @@ def main(argv: list[str] | None = None) -> int:
         prog="moe-engine bench mtp_agreement", description=(__doc__ or "").split("\n\n")[0]
     )
     parser.add_argument("path", help="a checkpoint directory with MTP layers")
-    parser.add_argument("--chain", type=int, default=4, help="drafts behind each token")
+    parser.add_argument("--chain", type=int, default=4, help="drafts after each token")
     parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--prompt-len", type=int, default=16, help="random tokens at the start of each")
-    parser.add_argument("--num-tokens", type=int, default=64, help="greedy tokens of each")
+    parser.add_argument("--prompt-len", type=int, default=16, help="random tokens at the start of each sequence")
+    parser.add_argument("--num-tokens", type=int, default=64, help="greedy tokens of each sequence")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     found = measure(args.path, args.chain, args.sequences, args.prompt_len, args.num_tokens, args.seed)

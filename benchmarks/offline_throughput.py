@@ -1,6 +1,6 @@
 """Throughput of the offline engine on many requests at once: ``python -m benchmarks.offline_throughput [options]``.
 
-All requests are handed over in one call, without a server. Takes every flag of the engine; options, table and JSON keys
+All requests are submitted in one call, without a server. Takes every flag of the engine; options, table and JSON keys
 are those of ``sglang.bench_offline_throughput``. Without `--model-path` the embedded model runs.
 
     python -m benchmarks.offline_throughput --model-path M --dataset-name random --num-prompts 64 \\
@@ -58,7 +58,7 @@ def generate(engine: Engine, requests: list[BenchRequest], ignore_eos: bool) -> 
 
 
 def measure(engine: Engine, requests: list[BenchRequest], ignore_eos: bool) -> dict[str, Any]:
-    """The figures of one call with all requests; keys are bench_offline_throughput's."""
+    """The results of one call with all requests; keys are bench_offline_throughput's."""
     began = time.perf_counter()
     answers = generate(engine, requests, ignore_eos)
     seconds = time.perf_counter() - began
@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         with Engine(**flags) as engine:
             requests = make_dataset(own, Vocabulary.from_path(engine.config.tokenizer_path))
             if not requests:
-                raise ValueError("the dataset holds no request; see --num-prompts and the length limits")
+                raise ValueError("the dataset has no request; see --num-prompts and the length limits")
             if not own.skip_warmup:
                 short = [BenchRequest(r.prompt, r.prompt_len, min(r.output_len, WARMUP_LEN)) for r in requests]
                 generate(engine, short[:WARMUP_REQUESTS], True)

@@ -1,9 +1,9 @@
 """Latency of one static batch, without scheduler and server: ``python -m benchmarks.one_batch [options]``.
 
-For each batch size, input and output length: the latency of the prefill and of every decode step, as the worker's
-caller sees them. Takes every flag of the engine; options, lines and JSON keys are those of
-``sglang.bench_one_batch``. `--fraction-of-limits` measures this machine's limits first and adds how much of them was
-reached.
+For each batch size, input and output length: the latency of the prefill and of every decode step, measured by the
+worker's caller. Takes every flag of the engine; options, lines and JSON keys are those of
+``sglang.bench_one_batch``. `--fraction-of-limits` measures this machine's limits first and adds the share of them that
+was reached.
 
     python -m benchmarks.one_batch --model-path M --batch-size 1 16 --input-len 128 --output-len 32
     python -m benchmarks.one_batch --model-path M --correctness-test
@@ -51,11 +51,9 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--input-len", type=int, nargs="+", default=[1024])
     parser.add_argument("--output-len", type=int, nargs="+", default=[16])
     parser.add_argument("--result-filename", default="result.jsonl", help="jsonl to append to; empty: none")
-    parser.add_argument("--correctness-test", "--correct", action="store_true", help="print what three prompts give")
+    parser.add_argument("--correctness-test", "--correct", action="store_true", help="print three prompts' output")
     parser.add_argument("--cut-len", type=int, default=4, help="tokens of the first of two prefills (correctness test)")
-    parser.add_argument(
-        "--log-decode-step", type=int, default=0, help="print every so many decode steps; 0: the first 5"
-    )
+    parser.add_argument("--log-decode-step", type=int, default=0, help="print every n-th decode step; 0: the first 5")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--fraction-of-limits", action="store_true")
     own, rest = parser.parse_known_args(argv)
@@ -98,7 +96,7 @@ def run_once(
 def limit_fractions(
     work: ModelWork, limits: MachineLimits, values: dict[str, Any], batch: int, input_len: int, output_len: int
 ) -> dict[str, float]:
-    """How much of the machine's limit the prefill and the median decode step reached."""
+    """Fraction of the machine's limit reached by the prefill and the median decode step."""
     found = {"prefill_fraction": work.prefill([(input_len, 0)] * batch).seconds(limits) / values["prefill_latency"]}
     if "median_decode_latency" in values:
         step = work.decode_step([input_len + output_len // 2] * batch)
@@ -140,7 +138,7 @@ def latency_test(own: argparse.Namespace, config: ResolvedConfig) -> Iterator[di
 
 
 def correctness_test(own: argparse.Namespace, config: ResolvedConfig) -> None:
-    """Prefills three prompts in two pieces, decodes, and prints the text: a quick look that the model speaks."""
+    """Prefills three prompts in two chunks, decodes, and prints the text: a quick sanity check."""
     vocabulary = Vocabulary.from_path(config.tokenizer_path)
     prompts = [vocabulary.encode(text) for text in CORRECTNESS_PROMPTS]
     worker = create_worker(config)

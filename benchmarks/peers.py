@@ -1,7 +1,7 @@
-"""The sides of the side by side: our engine, and transformers in whichever of its ways is quickest.
+"""The two sides of `side_by_side`: our engine, and transformers in its fastest mode.
 
-No command of its own; `benchmarks.side_by_side` is the caller. Both take token ids, decode greedily, ignore the end of
-sequence, and hold their weights in memory between runs.
+No command of its own; used by `benchmarks.side_by_side`. Both take token ids, decode greedily, ignore the end of
+sequence, and keep their weights in memory between runs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ EXPERTS = ("grouped_mm", "batched_mm", "eager")
 ATTENTIONS = ("sdpa", "eager")
 CACHES = ("dynamic", "static")
 CHECK = Workload("check", num_streams=8, own_len=32, output_len=8)
-"""What both sides must answer alike in float32."""
+"""Prompts whose float32 answers must agree on both sides."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a workload: seconds for all of it, to the first token (median over requests), and what came out."""
+    """One run of a workload: total seconds, seconds to the first token (median over requests), and the outputs."""
 
     seconds: float
     first_token_seconds: float
@@ -37,7 +37,7 @@ class Run:
 
 
 class EngineSide:
-    """`moe_engine.Engine`, with its core in a process of its own as users run it."""
+    """`moe_engine.Engine`, with its core in a separate process, as in normal use."""
 
     name = "moe-engine"
 
@@ -60,7 +60,7 @@ class EngineSide:
         return Run(seconds, median(first), outputs)
 
     def facts(self) -> dict[str, Any]:
-        """The flags and sizes it runs with."""
+        """Its flags and sizes."""
         info = self._engine.get_server_info()
         keys = "dtype device context_len max_total_num_tokens chunked_prefill_size max_prefill_tokens attention_backend moe_runner_backend linear_backend ops_backend"  # noqa: E501
         return {key: info[key] for key in keys.split() if key in info}
@@ -71,7 +71,7 @@ class EngineSide:
 
 @dataclass(frozen=True)
 class Mode:
-    """A way of running transformers' `generate`."""
+    """A mode of transformers' `generate`."""
 
     experts: str = "grouped_mm"
     attention: str = "sdpa"
@@ -84,7 +84,7 @@ class Mode:
 class TransformersSide:
     """`AutoModelForCausalLM.generate`, all prompts in one batch (they are equally long: no padding).
 
-    Its continuous batching is no candidate: release 5.23 cannot run it on MLA models (the paged cache has the width of
+    Continuous batching is not a candidate: release 5.23 cannot run it on MLA models (the paged cache has the width of
     a head, not of the latent).
     """
 
@@ -103,7 +103,7 @@ class TransformersSide:
         self.probes: dict[str, dict[str, float]] = {}
 
     def choose(self, workload: Workload, vocab_size: int) -> Mode:
-        """The quickest way for this workload, found by short probes, one property after the other."""
+        """The fastest mode for this workload, found by short probes, one property at a time."""
         probe = workload.probe()
         prompts = probe.prompts(vocab_size, seed=-1)
         best = Mode() if self._has_experts() else Mode(experts="none")
@@ -118,7 +118,7 @@ class TransformersSide:
                     return seconds[str(mode)]
                 try:
                     seconds[str(mode)] = min(self._generate(prompts, probe.output_len, mode).seconds for _ in range(2))
-                except Exception as error:  # a way that this version does not offer is no candidate
+                except Exception as error:  # modes that this version does not support are skipped
                     seconds[str(mode)] = float("inf")
                     print(f"  transformers cannot run with {mode}: {type(error).__name__}: {str(error)[:100]}")
             return seconds[str(mode)]
@@ -142,7 +142,7 @@ class TransformersSide:
         return self._generate(prompts, output_len, self.modes.get(workload, Mode()))
 
     def run_with_shared_prefix(self, prompts: list[list[int]], shared_len: int, output_len: int, workload: str) -> Run:
-        """What a user who knows of the shared prefix can write: computes it once, then copies its KV to every row."""
+        """A manual shared-prefix implementation: computes the prefix once, then copies its KV to every row."""
         from transformers import DynamicCache
 
         self._enter(self.modes.get(workload, Mode()))
@@ -156,7 +156,7 @@ class TransformersSide:
         return clock.run(outputs, output_len)
 
     def experts_touched(self, workload: Workload, vocab_size: int) -> float | None:
-        """Mean of distinct experts that a layer picks in a decode step of this workload; None for dense models."""
+        """Mean number of distinct experts per layer in a decode step of this workload; None for dense models."""
         probe = workload.probe()
         if not self._has_experts() or probe.output_len < 2:
             return None
@@ -194,7 +194,7 @@ class TransformersSide:
 
     @contextmanager
     def _count_experts(self) -> Iterator[list[tuple[int, int]]]:
-        """Collects (tokens, distinct experts) of every call of a router."""
+        """Collects (tokens, distinct experts) of every router call."""
         counts: list[tuple[int, int]] = []
 
         def note(module: Any, inputs: Any, output: Any) -> None:
@@ -215,7 +215,7 @@ class TransformersSide:
 
 
 class _Clock:
-    """A stopping criterion that never stops anything but notes when each token came."""
+    """A stopping criterion that never stops, and records each token's time."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -233,7 +233,7 @@ class _Clock:
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> dict[str, float]:
-    """How alike two sets of answers are: share of equal first tokens, and mean length of the common beginning."""
+    """Similarity of two sets of answers: share of equal first tokens, and mean length of the common prefix."""
 
     def common(a: list[int], b: list[int]) -> int:
         return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
@@ -246,8 +246,8 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> dict[str, float
 
 
 def float32_agreement(model_path: Path, flags: dict[str, Any], device: str, vocab_size: int) -> dict[str, float]:
-    """`agreement` of both sides in float32, on a few short prompts. Rounding parts greedy answers of random weights in
-    bf16, and not in float32: there the sides must compute the same."""
+    """`agreement` of both sides in float32, on a few short prompts. In bf16, rounding makes greedy answers of random
+    weights diverge; in float32 the sides must agree."""
     prompts = CHECK.prompts(vocab_size, seed=-3)
     engine = EngineSide(model_path, flags | {"dtype": "float32"})
     try:

@@ -1,14 +1,13 @@
-"""The figures of README.md, written from the results of benchmarks: ``python -m benchmarks.readme_figures --check``.
+"""README.md's benchmark figures, generated from result files: ``python -m benchmarks.readme_figures --check``.
 
-A block of README.md names its table and its results, files of benchmarks/results without their suffix:
+A block of README.md has its table's name and its results, files of benchmarks/results without suffix:
 
     <!-- figures: speed 2026-11-21_cpu_side_by_side 2026-11-22_cpu_side_by_side_alone -->
     <!-- end of figures -->
 
-`--write` fills every block in; `--check` (the default) exits with 1 where a block says something else. A figure is the
-median over the rounds of all results, with the slowest and the quickest round. What a reader must know of it stands
-beside it: a target that is missed, a gain that is no larger than the noise, a machine that was not quiet, a peer whose
-quickest way was not looked for.
+`--write` fills in every block; `--check` (the default) exits with 1 if a block differs. A figure is the median over the
+rounds of all results, with the slowest and the fastest round. Caveats are printed with it: a missed target, a gain
+within the noise, a busy machine, a peer whose fastest mode was not searched.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ SUBJECT_LABELS = {
 
 
 def interval(values: Sequence[float], write: Callable[[float], str]) -> str:
-    """``150 (140 to 166)``: the median, and the least and the largest where they read differently."""
+    """``150 (140 to 166)``: the median, and minimum and maximum if they are printed differently."""
     middle, low, high = write(median(values)), write(min(values)), write(max(values))
     return middle if low == high else f"{middle} ({low} to {high})"
 
@@ -57,7 +56,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def speed(results: Sequence[Result]) -> str:
-    """Tokens a second, of the machine's limit, and against transformers: results of `benchmarks.side_by_side`."""
+    """Tokens/s, fraction of the machine's limit, ratio to transformers: results of `benchmarks.side_by_side`."""
     rows = []
     for name, label in WORKLOAD_LABELS.items():
         found = [result["results"][name] for result in results if name in result["results"]]
@@ -101,7 +100,7 @@ def _ratio(name: str, results: Sequence[Result]) -> str:
 
 
 def _held(values: Sequence[float], found: Sequence[Result], what: str) -> str:
-    """The figure, and its target where it is missed."""
+    """The figure, and its target if missed."""
     write: Callable[[float], str] = "{:.0%}".format if what == "fraction" else "{:.1f}x".format
     target: float | None = next((one["target"][what] for one in found if "target" in one), None)
     short = target is not None and median(values) < target
@@ -128,7 +127,7 @@ def speculation(results: Sequence[Result]) -> str:
 
 
 def _gain(sides: Sequence[Result]) -> str:
-    """A ratio, unless the rounds lie on both sides of 1."""
+    """The ratio, unless the rounds are on both sides of 1."""
     ratios = [off / auto for one in sides for off, auto in zip(one["off"]["seconds"], one["auto"]["seconds"])]
     if min(ratios) <= 1 <= max(ratios):
         return f"no difference ({min(ratios):.2f}x to {max(ratios):.2f}x)"
@@ -144,7 +143,7 @@ def startup(results: Sequence[Result]) -> str:
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {"speed": speed, "speculation": speculation, "startup": startup}
 
 
-# -- what a reader must know of the machine
+# -- notes on the machine
 
 
 def _machine(results: Sequence[Result]) -> list[str]:
@@ -175,16 +174,16 @@ def _limits(results: Sequence[Result]) -> list[str]:
 
 
 def filled(text: str, folder: Path = RESULTS) -> str:
-    """The text with every block as its results have it.
+    """The text with every block filled in from its results.
 
     Raises:
-        ValueError: a block names a table or a result that is not there, or a smoke test's result.
+        ValueError: a block has an unknown table or a missing result, or a smoke test's result.
     """
 
     def fill(found: re.Match[str]) -> str:
         opening, name, files, _, end = found.groups()
         if name not in TABLES:
-            raise ValueError(f"{opening.strip()}: there is no table {name}; there are {', '.join(TABLES)}")
+            raise ValueError(f"{opening.strip()}: unknown table {name}; choose from {', '.join(TABLES)}")
         results = [_read(folder / f"{file}.json") for file in files.split()]
         return f"{opening}{TABLES[name](results)}\n{end}"
 
@@ -195,9 +194,9 @@ def _read(file: Path) -> Result:
     try:
         result: Result = json.loads(file.read_text())
     except FileNotFoundError:
-        raise ValueError(f"{file}: there is no such result") from None
+        raise ValueError(f"{file}: no such result") from None
     if result.get("quick"):
-        raise ValueError(f"{file}: the result of a smoke test (--quick) holds no figures")
+        raise ValueError(f"{file}: the result of a smoke test (--quick) has no figures")
     return result
 
 
@@ -208,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--check", action="store_true", help="exit with 1 where README.md differs (the default)")
+    what.add_argument("--check", action="store_true", help="exit with 1 if README.md differs (the default)")
     what.add_argument("--write", action="store_true", help="fill README.md in")
     parser.add_argument("--readme", type=Path, default=README, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

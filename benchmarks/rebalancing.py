@@ -1,8 +1,8 @@
-"""How long steps wait while experts move: ``python -m benchmarks.rebalancing [--models demo moe-390m]``.
+"""Step stalls during EPLB rebalancing: ``python -m benchmarks.rebalancing [--models demo moe-390m]``.
 
-Two ranks with half of the experts each serve greedy requests with `--enable-eplb`, planning every so many passes
-whatever the balance; rank 0's own clock tells what the moves between two passes took, of the time of the passes while
-experts move. Some rounds, each of an engine of its own: medians, and the shares of all of them. Target: below 5 %.
+Two ranks with half of the experts each serve greedy requests with `--enable-eplb`, rebalancing at a fixed interval
+whatever the balance; rank 0 measures the time of the moves between two passes, relative to the time of the passes while
+experts move. Several rounds, each with a new engine: medians, and the shares of all rounds. Target: below 5 %.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--moe-a2a-backend", default="shared_memory")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--output-len", type=int, default=400)
-    parser.add_argument("--passes", type=int, default=100, help="between two plans")
+    parser.add_argument("--passes", type=int, default=100, help="passes between two rebalances")
     parser.add_argument("--rounds", type=int, default=3)
     report.add_result_options(parser)
     args = parser.parse_args(argv)

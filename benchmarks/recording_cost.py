@@ -1,13 +1,13 @@
-"""What recording the experts' choices costs a step: ``python -m benchmarks.recording_cost [--models demo moe-390m]``.
+"""Overhead of the expert distribution recorder: ``python -m benchmarks.recording_cost [--models demo moe-390m]``.
 
-One batch, in this process, without scheduler and server. Ways take turns: a worker without a recorder; a second one,
-whose distance from the first is the noise of two workers; one whose recorder is attached and off; and the same one
-while it records (`--mode`). Each turn begins the batch anew, so that all ways compute the same steps. The ratio of a
-turn is its median step to that of the turn beside it: *again* and *off* to that without a recorder, *on* to that of its
-own worker while off. The median of the ratios counts, given with its standard error.
+One batch, in this process, without scheduler and server. Variants are interleaved: a worker without a recorder; a
+second one, whose difference from the first is the noise between workers; one with a recorder attached and off; and the
+same worker while recording (`--mode`). Each turn restarts the batch, so that all variants compute the same steps. A
+turn's ratio is its median step to that of the adjacent turn: *again* and *off* to the one without a recorder, *on* to
+its own worker while off. Reported is the median of the ratios, with its standard error.
 
-Times of some 0.1 % cannot be told on a shared machine, so the calls of a step are counted, too: functions of Python and
-of C that the interpreter calls, which do not change from run to run. Targets: off below 1 %, on below 5 %.
+Differences of 0.1 % are not measurable on a shared machine, so the calls of a step are also counted: Python and C
+functions called by the interpreter, which are constant between runs. Targets: off below 1 %, on below 5 %.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WARM_STEPS = 2
 
 
 class Subject:
-    """A worker, and the same batch again and again."""
+    """A worker that runs the same batch repeatedly."""
 
     def __init__(self, config: ResolvedConfig, batch: int, length: int) -> None:
         self.worker = create_worker(config)
@@ -42,21 +42,21 @@ class Subject:
         self._prompts = [rng.choices(range(config.model.vocab_size), k=INPUT_LEN) for _ in range(batch)]
 
     def turn(self, steps: int, prefills: int) -> dict[str, float]:
-        """Median seconds of so many decode steps behind the last one of so many prefills, and of these."""
-        begun = []
+        """Median seconds of `steps` decode steps after the last of `prefills` prefills, and of the prefills."""
+        seconds_of_prefills = []
         for _ in range(prefills + 1):
             driver = self._begin()
-            begun.append(driver.prefill())
-            if len(begun) <= prefills:
+            seconds_of_prefills.append(driver.prefill())
+            if len(seconds_of_prefills) <= prefills:
                 driver.close()
         for _ in range(WARM_STEPS):
             driver.decode()
         decodes = [driver.decode() for _ in range(steps)]
         driver.close()
-        return {"decode": median(decodes), "prefill": median(begun[1:])}  # the first comes after other work
+        return {"decode": median(decodes), "prefill": median(seconds_of_prefills[1:])}  # the first follows other work
 
     def calls(self) -> int:
-        """Calls of a decode step on the worker's thread."""
+        """Number of function calls in a decode step on the worker's thread."""
         driver = self._begin()
         driver.prefill()
         driver.decode()
@@ -72,7 +72,7 @@ class Subject:
 
 
 class CallCounter:
-    """Counts what one thread calls; `begin` and `end` are called on it."""
+    """Counts one thread's function calls; `begin` and `end` are called on that thread."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -112,7 +112,7 @@ def measure(model: str, mode: str, batch: int, turns: int, steps: int, prefills:
     times: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     rng = random.Random(1)
     for turn in range(turns + 1):
-        for way in rng.sample(WAYS, len(WAYS)):  # nobody has an advantage of coming before or after another
+        for way in rng.sample(WAYS, len(WAYS)):  # random order, so that no variant has a fixed position
             seconds = run(way, lambda subject: subject.turn(steps, prefills))
             if turn:  # the first is a warm-up
                 times[way].append(seconds)
@@ -132,7 +132,7 @@ def measure(model: str, mode: str, batch: int, turns: int, steps: int, prefills:
 
 
 def standard_error(values: list[float]) -> float:
-    """Of the median, from the median distance to it, as of normal draws."""
+    """Standard error of the median, from the median absolute deviation, for normal data."""
     middle = median(values)
     return 1.2533 * 1.4826 * median([abs(value - middle) for value in values]) / len(values) ** 0.5
 

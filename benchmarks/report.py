@@ -1,6 +1,6 @@
-"""What every result carries: the machine, the versions, the date; and where it is written.
+"""Metadata of benchmark results (machine, versions, date) and their output files.
 
-No command of its own: the benchmarks call `write_result`, which makes
+No command of its own: the benchmarks call `write_result`, which writes
 ``benchmarks/results/<date>_<device>_<name>.json``.
 """
 
@@ -20,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 QUIET_LOAD = 0.5
-"""Above this 1-minute load other programs are at work, and times mean little."""
+"""Above this 1-minute load other programs are running, and times are unreliable."""
 QUIET_WAIT_S = 300
-"""How long a benchmark waits for a quiet machine; its predecessor's load is gone after two minutes."""
+"""Timeout of the wait for a quiet machine; a preceding benchmark's load decays within two minutes."""
 _load_at_start = round(os.getloadavg()[0], 2)
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "transformers", "moe-engine", "numpy", "httpx", "tokenizers", "safetensors")
 
 
 def cpu_name() -> str:
-    """The processor's name as the system tells it."""
+    """The processor's name from the operating system."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -40,7 +40,7 @@ def cpu_name() -> str:
 
 
 def cpu_features() -> list[str]:
-    """The instruction sets that decide a bf16 model's speed."""
+    """The instruction sets that determine a bf16 model's speed."""
     wanted = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm", "sve")
     try:
         match = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -61,7 +61,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with ``+`` when files differ from it; None outside a repository."""
+    """The commit of this checkout, with ``+`` if files differ from it; None outside a repository."""
     here = Path(__file__).parent
     try:
         head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True)
@@ -74,7 +74,7 @@ def commit() -> str | None:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """The machine a result was measured on. `load_1min_at_start` above `QUIET_LOAD`: others were at work."""
+    """The machine a result was measured on. `load_1min_at_start` above `QUIET_LOAD`: other programs were running."""
     facts: dict[str, Any] = {
         "cpu": cpu_name(),
         "cpu_features": cpu_features(),
@@ -106,8 +106,8 @@ def result_path(name: str, device: str = "cpu", folder: Path = RESULTS) -> Path:
 def write_result(
     name: str, values: dict[str, Any], *, device: str = "cpu", path: Path | None = None, folder: Path = RESULTS
 ) -> Path:
-    """Writes the values with machine, versions, commit, date and command beside them; returns the file. Whoever is
-    interrupted leaves the file as it was: long runs write what they have again and again."""
+    """Writes the values with machine, versions, commit, date and command; returns the file. Atomic: an interruption
+    leaves the old file, so long runs write repeatedly."""
     path = path or result_path(name, device, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {
@@ -125,27 +125,27 @@ def write_result(
 
 
 def _module() -> str:
-    """The benchmark that runs: ``side_by_side``, or ``gpu_suite`` where it is a package."""
+    """The running benchmark: ``side_by_side``, or ``gpu_suite`` for a package."""
     program = Path(sys.argv[0])
     return program.parent.name if program.stem == "__main__" else program.stem
 
 
 def wait_until_quiet(args: argparse.Namespace) -> None:
-    """Before a measurement whose result is written: waits until no other program is at work. With `--busy` or
-    `--no-json` it only says so.
+    """Before a measurement with a result file: waits until no other program is running. With `--busy` or `--no-json` it
+    only warns.
 
     Raises:
-        SystemExit: the machine does not become quiet.
+        SystemExit: the machine stays busy.
     """
     global _load_at_start
     ends = time.monotonic() + QUIET_WAIT_S
     while (load := os.getloadavg()[0]) > QUIET_LOAD:
-        text = f"load {load:.1f}: other programs are at work"
+        text = f"load {load:.1f}: other programs are running"
         if args.busy or args.no_json:
-            print(f"{text}, the figures mean little", file=sys.stderr)
+            print(f"{text}, the figures are unreliable", file=sys.stderr)
             break
         if time.monotonic() > ends:
-            raise SystemExit(f"{text}; end them, or measure all the same with --busy: the result will say so")
+            raise SystemExit(f"{text}; stop them, or measure anyway with --busy: the result records the load")
         print(f"{text}; waiting until it is below {QUIET_LOAD}", file=sys.stderr)
         time.sleep(10)
     _load_at_start = round(load, 2)
@@ -154,11 +154,9 @@ def wait_until_quiet(args: argparse.Namespace) -> None:
 def add_result_options(parser: argparse.ArgumentParser) -> None:
     """``--json FILE``, ``--no-json`` and ``--busy``, for benchmarks that write their result by default."""
     group = parser.add_mutually_exclusive_group()
-    group.add_argument(
-        "--json", type=Path, metavar="FILE", help="where to write the result (default: benchmarks/results)"
-    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="output file (default: benchmarks/results)")
     group.add_argument("--no-json", action="store_true", help="print it only")
-    parser.add_argument("--busy", action="store_true", help="measure although other programs are at work")
+    parser.add_argument("--busy", action="store_true", help="measure although other programs are running")
 
 
 def append_jsonl(path: str | Path, values: dict[str, Any]) -> None:
@@ -167,7 +165,7 @@ def append_jsonl(path: str | Path, values: dict[str, Any]) -> None:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A plain aligned table: the first column to the left, the others to the right."""
+    """A plain aligned table: the first column left-aligned, the others right-aligned."""
     lines = [[str(cell) for cell in row] for row in [header, *rows]]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
 

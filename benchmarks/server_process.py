@@ -1,6 +1,6 @@
-"""A server that a benchmark starts, watches and stops: its log lines with times, its processes and their memory.
+"""A server process of a benchmark: start, timed log lines, memory of its processes, stop.
 
-No command of its own; `benchmarks.startup` is the caller.
+No command of its own; used by `benchmarks.startup`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """``moe-engine serve`` with these flags, on a free port. A context manager: leaving it stops the server.
+    """``moe-engine serve`` with these flags, on a free port. A context manager that stops the server on exit.
 
-    `lines` holds (seconds since the start, text) of what it printed.
+    `lines` holds (seconds since the start, text) of its output lines.
     """
 
     def __init__(self, flags: Sequence[str] = ()) -> None:
@@ -50,14 +50,14 @@ class ServerProcess:
 
     @property
     def seconds(self) -> float:
-        """Since the process was started."""
+        """Seconds since the process was started."""
         return time.perf_counter() - self._began
 
     def wait_ready(self, timeout: float = 300.0) -> float:
         """Seconds from the start of the process to its READY line.
 
         Raises:
-            RuntimeError: it ended before, or took longer than `timeout` seconds; with its last lines.
+            RuntimeError: the server exited before, or took longer than `timeout` seconds; with its last lines.
         """
         while not self._ready.wait(0.02):
             if self._popen.poll() is not None and not self._reader.is_alive():
@@ -68,7 +68,7 @@ class ServerProcess:
         return self.ready_seconds
 
     def first_line(self, part: str) -> float | None:
-        """When the first line that holds `part` came, in seconds since the start; None if none did."""
+        """Time of the first line with `part`, in seconds since the start; None if there is none."""
         return next((moment for moment, line in self.lines if part in line), None)
 
     def tail(self, count: int = 15) -> str:
@@ -79,7 +79,7 @@ class ServerProcess:
         return memory_of(self._popen.pid)
 
     def stop(self) -> int:
-        """Asks the server to end; kills it, and only it, if it does not within 30 s. Returns its exit code."""
+        """Terminates the server; kills it, and only it, after 30 s. Returns its exit code."""
         if self._popen.poll() is None:
             self._popen.terminate()
             try:

@@ -1,8 +1,8 @@
 """Latency and throughput of a running server under load: ``python -m benchmarks.serving [options]``.
 
-An open loop: requests leave at `--request-rate` a second (Poisson; ``inf`` sends all at once) whether or not earlier
-ones are done, unless `--max-concurrency` holds them back. Measured at the client: time to first token, time per
-output token, gaps between tokens, end to end; throughput; goodput, the rate of requests that kept every `--goodput`
+An open loop: requests are sent at `--request-rate` per second (Poisson; ``inf`` sends all at once) whether or not
+earlier ones are finished, unless limited by `--max-concurrency`. Measured at the client: time to first token, time per
+output token, inter-token latency, end to end; throughput; goodput, the rate of requests that met every `--goodput`
 limit. Options, table and JSON keys are those of ``python -m sglang.bench_serving``.
 
     moe-engine serve --port 30000 &
@@ -46,24 +46,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--base-url", help="server address, instead of --host and --port")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, help="default: 30000 (8000 for vllm backends)")
-    parser.add_argument("--model", help="name sent to the OpenAI endpoints (default: what the server serves)")
+    parser.add_argument("--model", help="name sent to the OpenAI endpoints (default: the server's model)")
     parser.add_argument("--tokenizer", help="checkpoint directory or tokenizer.json (default: the server's model path)")
     add_dataset_arguments(parser)
     load = parser.add_argument_group("load")
     load.add_argument(
-        "--request-rate", type=float, default=float("inf"), help="requests a second, Poisson; inf: all at once"
+        "--request-rate", type=float, default=float("inf"), help="requests per second, Poisson; inf: all at once"
     )
-    load.add_argument("--max-concurrency", type=int, help="most requests under way at once")
+    load.add_argument("--max-concurrency", type=int, help="max concurrent requests")
     load.add_argument("--warmup-requests", type=int, default=1)
     load.add_argument("--flush-cache", action="store_true", help="empty the prefix cache after the warm-up")
-    load.add_argument("--tokenize-prompt", action="store_true", help="send token ids even where the set holds text")
+    load.add_argument("--tokenize-prompt", action="store_true", help="send token ids even for text prompts")
     load.add_argument("--disable-ignore-eos", action="store_true")
     load.add_argument("--disable-stream", action="store_true")
     load.add_argument("--return-logprob", action="store_true")
     load.add_argument("--extra-request-body", default="{}", metavar="JSON", help="fields added to every request")
     load.add_argument("--api-key", help="sent as Authorization: Bearer")
     output = parser.add_argument_group("output")
-    output.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="ttft:MS tpot:MS e2el:MS; all must hold")
+    output.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="ttft:MS tpot:MS e2el:MS; all must be met")
     output.add_argument(
         "--output-file", help="jsonl to append to (default: {backend}_{MMDD}_{num_prompts}_{dataset}.jsonl)"
     )
@@ -71,13 +71,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--output-details", action="store_true", help="also write every request's lengths, times and text"
     )
     output.add_argument("--plot", metavar="FILE.png", help="draw the latency distributions")
-    output.add_argument("--tag", help="written beside the result")
+    output.add_argument("--tag", help="tag in the result")
     output.add_argument("--disable-tqdm", action="store_true")
     return parser.parse_args(argv)
 
 
 async def arrivals(requests: list[BenchRequest], rate: float, rng: random.Random) -> AsyncIterator[BenchRequest]:
-    """The requests at Poisson times of that rate. Times are absolute, so that a slow client does not lower the rate."""
+    """The requests at Poisson times of that rate. Times are absolute: a slow client does not lower the rate."""
     due = time.perf_counter()
     for request in requests:
         yield request
@@ -128,7 +128,7 @@ async def run_load(
 
 
 async def server_facts(client: httpx.AsyncClient, base_url: str) -> dict[str, Any]:
-    """/server_info and /model_info of servers that have them; empty for others."""
+    """/server_info and /model_info of servers that support them; empty otherwise."""
     facts: dict[str, Any] = {}
     for path in ("/server_info", "/model_info"):
         try:
@@ -141,7 +141,7 @@ async def server_facts(client: httpx.AsyncClient, base_url: str) -> dict[str, An
 
 
 def accept_length_of(facts: dict[str, Any]) -> float | None:
-    """Average tokens a speculative step accepts, as the server reports it; None without speculation."""
+    """Average tokens accepted per speculative step, as reported by the server; None without speculation."""
     for state in (facts.get("server_info") or {}).get("internal_states") or []:
         if state.get("avg_spec_accept_length"):
             return float(state["avg_spec_accept_length"])
@@ -159,7 +159,7 @@ def _prepare(args: argparse.Namespace, facts: dict[str, Any]) -> tuple[list[Benc
     model_info = facts.get("model_info") or {}
     path = args.tokenizer or model_info.get("tokenizer_path") or model_info.get("model_path")
     if not path:
-        raise ValueError("the server does not say where its tokenizer is; pass --tokenizer")
+        raise ValueError("the server does not report its tokenizer path; pass --tokenizer")
     vocabulary = Vocabulary.from_path(path)
     requests = make_dataset(args, vocabulary)
     if args.tokenize_prompt:
@@ -168,12 +168,12 @@ def _prepare(args: argparse.Namespace, facts: dict[str, Any]) -> tuple[list[Benc
             for request in requests
         ]
     if not requests:
-        raise ValueError("the dataset holds no request; see --num-prompts and the length limits")
+        raise ValueError("the dataset has no request; see --num-prompts and the length limits")
     return requests, vocabulary
 
 
 async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answer]]:
-    """A whole run: dataset, warm-up, load, figures."""
+    """A whole run: dataset, warm-up, load, metrics."""
     port = args.port or DEFAULT_PORTS.get(args.backend, 30000)
     base_url = (args.base_url or f"http://{args.host}:{port}").rstrip("/")
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
@@ -217,7 +217,7 @@ async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answ
 async def _warm_up(
     client: httpx.AsyncClient, request: BenchRequest, options: CallOptions, args: argparse.Namespace
 ) -> None:
-    """Answers `--warmup-requests` copies of the first request, cut short; then flushes the cache when asked to."""
+    """Sends `--warmup-requests` copies of the first request, shortened; then optionally flushes the cache."""
     short = replace(request, output_len=min(request.output_len, 32))
     ask = BACKENDS[args.backend]
     answers = await asyncio.gather(*(ask(client, short, options) for _ in range(args.warmup_requests)))

@@ -1,6 +1,6 @@
-"""From the answers of a serving run to its figures, its table and its chart; names and rows are bench_serving's.
+"""Metrics, table and chart of a serving run; names and rows are bench_serving's.
 
-No command of its own; `benchmarks.serving` is the caller.
+No command of its own; used by `benchmarks.serving`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def parse_goodput(pairs: Sequence[str] | None) -> dict[str, float]:
     """``["ttft:500", "tpot:50"]`` -> milliseconds by metric.
 
     Raises:
-        ValueError: unknown metric or no number.
+        ValueError: unknown metric or not a number.
     """
     limits: dict[str, float] = {}
     for pair in pairs or []:
@@ -32,7 +32,7 @@ def parse_goodput(pairs: Sequence[str] | None) -> dict[str, float]:
 
 
 def is_good(answer: Answer, limits: dict[str, float]) -> bool:
-    """Whether the answer kept every limit (milliseconds)."""
+    """True if the answer met every limit (milliseconds)."""
     measured = {"ttft": answer.ttft, "tpot": answer.tpot or 0.0, "e2el": answer.latency}
     return answer.success and all(measured[name] * 1e3 <= limit for name, limit in limits.items())
 
@@ -46,7 +46,7 @@ def distribution(name: str, seconds: Sequence[float]) -> dict[str, float]:
 
 
 def peak_output_throughput(answers: Sequence[Answer]) -> float:
-    """The most tokens that arrived in one whole second of the run."""
+    """Max tokens received in one full second of the run."""
     seconds: dict[int, int] = {}
     origin = min((answer.started for answer in answers), default=0.0)
     for answer in answers:
@@ -59,7 +59,7 @@ def peak_output_throughput(answers: Sequence[Answer]) -> float:
 
 
 def peak_concurrency(answers: Sequence[Answer]) -> int:
-    """The most requests that were under way at once."""
+    """Max concurrent requests."""
     changes = [(answer.started, 1) for answer in answers] + [
         (answer.started + answer.latency, -1) for answer in answers
     ]
@@ -78,7 +78,7 @@ def figures(
     retokenized: int | None = None,
     accept_length: float | None = None,
 ) -> dict[str, Any]:
-    """The figures of a run of `duration` seconds. Failed requests count in nothing but ``failed``."""
+    """The metrics of a run of `duration` seconds. Failed requests count only in ``failed``."""
     done = [answer for answer in answers if answer.success]
     inputs, outputs = sum(a.prompt_len for a in done), sum(a.output_len for a in done)
     values: dict[str, Any] = {
@@ -121,7 +121,7 @@ def _section(title: str, name: str, values: dict[str, Any], more: Sequence[tuple
 
 
 def result_table(values: dict[str, Any], *, backend: str, request_rate: float, max_concurrency: int | None) -> str:
-    """The table that bench_serving prints, row for row."""
+    """bench_serving's table, row for row."""
     lines = [
         "",
         f"{' Serving Benchmark Result ':=^{WIDTH}}",

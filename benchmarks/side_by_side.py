@@ -1,10 +1,10 @@
 """Our engine against transformers and against this machine's limits: ``python -m benchmarks.side_by_side [options]``.
 
-Four workloads on a checkpoint that the script makes (390 M parameters, V3-shaped, bf16): W1 one stream, W2 sixteen,
-W3 thirty-two with a shared prefix, W4 one long prompt. The sides take turns in every round, with fresh prompts that
-no cache has seen; medians count. A shared machine is twice as quick in one minute as in another, so its limits are
-measured right before and right after each of the engine's runs, and a fraction is one run's, of the better of the two.
-For transformers the quickest of its own ways is looked for on every workload, and named. About 15 to 40
+Four workloads on a generated checkpoint (390 M parameters, V3-shaped, bf16): W1 one stream, W2 sixteen, W3 thirty-two
+with a shared prefix, W4 one long prompt. The sides alternate in every round, with new prompts outside all caches;
+medians count. A shared machine's speed can vary by a factor of two within minutes, so its limits are measured
+immediately before and after each of the engine's runs, and a fraction is one run's, of the better of the two. For
+transformers the fastest of its modes is searched per workload, and named. About 15 to 40
 minutes; needs a quiet machine. Further options are flags of the engine.
 
     python -m benchmarks.side_by_side                     everything; JSON in benchmarks/results
@@ -31,9 +31,9 @@ from benchmarks.step_work import ModelWork
 from benchmarks.workloads import TARGETS, WORKLOADS, Target, Workload
 
 KV_TOKENS = 32768
-"""KV pool of the engine: room for every workload, little beside the weights."""
+"""KV pool of the engine: fits every workload, small compared to the weights."""
 RULER_TURNS = 2
-"""Turns of the limits' ways beside each run: about a second."""
+"""Rounds of the limits' methods next to each run: about a second."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -46,13 +46,13 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     )
     parser.add_argument("--workloads", nargs="+", choices=sorted(WORKLOADS), default=sorted(WORKLOADS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peer-rounds", type=int, help="rounds transformers takes part in (default: all)")
+    parser.add_argument("--peer-rounds", type=int, help="rounds with transformers (default: all)")
     parser.add_argument("--peers", choices=("transformers", "none"), default="transformers")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="moe-390m")
     parser.add_argument("--bench-device", default="cpu", help="device of the limits and of transformers")
     parser.add_argument("--quick", action="store_true", help="one round of small workloads: a smoke test, no figures")
     parser.add_argument(
-        "--no-probe", action="store_true", help="take transformers as it comes, without looking for its best way"
+        "--no-probe", action="store_true", help="use transformers' default mode, without searching the fastest"
     )
     parser.add_argument("--name", default="side_by_side", help="part of the result file's name")
     report.add_result_options(parser)
@@ -71,7 +71,7 @@ def measure(
     args: argparse.Namespace,
     vocab_size: int,
 ) -> tuple[dict[str, dict[str, list[Run]]], dict[str, list[MeasuredLimits]]]:
-    """All rounds, the sides taking turns: runs by workload and side, and the limits beside the engine's runs."""
+    """All rounds, the sides alternating: runs by workload and side, and the limits next to the engine's runs."""
     runs: dict[str, dict[str, list[Run]]] = {
         w.name: {"engine": [], "transformers": [], "by_hand": []} for w in workloads
     }
@@ -102,7 +102,7 @@ def measure(
 
 
 def side_figures(workload: Workload, runs: list[Run]) -> dict[str, Any]:
-    """Median rate and how far the rounds lie apart."""
+    """Median rate and spread over the rounds."""
     seconds = [run.seconds for run in runs]
     return {
         "tokens_per_second": workload.counted_tokens / median(seconds),
@@ -119,7 +119,7 @@ def workload_result(
     work: ModelWork,
     target: Target | None,
 ) -> dict[str, Any]:
-    """Everything about one workload, targets judged. Run i of the engine is held against `limits[i]`."""
+    """The result of one workload, with targets evaluated. Run i of the engine is compared with `limits[i]`."""
     reachable = [workload.limit(work, here.machine) for here in limits]
     result: dict[str, Any] = {
         "workload": workload.text,
@@ -147,12 +147,12 @@ def workload_result(
 
 
 def in_turn(theirs: list[Run], ours: list[Run]) -> list[float]:
-    """How many times quicker we were in each round that both took part in: the machine's speed changes between them."""
+    """Our speed-up in each round with both sides: the machine's speed varies between rounds."""
     return [peer.seconds / engine.seconds for peer, engine in zip(theirs, ours)]
 
 
 def missed(results: dict[str, dict[str, Any]]) -> list[str]:
-    """The targets that were not reached."""
+    """The missed targets."""
     lines = []
     for name, result in results.items():
         target = result.get("target", {})
@@ -207,17 +207,17 @@ def result_table(results: dict[str, dict[str, Any]]) -> str:
 def notes(
     results: dict[str, dict[str, Any]], peer: TransformersSide | None, touched: dict[str, dict[str, float]]
 ) -> list[str]:
-    """What a reader of the table should know."""
+    """Notes below the table."""
     lines = [
         "tok/s counts output tokens (W4: prompt tokens), prefill time included.",
-        "limit and fraction are medians over the rounds, each held against the machine as it was in that round.",
-        "ratio is the median over the rounds that both sides took part in; spread is (slowest - quickest) / median.",
+        "limit and fraction are medians over the rounds, each relative to the machine's limit in that round.",
+        "ratio is the median over the rounds with both sides; spread is (slowest - fastest) / median.",
     ]
     if peer is not None:
         lines += [f"{name}: transformers ran with {mode}." for name, mode in peer.modes.items()]
     for name, counts in touched.items():
         lines.append(
-            f"{name}: a decode step touched {counts['measured']:.1f} experts a layer; "
+            f"{name}: a decode step touched {counts['measured']:.1f} experts per layer; "
             f"the limit counts {counts['expected']:.1f}."
         )
     for name, result in results.items():
@@ -225,7 +225,7 @@ def notes(
             same = result["agreement"]
             lines.append(
                 f"{name}: same first token in {same['same_first_token']:.0%} of the answers, "
-                f"{same['mean_common_tokens']:.1f} common tokens on average (bf16 rounding parts them)."
+                f"{same['mean_common_tokens']:.1f} common tokens on average (they diverge by bf16 rounding)."
             )
         if "transformers_prefix_by_hand" in result:
             hand = result["transformers_prefix_by_hand"]
@@ -254,7 +254,7 @@ def main(argv: list[str] | None = None) -> int:
     for workload in workloads if peer is not None else []:
         assert peer is not None
         if not args.no_probe:
-            print(f"{workload.name}: transformers is quickest with {peer.choose(workload, vocab_size)}", flush=True)
+            print(f"{workload.name}: transformers is fastest with {peer.choose(workload, vocab_size)}", flush=True)
         count = peer.experts_touched(workload, vocab_size)
         if count is not None:
             touched[workload.name] = {"measured": count, "expected": work.experts_touched(workload.num_streams)}

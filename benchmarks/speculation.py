@@ -1,13 +1,12 @@
-"""What speculative decoding gains: ``python -m benchmarks.speculation [options]``.
+"""Speed-up of speculative decoding: ``python -m benchmarks.speculation [options]``.
 
-The same greedy requests on engines that differ in nothing but their drafts: none, as many as the engine chooses for
-each step (``auto``), and fixed depths. All are up at once, each with a core process of its own that sleeps while
-another works, and take turns in every round; a ratio is one round's, and the median of these counts. Round 0 is a
-short one to warm up (``auto`` learns the price of a draft) and is not counted. Needs a quiet machine. Further options
-are flags of the engine.
+The same greedy requests on engines that differ only in their drafts: none, as many as the engine chooses for each step
+(``auto``), and fixed depths. All run at once, each with its own core process, which sleeps while another works, and
+alternate in every round; a ratio is one round's, and the median of these counts. Round 0 is a short warm-up (``auto``
+learns the cost of a draft) and is not counted. Needs a quiet machine. Further options are flags of the engine.
 
     python -m benchmarks.speculation                        the embedded model, and the 390 M checkpoint at 0.8
-    python -m benchmarks.speculation --models random        drafts that are never right: what speculation costs
+    python -m benchmarks.speculation --models random        drafts that are never correct: the overhead of speculation
     python -m benchmarks.speculation --models embedded --concurrency 1 --rounds 1 --questions 1 --no-json
 """
 
@@ -29,9 +28,9 @@ from benchmarks.speculation_subjects import SUBJECTS, Subject, make_subject
 from benchmarks.stats import median, spread
 
 KV_TOKENS = 16384
-"""KV pool of each engine: room for every request, little beside the weights."""
+"""KV pool of each engine: fits every request, small compared to the weights."""
 WARMUP_PART = 4
-"""Round 0 has so many times fewer requests than the others (but keeps the engine as full)."""
+"""Factor by which round 0 has fewer requests than the others (at the same concurrency)."""
 OFF = "off"
 TARGET_ONE, TARGET_FLOOR, TARGET_POINTS = 1.6, 0.98, 0.02
 """For ``auto``: gain with one request, worst ratio anywhere. For fixed depths: distance to the offline acceptance."""
@@ -39,8 +38,8 @@ TARGET_ONE, TARGET_FLOOR, TARGET_POINTS = 1.6, 0.98, 0.02
 
 @dataclass(frozen=True)
 class Run:
-    """One round of one engine. `steps` were verified; of their drafts at position i `accepted[i]` of `proposed[i]` were
-    kept together with all before them."""
+    """One round of one engine. `steps` were verified; of their drafts at position i, `accepted[i]` of `proposed[i]`
+    were accepted together with all before them."""
 
     seconds: float
     outputs: list[list[int]]
@@ -50,18 +49,18 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Output tokens a second, prefill included."""
+        """Output tokens per second, prefill included."""
         return sum(map(len, self.outputs)) / self.seconds
 
 
 Runs = dict[int, dict[str, list[Run]]]
-"""Counted runs, one a round, by number of concurrent requests and way of drafting."""
+"""Counted runs, one per round, by concurrency and drafting mode."""
 Figures = dict[int, dict[str, dict[str, Any]]]
-"""Figures by the same."""
+"""Metrics by the same keys."""
 
 
 class EngineSide:
-    """An engine with one way of drafting: ``off``, ``auto`` or a fixed number of drafts."""
+    """An engine with one drafting mode: ``off``, ``auto`` or a fixed number of drafts."""
 
     def __init__(self, model_path: Path | None, drafts: str, flags: dict[str, Any]) -> None:
         from moe_engine import Engine
@@ -71,7 +70,7 @@ class EngineSide:
         self._engine = Engine(path, **flags, **drafting_flags(drafts, flags))
 
     def run(self, prompts: list[list[int]], sampling: dict[str, Any], concurrency: int) -> Run:
-        """All prompts, `concurrency` of them at a time, with an empty prefix cache."""
+        """Runs all prompts, `concurrency` at a time, with an empty prefix cache."""
         self._engine.flush_cache()
         before = self._counts()
         began = time.perf_counter()
@@ -102,7 +101,7 @@ class EngineSide:
 
 
 def drafting_flags(drafts: str, flags: dict[str, Any]) -> dict[str, Any]:
-    """The engine's flags for ``off``, ``auto`` or a depth; the drafter is `flags`' own choice, else NEXTN."""
+    """The engine's flags for ``off``, ``auto`` or a depth; the drafter is from `flags`, else NEXTN."""
     if drafts == OFF:
         return {"speculative_algorithm": None}
     chosen = {"speculative_algorithm": flags.get("speculative_algorithm", "NEXTN"), "speculative_num_steps": drafts}
@@ -112,7 +111,7 @@ def drafting_flags(drafts: str, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(subject: Subject, args: argparse.Namespace, flags: dict[str, Any]) -> Runs:
-    """All rounds; the counted runs."""
+    """Runs all rounds; returns the counted runs."""
     found: Runs = {}
     with ExitStack() as stack:
         sides = []
@@ -126,7 +125,7 @@ def measure(subject: Subject, args: argparse.Namespace, flags: dict[str, Any]) -
                 prompts = subject.prompts(concurrency, turn)
                 if not turn:
                     prompts = prompts[: max(concurrency, len(prompts) // WARMUP_PART)]
-                first = turn % len(sides)  # no side is always the first one after a pause
+                first = turn % len(sides)  # rotates the side that runs first after a pause
                 for side in sides[first:] + sides[:first]:
                     run = side.run(prompts, subject.sampling, concurrency)
                     if turn:
@@ -139,7 +138,7 @@ def measure(subject: Subject, args: argparse.Namespace, flags: dict[str, Any]) -
 
 
 def figures(runs: Runs) -> Figures:
-    """Medians over the rounds, and what became of the drafts in all of them."""
+    """Medians over the rounds, and draft acceptance over all of them."""
     return {n: {drafts: _side_figures(mine, sides[OFF]) for drafts, mine in sides.items()} for n, sides in runs.items()}
 
 
@@ -171,7 +170,7 @@ def drafts_of(runs: Sequence[Run]) -> tuple[list[int], list[int]]:
 def acceptance(subject: Subject, runs: Runs) -> dict[str, tuple[list[float], list[float]]]:
     """By fixed depth: share of drafts accepted at each position over all rounds, and the same offline.
 
-    Offline are the chains that such a depth drafts in the answers without speculation.
+    Offline: the chains that this depth would draft in the answers without speculation.
     """
     answers: dict[tuple[int, ...], list[int]] = {}
     mine: dict[str, list[Run]] = {}
@@ -193,10 +192,10 @@ def rates(accepted: Sequence[int], proposed: Sequence[int]) -> list[float]:
 
 
 def verdicts(values: Figures, accepted: dict[str, tuple[list[float], list[float]]], *, gains: bool) -> dict[str, bool]:
-    """The targets that these figures can be held against, and whether they are reached.
+    """The targets that apply to these figures, and whether they are reached.
 
     Args:
-        gains: drafts are right often enough to gain something.
+        gains: drafts are correct often enough for a speed-up.
     """
     held: dict[str, bool] = {}
     autos = {concurrency: sides["auto"]["ratio"] for concurrency, sides in values.items() if "auto" in sides}
@@ -258,12 +257,12 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
         allow_abbrev=False,
     )
     parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=["embedded", "agreeing"])
-    parser.add_argument("--agreement", type=float, default=0.8, help="agreeing: share of drafts that are right")
+    parser.add_argument("--agreement", type=float, default=0.8, help="agreeing: share of correct drafts")
     parser.add_argument("--shape", choices=sorted(s for s in SHAPES if "moe" in s), default="moe-390m")
     parser.add_argument("--depths", nargs="+", type=_depth, default=["auto", "1", "3"], metavar="auto|N")
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32], help="requests at once")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 8, 32], help="concurrent requests")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--questions", type=int, default=8, help="embedded: questions of each of its tasks")
+    parser.add_argument("--questions", type=int, default=8, help="embedded: questions per task")
     parser.add_argument("--input-len", type=int, default=32, help="other models: random tokens of a prompt")
     parser.add_argument("--output-len", type=int, default=128, help="other models: tokens of an answer")
     parser.add_argument("--name", default="speculation", help="part of the result file's name")

@@ -1,6 +1,6 @@
-"""What the speculation benchmark is measured on: models whose drafts agree as real ones do, at a chosen rate, or never.
+"""Models of the speculation benchmark: with realistic draft agreement, at a chosen rate, or without.
 
-No command of its own; `benchmarks.speculation` is the caller.
+No command of its own; used by `benchmarks.speculation`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from benchmarks.datasets import Vocabulary
 
 SUBJECTS = ("embedded", "agreeing", "random")
 MIN_REQUESTS = 4
-"""Requests of a round at least, so that a round of few concurrent ones takes time enough to be measured."""
+"""Min requests of a round, so that a round of low concurrency is long enough to be measured."""
 ANSWER_LEN = 64
-"""Tokens that the embedded model says at most, as in its report."""
+"""Max output tokens of the embedded model, as in its report."""
 Offline = Callable[[int, list[list[int]], list[list[int]]], list[float]]
 
 
@@ -30,8 +30,8 @@ Offline = Callable[[int, list[list[int]], list[list[int]]], list[float]]
 class Subject:
     """A model and its requests. `path` None: the embedded model.
 
-    `prompts(concurrency, turn)` are those of a round. `offline(depth, prompts, answers)` says, without the
-    engine, which share of drafts at each position is right together with all before it. `gains`: often enough to pay.
+    `prompts(concurrency, turn)` are the prompts of a round. `offline(depth, prompts, answers)` computes, without the
+    engine, the share of drafts at each position that are correct with all before. `gains`: speculation pays off.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Subject:
 
 
 def make_subject(name: str, args: argparse.Namespace) -> Subject:
-    """The subject with that name of `SUBJECTS`, shaped by the benchmark's options; writes its checkpoint if need be."""
+    """The subject with that name of `SUBJECTS`, from the benchmark's options; writes a missing checkpoint."""
     if name == "embedded":
         return embedded(args.questions)
     if name == "agreeing":
@@ -53,10 +53,10 @@ def make_subject(name: str, args: argparse.Namespace) -> Subject:
 
 
 def embedded(questions: int) -> Subject:
-    """The embedded model, answering to the end the questions that its offline acceptance was measured on.
+    """The embedded model, answering completely the questions of its offline acceptance measurement.
 
     Args:
-        questions: of each task; 8 are those of the report.
+        questions: per task; 8 as in the report.
     """
     from moe_engine.demo import CHECKPOINT_DIR
     from moe_engine.demo.training.corpus import held_out
@@ -67,11 +67,11 @@ def embedded(questions: int) -> Subject:
         by_task.setdefault(example.task, []).append(example.prompt)
     chosen = [p for group in by_task.values() for p in group[:: max(1, len(group) // questions)][:questions]]
     prompts = [encode(prompt) for prompt in chosen]
-    random.Random(0).shuffle(prompts)  # so that long and short answers meet
+    random.Random(0).shuffle(prompts)  # mixes long and short answers
     return Subject(
         name="embedded",
         path=None,
-        text=f"the embedded model, {len(prompts)} questions of {len(by_task)} tasks, at most {ANSWER_LEN} out",
+        text=f"the embedded model, {len(prompts)} questions of {len(by_task)} tasks, max {ANSWER_LEN} out",
         prompts=lambda concurrency, turn: prompts,
         sampling={"temperature": 0.0, "max_new_tokens": ANSWER_LEN},
         offline=_embedded_offline,
@@ -79,8 +79,8 @@ def embedded(questions: int) -> Subject:
 
 
 def _embedded_offline(depth: int, prompts: list[list[int]], answers: list[list[int]]) -> list[float]:
-    """The drafts of the training model. Taken at every place, as the model's report does, more of them are right:
-    chains begin behind a wrong draft more often than elsewhere, and there the text is harder."""
+    """Acceptance with the training model's drafts. The model's report drafts at every position, which gives higher
+    rates: here chains start after a wrong draft more often than elsewhere, where the text is harder."""
     from moe_engine.demo import CHECKPOINT_DIR
     from moe_engine.demo.training.checkpoint import load_checkpoint
     from moe_engine.demo.training.evaluate import draft
@@ -94,7 +94,7 @@ def _embedded_offline(depth: int, prompts: list[list[int]], answers: list[list[i
 
 
 def agreeing(shape: str, agreement: float, input_len: int, output_len: int) -> Subject:
-    """A checkpoint of which a chosen share of the drafts is right."""
+    """A checkpoint with a chosen share of correct drafts."""
     from benchmarks.agreeing_checkpoint import ensure_agreeing_checkpoint
 
     path = ensure_agreeing_checkpoint(agreement, shape)
@@ -106,18 +106,17 @@ def agreeing(shape: str, agreement: float, input_len: int, output_len: int) -> S
             chains.append([])
             for token in answer:
                 chain = [token]
-                for _ in range(depth):  # behind a wrong draft it does not matter what comes
+                for _ in range(depth):  # drafts after a wrong one do not matter
                     chain.append(drafted.get(chain[-1], -1))
                 chains[-1].append(chain[1:])
         return taken(depth, answers, chains)
 
-    text = f"{shape}, about {agreement:.0%} of drafts right, {input_len} in, {output_len} out"
+    text = f"{shape}, about {agreement:.0%} of drafts correct, {input_len} in, {output_len} out"
     return _with_random_prompts("agreeing", path, text, input_len, output_len, offline, gains=agreement > 0)
 
 
 def drafts_by_token(path: Path, tokens: list[int]) -> dict[int, int]:
-    """What the MTP layer of an agreeing checkpoint drafts behind each token: that depends on the token alone, and on
-    few matrices."""
+    """The MTP draft of an agreeing checkpoint after each token: it depends only on the token and on few matrices."""
     embedding, head = (_tensor(path, f"{name}.weight") for name in ("model.embed_tokens", "lm_head"))
     config = json.loads((path / "config.json").read_text())
     layer = f"model.layers.{config['num_hidden_layers']}"
@@ -134,18 +133,18 @@ def _tensor(path: Path, name: str) -> Tensor:
 
 
 def random_weights(shape: str, input_len: int, output_len: int) -> Subject:
-    """A checkpoint whose drafts are never right."""
+    """A checkpoint whose drafts are never correct."""
     from benchmarks.checkpoints import ensure_checkpoint
 
     path = ensure_checkpoint(shape, num_nextn_predict_layers=1)
-    text = f"{shape}, no draft right, {input_len} in, {output_len} out"
+    text = f"{shape}, no draft correct, {input_len} in, {output_len} out"
     return _with_random_prompts("random", path, text, input_len, output_len, lambda depth, *_: [0.0] * depth)
 
 
 def _with_random_prompts(
     name: str, path: Path, text: str, input_len: int, output_len: int, offline: Offline, *, gains: bool = False
 ) -> Subject:
-    """Fresh random prompts in every round, and answers of equal length."""
+    """New random prompts in every round, and answers of equal length."""
     plain = Vocabulary.from_path(path).plain_ids
 
     def prompts(concurrency: int, turn: int) -> list[list[int]]:
@@ -157,10 +156,10 @@ def _with_random_prompts(
 
 
 def taken(depth: int, answers: list[list[int]], chains: list[list[list[int]]]) -> list[float]:
-    """Share right at each position, with all before, of the chains an engine drafts: one begins where the last ended.
+    """Share correct at each position, with all before, of an engine's chains: each starts where the last one ended.
 
     Args:
-        chains: chains[i][p] are the drafts behind token p of answer i.
+        chains: chains[i][p] are the drafts after token p of answer i.
     """
     accepted, proposed = [0] * depth, [0] * depth
     for answer, drafts in zip(answers, chains):

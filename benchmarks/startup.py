@@ -1,9 +1,9 @@
 """Start-up time: ``python -m benchmarks.startup [--runs 5] [flags of moe-engine serve]``.
 
-Starts ``moe-engine serve`` (the embedded model unless `--model-path` is given) several times, one after the other:
-seconds from starting the process to its READY line, then to the first answered token of a request sent at once. The
-parts come from the log lines. The first run may also compile kernels that later ones find in the cache; it is shown
-by itself, and the median is that of the others. Target: READY under 6 s.
+Starts ``moe-engine serve`` (the embedded model unless `--model-path` is given) several times:
+seconds from starting the process to its READY line, then to the first token of a request sent immediately. The
+parts come from the log lines. The first run may also compile kernels that later runs find in the cache; it is shown
+separately, and the median is that of the others. Target: READY under 6 s.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MARKS = (
 
 
 def start_once(flags: list[str], timeout: float) -> dict[str, Any]:
-    """One start: seconds to READY, to the first token, and of the parts that the log tells apart."""
+    """One start: seconds to READY, to the first token, and of the parts visible in the log."""
     with ServerProcess(flags) as server:
         ready = server.wait_ready(timeout)
         body = {"input_ids": [1, 2, 3], "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}}
@@ -55,7 +55,7 @@ def start_once(flags: list[str], timeout: float) -> dict[str, Any]:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians of all runs but the first (of that one, if there is no other)."""
+    """Medians of all runs except the first (of the first, if it is the only one)."""
     settled = runs[1:] or runs
     ready = [run["ready_seconds"] for run in settled]
     names = [name for name, _ in MARKS if all(name in run["parts_seconds"] for run in settled)]

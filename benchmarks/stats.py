@@ -1,4 +1,4 @@
-"""Percentiles and their kin over plain lists; no numpy, so that the tests and the server-side tools stay light."""
+"""Percentiles and similar statistics of plain lists; no numpy, so that tests and server-side tools stay light."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-th percentile (0..100), linear between order statistics as numpy's default; 0 of nothing."""
+    """The q-th percentile (0..100), linear interpolation as in numpy's default; 0 for an empty list."""
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -26,7 +26,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def std(values: Sequence[float]) -> float:
-    """Population standard deviation, as numpy's default."""
+    """Population standard deviation, numpy's default."""
     if not values:
         return 0.0
     centre = mean(values)
@@ -34,5 +34,5 @@ def std(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """(max - min) / median: how far repeated runs lie apart; 0 for fewer than two."""
+    """(max - min) / median: spread of repeated runs; 0 for fewer than two."""
     return (max(values) - min(values)) / median(values) if len(values) > 1 and median(values) else 0.0

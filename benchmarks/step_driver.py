@@ -1,6 +1,6 @@
-"""Drives a worker without scheduler, server or client: one batch of equal prompts, then one token for each a step.
+"""Drives a worker without scheduler, server or client: one batch of equal prompts, then one token per request and step.
 
-No command of its own; `benchmarks.one_batch` is the caller. Requests keep their rows and own consecutive KV slots.
+No command of its own; used by `benchmarks.one_batch`. Requests keep their rows and own consecutive KV slots.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
 
 def create_worker(config: ResolvedConfig) -> Worker:
-    """A ready worker, in this process."""
+    """A warmed-up worker in this process."""
     from moe_engine.executor.make_worker import worker_options
     from moe_engine.worker.worker import Worker
 
@@ -27,11 +27,11 @@ def create_worker(config: ResolvedConfig) -> Worker:
 
 
 class BatchDriver:
-    """One batch from its prompts on. `tokens[i]` are those sampled for request i so far.
+    """One batch, from its prompts on. `tokens[i]`: tokens sampled so far for request i.
 
     Args:
-        max_len: tokens a request may reach; its KV slots are reserved at once.
-        step_tokens: most prompt tokens of one step (a longer prompt makes a step of its own).
+        max_len: max tokens of a request; its KV slots are reserved up front.
+        step_tokens: max prompt tokens per step (a longer prompt has its own step).
 
     Raises:
         ValueError: the batch does not fit into the worker's rows, context or KV pool.
@@ -50,7 +50,7 @@ class BatchDriver:
                 f"{config.max_total_num_tokens} (--max-total-tokens)"
             )
         if max_len > config.context_len:
-            raise ValueError(f"{max_len} tokens are longer than the context of {config.context_len}")
+            raise ValueError(f"{max_len} tokens exceed the context of {config.context_len}")
         self._worker = worker
         self._prompts = [list(prompt) for prompt in prompts]
         self._step_tokens = step_tokens
@@ -95,7 +95,7 @@ class BatchDriver:
         return seconds
 
     def close(self) -> None:
-        """The worker forgets the rows."""
+        """Releases the worker's rows."""
         plan = StepPlan(number=self._next_number(), finished_rows=list(range(len(self._prompts))))
         self._worker.execute(plan).result()
 

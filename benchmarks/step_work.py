@@ -1,13 +1,13 @@
-"""What a step of a model must do at the least: bytes it must read and operations it must compute, from config.json.
+"""Lower bounds of a step: bytes to read and operations to compute, from config.json.
 
-No command of its own. A step must read every weight that works on one of its tokens once, and the KV of every sequence
-once; it must multiply what the model says. Nothing is counted for activations, launches or Python: the limits are what
-a perfect engine would reach.
+No command of its own. A step must read every weight used by one of its tokens once, and the KV of every sequence once;
+it must compute the model's products. Activations, launches and Python are not counted: the limits are those of a
+perfect engine.
 
-Which experts a batch touches is an expectation: a token picks `k` of `E` experts, each as likely as the others, so T
-tokens leave an expert untouched with probability (1 - k/E)^T. Callers who counted them pass the count.
+The experts used by a batch are an expectation: a token chooses `k` of `E` experts with equal probability, so T tokens
+leave an expert unused with probability (1 - k/E)^T. Callers with a measured count pass it.
 
-Legend: T tokens in a step, S sequences, C context length, W weights (numbers, not bytes).
+Legend: T tokens in a step, S sequences, C context length, W weights (elements, not bytes).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BYTES_OF_DTYPE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class StepWork:
-    """The least a step can get away with."""
+    """Minimum work of a step."""
 
     bytes_read: float
     flops: float
@@ -35,7 +35,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """What a machine reaches: reading memory, and multiplying large bf16 matrices."""
+    """A machine's measured limits: memory reads, and products of large bf16 matrices."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -43,7 +43,7 @@ class MachineLimits:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """Counts of a model. `layer_weights` work on every token, `expert_weights` is one expert of one layer."""
+    """Counts of a model. `layer_weights` are used by every token, `expert_weights` is one expert of one layer."""
 
     layer_weights: int
     head_weights: int
@@ -53,7 +53,7 @@ class ModelWork:
     experts_per_token: int
     kv_bytes_per_token: int
     decode_flops_per_pair: int
-    """Of attention, for one query token and one context token, over all heads and layers, in the decode form."""
+    """Attention operations per query token and context token, over all heads and layers, in the decode form."""
     prefill_flops_per_pair: int
     weight_bytes: int = 2
 
@@ -75,7 +75,7 @@ class ModelWork:
             num_moe_layers=num_moe,
             num_experts=experts,
             experts_per_token=config["num_experts_per_tok"] if experts else 0,
-            kv_bytes_per_token=layers * attention.kv_numbers * weight_bytes,
+            kv_bytes_per_token=layers * attention.kv_elements * weight_bytes,
             decode_flops_per_pair=layers * attention.decode_flops,
             prefill_flops_per_pair=layers * attention.prefill_flops,
             weight_bytes=weight_bytes,
@@ -87,20 +87,20 @@ class ModelWork:
 
     @property
     def active_weights(self) -> int:
-        """Weights that work on one token, with the head."""
+        """Active weights per token, with the head."""
         used = self.num_moe_layers * self.experts_per_token * self.expert_weights
         return self.layer_weights + used + self.head_weights
 
     def experts_touched(self, num_tokens: int) -> float:
-        """Expected experts of a layer that `num_tokens` tokens pick, evenly and independently."""
+        """Expected number of a layer's experts chosen by `num_tokens` tokens, uniformly and independently."""
         if not self.num_experts:
             return 0.0
         return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens)
 
     def decode_step(self, contexts: Sequence[int], experts_touched: float | None = None) -> StepWork:
-        """One token for each of the sequences with these context lengths; each sequence's KV is read whole.
+        """One token for each of the sequences with these context lengths; each sequence's KV is read completely.
 
-        A prefix that sequences share is counted for each: an engine that reads it once can pass this limit.
+        A shared prefix counts for each sequence: an engine that reads it once can exceed this limit.
         """
         tokens = len(contexts)
         touched = self.experts_touched(tokens) if experts_touched is None else experts_touched
@@ -111,7 +111,7 @@ class ModelWork:
         )
 
     def prefill(self, prompts: Sequence[tuple[int, int]]) -> StepWork:
-        """Prompts as (tokens to compute, tokens before them whose KV is there), all in one step; one logit row each."""
+        """Prompts as (tokens to compute, cached tokens before them), all in one step; one logit row each."""
         tokens = sum(own for own, _ in prompts)
         pairs = sum(own * (own + 1) // 2 + own * cached for own, cached in prompts)
         weights: float = self.layer_weights + self.head_weights
@@ -131,7 +131,7 @@ class ModelWork:
         shared_prefix: int = 0,
         experts_touched: float | None = None,
     ) -> float:
-        """The least time for a batch: one prefill (the shared prefix once), then output_len - 1 decode steps."""
+        """Minimum time for a batch: one prefill (the shared prefix once), then output_len - 1 decode steps."""
         own = input_len - shared_prefix
         prompts = [(own, shared_prefix)] * num_sequences
         if shared_prefix:
@@ -144,10 +144,10 @@ class ModelWork:
 
 @dataclass(frozen=True)
 class _Attention:
-    """Of one layer: weights, numbers of KV a token, operations for a query-context pair."""
+    """One layer: weights, KV elements per token, operations per query-context pair."""
 
     weights: int
-    kv_numbers: int
+    kv_elements: int
     decode_flops: int
     prefill_flops: int
 
@@ -161,7 +161,7 @@ def _mla(config: Mapping[str, Any]) -> _Attention:
     weights += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
     return _Attention(
         weights=weights,
-        kv_numbers=latent + rope,
+        kv_elements=latent + rope,
         decode_flops=2 * heads * (2 * latent + rope),  # over the latent: scores of latent + rope, values of latent
         prefill_flops=2 * heads * (nope + rope + value),
     )

@@ -1,4 +1,4 @@
-"""A model that takes no time, to measure the Python of a step."""
+"""A model that takes no time, to measure the host overhead of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_engine.worker.model_runner import ModelRunner
 
 
 class StubModel:
-    """Logits that favour `token`, whatever the input. Not for requests that edit their logits: they are shared."""
+    """Logits that favour `token`, whatever the input. They are shared, so not for requests that edit their logits."""
 
     def __init__(self, vocab_size: int, max_rows: int, max_tokens: int, token: int = 1) -> None:
         self._hidden = torch.zeros(max_tokens, 1)
@@ -33,7 +33,7 @@ class StubModel:
 
 
 class StubAttention:
-    """Plans nothing."""
+    """An attention backend without plans."""
 
     name = "stub"
 
@@ -53,7 +53,7 @@ def stub_runner(
     page_size: int = 1,
     sampling: SamplingKernel | None = None,
 ) -> ModelRunner:
-    """A runner whose model takes no time; its KV pool is one number wide. `sampling`: as `ModelRunner` has it."""
+    """A runner whose model takes no time; its KV pool is one element wide. `sampling`: see `ModelRunner`."""
     stream = DeviceStream("cpu")
     pool = KVPool(KVSpec.mla(1, 1, 0, torch.float32), num_slots, page_size, stream)
     rows = RequestRows(max_rows, context_len, vocab_size, stream)

@@ -1,7 +1,7 @@
-"""The four workloads of the side by side, and what the best peer reached on each: the targets.
+"""The four workloads of `side_by_side`, and the best peer's results on each: the targets.
 
 No command of its own. Targets are the peers' figures on the `moe-390m` checkpoint, as a fraction of the measuring
-machine's own limit and as a ratio to transformers on it; for `dense-101m` only fractions are known.
+machine's own limit and as a ratio to transformers on it; for `dense-101m` only fractions are available.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.step_work import MachineLimits, ModelWork
 
 @dataclass(frozen=True)
 class Target:
-    """What to reach and pass. `ratio` is to transformers; None where nobody measured it."""
+    """A target to exceed. `ratio` is to transformers; None if not measured."""
 
     fraction: float
     ratio: float | None
@@ -37,7 +37,7 @@ class Workload:
 
     @property
     def counted_tokens(self) -> int:
-        """What the rate counts: output tokens, or prompt tokens where the answer is a single token."""
+        """The tokens counted by the rate: output tokens, or prompt tokens if the answer is a single token."""
         return self.num_streams * (self.output_len if self.output_len > 1 else self.input_len)
 
     @property
@@ -46,20 +46,20 @@ class Workload:
         return f"{self.num_streams} x {shared} in, {self.output_len} out"
 
     def prompts(self, vocab_size: int, seed: int) -> list[list[int]]:
-        """Fresh prompts of random tokens; a new seed gives prompts that no cache has seen. Special ids are left out."""
+        """New prompts of random tokens; a new seed gives uncached prompts. Without special ids."""
         rng = random.Random(f"{self.name} {seed}")
         plain = range(min(16, vocab_size // 2), vocab_size)
         shared = rng.choices(plain, k=self.shared_len)
         return [shared + rng.choices(plain, k=self.own_len) for _ in range(self.num_streams)]
 
     def limit(self, work: ModelWork, machine: MachineLimits) -> float:
-        """Tokens a second (as `counted_tokens` counts) of an engine that wastes nothing."""
+        """Tokens per second (of `counted_tokens`) of a perfect engine."""
         return self.counted_tokens / work.generation_seconds(
             machine, self.num_streams, self.input_len, self.output_len, self.shared_len
         )
 
     def shortened(self) -> Workload:
-        """A small one of the same kind, for smoke tests; its figures mean nothing."""
+        """A small workload of the same kind, for smoke tests; its figures are meaningless."""
         return replace(
             self,
             num_streams=min(self.num_streams, 4),
@@ -69,7 +69,7 @@ class Workload:
         )
 
     def probe(self) -> Workload:
-        """A part of it that tells which way of running is quicker: fewer tokens, the same proportions of work."""
+        """A small sample for comparing modes: fewer tokens, the same proportions of work."""
         if self.output_len == 1:
             return replace(self, own_len=min(self.own_len, 512))
         return replace(

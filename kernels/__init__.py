@@ -1,4 +1,4 @@
 """Kernel families: attention, experts, linear, ops. Each has a protocol, a torch reference and a table of rows.
 
-Importing this package imports no backend; `kernels.registry.select` imports the chosen row only.
+Importing this package imports no backend; `kernels.registry.select` imports only the selected row.
 """

@@ -1,4 +1,4 @@
-"""The chosen row of every family, built once before the model and given to it."""
+"""The selected row of every family, built once before the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Choice, select
 
-if TYPE_CHECKING:  # the protocols import torch; choosing does not need it
+if TYPE_CHECKING:  # the protocols import torch; selection does not need it
     from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
     from moe_engine.kernels.experts.protocol import ExpertsKernel
     from moe_engine.kernels.linear.protocol import LinearKernel
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the protocols import torch; choosing does not need it
 
 @dataclass(frozen=True)
 class Backends:
-    """Kernels of one rank. `attention` is an MLA or a GQA backend, as the model needs."""
+    """Kernels of one rank. `attention` is an MLA or a GQA backend, by model."""
 
     ops: Ops
     linear: LinearKernel
@@ -30,7 +30,7 @@ class Backends:
     sampling: SamplingKernel
     choices: tuple[Choice, ...]
     regions: Regions | None = None
-    """What compiles the stretches between kernels, where ops and linear are torch's own (--enable-torch-compile)."""
+    """Compiles the torch code between kernels if ops and linear use torch (--enable-torch-compile)."""
 
 
 def choose(device: Device, need: Need, asked: Mapping[str, str] | None = None) -> tuple[Choice, ...]:
@@ -41,7 +41,7 @@ def choose(device: Device, need: Need, asked: Mapping[str, str] | None = None) -
             ``auto``.
 
     Raises:
-        ValueError: with the reason, when a backend that was asked for cannot run here.
+        ValueError: with the reason, if a requested backend cannot run here.
     """
     asked = asked or {}
     attention = tables.MLA if need.attention == "mla" else tables.GQA
@@ -56,6 +56,6 @@ def choose(device: Device, need: Need, asked: Mapping[str, str] | None = None) -
 
 
 def build(choices: tuple[Choice, ...]) -> Backends:
-    """Imports and makes the chosen rows."""
+    """Imports and constructs the selected rows."""
     ops, linear, experts, attention, sampling = (choice.build() for choice in choices)
     return Backends(ops, linear, experts, attention, sampling, choices)

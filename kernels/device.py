@@ -1,4 +1,4 @@
-"""What this machine offers to kernels: probed once, in this file, and handed on as a value."""
+"""Device capabilities for kernel selection: probed once, here, and passed on as a value."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Device:
-    """kind ``cpu`` or ``cuda``; capability (major, minor) on CUDA; CPU flags as the kernel names them."""
+    """kind ``cpu`` or ``cuda``; capability (major, minor) on CUDA; CPU flags by their Linux names."""
 
     kind: str
     name: str
@@ -21,8 +21,8 @@ class Device:
 
 @dataclass(frozen=True)
 class HeadWidths:
-    """The attention of a model on one rank: query heads, heads in the cache, and channels of a key (with its rotary
-    ones), a value, the latent and its rotary part; the last two are 0 without a latent (GQA)."""
+    """A model's attention on one rank: query heads, KV heads, and channels of a key (rotary ones included), a value,
+    the latent and its rotary part; the last two are 0 without a latent (GQA)."""
 
     heads: int
     groups: int
@@ -39,10 +39,10 @@ class HeadWidths:
 
 @dataclass(frozen=True)
 class Need:
-    """What the model and the launch ask of a backend: the activation dtype's name and the kinds of work.
+    """Requirements of the model and the launch on a backend: the activation dtype's name and the kinds of work.
 
-    `widths` None: not known yet; no backend is refused for them. `deterministic`: a token's bits must not depend on
-    what else is in the batch.
+    `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant, bit
+    for bit.
     """
 
     dtype: str
@@ -74,7 +74,7 @@ def cpu_device() -> Device:
 
 
 def probe(kind: str) -> Device:
-    """The device of that kind. Raises ConfigError's cousin ValueError where it does not exist."""
+    """The device of that kind. Raises ValueError if it does not exist."""
     if kind == "cpu":
         return cpu_device()
     import torch
@@ -86,7 +86,7 @@ def probe(kind: str) -> Device:
 
 
 def multiplies_fp8(kind: str) -> bool:
-    """Whether the device of that kind multiplies e4m3 numbers: on CUDA from compute capability 8.9 on."""
+    """Whether a device of that kind has e4m3 matrix products: CUDA from compute capability 8.9 on."""
     if kind != "cuda":
         return True  # the interpreter, and ahead-of-time compilation for devices that do
     capability = probe(kind).capability

@@ -1,7 +1,7 @@
-"""The tables of backends and how one row is chosen. Importing this imports no backend.
+"""Backend selection: the tables of backends and the choice of one row. Importing this imports no backend.
 
-A row is a name, a dotted path, a preference and a test that answers *why not*. A backend that the user names and that
-is refused is an error with that reason; only ``auto`` falls back.
+A row is a name, a dotted path, a preference and a check that returns the refusal reason. An explicitly requested
+backend that is refused is an error with that reason; only ``auto`` falls back.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from moe_engine.kernels.device import Device, Need
 class Row:
     """One backend of a family. `why_not` returns the reason for a refusal, or None; it must not import the backend.
 
-    `takes` names the fields of `Need` that its constructor takes, by keyword. `workspace`: bytes of scratch memory that
-    an attention backend takes on an accelerator; None: nothing of note. `why_not_recorded`: the reason why launches
-    cannot be recorded for other steps (`Replayable`), or None.
+    `takes` names the fields of `Need` that its constructor takes, by keyword. `workspace`: scratch bytes of an
+    attention backend on an accelerator; None: negligible. `why_not_recorded`: the reason why its launches
+    cannot be captured (`Replayable`), or None.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Choice:
-    """The row taken, why, why each other was not, and what its constructor is told of the launch."""
+    """The selected row, the reason, the refusal reasons of the others, and constructor arguments from the launch."""
 
     family: str
     row: Row
@@ -44,16 +44,16 @@ class Choice:
     options: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> Any:
-        """Imports the row's module and makes the backend."""
+        """Imports the row's module and constructs the backend."""
         module, _, name = self.row.target.partition(":")
         return getattr(import_module(module), name)(**self.options)
 
 
 def select(family: str, rows: list[Row], asked: str, device: Device, need: Need) -> Choice:
-    """Chooses a row: the one asked for, or with ``auto`` the most preferred that can run here.
+    """Selects a row: the requested one, or with ``auto`` the most preferred that can run here.
 
     Raises:
-        ValueError: with the reason, when the row asked for is unknown or cannot run here.
+        ValueError: with the reason, if the requested row is unknown or cannot run here.
     """
 
     def choice(row: Row, reason: str, refused: dict[str, str]) -> Choice:

@@ -18,7 +18,7 @@ WhyNot = Callable[[Device, Need], str | None]
 
 def _torch(device: Device, need: Need) -> str | None:
     if need.deterministic and device.kind != "cpu":
-        return "torch chooses algorithms by the number of rows (--enable-deterministic-inference)"
+        return "torch selects algorithms by the number of rows (--enable-deterministic-inference)"
     return None
 
 
@@ -53,7 +53,7 @@ def _triton_float32(device: Device, need: Need) -> str | None:
 
 
 def _unrecorded_torch(device: Device, need: Need) -> str | None:
-    return "the torch row reads on the host how many tokens there are for each expert, or in each context"
+    return "the torch row reads token counts per expert or context on the host"
 
 
 def _rows(
@@ -82,12 +82,12 @@ def _unrecorded_triton(device: Device, need: Need) -> str | None:
     if not need.deterministic:
         return None
     return (
-        "--enable-deterministic-inference cuts contexts at fixed places, into more pieces the longer they are; a "
-        "recording has room for a fixed number"
+        "--enable-deterministic-inference cuts contexts at fixed places, into more segments the longer they are; a "
+        "captured graph has memory for a fixed number"
     )
 
 
-# Kernels of this project for GPUs: preferred to torch, and to nothing that is tuned by its vendor.
+# This project's GPU kernels: preferred over torch, below vendor-tuned libraries.
 OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache, _FIXED))
 LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton, _FIXED))
 EXPERTS.append(Row("triton", "moe_engine.kernels.experts.triton_experts:TritonExperts", 20, _triton, _FIXED))
@@ -117,7 +117,7 @@ GQA.append(
     )
 )
 
-# Libraries that may be installed beside the project; where they run they are preferred, having been tuned for it.
+# Optional vendor libraries: preferred where they run, since they are tuned for the hardware.
 LINEAR.append(Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm))
 EXPERTS.append(Row("deep_gemm", "moe_engine.kernels.experts.deep_gemm:DeepGemmExperts", 40, vendors.deep_gemm))
 MLA += [

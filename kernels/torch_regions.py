@@ -1,9 +1,9 @@
-"""Stretches of a step that torch compiles: functions of tensors between kernels it cannot look into.
+"""torch.compile regions: functions of tensors between kernels that torch cannot trace.
 
-A function is compiled for steps of one token and for steps of several, whose number stays open; both happen before
-READY, when `Regions.sealed` is still unset. Every layer that calls the function with weights of the same shapes shares
-the result. Compiled code is kept in a folder by torch itself (its AOTAutograd and FX graph caches), so a second start
-traces, and compiles nothing.
+A function is compiled for steps of one token and for steps of several (dynamic token count); both happen before READY,
+while `Regions.sealed` is unset. All layers that call the function with weights of the same shapes share the result.
+torch keeps compiled code in a folder (its AOTAutograd and FX graph caches), so a second start traces, and compiles
+nothing.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 LEAST_CHUNK = 1 << 15
-"""Numbers of a loop that are worth a thread on a CPU: waking one for torch's 512 costs more than a decode's loops."""
+"""Min loop elements per CPU thread: waking a thread for torch's 512 costs more than a decode's loops."""
 
 
 class Regions:
     """
     Args:
-        max_tokens: of a step; larger ones run their operators one by one.
-        backend: of torch.compile.
+        max_tokens: max tokens of a compiled step; larger steps run eagerly.
+        backend: torch.compile backend.
     """
 
     def __init__(self, max_tokens: int, backend: str = "inductor") -> None:
         self.max_tokens = max_tokens
         self.sealed = False
-        """Set when warm-up is over: shapes are no longer marked as open, and a compilation is a stall."""
+        """Set at the end of warm-up: shapes are no longer marked dynamic, and a compilation is a stall."""
         self._backend = backend
         self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
@@ -53,11 +53,11 @@ class Regions:
         return 0 < num_tokens <= self.max_tokens
 
     def compile(self, function: Callable[..., Any], tokens: Sequence[int]) -> Callable[..., Any]:
-        """The function, compiled at its first calls.
+        """The function, compiled on its first calls.
 
         Args:
-            function: a plain one, of objects that hold weights and of tensors; torch must be able to trace all of it.
-            tokens: places of the arguments whose first dimension counts the step's tokens.
+            function: a plain function of weight-holding objects and tensors; torch must be able to trace all of it.
+            tokens: indices of the arguments whose first dimension is the number of tokens.
         """
         if function not in self._compiled:
             self._compiled[function] = self._wrapped(function, tuple(tokens))
@@ -65,7 +65,7 @@ class Regions:
 
     def _wrapped(self, function: Callable[..., Any], tokens: tuple[int, ...]) -> Callable[..., Any]:
         assert isinstance(function, FunctionType)
-        # torch keeps compiled code with a function's code: a copy is this engine's own, with limits of its own
+        # torch keys compiled code by the code object: a copy gives this engine a separate cache with separate limits
         own = FunctionType(
             function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
         )
@@ -81,15 +81,15 @@ class Regions:
 
 
 def _leave_open(tensors: Sequence[Tensor]) -> None:
-    """Marks the number of tokens as one that varies, unless it is 1, for which torch compiles anyway."""
+    """Marks the number of tokens as dynamic, unless it is 1, which torch specialises anyway."""
     for tensor in tensors:
         if tensor.shape[0] > 1:
             torch._dynamo.mark_dynamic(tensor, 0)
 
 
 def keep_compiled_code(folder: str = "") -> Path:
-    """Sets where torch keeps what it compiles, for this process: the folder, else what torch's variable says, else one
-    in this engine's cache folder. Returns it."""
+    """Sets torch's compile cache folder for this process: the given folder, else torch's environment variable, else a
+    folder in this engine's cache. Returns it."""
     chosen = Path(folder or os.environ.get(CACHE_VARIABLE) or cache_folder() / "torch_compile")
     chosen.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.environ[CACHE_VARIABLE] = str(chosen)
@@ -97,7 +97,7 @@ def keep_compiled_code(folder: str = "") -> Path:
 
 
 def watch() -> None:
-    """Has the guard count torch's compilations; further calls change nothing."""
+    """Makes the guard count torch's compilations; idempotent."""
     handler = torch._dynamo.callback_handler
     if _started not in handler.start_callbacks:
         handler.register_start_callback(_started)
@@ -105,7 +105,7 @@ def watch() -> None:
 
 
 def loaded_and_compiled() -> tuple[int, int]:
-    """Graphs whose code came out of the folder, and graphs that were compiled anew, in this process so far."""
+    """(graphs loaded from the cache folder, graphs compiled) in this process so far."""
     counters = torch._dynamo.utils.counters["inductor"]
     return counters["fxgraph_cache_hit"], counters["fxgraph_cache_miss"]
 

@@ -1,4 +1,4 @@
-"""Host values on their way to a device, without the host waiting for what runs there."""
+"""Host-to-device copies without host synchronisation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 
 def pinned(values: np.ndarray, device: torch.device) -> Tensor:
-    """A host tensor whose copy to the device waits for nothing: other memory is copied behind all that runs there."""
+    """A pinned host tensor, copied asynchronously: a copy from pageable memory waits for all queued device work."""
     tensor = torch.from_numpy(values)
-    pins = device != torch.device("cpu") and torch.accelerator.is_available()  # else the device is one to compile for
+    pins = device != torch.device("cpu") and torch.accelerator.is_available()  # else a compile-only target
     return tensor.pin_memory() if pins else tensor
 
 
 def upload(values: np.ndarray, device: torch.device) -> Tensor:
-    """Values on the device; the host waits for nothing."""
+    """The values on the device; no host synchronisation."""
     return pinned(values, device).to(device, non_blocking=True)

@@ -1,8 +1,8 @@
-"""The steps that a launch may run, as few of them as launch every kernel: sizes up to the largest, by powers of two.
+"""Warm-up sizes: a minimal set of steps that launches every kernel, with sizes up to the largest, by powers of two.
 
-Kernels choose tiles by the number of tokens, and every limit of theirs is at least twice the one before: between two
-powers nothing new comes. An odd size is there because uploads are cut into arguments that then are not aligned. Warm-up
-runs these steps before READY, and ``moe-engine compile`` compiles for them. Imports no torch.
+Kernels select tiles by the number of tokens, and consecutive limits differ at least by a factor of two: between two
+powers of two no new kernel appears. An odd size is included, since uploads are then sliced into unaligned arguments.
+Warm-up runs these steps before READY, and ``moe-engine compile`` compiles for them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 ODD = 3
 PREFIX = 1000
-"""Tokens that stand in the cache before a prefill continues, if the context has room for them: so many that MLA takes
-the absorbed form for short chunks and the expanded form for long ones."""
+"""Cached tokens before a continued prefill, if the context has room: long enough that MLA uses the absorbed form for
+short chunks and the expanded form for long ones."""
 
 MOST_ABSORBED = 512
-"""Query tokens of the longest chunk that may take MLA's absorbed form."""
+"""Max query tokens of a chunk in MLA's absorbed form."""
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """`decodes` requests with `queries` tokens each at the end of `context`, and one with `prefill` tokens after
-    `prefix` of them."""
+    """`decodes` requests with `queries` tokens each at the end of `context`, and one request with `prefill` tokens
+    after a prefix of `prefix` tokens."""
 
     decodes: int
     queries: int
@@ -51,8 +51,8 @@ def prompt_sizes(max_chunk: int, max_context: int) -> Iterator[StepSize]:
 
 
 def step_sizes(max_requests: int, max_chunk: int, max_context: int, num_drafts: int) -> Iterator[StepSize]:
-    """Decodes of all sizes with short and long contexts, verifications of drafts, prompts, chunks in either form of
-    attention, and steps that hold both kinds."""
+    """Decodes of all sizes with short and long contexts, verification of drafts, prompts, chunks in both forms of
+    attention, and mixed steps."""
     contexts = sorted({min(64, max_context), min(4096, max_context), max_context})
     for requests in ladder(max_requests):
         for context in contexts:

@@ -1,6 +1,6 @@
-"""What a model is given each step, and what every model offers. Models never see a request.
+"""Model input of a step, and the model interface. Models never see a request.
 
-Legend: T tokens in the step, S rows whose logits are needed, D hidden, V vocabulary.
+Legend: T tokens in the step, S rows with logits, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class ForwardBatch:
     """One step, read-only. Tokens of `attention.decode` come first, then those of `attention.prefill`.
 
     `kv[layer]` is the cache of a layer: one tensor [num_slots, C+P] for MLA, a pair [num_slots, G, Dh] (keys, values)
-    for GQA; with FP8 the last dimension is that of `attention.kv_format`'s rows. `attention_plan` is what the attention
-    backend's `plan` returned for this step. `sizes` tells what the other ranks have in this step; needed with DP
+    for GQA; with FP8 the last dimension is a row of `attention.kv_format`. `attention_plan` is the result of the
+    attention backend's `plan` for this step. `sizes` are all ranks' token counts in this step; needed with DP
     attention, also by a rank without tokens.
     """
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    slots: Tensor  # [T] int64: where this step's KV goes
+    slots: Tensor  # [T] int64: KV slots of this step's tokens
     logits_rows: Tensor  # [S] int64: tokens whose logits are needed
     attention: AttentionBatch
     attention_plan: Any
@@ -37,7 +37,7 @@ class ForwardBatch:
 
     @classmethod
     def nothing(cls, kv: Sequence[Any], sizes: StepSizes, device: torch.device) -> ForwardBatch:
-        """A forward of other ranks, in which this one has no tokens and takes part."""
+        """An empty batch, with which an idle rank takes part in a forward of other ranks."""
         none = torch.zeros(0, dtype=torch.int64, device=device)
         return cls(none, none, none, none, AttentionBatch(None, None), None, kv, sizes)
 
@@ -48,16 +48,16 @@ class ForwardBatch:
 
 @runtime_checkable
 class SupportsTBO(Protocol):
-    """A model on many ranks that can run parts of a step side by side."""
+    """A multi-rank model with two-batch overlap (TBO)."""
 
     def forward_overlapped(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
-        """`Model.forward` of each part; earlier parts go first in every layer. Collective."""
+        """`Model.forward` of each part of a step; earlier parts run first in every layer. Collective."""
 
 
 class Model(Protocol):
     """A language model of the engine. Built from its config and a weight reader; see `models.registry`.
 
-    On many ranks both calls are collective: all ranks of the model call them in the same order, also without tokens.
+    On many ranks both calls are collective: all ranks make the same calls in the same order, also without tokens.
     """
 
     def forward(self, batch: ForwardBatch) -> Tensor:

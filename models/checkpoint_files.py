@@ -1,4 +1,4 @@
-"""The weight files of a checkpoint as their headers describe them: no tensor data is read, no torch imported.
+"""Headers of a checkpoint's weight files. Reads no tensor data, imports no torch.
 
 safetensors: 8 bytes little-endian header length, the header (JSON: name -> dtype, shape, data_offsets), then the data.
 """
@@ -18,13 +18,13 @@ ELEMENT_BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""Dtypes that this engine knows, by the format's names."""
+"""Supported dtypes, by the format's names."""
 
 _MAX_HEADER = 100 << 20
 
 
 class TensorHeader(NamedTuple):
-    """What a header says of a tensor; `start` and `stop` are bytes from the beginning of the file."""
+    """Header entry of a tensor; `start` and `stop` are byte offsets in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,11 +43,10 @@ class WeightFile:
 
 
 def read_checkpoint(directory: Path) -> dict[str, WeightFile]:
-    """Tensor name -> the file that holds it; empty where the directory has no safetensors files.
+    """Tensor name -> its file; empty if the directory has no safetensors files.
 
     Raises:
-        CheckpointError: a file that the index names is missing, or a file is truncated, damaged or not what the index
-            says.
+        CheckpointError: a file in the index is missing, or a file is truncated, damaged or inconsistent with the index.
     """
     index = directory / INDEX_FILE
     if index.is_file():
@@ -76,12 +75,12 @@ def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:
     files = {name: WeightFile(directory / name, read_header(directory / name)) for name in names}
     for tensor, name in weight_map.items():
         if tensor not in files[name].tensors:
-            raise CheckpointError(f"{index}: says that {tensor} is in {name}, but that file does not hold it")
+            raise CheckpointError(f"{index}: lists {tensor} in {name}, but that file does not have it")
     return {tensor: files[name] for tensor, name in weight_map.items()}
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of one file. Raises CheckpointError: unreadable, truncated, no safetensors, or a broken header."""
+    """The tensors of one file. Raises CheckpointError for an unreadable, truncated, corrupt or foreign file."""
     try:
         file_size = path.stat().st_size
         with path.open("rb") as file:

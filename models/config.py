@@ -1,4 +1,4 @@
-"""What a model is: one frozen value for every family, made by `config_file`. Imports no torch.
+"""Model config: one frozen dataclass for all families, created by `config_file`. Imports no torch.
 
 Legend: D hidden, H query heads, G KV heads, Dh head width, N qk_nope, R rotary width, V v_head, C kv_lora_rank,
 Q q_lora_rank, E experts, K experts per token, I expert width, L layers.
@@ -40,7 +40,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention. KV heads and head_dim of the file mean nothing here and are not read.
+    """Multi-head latent attention. The file's KV heads and head_dim do not apply and are not read.
 
     `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it).
     """
@@ -65,7 +65,7 @@ class MLAConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what a token leaves in a layer's cache tensors, as `kv_format` stores it."""
+        """Shapes of a token's entries in a layer's cache tensors, in `kv_format`'s layout."""
         return ((kv_format.latent_width(kv_dtype, self.kv_lora_rank, self.qk_rope_head_dim),),)
 
 
@@ -88,7 +88,7 @@ class GQAConfig:
         return 2 * self.num_kv_heads * self.head_dim
 
     def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
-        """Shapes of what a token leaves in a layer's cache tensors, as `kv_format` stores it."""
+        """Shapes of a token's entries in a layer's cache tensors, in `kv_format`'s layout."""
         return ((self.num_kv_heads, kv_format.head_width(kv_dtype, self.head_dim)),) * 2
 
 
@@ -96,7 +96,7 @@ class GQAConfig:
 class MoEConfig:
     """Routed experts and their router; the fields from `score` on are those of `kernels.ops.protocol.RouterSpec`.
 
-    `shared_width` is the width of the one MLP that all shared experts form (0: none).
+    `shared_width` is the width of the MLP of all shared experts together (0: none).
     """
 
     num_experts: int
@@ -114,7 +114,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class QuantConfig:
-    """Block FP8: a scale for each `block` of a weight. `scale_format` ``ue8m0`` says that scales are powers of two."""
+    """Block FP8: one scale per `block` of a weight. `scale_format` ``ue8m0``: scales are powers of two."""
 
     method: str
     block: tuple[int, int]
@@ -123,7 +123,7 @@ class QuantConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model of any supported family. Made by `load_model_config`; `moe_layers[i]` says whether layer i is MoE."""
+    """A model of any supported family. Created by `load_model_config`; `moe_layers[i]` is True if layer i is MoE."""
 
     source: str
     architecture: str
@@ -147,14 +147,14 @@ class ModelConfig:
     num_nextn_predict_layers: int = 0
     sliding_window: int | None = None
     file_layers: int | None = None
-    """Layers by config.json itself, where an override (--json-model-override-args) asks for others."""
+    """Number of layers in config.json, if overridden (--json-model-override-args)."""
     raw: Mapping[str, Any] | None = None
 
     @property
     def context_length(self) -> int:
-        """Longest sequence the model takes: max_position_embeddings, or the sliding window where that is shorter.
+        """Max sequence length: max_position_embeddings, or the sliding window if shorter.
 
-        Within its window, sliding attention is full attention; beyond it this engine would compute something else.
+        Within its window, sliding attention is full attention; beyond it this engine's results would differ.
         """
         if self.sliding_window is not None:
             return min(self.max_position_embeddings, self.sliding_window)
@@ -162,7 +162,7 @@ class ModelConfig:
 
     @property
     def stored_layers(self) -> int:
-        """Layers that the checkpoint holds, those of MTP aside."""
+        """Layers in the checkpoint, without MTP layers."""
         return self.num_layers if self.file_layers is None else self.file_layers
 
     @property
@@ -174,14 +174,14 @@ class ModelConfig:
         return self.attention.cache_width
 
     def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False) -> int:
-        """Cached bytes of one token in all layers, those of MTP too when asked; scales of FP8 rows included."""
+        """Cached bytes of one token in all layers, optionally with MTP layers; scales of FP8 rows included."""
         layers = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
         elements = sum(math.prod(part) for part in self.attention.kv_parts(kv_dtype))
         return layers * elements * kv_format.STORED[kv_dtype][1]
 
 
 def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str = "cpu") -> str:
-    """Name of the dtype to compute in: ``bfloat16``, ``float16`` or ``float32``.
+    """Name of the activation dtype: ``bfloat16``, ``float16`` or ``float32``.
 
     ``auto`` follows the checkpoint: bf16 and FP8 checkpoints run in bf16, fp16 in fp16, fp32 in fp32 on a CPU and in
     fp16 elsewhere (DeepSeek models in bf16: they overflow fp16). ``half`` and ``float`` are fp16 and fp32.

@@ -1,6 +1,6 @@
 """config.json of each family -> ModelConfig. Imports no torch.
 
-A parser takes the fields and generation_config.json's object; contradictions raise ConfigError with file and field.
+A parser takes the fields and generation_config.json's object; inconsistent fields raise ConfigError.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _deepseek_moe(fields: Fields) -> MoEConfig | None:
         topk_groups=1 if scores[method] is None else fields.integer("topk_group", 1),
         group_score=scores[method],
         renormalize=renormalize,
-        # DeepSeek's V2 code either renormalises or scales; V3 does both.
+        # DeepSeek's V2 code either renormalizes or scales; V3 does both.
         scale=1.0 if renormalize and not is_v3 else scale,
     )
     _check_moe(fields, moe)
@@ -109,7 +109,7 @@ def parse_qwen3_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfi
 
 
 def parse_mixtral(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """Mixtral: every layer MoE, softmax then renormalised over the chosen."""
+    """Mixtral: every layer MoE, softmax then renormalized over the top-k."""
     moe = MoEConfig(
         num_experts=fields.integer("num_local_experts"),
         top_k=fields.integer("num_experts_per_tok"),
@@ -123,7 +123,7 @@ def parse_mixtral(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
 
 
 def parse_auto(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
-    """For registered outside models without a parser of their own: MLA if the file has kv_lora_rank, else dense GQA."""
+    """For registered external models without a parser: MLA if the file has kv_lora_rank, else dense GQA."""
     return (parse_deepseek if fields.has("kv_lora_rank") else parse_dense)(fields, generation)
 
 
@@ -162,7 +162,7 @@ def _parse_gqa(
 
 
 def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> ModelConfig:
-    """The fields that every family shares."""
+    """The fields common to all families."""
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         fields.fail("hidden_act", f"{activation!r} is not supported; supported: silu")
@@ -192,7 +192,7 @@ def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> Model
 
 
 def _sliding_window(fields: Fields) -> int | None:
-    """The window in use, or None. Qwen's `use_sliding_window: false` switches its window off."""
+    """The window in use, or None. Qwen's `use_sliding_window: false` disables its window."""
     if not fields.flag("use_sliding_window", True):
         return None
     return fields.integer("sliding_window", None)

@@ -1,4 +1,4 @@
-"""Typed reading of config.json: every complaint names the file, the field and the fix. Imports no torch."""
+"""Typed reading of config.json: every error has the file, the field and the fix. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moe_engine.models.config import QuantConfig, RopeConfig
 _MISSING: Any = object()
 MAX_INTEGER = 2**53
 LARGEST = {"num_hidden_layers": 65536, "n_routed_experts": 65536, "num_experts": 65536, "num_local_experts": 65536}
-"""Counts that lists are made of."""
+"""Count fields that determine list lengths."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError when absent, unreadable or not an object."""
+    """The object in a JSON file. Raises ConfigError if absent, unreadable or not an object."""
     try:
         value = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -40,7 +40,7 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 
 
 def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The language model's fields, lifted from `text_config` where a multimodal file nests them."""
+    """The language model's fields, taken from `text_config` in multimodal files."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         return dict(raw)
@@ -49,7 +49,7 @@ def text_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_whole(value: Any) -> TypeGuard[int | float]:
-    """Whether it is an int, or a float that some tool wrote for one."""
+    """True for an int, or a float with an integral value, as some tools write."""
     return value.is_integer() if isinstance(value, float) else isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -121,11 +121,11 @@ class Fields:
 
 
 def parse_rope(fields: Fields, width: int, interleaved: bool, scales_softmax: bool) -> RopeConfig:
-    """Rotary settings from either dialect: `rope_parameters`, or `rope_theta` with `rope_scaling`.
+    """Rotary settings in either format: `rope_parameters`, or `rope_theta` with `rope_scaling`.
 
     Args:
         width: rotated channels of a head.
-        scales_softmax: whether mscale_all_dim multiplies the softmax scale (DeepSeek).
+        scales_softmax: True if mscale_all_dim multiplies the softmax scale (DeepSeek).
     """
     section = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({}, fields.source)
     theta = section.number("rope_theta", None, above=0) or fields.number("rope_theta", 10000.0, above=0)
@@ -184,7 +184,7 @@ def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softma
 
 
 def parse_quant(fields: Fields) -> QuantConfig | None:
-    """Block FP8 or nothing. Raises ConfigError for the methods this engine does not read."""
+    """Block FP8 or None. Raises ConfigError for unsupported methods."""
     section = fields.section("quantization_config")
     if section is None:
         return None
@@ -200,7 +200,7 @@ def parse_quant(fields: Fields) -> QuantConfig | None:
 
 
 def parse_eos(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids that end a text: those of generation_config.json and of config.json together, in that order."""
+    """EOS token ids: those of generation_config.json, then those of config.json."""
     found: list[int] = []
     for where in (generation.get("eos_token_id"), fields.raw.get("eos_token_id")):
         for token in where if isinstance(where, list) else [where]:

@@ -1,4 +1,4 @@
-"""config.json -> `ModelConfig`, by the parser that the registry names for its architecture. Imports no torch."""
+"""config.json -> `ModelConfig`, by the registry's parser for its architecture. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of a stored matrix is asked for: a slice of its rows, of its columns, or of both."""
+"""A requested slice of a stored matrix: of its rows, its columns, or both."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from moe_engine.kernels.quantization.protocol import BLOCK, num_blocks
 
 @dataclass(frozen=True)
 class Cut:
-    """Slices of the first and of the second dimension; None takes all of it."""
+    """Slices of the first and of the second dimension; None: all of it."""
 
     rows: slice | None = None
     cols: slice | None = None
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part as a view of the whole."""
+        """The slice as a view."""
         if self.rows is not None:
             tensor = tensor[self.rows]
         return tensor if self.cols is None else tensor[:, self.cols]
 
     def shape(self, whole: Sequence[int]) -> list[int]:
-        """The shape of the part of a tensor of that shape."""
+        """The shape of the slice of a tensor of shape `whole`."""
         cuts = (self.rows, self.cols)[: len(whole)]
         return [n if cut is None else len(range(*cut.indices(n))) for n, cut in zip(whole, cuts)]
 
     def keeps_blocks_whole(self, whole: Sequence[int]) -> bool:
-        """Whether no block of 128 x 128 is cut in two; blocks at the far edges may be short."""
+        """True if no 128 x 128 block is split; blocks at the edges may be smaller."""
         return all(map(_between_blocks, (self.rows, self.cols), whole))
 
     def in_blocks(self) -> Cut:
-        """The part of the grid of scales that belongs to a part which keeps its blocks whole."""
+        """The matching slice of the scale grid, for a slice of whole blocks."""
         return Cut(_in_blocks(self.rows), _in_blocks(self.cols))
 
 

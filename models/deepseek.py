@@ -1,6 +1,6 @@
 """DeepSeek V2, V2-Lite, V3, R1 and V3.1 (and Kimi K2, Moonlight): MLA with dense and mixture-of-experts layers.
 
-Which of them it is stands in the config alone; see `config_families.parse_deepseek`.
+The variants differ in the config only; see `config_families.parse_deepseek`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DeepseekModel(Decoder):
         return LayerStack.of(self.backends.attention, self.embedding.weight, first_norm, self.layers)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        return batch, self.layers[0].attention.pieces(batch)
+        return batch, self.layers[0].attention.chunks(batch)
 
     def make_mtp(self, reader: WeightSource) -> MTPLayers:
         return MTPLayers(self, reader)

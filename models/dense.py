@@ -49,7 +49,7 @@ class DenseModel(Decoder):
 
 
 class MixtralModel(DenseModel):
-    """Mixtral: the same with its own tensor names."""
+    """Mixtral: `DenseModel` with its own tensor names."""
 
     def make_moe(self, layer_index: int, reader: WeightSource) -> MoE:
         names, prefix = ExpertNames(gate="w1", up="w3", down="w2"), f"model.layers.{layer_index}.block_sparse_moe"

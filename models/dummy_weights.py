@@ -1,4 +1,4 @@
-"""Random weights for any config, without files: for measuring, and for planning on a machine without the checkpoint."""
+"""Random weights for any config, without files: for benchmarks, and for planning without the checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _POOL = 1_048_573  # prime, so that rows of any width start at different places
 
 
 class DummyReader:
-    """`WeightSource` of seeded random weights, the same for the same seed, name and shape on every run.
+    """`WeightSource` of seeded random weights, deterministic in seed, name and shape.
 
-    Norm weights are 1; matrices have variance 1 / K, so that activations keep their size. Values are cut from one pool
-    of random numbers: filling runs at the speed of a copy.
+    Norm weights are 1; matrices have variance 1 / K, so that activations keep their scale. Values are copied from one
+    pool of random values: filling runs at the speed of a copy.
 
     Args:
-        block_fp8: the projections of the decoder layers count as stored in block FP8, as in DeepSeek V3's checkpoints.
-        power_of_two: as `WeightSource` says.
+        block_fp8: the projections of the decoder layers are in block FP8, as in DeepSeek V3's checkpoints.
+        power_of_two: see `WeightSource`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class DummyReader:
         sliced = cut.shape(shape)
         if out is None:
             out = BlockWeight.empty(sliced[0], sliced[1], self.device, self.power_of_two)
-        scale = 2.0**-7  # of every block: the numbers use e4m3's range, and its largest is out of reach for any K
+        scale = 2.0**-7  # of every block: values use e4m3's range without reaching its maximum, for any K
         self._fill(out.data.view(-1), 1 / (shape[1] ** 0.5 * scale), zlib.crc32(prefix.encode()) % _POOL)
         out.scales.fill_(scale)
         return out
@@ -90,7 +90,7 @@ class DummyReader:
         pass
 
     def _fill(self, flat: Tensor, scale: float, offset: int) -> None:
-        """Copies the pool over and over, from `offset` on."""
+        """Fills with repeated copies of the pool, from `offset` on."""
         pool = self._scaled.get((scale, flat.dtype))
         if pool is None:
             pool = self._scaled[scale, flat.dtype] = (self._pool * scale).to(flat.dtype)

@@ -1,4 +1,4 @@
-"""What a loaded model really holds: every tensor and prepared weight reachable from it, each memory counted once."""
+"""Actual memory of a loaded model: all reachable tensors and prepared weights, each memory counted once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _OURS = ("moe_engine.models", "moe_engine.parallel")
 def held_bytes(model: Any, shared: Any = None) -> int:
     """Bytes of weights and tables reachable through the model's attributes, lists, tuples and dicts.
 
-    Prepared weights count what their kernel says (`num_bytes`); a weight that is an already counted tensor (a head tied
-    to the embedding) counts nothing, and neither does what can be reached from `shared`.
+    Prepared weights count as their kernel's `num_bytes`; a weight that aliases a counted tensor (a head tied to the
+    embedding) counts 0, and so does everything reachable from `shared`.
     """
     modules, seen = (*_OURS, type(model).__module__), set[int]()
     _walk(shared, seen, (*modules, type(shared).__module__))

@@ -1,7 +1,7 @@
-"""A checkpoint's headers against what its config.json implies, before torch is imported or a weight read.
+"""Checks a checkpoint's headers against its config.json, before torch is imported or a weight read.
 
-The same rules as the loader's, all tensors at once: one error lists the first few that are missing, misshapen, of a
-dtype that cannot be read, or of no layer. Registered outside models name their own tensors and are not checked here.
+The same rules as the loader's, for all tensors at once: one error lists the first few that are missing, have a wrong
+shape or unsupported dtype, or belong to no layer. External models have their own tensor names and are not checked here.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def check_headers(
 
     Args:
         directory: the checkpoint's, for messages.
-        files: of `read_checkpoint`.
-        include_mtp: the MTP layers are loaded too.
+        files: from `read_checkpoint`.
+        include_mtp: check MTP layers too.
 
     Raises:
-        CheckpointError: naming file, tensor, expectation and finding.
+        CheckpointError: with file, tensor, expected and actual value.
     """
     if not registry.is_built_in(config.architecture):
         return
@@ -51,13 +51,13 @@ def check_headers(
         shown = "; ".join(problems[:MAX_SHOWN])
         more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
         raise CheckpointError(
-            f"{directory}: {len(problems)} tensors are not what config.json implies: {shown}{more}; "
-            "check that config.json is the one of these files and that all of them are there"
+            f"{directory}: {len(problems)} tensors do not match config.json: {shown}{more}; "
+            "check that config.json belongs to these files and that no file is missing"
         )
 
 
 class _Check:
-    """Compares one spec after the other; `known` collects the names that were asked for."""
+    """Compares specs one by one; `known` collects the expected names."""
 
     def __init__(self, files: Mapping[str, WeightFile], block: tuple[int, int]) -> None:
         self._files = files
@@ -94,5 +94,5 @@ def _unexpected(
         outside &= names_outside_mtp(config, files)
     for name in sorted(files.keys() - known - outside):
         file = files[name]
-        if file.tensors[name].num_bytes:  # a projection of width 0 holds nothing that could be asked for
+        if file.tensors[name].num_bytes:  # a projection of width 0 has no data and is not expected
             yield f"{name} in {file.path.name} belongs to no layer of the model"

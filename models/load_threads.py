@@ -1,7 +1,7 @@
-"""Loading many small weights side by side: whole weights on several threads, each with one operator thread.
+"""Multi-threaded loading of many small weights: whole weights on several threads, each with one operator thread.
 
-Splitting every small copy or packing over all cores costs a barrier each time; on a machine that does other work as
-well, such barriers take most of the loading time.
+Splitting every small copy or packing over all cores costs a barrier each time; on a busy machine such barriers take
+most of the loading time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_THREADS = 16
 
 
 def for_each(count: int, make_state: Callable[[], State], work: Callable[[int, State], None]) -> None:
-    """Calls `work(i, state)` for every i < count, with one state for each thread. The first error is raised."""
+    """Calls `work(i, state)` for every i < count, with one state per thread. Raises the first error."""
     threads = torch.get_num_threads()
     share = min(threads, MAX_THREADS, count)
     if share <= 1:
@@ -28,7 +28,7 @@ def for_each(count: int, make_state: Callable[[], State], work: Callable[[int, S
     counter = iter(range(count))
     with ThreadPoolExecutor(share, thread_name_prefix="load") as pool:
         futures = [pool.submit(_drain, counter, make_state, work) for _ in range(share)]
-    torch.set_num_threads(threads)  # what the pool's threads set is the default of threads to come
+    torch.set_num_threads(threads)  # the pool's threads have changed the default of new threads
     for future in futures:
         future.result()
 

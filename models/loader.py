@@ -1,4 +1,4 @@
-"""From a checkpoint directory to a model with its weights in place."""
+"""Weight loading: from a checkpoint directory to a model."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ def load_model(
     seed: int = 0,
     **model_options: Any,
 ) -> Model:
-    """Builds the config's model and pulls its weights; holds little more than the weights themselves meanwhile.
+    """Builds the config's model and loads its weights, with little peak memory beyond the weights themselves.
 
     Args:
-        parallel: this rank's place among many; it loads its own part. Its dispatcher must be there if tokens travel.
+        parallel: this rank's context; the rank loads its own part. Its dispatcher must be set with all-to-all.
         dtype: of activations and weights; a torch dtype or a name (``auto`` follows the checkpoint).
-        load_format: ``auto`` and ``safetensors`` read the directory, ``dummy`` draws random weights from `seed`.
+        load_format: ``auto`` and ``safetensors`` read the directory, ``dummy`` uses random weights from `seed`.
         progress: a bar on stderr.
         model_options: keywords of the model class (``max_positions``, DeepSeek's ``max_expanded_tokens``).
 
     Raises:
-        CheckpointError: naming file and tensor. ConfigError: for a bad dtype or load format, or a model that cannot be
-            cut as `parallel` says.
+        CheckpointError: with file and tensor. ConfigError: for a bad dtype or load format, or a model that cannot be
+            sharded by `parallel`.
     """
     parallel.topology.check(widths_of(config, parallel.redundant_experts))
     if parallel.topology.travels and parallel.dispatcher is None and config.is_moe:
-        raise ValueError(f"--moe-a2a-backend {parallel.topology.moe_a2a_backend}: with_dispatcher comes first")
+        raise ValueError(f"--moe-a2a-backend {parallel.topology.moe_a2a_backend}: call with_dispatcher first")
     target = registry.find([config.architecture], config.model_type, config.source).model_class()
     with torch.no_grad():
         reader = _open(path, config, dtype, device, load_format, progress, seed, partial(names_outside_model, config))
@@ -69,15 +69,15 @@ def load_mtp(
     progress: bool = False,
     seed: int = 0,
 ) -> MTPLayers:
-    """The MTP layers that belong to a loaded `model`, on its kernels, embedding and head. Arguments as `load_model`'s.
+    """The MTP layers of a loaded `model`, with its kernels, embedding and head. Arguments as in `load_model`.
 
     Raises:
-        CheckpointError: naming file and tensor. ConfigError: config.json counts none, or the family has none.
+        CheckpointError: with file and tensor. ConfigError: config.json has no MTP layers, or the family has none.
     """
     if not config.num_nextn_predict_layers or not isinstance(model, HasMTPLayers):
         raise ConfigError(
             f"{config.source}: {config.architecture} with num_nextn_predict_layers {config.num_nextn_predict_layers} "
-            "has no MTP layers to draft with; use a checkpoint that has them, or another --speculative-algorithm"
+            "has no MTP layers for drafting; use a checkpoint with MTP layers, or another --speculative-algorithm"
         )
     with torch.no_grad():
         reader = _open(path, config, dtype, device, load_format, progress, seed, partial(names_outside_mtp, config))
@@ -94,8 +94,7 @@ def open_again(
     load_format: str = "auto",
     seed: int = 0,
 ) -> WeightSource:
-    """The weights of a model that was loaded already, for whoever needs some of them once more. Arguments as
-    `load_model`'s."""
+    """Reopens the weights of a loaded model, to read some of them again. Arguments as in `load_model`."""
     return _open(path, config, dtype, device, load_format, False, seed, set)
 
 

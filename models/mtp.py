@@ -1,15 +1,15 @@
-"""Multi-token prediction: the layers behind the last one of DeepSeek V3 that draft the tokens to come.
+"""Multi-token prediction: DeepSeek V3's draft layers after the last main layer.
 
 Legend: T tokens, S rows, D hidden, V vocabulary, M MTP layers.
 
-Layer j takes the hidden state at position i (the main model's after its final norm, or what the step of drafting before
-it gave) and the token that follows, and predicts the token after that one (DeepSeek-V3 report, arXiv 2412.19437):
+Layer j takes the hidden state at position i (the main model's after its final norm, or the previous draft step's
+result) and the following token, and predicts the token after that (DeepSeek-V3 report, arXiv 2412.19437):
 
     z = eh_proj([enorm(embedding(token i+1)) | hnorm(hidden i)])      the embedding comes first
     v = shared_head.norm(decoder_layer(z))                            logits for token i+2: head(v)
 
-Drafting further, v is the next hidden: v is normed as the main model's hidden states are, so the two look alike.
-Embedding, head and rotary table are the main model's own; the checkpoint's copies of the first two are not read.
+In the next draft step, v is the hidden state: it is normed in the same way as the main model's hidden states.
+Embedding, head and rotary table are the main model's; the checkpoint's copies of the first two are not read.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.step_sizes import StepSizes
 
 MAX_FUSED_TOKENS = 64
-"""Tokens up to which writing a layer's cache in one call gains anything; more would only take more memory at once."""
+"""Max tokens for writing a layer's cache in one call; more only needs more memory without being faster."""
 
 WholeStepCall = Callable[[np.ndarray, int, StepDraws | None], VerifiedChains]
-"""rows [R] int64, drafts of each, how they are drawn -> what became of them."""
+"""rows [R] int64, drafts per row, sampling -> verification results."""
 
 
 @runtime_checkable
 class HasMTPLayers(Protocol):
-    """A `Model` whose checkpoints may hold MTP layers; see `models.loader.load_mtp`."""
+    """A `Model` whose checkpoints may have MTP layers; see `models.loader.load_mtp`."""
 
     def make_mtp(self, reader: WeightSource) -> MTPLayers:
-        """Loads the layers that config.json's num_nextn_predict_layers counts."""
+        """Loads config.json's num_nextn_predict_layers layers."""
 
 
 class MTPLayers:
-    """The M MTP layers of a checkpoint, on the embedding and the head of the `model` they belong to.
+    """The M MTP layers of a checkpoint, with the embedding and head of their `model`.
 
-    Their caches follow the model's: ``batch.kv[i] for i in kv_layers``, of the same kind.
+    Their caches follow the model's: ``batch.kv[i] for i in kv_layers``, of the same type.
     """
 
     def __init__(self, model: Decoder, reader: WeightSource) -> None:
@@ -66,7 +66,7 @@ class MTPLayers:
         self._model = model
         self._layers = [MTPLayer(model, index, reader) for index in self.kv_layers]
         self.weight_bytes = held_bytes(self, shared=model)
-        """What the layers take beyond the model, as the kernels keep them."""
+        """Bytes of the layers in addition to the model, in the kernels' layouts."""
         self._fused: Any | None = None
         attention = model.backends.attention
         if isinstance(attention, FusedDrafting) and model.parallel.world_size == 1:
@@ -83,27 +83,27 @@ class MTPLayers:
         return [layer.feed_forward for layer in self._layers]
 
     def forward(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
-        """One step of one layer, over any tokens that a step of the main model could have.
+        """One step of one layer, over any tokens valid in a step of the main model.
 
         Args:
             layer: 0 <= layer < M.
-            input_ids: [T] int64, the token that follows each hidden state (`batch.input_ids` is not looked at).
+            input_ids: [T] int64, the token that follows each hidden state (`batch.input_ids` is ignored).
             hidden: [T, D], not changed.
-            batch: positions and slots of the hidden states; its attention sees what this layer wrote before.
+            batch: positions and slots of the hidden states; its attention reads this layer's earlier cache rows.
 
         Returns:
-            v [T, D]: for `logits`, and the hidden for drafting further.
+            v [T, D]: input of `logits`, and hidden state of the next draft step.
         """
         model = self._model
         args = model.step_args(batch)
         return self._layers[layer].forward(model.embedding(input_ids), hidden, *args)
 
     def join(self, batch: ForwardBatch) -> Tensor:
-        """Takes part in a step of drafting of other ranks with a batch of nothing: v [0, D], for its `logits`."""
+        """Takes part in a draft step of other ranks with an empty batch: v [0, D], for its `logits`."""
         return self.forward(0, batch.input_ids, self._model.embedding(batch.input_ids), batch)
 
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
-        """Only writes the cache of a layer, for tokens whose v nobody needs. Arguments as `forward`'s."""
+        """Only writes the cache of a layer, for tokens whose v is not needed. Arguments as in `forward`."""
         if self._fused is not None and len(input_ids) <= MAX_FUSED_TOKENS:
             cache = batch.kv[self.kv_layers[layer]]
             self._drafting.remember_drafts(self._fused, layer, input_ids, hidden, batch.positions, batch.slots, cache)
@@ -112,7 +112,7 @@ class MTPLayers:
 
     @property
     def fuses_drafts(self) -> bool:
-        """Whether `draft_chain` can be called: a kernel drafts whole chains."""
+        """True if `draft_chain` is available: a kernel drafts whole chains."""
         return self._fused is not None
 
     def draft_chain(
@@ -125,21 +125,21 @@ class MTPLayers:
         parameters: SamplingParameters | None,
         uniform: Tensor | None,
     ) -> Tensor:
-        """roots [R] -> [R, 1+S], each root and its drafts: what `forward`, `logits` and draws bring step after step.
+        """roots [R] -> [R, 1+S], each root and its drafts, identical to repeated `forward`, `logits` and sampling.
 
         Args:
-            states, rows: states[rows[r]] is the hidden state of root r, as `FusedDrafting.run_drafts` takes them.
-            kv: the caches of model and MTP layers, as `ForwardBatch.kv`.
-            parameters, uniform: of the draws, as `FusedDrafting.run_drafts` takes them.
+            states, rows: states[rows[r]] is the hidden state of root r, see `FusedDrafting.run_drafts`.
+            kv: the caches of model and MTP layers, see `ForwardBatch.kv`.
+            parameters, uniform: sampling, see `FusedDrafting.run_drafts`.
         """
         assert self._fused is not None
         caches = [kv[i] for i in self.kv_layers]
         return self._drafting.run_drafts(self._fused, states, rows, roots, steps, caches, parameters, uniform)
 
     def whole_step(self, tables: RowTables, kv: Sequence[Any]) -> WholeStepCall | None:
-        """A call that runs a step of chains alone, as `FusedDraftStep.run_step`; None where no kernel does that.
+        """A call that runs a whole draft-chain step, see `FusedDraftStep.run_step`; None if no kernel supports it.
 
-        It does not tell of the experts that were chosen.
+        It does not record expert choices.
         """
         backend, stack = self._model.backends.attention, self._model.stack
         if self._fused is None or stack is None or not isinstance(backend, FusedDraftStep):
@@ -148,7 +148,7 @@ class MTPLayers:
         return None if step is None else partial(backend.run_step, step)
 
     def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        """v [S, D] -> [S, V] float32, by the model's head. `sizes` as `Model.logits` takes them."""
+        """v [S, D] -> [S, V] float32, by the model's head. `sizes` as in `Model.logits`."""
         return self._model.logits(v, sizes)
 
 
@@ -176,7 +176,7 @@ class MTPLayer:
         self._decoder.attention.remember(self._input_norm(self._join(embedding, hidden)), batch)
 
     def level(self) -> DraftLevel:
-        """The layer's weights, for kernels that run it whole."""
+        """The layer's weights, for whole-layer kernels."""
         decoder = self._decoder
         return DraftLevel(
             embedding_norm=self._embedding_norm.weight,

@@ -1,4 +1,4 @@
-"""What a model asks of kernel backends. Imports no torch."""
+"""Kernel requirements of a model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from moe_engine.models.config import MLAConfig, ModelConfig
 
 
 def head_widths(model: ModelConfig) -> HeadWidths:
-    """Of its attention; the config's heads are those of one rank, or of all."""
+    """Head widths of its attention; the config's heads are those of one rank, or of all ranks."""
     attention = model.attention
     if isinstance(attention, MLAConfig):
         return HeadWidths(
@@ -20,5 +20,5 @@ def head_widths(model: ModelConfig) -> HeadWidths:
 def need_of_model(
     model: ModelConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 1, deterministic: bool = False
 ) -> Need:
-    """Of a model (its local part, on many ranks) and a launch."""
+    """Requirements of a model (its local part, on many ranks) and a launch."""
     return Need(dtype, kv_dtype, model.attention.kind, page_size, head_widths(model), deterministic)

@@ -1,12 +1,12 @@
-"""Which class builds which architecture. Nothing is imported before it is needed; this file imports no torch.
+"""Model registry: architecture name to model class. Model classes are imported lazily; this file imports no torch.
 
-An outside model joins without touching this source, either in Python before the launch::
+An external model is registered either in Python before the launch::
 
     from moe_engine.models import register
     register("MyForCausalLM", "my_package.model:MyModel", config_parser="my_package.model:parse")
 
-or by an entry point of the group ``moe_engine.models`` that names a function to call once (it calls `register`),
-or whose name is the architecture and whose value is the model class.
+or by an entry point of the group ``moe_engine.models``: either a function to call once (it calls `register`), or the
+model class, with the architecture as entry point name.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def register(
     Args:
         architecture: the name in config.json's `architectures`.
         target: the model class or its dotted path, called as `target(config, reader, backends, parallel,
-            max_positions=...)` (positions that requests can reach; `models.batch.Model` says what it must offer).
-        config_parser: (fields, generation defaults) -> ModelConfig; by default MLA fields are recognised, else dense.
+            max_positions=...)` (positions that requests can reach; interface: `models.batch.Model`).
+        config_parser: (fields, generation defaults) -> ModelConfig; default: MLA if its fields are present, else dense.
     """
     parser = config_parser or f"{_FAMILIES}:parse_auto"
     _architectures[architecture] = Architecture(architecture, target, parser)
@@ -103,21 +103,21 @@ _BY_MODEL_TYPE = {
 
 
 def supported() -> list[str]:
-    """Names of all architectures, outside ones included."""
+    """Names of all architectures, external ones included."""
     _load_entry_points()
     return sorted(_architectures)
 
 
 def is_built_in(architecture: str) -> bool:
-    """Whether our own class and parser serve this architecture, under the tensor names of `tensors.model_tensors`."""
+    """True for built-in class and parser, with the tensor names of `tensors.model_tensors`."""
     return architecture in _BUILT_IN and _architectures[architecture] == _BUILT_IN[architecture]
 
 
 def find(names: list[str], model_type: str | None = None, source: str = "config.json") -> Architecture:
-    """The first of config.json's `architectures` that is known; without any, the one of its `model_type`.
+    """The first known name of config.json's `architectures`; without architectures, the one of its `model_type`.
 
     Raises:
-        ConfigError: naming the file and the supported architectures.
+        ConfigError: with the file and the supported architectures.
     """
     _load_entry_points()
     for name in names:
@@ -128,15 +128,15 @@ def find(names: list[str], model_type: str | None = None, source: str = "config.
     asked = f"architectures {', '.join(names)}" if names else f"model_type {model_type!r} without architectures"
     raise ConfigError(
         f"{source}: {asked} is not supported; supported: {', '.join(sorted(_architectures))}. "
-        "An outside model is added with moe_engine.models.register"
+        "Register an external model with moe_engine.models.register"
     )
 
 
 def added() -> list[tuple[str, str, str]]:
-    """Arguments of `register` for what this process added, as dotted paths that another process can import.
+    """Arguments of `register` for this process's additions, as dotted paths that another process can import.
 
     Raises:
-        ConfigError: a class lives where no other process can import it from (a script's ``__main__``, a function body).
+        ConfigError: a class is not importable from another process (a script's ``__main__``, a function body).
     """
     changed = [a for name, a in _architectures.items() if _BUILT_IN.get(name) != a]
     return [(a.name, _dotted(a.target), _dotted(a.config_parser)) for a in changed]
@@ -149,7 +149,7 @@ def _dotted(target: str | Callable[..., Any]) -> str:
     if target.__module__ == "__main__" or not name.isidentifier():
         raise ConfigError(
             f"register: the engine process cannot import {name or target!r} from {target.__module__}; put it at the "
-            "top level of a module of its own and register that, or its dotted path 'module:name'"
+            "top level of an importable module and register that, or its dotted path 'module:name'"
         )
     return f"{target.__module__}:{name}"
 
@@ -165,5 +165,5 @@ def _load_entry_points() -> None:
             continue
         try:
             point.load()()
-        except Exception as error:  # somebody else's package: its models are missing, ours still load
+        except Exception as error:  # an external package: its models are missing, built-in ones still load
             logger.warning("entry point %s = %s of %s failed: %r", point.name, point.value, ENTRY_POINT_GROUP, error)

@@ -1,4 +1,4 @@
-"""One safetensors file, memory-mapped: views of tensors, and pages given back after use."""
+"""One safetensors file, memory-mapped: views of tensors, with pages released after use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SafetensorsFile:
         self.entries = file.tensors
         try:
             with file.path.open("rb") as opened:
-                # A private mapping: pages are the page cache's, and torch accepts the buffer as writable.
+                # A private mapping: pages stay in the page cache, and torch accepts the buffer as writable.
                 self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise CheckpointError(
@@ -61,9 +61,9 @@ class SafetensorsFile:
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
 
     def prefetch(self, name: str, cut: Cut = UNCUT) -> None:
-        """Has the system start to read the tensor, or the part of it that will be wanted.
+        """Starts readahead of the tensor, or of the requested slice.
 
-        Columns wide enough to spare pages between the rows are left to be read when they are touched.
+        Column slices with whole unused pages between the rows are not prefetched, but read on access.
         """
         entry = self.entries[name]
         start, stop = entry.start, entry.stop
@@ -78,7 +78,7 @@ class SafetensorsFile:
         self._advise(mmap.MADV_WILLNEED, start // mmap.PAGESIZE * mmap.PAGESIZE, stop)
 
     def release(self, name: str) -> None:
-        """Lets go of the tensor's pages, so that they no longer count as this process's memory."""
+        """Releases the tensor's pages, so that they no longer count as this process's memory."""
         entry, page = self.entries[name], mmap.PAGESIZE
         self._advise(mmap.MADV_DONTNEED, -(-entry.start // page) * page, entry.stop // page * page)
 

@@ -1,4 +1,4 @@
-"""What a rank of many holds of a model, by its config: its attention heads, and its share of the tokens."""
+"""A rank's part of a model, by its config: its attention heads, and its share of the tokens."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def local_attention(attention: Attention, parallel: ParallelContext) -> Attentio
 
 
 def local_config(config: ModelConfig, parallel: ParallelContext) -> ModelConfig:
-    """The config with this rank's attention: what a KV pool and an attention backend are made for."""
+    """The config with this rank's attention: the sizes of its KV pool and attention backend."""
     return local_heads(config, parallel.attn_tp_size)
 
 
 def dispatch_shape(
     config: ModelConfig, parallel: ParallelContext, dtype: torch.dtype, max_tokens: int
 ) -> DispatchShape:
-    """What the dispatcher of the model's MoE layers is made for; see `parallel.context.with_dispatcher`.
+    """Sizes of the dispatcher of the model's MoE layers; see `parallel.context.with_dispatcher`.
 
     Args:
-        max_tokens: most tokens of an attention group in a step; a rank brings its share of them.
+        max_tokens: max tokens of an attention group in a step, divided among its ranks.
     """
     assert config.moe is not None
     per_rank = -(-max_tokens // parallel.attn_tp_size)

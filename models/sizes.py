@@ -1,6 +1,6 @@
-"""Parameter counts and byte sums of a model, for the memory ledger. Imports no torch.
+"""Parameter counts and bytes of a model, for the memory ledger. Imports no torch.
 
-Parameters are those of `tensors`' table.
+Parameters are those listed in `tensors`.
 """
 
 from __future__ import annotations
@@ -14,50 +14,50 @@ FP8_BLOCK_ELEMENTS = 128 * 128
 _KV_B, _LAYER = ".kv_b_proj.weight", "model.layers."
 
 MAX_EXPANDED_TOKENS = 16384
-"""Context tokens whose keys and values the MLA layer expands at once (its constructor's default)."""
+"""Context tokens that the MLA layer expands at once (its constructor's default)."""
 
 MAX_ABSORBED_TOKENS = 1024
-"""Query tokens of one piece when a long context is read in the absorbed form instead."""
+"""Query tokens of one chunk if a long context is read in the absorbed form instead."""
 
 DRAFT_CATCH_UP = 4096
-"""Tokens of all rows that a draft model computes at once when it has not seen them."""
+"""Tokens of all rows per pass when a draft model catches up on unseen tokens."""
 
 DRAFT_FEW = 16
-"""Tokens of a row up to which a draft model computes them in the form of decodes."""
+"""Max unseen tokens of a row that a draft model processes as a decode."""
 
 LOGIT_BYTES = 12
-"""Of one logit while its row is sampled: float32, a copy of it from before edits, its log-probability. The head takes
-no more: two forms of the activations' dtype, or one and float32."""
+"""Sampling bytes per logit: float32, a copy before edits, its log-probability. The head needs no more: two copies in
+the activation dtype, or one and float32."""
 
 LOGITS_AT_ONCE = 1 << 26
-"""Logits that a step makes and samples at once, about."""
+"""Approximate logits that a step computes and samples at once."""
 
 MIN_LOGITS_ROWS, MAX_LOGITS_ROWS = 16, 1024
-"""Rows of that: prompt log-probabilities want some where few requests run; more bring nothing to a small vocabulary."""
+"""Min rows at once, for prompt log-probabilities with few requests; more rows do not help with a small vocabulary."""
 
 LOGITS_ROWS_STEP = 64
-"""Calls that run a whole step are for up to so many rows, and tiles of a product are no larger."""
+"""Max rows of whole-step calls, and of product tiles."""
 
 EDIT_BYTES = 32 << 20
-"""Scratch memory of penalties and biases on logits, where one row does not need more."""
+"""Scratch memory of penalties and biases on logits, unless one row needs more."""
 
 PENALTY_COUNT_BYTES, PENALTY_TOKEN_BYTES = 4, 40
-"""Scratch memory that the penalties of a row take for each entry of the vocabulary, and for each token of its text."""
+"""Scratch bytes of a row's penalties per vocabulary entry, and per token of its text."""
 
 NGRAM_PLACES = 1 << 20
-"""Places of all texts that an accelerator compares with their ends at once."""
+"""Text positions that an accelerator compares with the texts' ends at once."""
 
 NGRAM_PLACE_BYTES, NGRAM_HOST_BYTES = 48, 24
-"""Scratch memory of one of them; of one token of a text that a host looks through, one text after the other."""
+"""Scratch bytes per position on an accelerator; per token on a host, which searches one text at a time."""
 
 
 def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
-    """Unique parameters, the tied head and MTP's copies of embedding and head counted once."""
+    """Unique parameters; the tied head and MTP's copies of embedding and head count once."""
     return sum(spec.num_elements * spec.copies for spec in model_tensors(config, include_mtp))
 
 
 def num_active_parameters(config: ModelConfig) -> int:
-    """Parameters that one token meets: K of E experts, the whole head, one row of the embedding (not counted)."""
+    """Active parameters per token: K of E experts, the whole head, one row of the embedding (not counted)."""
     top_k = config.moe.top_k if config.moe is not None else 1
     return sum(
         spec.num_elements * min(spec.copies, top_k)
@@ -74,9 +74,9 @@ def weight_bytes(
     redundant_experts: int = 0,
     keeps_fp8: bool = False,
 ) -> int:
-    """Bytes that one rank holds for the weights: activations' dtype, norms, router and the rotary table (one for all
-    layers) in float32, kv_b in both forms. With kernels that keep one copy (the reference rows); with `keeps_fp8` those
-    multiply block FP8 as it is stored."""
+    """Weight bytes of one rank: activation dtype; norms, router and the rotary table (one for all layers) in float32;
+    kv_b in both forms. For kernels that keep one copy (the reference rows); `keeps_fp8`: for kernels that multiply
+    block FP8 without dequantization."""
     plain = wide = blocks = 0
     for spec in model_tensors(config, include_mtp):
         held = _held_elements(config, spec, topology, redundant_experts)
@@ -93,7 +93,7 @@ def weight_bytes(
 
 
 def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int) -> int:
-    """Elements of a tensor, or of all experts' tensors of one name, that one rank holds."""
+    """Elements on one rank of a tensor, or of all experts' tensors of one name."""
     name, count = spec.name, spec.num_elements
     if spec.copies > 1:
         return (spec.copies + redundant_experts) // topology.ep_size * (count // topology.moe_tp_size)
@@ -101,7 +101,7 @@ def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, re
 
 
 def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
-    """Equal parts that a tensor is cut into."""
+    """Number of equal parts that a tensor is sharded into."""
     if name == EMBEDDING:
         return topology.attn_tp_size
     if name == "lm_head.weight":
@@ -114,9 +114,9 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
 
 
 def _attention_parts(config: ModelConfig, name: str, attn_tp_size: int) -> int:
-    """Projections from and to heads are cut; those from and to the latent, and inner norms, are not."""
+    """Projections from and to heads are sharded; those from and to the latent, and inner norms, are not."""
     part = name.rpartition(".self_attn.")[2].partition(".")[0]
-    if part in ("k_proj", "v_proj"):  # where KV heads are fewer than ranks, each stands on several
+    if part in ("k_proj", "v_proj"):  # with fewer KV heads than ranks, each is replicated
         return min(attn_tp_size, config.attention.num_kv_heads)  # type: ignore[union-attr]
     return attn_tp_size if part in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj") else 1
 
@@ -124,11 +124,11 @@ def _attention_parts(config: ModelConfig, name: str, attn_tp_size: int) -> int:
 def largest_step_activation_bytes(
     config: ModelConfig, num_tokens: int, dtype_bytes: int, num_logits: int = 0, expanded_tokens: int | None = None
 ) -> int:
-    """Upper estimate of what a forward of `num_tokens` tokens holds at once, without KV and weights.
+    """Upper bound of the activation memory of a forward of `num_tokens` tokens, without KV and weights.
 
     Args:
-        num_logits: rows of logits kept in float32 (0: none).
-        expanded_tokens: context tokens whose keys and values MLA expands at once; default the layer's own limit.
+        num_logits: rows of float32 logits (0: none).
+        expanded_tokens: context tokens that MLA expands at once; default: the layer's limit.
     """
     stream = 3 * num_tokens * config.hidden_size * dtype_bytes  # residual, normed input, output of the part
     largest = max(
@@ -138,13 +138,13 @@ def largest_step_activation_bytes(
 
 
 def logits_rows(vocab_size: int, num_logits: int) -> int:
-    """Rows of logits that there may be at once, where a step has at most `num_logits` to sample."""
+    """Max rows of logits at once, for a step with at most `num_logits` rows to sample."""
     fit = LOGITS_AT_ONCE // vocab_size // LOGITS_ROWS_STEP * LOGITS_ROWS_STEP
     return max(MIN_LOGITS_ROWS, min(max(fit, LOGITS_ROWS_STEP), MAX_LOGITS_ROWS, num_logits))
 
 
 def sampling_bytes(vocab_size: int, num_rows: int, scratch: int, context_len: int) -> int:
-    """What sampling holds at once: so many rows of logits, and scratch memory of a kernel or of edits."""
+    """Peak memory of sampling: `num_rows` rows of logits, and scratch memory of a kernel or of edits."""
     longest = PENALTY_COUNT_BYTES * vocab_size + PENALTY_TOKEN_BYTES * context_len
     return num_rows * vocab_size * LOGIT_BYTES + max(scratch, EDIT_BYTES, longest)
 
@@ -162,7 +162,7 @@ def _mla_bytes(a: MLAConfig, num_tokens: int, dtype_bytes: int, expanded_tokens:
     down = (a.q_lora_rank or 0) * 2 + a.cache_width
     query = a.num_heads * (a.qk_head_dim + a.v_head_dim)
     context = a.cache_width + a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
-    expanded = limit * context + min(num_tokens, limit) * a.num_heads * a.v_head_dim  # and what attention returns
+    expanded = limit * context + min(num_tokens, limit) * a.num_heads * a.v_head_dim  # and the attention output
     absorbed = min(num_tokens, MAX_ABSORBED_TOKENS) * a.num_heads * (a.cache_width + a.kv_lora_rank)
     return (num_tokens * (down + query) + max(expanded, absorbed)) * dtype_bytes
 

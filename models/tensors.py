@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint must hold, with names and shapes: the one table behind sizes and the header check.
+"""Tensors of a checkpoint, with names and shapes: the single source for sizes and the header check.
 
 Legend: D hidden, H heads, N qk_nope, R rotary, V v_head, C kv_lora_rank, Q q_lora_rank, I widths, E experts.
 Imports no torch.
@@ -17,7 +17,7 @@ from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 FLOATS = ("F32", "BF16", "F16", "F64")
 FP8 = ("F8_E4M3", "F8_E5M2")
 SCALES = ("F32", "BF16", "F8_E8M0", "U8")
-"""Dtypes of safetensors: of plain tensors, of block-FP8 weights, of their scales (U8 holds E8M0 bytes)."""
+"""Dtypes of safetensors: of unquantized tensors, of block-FP8 weights, of their scales (U8 holds E8M0 bytes)."""
 
 EMBEDDING = "model.embed_tokens.weight"
 _LAYERS = "model.layers."
@@ -25,7 +25,7 @@ _ROTARY = "rotary_emb.inv_freq"
 
 
 class Kind(enum.Enum):
-    """How a tensor is stored and held: LINEAR weights may be block FP8, WIDE ones are held in float32."""
+    """Storage of a tensor: LINEAR weights may be block FP8, WIDE weights are kept in float32."""
 
     LINEAR = "linear"
     PLAIN = "plain"
@@ -34,7 +34,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor, or those of all routed experts: then ``*`` in the name stands for 0 to `copies` - 1."""
+    """A tensor, or the tensors of all routed experts: then ``*`` in the name means 0 to `copies` - 1."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class TensorSpec:
 
     @property
     def num_elements(self) -> int:
-        """Of one copy."""
+        """Elements of one copy."""
         return prod(self.shape)
 
     def names(self) -> Iterator[str]:
@@ -59,7 +59,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls its mixture-of-experts block and the projections of an expert."""
+    """Tensor names of a family's MoE block and of an expert's projections."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -68,11 +68,11 @@ class ExpertNames:
 
 
 EXPERT_NAMES = {"MixtralForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2")}
-"""By architecture; the others have the default's."""
+"""By architecture; others use the default."""
 
 
 def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[TensorSpec]:
-    """Every tensor that a model of a built-in architecture asks for; those of its MTP layers too when asked."""
+    """All tensors of a built-in architecture's model; optionally with its MTP layers."""
     table = (config.vocab_size, config.hidden_size)
     yield TensorSpec(EMBEDDING, table, Kind.PLAIN)
     yield _norm("model.norm", config.hidden_size)
@@ -86,7 +86,7 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
 
 
 def layer_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSpec]:
-    """Those of one decoder layer, named from the layer on."""
+    """Tensors of one decoder layer, with names relative to the layer."""
     yield _norm("input_layernorm", config.hidden_size)
     yield from attention_tensors(config)
     yield _norm("post_attention_layernorm", config.hidden_size)
@@ -94,7 +94,7 @@ def layer_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSpec]:
 
 
 def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
-    """Those of an MTP layer; its copies of embedding and head are not asked for."""
+    """Tensors of an MTP layer, without its copies of embedding and head."""
     hidden = config.hidden_size
     yield from (_norm(name, hidden) for name in ("enorm", "hnorm", "shared_head.norm"))
     yield TensorSpec("eh_proj.weight", (hidden, 2 * hidden))
@@ -168,16 +168,16 @@ def _norm(prefix: str, width: int) -> TensorSpec:
 
 
 def scale_of(name: str, names: Collection[str]) -> str | None:
-    """The scale grid beside a block-FP8 weight, as either dialect spells it; None where there is none."""
+    """Name of a block-FP8 weight's scale grid, in either naming scheme; None if there is none."""
     spellings = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
     return next((scale for scale in spellings if scale in names), None)
 
 
-# -- tensors that need not be asked for
+# -- tensors that are not required
 
 
 def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Those of a checkpoint's tensors that no layer of the model needs.
+    """Checkpoint tensors that no layer of the model needs.
 
     Rotary frequencies; a head that is tied to the embedding; multi-token-prediction layers, which have an index >=
     num_hidden_layers and an eh_proj (another layer there is missing from config.json's count); and the layers that an
@@ -195,7 +195,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
 
 
 def names_outside_mtp(config: ModelConfig, names: Collection[str]) -> set[str]:
-    """Those of a checkpoint's tensors that no MTP layer needs: the model's, and copies of embedding and head."""
+    """Checkpoint tensors that no MTP layer needs: the model's, and copies of embedding and head."""
     mtp = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
     unread = (_ROTARY, ".embed_tokens.weight", ".shared_head.head.weight")
     return {name for name in names if layer_index(name) not in mtp or name.endswith(unread)}

@@ -1,8 +1,8 @@
-"""Loading by pulling: a model asks for the tensors it needs, in the slices it needs, and says what shape it expects.
+"""Pull-based weight loading: a model requests tensors, or slices of them, with their expected shapes.
 
-Bytes are read once, straight from the mapped file into the tensor asked for; the mapping's pages are given back after
-each tensor. Block-FP8 weights come out dequantised, or as they are stored for kernels that multiply with them. What
-nobody asked for is an error at the end (`finish`).
+Bytes are read once, directly from the mapped file into the destination tensor; the mapping's pages are released after
+each tensor. Block-FP8 weights are dequantized, or returned as stored for kernels that support them. Tensors that were
+never requested are an error at the end (`finish`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ONE_THREAD_ELEMENTS = 1 << 22
 
 
 class WeightSource(Protocol):
-    """Where layers pull their weights from. `shape` is the whole tensor's, as the checkpoint should hold it.
+    """Source of a layer's weights. `shape` is the full tensor's, as expected in the checkpoint.
 
-    `power_of_two`: activations that meet block-FP8 weights get scales that are powers of two.
+    `power_of_two`: activations of block-FP8 products use power-of-two scales.
     """
 
     dtype: torch.dtype
@@ -48,50 +48,50 @@ class WeightSource(Protocol):
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """A tensor of its own memory on the device, cast to `dtype` (default: the activation dtype).
+        """A newly allocated tensor on the device, cast to `dtype` (default: the activation dtype).
 
         Args:
-            cut: the part of it that is wanted; only this is read.
-            out: write here (already of the sliced shape) and return it; its dtype wins.
+            cut: the requested slice; only this is read.
+            out: destination of the sliced shape, which is returned; its dtype takes precedence.
         """
 
     def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Tensor | None = None) -> Tensor:
-        """`prefix`.weight [N, K] in the activation dtype, dequantised where a scale lies beside it."""
+        """`prefix`.weight [N, K] in the activation dtype, dequantized if it has a scale."""
 
     def keeps_blocks(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
-        """Whether `blocks` can give this part: stored as e4m3 in blocks of 128 x 128, none of them cut."""
+        """True if `blocks` supports this slice: stored as e4m3 in 128 x 128 blocks, none of them split."""
 
     def blocks(
         self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: BlockWeight | None = None
     ) -> BlockWeight:
-        """`prefix`.weight as it is stored, with its scales in float32; only where `keeps_blocks` says so."""
+        """`prefix`.weight as stored, with scales in float32; only if `keeps_blocks`."""
 
     def has(self, name: str) -> bool:
-        """Whether the checkpoint holds a tensor of that name."""
+        """True if the checkpoint has a tensor of that name."""
 
     def skip(self, name: str) -> None:
-        """A tensor that belongs to the model, but to other ranks of it (and the scales beside it)."""
+        """Marks a tensor (and its scales) as belonging to other ranks."""
 
     def finish(self) -> None:
-        """Ends loading. Raises CheckpointError when tensors are left that no layer asked for."""
+        """Ends loading. Raises CheckpointError if tensors remain that no layer requested."""
 
 
 class WeightReader:
     """`WeightSource` over the safetensors files of a checkpoint directory. Several threads may read at once.
 
     Args:
-        directory: holds model.safetensors, or an index and its shards.
-        dtype: the activation dtype that tensors come out in.
-        block: rows and columns that one scale of a block-FP8 weight covers.
-        power_of_two: the checkpoint's scale format is UE8M0, for activations too.
-        ignore: of all names, those that may stay unread (and do not count for the progress bar).
-        progress: a bar with bytes, rate and time left on stderr.
+        directory: has model.safetensors, or an index and its shards.
+        dtype: the activation dtype of returned tensors.
+        block: rows and columns per scale of a block-FP8 weight.
+        power_of_two: the checkpoint's scale format is UE8M0, also for activations.
+        ignore: returns the names that may stay unread (and do not count for the progress bar).
+        progress: a bar with bytes, rate and remaining time on stderr.
 
     Attributes:
-        num_bytes_read: of tensors and scales, so far; of sliced ones only the slices.
+        num_bytes_read: bytes of tensors and scales read so far; only the slices of sliced tensors.
 
     Raises:
-        CheckpointError: naming file and tensor, what was expected, what was found, and the fix.
+        CheckpointError: with file and tensor, expected and actual value, and the fix.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class WeightReader:
         self._lock = threading.Lock()
         self.num_bytes_read = 0
         self._files = _open_files(self._directory)
-        # A projection of width 0 (no shared experts, as transformers saves it) holds nothing that could be asked for.
+        # A projection of width 0 (no shared experts, as saved by transformers) has no data and is never requested.
         self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
         total = sum(self._entry(name).num_bytes for name in self._unread)
         self._bar = tqdm(
@@ -152,7 +152,7 @@ class WeightReader:
         part = self._part(name, shape, (*FP8, *FLOATS), cut)
         if out is None:
             out = torch.empty(part.shape, dtype=self.dtype, device=self.device)
-        dequantise_into(out, part, self._scale(scale_name, shape), self._block, cut)
+        dequantize_into(out, part, self._scale(scale_name, shape), self._block, cut)
         self._done(name, part.numel() * part.element_size())
         return out
 
@@ -185,11 +185,11 @@ class WeightReader:
             some = ", ".join(f"{name} ({files[name].path.name})" for name in left[:5])
             raise CheckpointError(
                 f"{self._directory}: {len(left)} tensors belong to no layer of the model: {some}"
-                f"{', ...' if len(left) > 5 else ''}; check that config.json is the one of these files"
+                f"{', ...' if len(left) > 5 else ''}; check that config.json belongs to these files"
             )
 
     def _scale(self, name: str, shape: tuple[int, int]) -> Tensor:
-        """The scale grid in float32. uint8 holds e8m0 bytes: value 2^(byte - 127)."""
+        """The scale grid in float32. uint8 is e8m0: value 2^(byte - 127)."""
         grid = (-(-shape[0] // self._block[0]), -(-shape[1] // self._block[1]))
         raw = self._part(name, grid, SCALES)
         scale = (raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw).to(torch.float32, copy=True)
@@ -203,13 +203,13 @@ class WeightReader:
         if name not in self._files:
             raise CheckpointError(
                 f"{self._directory}: tensor {name} of shape {list(shape)} is missing; "
-                "check that config.json is the one of these files and that all shards are there"
+                "check that config.json belongs to these files and that no shard is missing"
             )
         entry, where = self._entry(name), self._files[name].path
         if entry.shape != tuple(shape):
             raise CheckpointError(
                 f"{where}: tensor {name} has shape {list(entry.shape)}, config.json implies {list(shape)}; "
-                "check that config.json is the one of these files"
+                "check that config.json belongs to these files"
             )
         if entry.dtype not in dtypes:
             hint = " (block FP8 needs a weight_scale_inv beside it)" if entry.dtype in FP8 else ""
@@ -219,7 +219,7 @@ class WeightReader:
             )
 
     def _part(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], cut: Cut = UNCUT) -> Tensor:
-        """A view of the part of a tensor of that shape and one of these dtypes."""
+        """A view of a slice of a tensor, after checking its shape and dtype."""
         self._check(name, shape, dtypes)
         self._files[name].prefetch(name, cut)
         return cut.of(self._files[name].view(name))
@@ -230,7 +230,7 @@ class WeightReader:
             self._account(name, num_bytes)
 
     def _account(self, name: str, num_bytes: int) -> None:
-        """Counts a tensor as dealt with; what this rank leaves out of it is no longer to come."""
+        """Marks a tensor as processed; progress includes the part that this rank skips."""
         self.num_bytes_read += num_bytes
         if name in self._unread:
             self._unread.discard(name)
@@ -238,10 +238,10 @@ class WeightReader:
             self._bar.update(num_bytes)
 
 
-def dequantise_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], cut: Cut) -> None:
+def dequantize_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], cut: Cut) -> None:
     """out[r, c] = weight[r, c] * scale[r div block, c div block], a bounded number of rows at a time.
 
-    `weight` is the part `cut` of a tensor whose whole scale grid is `scale`; blocks at the edges are shorter.
+    `weight` is the slice `cut` of a tensor with full scale grid `scale`; blocks at the edges are smaller.
     """
     weight, scale = weight.to(out.device), scale.to(out.device)
     num_rows, num_cols = weight.shape
@@ -256,7 +256,7 @@ def dequantise_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int
 
 
 def _copy(out: Tensor, part: Tensor) -> None:
-    """out = part; plain bytes of moderate size by one thread, since waking others costs more than they bring."""
+    """out = part; same-dtype copies of moderate size use one thread, since waking others costs more than it saves."""
     plain = out.dtype == part.dtype and out.device == part.device and out.is_contiguous() and part.is_contiguous()
     if plain and 0 < part.numel() <= _ONE_THREAD_ELEMENTS:
         np.copyto(out.view(-1).view(torch.uint8).numpy(), part.view(-1).view(torch.uint8).numpy())
@@ -269,7 +269,7 @@ def _first(cut: slice | None) -> int:
 
 
 def _open_files(directory: Path) -> dict[str, SafetensorsFile]:
-    """Tensor name -> the file that holds it."""
+    """Tensor name -> its file."""
     files = read_checkpoint(directory)
     if not files:
         raise CheckpointError(
@@ -281,7 +281,7 @@ def _open_files(directory: Path) -> dict[str, SafetensorsFile]:
 
 
 def open_source(load_format: str, directory: str | Path, **kwargs: Any) -> WeightSource:
-    """The source for a load format: ``auto`` and ``safetensors`` read files, ``dummy`` draws random weights.
+    """The source for a load format: ``auto`` and ``safetensors`` read files, ``dummy`` uses random weights.
 
     Raises:
         CheckpointError: for an unknown format.

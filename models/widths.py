@@ -1,4 +1,4 @@
-"""What of a model can be cut over ranks, and a rank's attention heads, by its config. Imports no torch."""
+"""Shardable widths of a model, and a rank's attention heads, by its config. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Attention = TypeVar("Attention", MLAConfig, GQAConfig)
 
 
 def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
-    """What can be cut. Copies of experts count. Any width can be parted: a block-FP8 weight that a cut would leave with
-    parts of blocks is dequantised on load, others stay as they are where a kernel multiplies with them."""
+    """Shardable widths. Copies of experts count. Any width can be split: a block-FP8 weight with split blocks is
+    dequantized at load, others stay FP8 if the kernel supports it."""
     attention, moe = config.attention, config.moe if config.is_moe else None
     return ModelWidths(
         num_heads=attention.num_heads,
@@ -27,7 +27,7 @@ def widths_of(config: ModelConfig, redundant_experts: int = 0) -> ModelWidths:
 
 
 def cut_heads(attention: Attention, attn_tp_size: int) -> Attention:
-    """The attention of one rank: its heads, and for GQA the KV heads that it caches (each at least on one rank)."""
+    """The attention of one rank: its heads, and for GQA its cached KV heads (each on at least one rank)."""
     if attn_tp_size == 1:
         return attention
     num_heads = attention.num_heads // attn_tp_size

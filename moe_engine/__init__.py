@@ -1,7 +1,7 @@
 """moe-engine: an inference engine for DeepSeek-style mixture-of-experts models.
 
-`Engine` is the offline API; `moe-engine serve` the server; `register_model` adds a model class of your own.
-Importing the package imports neither torch nor the engine: names load when used.
+`Engine` is the offline API, `moe-engine serve` the server; `register_model` adds a custom model class.
+Importing the package imports neither torch nor the engine: names are imported on first use.
 """
 
 from __future__ import annotations

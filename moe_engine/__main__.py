@@ -1,4 +1,4 @@
-"""``python -m moe_engine COMMAND``: the same as ``moe-engine COMMAND``, where the script is not on the PATH."""
+"""``python -m moe_engine COMMAND``: same as ``moe-engine COMMAND``, for when the script is not on the PATH."""
 
 import sys
 

@@ -1,17 +1,17 @@
-"""The errors a user meets. Each names the field, flag or file at fault and how to mend it."""
+"""User-facing errors. Each message names the field, flag or file at fault and the fix."""
 
 from __future__ import annotations
 
 
 class MoeEngineError(Exception):
-    """Base of all errors raised on purpose by the engine."""
+    """Base of the engine's own errors."""
 
 
 class InputError(MoeEngineError):
-    """A request is wrong. Never affects other requests.
+    """A request is invalid. Never affects other requests.
 
     Args:
-        message: what is wrong and what to do, for the client.
+        message: the problem and the fix, for the client.
         field: the request field at fault (``sampling_params.temperature``), or None.
         status: the HTTP status this becomes (400 for bad values, 404 for an unknown model, 503 for a full queue).
     """
@@ -24,15 +24,15 @@ class InputError(MoeEngineError):
 
 
 class GenerationError(MoeEngineError):
-    """The engine could not compute a request that was right (its logits were NaN); HTTP status 500."""
+    """A valid request could not be computed (its logits were NaN); HTTP status 500."""
 
 
 class ConfigError(MoeEngineError):
-    """The launch configuration, a model config or a checkpoint is wrong; the message names flag or file and the fix."""
+    """The launch configuration, a model config or a checkpoint is invalid; names the flag or file, and the fix."""
 
 
 class NotAvailableYet(ConfigError):
-    """A flag or field that users of SGLang know and that a later part of this engine will bring."""
+    """A flag or field of SGLang that this engine does not implement yet."""
 
 
 class CheckpointError(ConfigError):
@@ -40,12 +40,12 @@ class CheckpointError(ConfigError):
 
 
 class StepError(MoeEngineError):
-    """A step failed; says which, where in it, and how much it was to compute. The cause is chained."""
+    """A step failed. The message gives its number, the stage that failed and the step's size. The cause is chained."""
 
 
 class StepNotRun(StepError):
-    """A step was planned behind a failed one, whose error has been raised before."""
+    """A step planned behind a failed one was skipped; the failed step's error has been raised before."""
 
 
 class EngineDeadError(MoeEngineError):
-    """A process of the engine is gone; names it. Running requests get this instead of silence."""
+    """A process of the engine died; the message names it. Running requests get this error instead of hanging."""

@@ -1,4 +1,4 @@
-"""``python -m moe_engine.launch_server --model-path ... --port ...``: the same as ``moe-engine serve``."""
+"""``python -m moe_engine.launch_server --model-path ... --port ...``: same as ``moe-engine serve``."""
 
 from __future__ import annotations
 

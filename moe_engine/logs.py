@@ -1,6 +1,6 @@
-"""Logging in SGLang's format, and the start-up lines that tools parse. The batch lines are the scheduler's.
+"""Logging in SGLang's format, and the startup lines that tools parse. The scheduler writes the batch lines.
 
-Every line is ``[2025-11-11 13:01:09 TP0] message``; the rank stands there only where there are several.
+Every line is ``[2025-11-11 13:01:09 TP0] message``; a single-rank engine omits the rank.
 GB are 2^30 bytes, as in SGLang.
 """
 
@@ -17,7 +17,7 @@ READY_LINE = "The server is fired up and ready to roll!"
 
 
 class Formatter(logging.Formatter):
-    """``[time tag] message``. The tag is that of `parallel.context.ParallelContext.log_tag`: empty or `` DP0 TP1``."""
+    """``[time tag] message``. The tag is `parallel.context.ParallelContext.log_tag`: empty or `` DP0 TP1``."""
 
     def __init__(self, tag: str = "") -> None:
         tag = f" {tag.strip()}" if tag.strip() else ""
@@ -25,7 +25,7 @@ class Formatter(logging.Formatter):
 
 
 def setup_logging(level: str = "info", tag: str = "", stream: TextIO | None = None) -> logging.Logger:
-    """Sends the engine's messages from `level` up to `stream` (stderr). May be called again; the last call counts."""
+    """Logs the engine's messages at `level` and above to `stream` (stderr). May be called again; the last call wins."""
     logger = logging.getLogger(LOGGER)
     logger.setLevel(level.upper())
     logger.propagate = False
@@ -38,7 +38,7 @@ def setup_logging(level: str = "info", tag: str = "", stream: TextIO | None = No
 
 
 class AccessFilter(logging.Filter):
-    """Drops the access lines of paths that begin with one of `prefixes`."""
+    """Drops access-log lines of paths that start with one of `prefixes`."""
 
     def __init__(self, prefixes: Sequence[str]) -> None:
         super().__init__()
@@ -52,10 +52,10 @@ class AccessFilter(logging.Filter):
 def uvicorn_config(
     level: str = "info", level_http: str | None = None, quiet_paths: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The `log_config` of uvicorn: its lines in the same format, access lines from `level_http` up.
+    """uvicorn's `log_config`: the same line format; access-log lines at `level_http` and above.
 
     Args:
-        quiet_paths: beginnings of the paths that get no access line.
+        quiet_paths: path prefixes without access-log lines.
     """
     formatter = {"()": "moe_engine.logs.Formatter"}
     access = {"()": "uvicorn.logging.AccessFormatter", "datefmt": DATE_FORMAT, "use_colors": False}
@@ -83,7 +83,7 @@ def uvicorn_config(
     }
 
 
-# -- the lines of a start; memory in GB
+# -- startup lines; memory in GB
 
 
 def startup_line(
@@ -94,7 +94,7 @@ def startup_line(
     context_len: int,
     available_gb: float,
 ) -> str:
-    """The summary of a start, in SGLang's words; `available_gpu_mem` on a CPU too, so that one pattern reads both."""
+    """Startup summary in SGLang's wording. `available_gpu_mem` is used on CPU too, so that one pattern parses both."""
     return (
         f"max_total_num_tokens={max_total_num_tokens}, chunked_prefill_size={chunked_prefill_size}, "
         f"max_prefill_tokens={max_prefill_tokens}, max_running_requests={max_running_requests}, "
@@ -115,7 +115,7 @@ def load_end_line(elapsed: float, model_class: str, dtype: str, available_gb: fl
 
 
 def kv_line(dtype: str, num_tokens: int, kv_gb: float, *, is_mla: bool = True) -> str:
-    """MLA keeps one latent (`KV size`); other attention keeps keys and values, half each."""
+    """MLA stores one latent (`KV size`); other attention stores keys and values, half each."""
     head = f"KV Cache is allocated. dtype: {_torch_name(dtype)}, #tokens: {num_tokens}, "
     if is_mla:
         return head + f"KV size: {kv_gb:.2f} GB"

@@ -1,4 +1,4 @@
-"""Turns a client's sampling fields into `SamplingParams`, refusing what is wrong with the field's name and range."""
+"""Validates a client's sampling fields and builds `SamplingParams`. Errors give the field's name and range."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 4096
 MAX_COUNT = 2**31 - 1
 
-_LATER = {"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params", "beam_width"}
-_IGNORED_WHEN_NONE = _LATER | {"custom_logit_processor"}
+_UNSUPPORTED = {"json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params", "beam_width"}
+_IGNORED_WHEN_NONE = _UNSUPPORTED | {"custom_logit_processor"}
 
-# name -> (lowest, highest, lowest included)
+# name -> (minimum, maximum, minimum allowed)
 _FLOAT_RANGES: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 1e4, True),
     "top_p": (0.0, 1.0, False),
@@ -34,11 +34,11 @@ def parse_sampling(values: Mapping[str, Any], prefix: str = "sampling_params") -
     """Checks every field of a client's JSON object and builds the parameters.
 
     Args:
-        prefix: names the object in messages ("" for the top level).
+        prefix: name of the object in messages ("" for the top level).
 
     Raises:
-        InputError: naming `prefix`.field, for unknown fields, wrong types and values out of range. Structured output
-            (json_schema, regex, ebnf, structural_tag), which a later part brings, is refused so too.
+        InputError: naming `prefix`.field, for unknown fields, wrong types, values out of range and structured output
+            (json_schema, regex, ebnf, structural_tag), which is not implemented yet.
     """
     if not isinstance(values, Mapping):
         raise InputError(f"{prefix}: expected an object, got {type(values).__name__}", field=prefix)
@@ -46,7 +46,7 @@ def parse_sampling(values: Mapping[str, Any], prefix: str = "sampling_params") -
     out: dict[str, Any] = {}
     for name, value in values.items():
         where = f"{prefix}.{name}" if prefix else name
-        if name in _LATER or name in _IGNORED_WHEN_NONE:
+        if name in _UNSUPPORTED or name in _IGNORED_WHEN_NONE:
             if value is not None:
                 raise InputError(f"{where}: not available yet in moe-engine; leave it out", field=where)
             continue

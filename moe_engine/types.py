@@ -1,7 +1,7 @@
-"""The values that pass between server, scheduler and worker. Standard library only.
+"""Types shared by server, scheduler and worker: sampling parameters, requests, step plans and results.
 
-Ownership: the scheduler owns every `Request`; it makes a `StepPlan` a step; the worker answers with a `StepResult`.
-Plans and results are values: nobody changes one after it was handed over.
+Standard library only. Ownership: the scheduler owns every `Request`. It makes one `StepPlan` per step; the worker
+returns a `StepResult`. Plans and results are immutable once sent.
 
 Legend: R requests in a step, T tokens in a step, V vocabulary.
 """
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from moe_engine.errors import InputError
 
 GREEDY_TEMPERATURE = 1e-6
-"""Below this temperature a request is decoded greedily."""
+"""Requests below this temperature are decoded greedily."""
 
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024
@@ -26,10 +26,10 @@ MAX_N = 128
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn and when a request ends. Names, defaults and ranges are SGLang's.
+    """Sampling and stop parameters. Names, defaults and ranges are SGLang's.
 
-    `max_new_tokens` None means up to the context length. `top_k` -1 means the whole vocabulary. `sampling_seed` fixes
-    the draws of this request whatever runs beside it.
+    `max_new_tokens` None means up to the context length. `top_k` -1 means the whole vocabulary. `sampling_seed` makes
+    the request's samples independent of the other requests of the batch.
     """
 
     max_new_tokens: int | None = 128
@@ -61,7 +61,7 @@ class SamplingParams:
         return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
 
     def check_vocab(self, vocab_size: int, *, prefix: str = "sampling_params") -> None:
-        """Raises InputError when a token id named by the parameters is outside the vocabulary."""
+        """Raises InputError if a token id of the parameters is outside the vocabulary."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", [t for t, _ in self.logit_bias])):
             for token in ids:
                 if not 0 <= token < vocab_size:
@@ -73,12 +73,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Speculative decoding, resolved. Legend: a draft tree has the last token as its root and drafts below it.
+    """Speculative decoding, resolved. Legend: the root of a draft tree is the last token; its other nodes are drafts.
 
     `method` names the drafter: ``nextn`` (the checkpoint's own MTP layers), ``standalone`` (a small model of the same
     vocabulary) or ``ngram`` (prompt lookup, no weights). `num_steps` is the depth of the tree, `topk` its width (1: a
     chain), `num_draft_tokens` its nodes with the root, so a chain has `num_steps` + 1. With `auto_depth` the engine
-    chooses the depth of each step between 0 and `num_steps`. Thresholds below 1 accept more than the target's own
+    chooses each step's depth between 0 and `num_steps`. Thresholds below 1 accept more than the target's own
     choice (SGLang's lossy acceptance); 1 is lossless.
     """
 
@@ -100,40 +100,40 @@ class SpeculationConfig:
 
     @property
     def has_thresholds(self) -> bool:
-        """Whether drafts are accepted that are not the target's own choice."""
+        """Whether drafts other than the target's own choice may be accepted."""
         return self.accept_threshold_single < 1 or self.accept_threshold_acc < 1
 
     def num_nodes(self, depth: int) -> int:
-        """Tokens that a request brings to a step with drafts of this depth, the last token included."""
+        """Tokens of one request in a step with drafts of this depth, the last token included."""
         if depth == 0 or self.topk == 1:
             return depth + 1
         candidates = self.topk + (depth - 1) * self.topk**2
         return min(self.num_draft_tokens, candidates + 1)
 
     def num_slots(self, depth: int) -> int:
-        """Slots that such a step needs for the request: the tree, or what the drafter tries on the way to it."""
+        """KV slots that one request needs in such a step: the larger of the tree and the drafter's candidates."""
         return max(self.num_nodes(depth), max(depth - 1, 0) * self.topk + 1)
 
 
 PAD_TOKENS = 8
-"""Positions a row may run past the context length: an overlapped decode whose result is dropped."""
+"""Positions a row may exceed the context length by: an overlapped decode whose result is dropped."""
 
 
 def row_width(context_len: int, num_drafts: int = 0) -> int:
-    """Columns of the worker's tables, by position of a request's tokens.
+    """Columns of the worker's per-row tables, indexed by token position.
 
     Args:
-        num_drafts: slots that a step takes for drafts; two steps can be under way.
+        num_drafts: KV slots of one step's drafts; two steps can be in flight.
     """
     return -(-(context_len + PAD_TOKENS + 2 * num_drafts) // 16) * 16
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSettings:
-    """Which steps are recorded as CUDA graphs before the first request.
+    """Which steps are captured as CUDA graphs before the first request.
 
-    `sizes`: requests of a decode step, ascending; none: nothing is recorded. `counts`: tokens of each request, more
-    than one where drafts are verified. Without `pad` only steps of exactly these sizes are replayed.
+    `sizes`: requests of a decode step, ascending; empty: no capture. `counts`: tokens of each request, above 1 where
+    drafts are verified. Without `pad` only steps of exactly these sizes are replayed.
     """
 
     sizes: tuple[int, ...] = ()
@@ -141,14 +141,14 @@ class GraphSettings:
     pad: bool = True
 
     def size_for(self, num_requests: int) -> int | None:
-        """The size that a step of so many requests is replayed with, if any."""
+        """Graph size that replays a step of `num_requests`, or None."""
         place = bisect.bisect_left(self.sizes, num_requests)
         if place == len(self.sizes) or not (self.pad or self.sizes[place] == num_requests):
             return None
         return self.sizes[place]
 
     def up_to(self, num_requests: int) -> GraphSettings:
-        """Without the sizes that no step will have."""
+        """These settings without sizes above `num_requests`, which no step reaches."""
         return GraphSettings(tuple(size for size in self.sizes if size <= num_requests), self.counts, self.pad)
 
     @property
@@ -157,14 +157,14 @@ class GraphSettings:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest recorded step."""
+        """Tokens of the largest captured step."""
         return max(self.sizes, default=0) * max(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
 class CompileSettings:
-    """Which steps torch compiles: decodes of up to `max_tokens`; 0: none. `folder` keeps compiled code, empty: that of
-    the environment, or the engine's own."""
+    """Which steps torch.compile compiles: decodes of up to `max_tokens` tokens; 0: none. `folder` caches compiled code;
+    empty: the environment's folder, or the engine's default."""
 
     max_tokens: int = 0
     folder: str = ""
@@ -178,7 +178,7 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why a request ended, as SGLang words it: type ``stop``, ``length`` or ``abort``."""
+    """Why a request ended, in SGLang's form: type ``stop``, ``length`` or ``abort``."""
 
     type: str
     matched: int | str | None = None
@@ -196,10 +196,10 @@ class FinishReason:
 
 @dataclass(frozen=True, slots=True)
 class LogprobSpec:
-    """Which log-probabilities a request wants.
+    """Which log-probabilities a request asks for.
 
-    `start` is the first prompt position whose token gets one (None: outputs only). `top` is how many best tokens are
-    reported at each position; `token_ids` are reported at each position whatever their rank.
+    `start`: first prompt position whose token gets one (None: outputs only). `top`: number of best tokens reported at
+    each position. `token_ids`: tokens reported at each position regardless of their rank.
     """
 
     start: int | None = None
@@ -208,14 +208,14 @@ class LogprobSpec:
 
 
 class PackedLogprobs(NamedTuple):
-    """Log-probabilities (natural log, of the softmax of the raw logits) of P tokens in order, and at each of them those
-    of the K best tokens and of the J asked for (`LogprobSpec.token_ids`).
+    """Log-probabilities (natural log, of the softmax of the raw logits) of P consecutive tokens, and at each position
+    those of the K best tokens and of the J requested ones (`LogprobSpec.token_ids`).
 
-    A few objects, however many numbers they hold: this form travels from the worker to the front end, and only there
-    it becomes Python objects or JSON.
+    A constant number of objects for any P: the worker sends this form, and only the front end converts it to Python
+    objects or JSON.
 
-    Arrays in native byte order. Where `values` is NaN nothing was computed (for the first token of a prompt, and for
-    one at the end of a cached prefix), and the other numbers mean nothing.
+    Arrays in native byte order. NaN in `values` means not computed (the first token of a prompt, and the token at the
+    end of a cached prefix); the other arrays are undefined there.
     """
 
     token_ids: bytes  # [P] int32
@@ -229,7 +229,7 @@ class PackedLogprobs(NamedTuple):
         return len(self.token_ids) // 4
 
     def part(self, start: int, stop: int) -> PackedLogprobs:
-        """Of the tokens [start, stop); both within [0, P]."""
+        """Log-probabilities of the tokens [start, stop); both within [0, P]."""
         count = self.num_tokens
         if stop - start == count:
             return self
@@ -237,16 +237,16 @@ class PackedLogprobs(NamedTuple):
 
     @staticmethod
     def join(parts: Sequence[PackedLogprobs]) -> PackedLogprobs:
-        """Of the tokens of all parts, at least one, in order."""
+        """Log-probabilities of the tokens of all parts, in order; at least one part."""
         return parts[0] if len(parts) == 1 else PackedLogprobs(*map(b"".join, zip(*parts)))
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence being generated. Owned and changed by the scheduler alone.
+    """One sequence being generated. Owned and modified by the scheduler only.
 
-    `slots[i]` is the KV slot of token i for every i < `num_computed`; `num_computed` counts tokens whose KV is in the
-    pool or will be once the step in flight has run. `row` is its row in the worker's tables, -1 while it waits.
+    `slots[i]` is the KV slot of token i for every i < `num_computed`. `num_computed` counts tokens whose KV is in the
+    pool or will be after the step in flight. `row` is its row in the worker's tables, -1 while waiting.
     """
 
     rid: str
@@ -259,22 +259,22 @@ class Request:
     logprobs: LogprobSpec | None = None
     extra_key: str | None = None
     seed: int = 0
-    """Of the draws: the client's, or one drawn by the front end."""
+    """Sampling seed: the client's, or one drawn by the front end."""
 
-    # -- state of the scheduler
+    # -- scheduler state
     status: Status = Status.WAITING
     output_ids: list[int] = field(default_factory=list)
     row: int = -1
     slots: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
-    """Tokens that steps in flight will append to `output_ids` at least (a step with drafts may bring more)."""
+    """Minimum number of tokens that steps in flight append to `output_ids` (a step with drafts may append more)."""
     num_maybe: int = 0
-    """Drafts in flight: so many tokens beyond `num_computed` may turn out to be computed too."""
+    """Drafts in flight: up to this many tokens beyond `num_computed` may be computed too."""
     followed: bool = True
-    """The drafter has seen all of its tokens that were computed here, so that it can draft for it."""
+    """Whether the drafter's cache covers all computed tokens of the request, so that it can draft for it."""
     spec_verify_ct: int = 0
-    """Steps that brought drafts for it; `spec_proposed` counts drafts, `spec_accepted[i]` those accepted i at once."""
+    """Verify steps of the request; `spec_proposed` counts drafts, `spec_accepted[i]` steps that accepted i drafts."""
     spec_proposed: int = 0
     spec_accepted: list[int] = field(default_factory=list)
     cached_tokens: int = 0
@@ -282,7 +282,7 @@ class Request:
     first_scheduled: float | None = None
     retractions: int = 0
     failed_steps: int = 0
-    """Failed steps that it shared with others, where none of them has been found to be the cause."""
+    """Failed steps that it shared with other requests and whose cause was not isolated."""
     to_abort: FinishReason | None = None
     finish_reason: FinishReason | None = None
     tree_node: Any = None
@@ -292,7 +292,7 @@ class Request:
     seq: int = 0
     """Order of arrival at the scheduler; kept over retractions."""
     queued_at: float = 0.0
-    """When the scheduler took it, by the scheduler's clock; so `first_scheduled` and `first_token_at`."""
+    """When the scheduler received it, on the scheduler's clock; `first_scheduled` and `first_token_at` likewise."""
     first_token_at: float | None = None
     end_ids: frozenset[int] = frozenset()
     """Tokens that end it: EOS and stop_token_ids, or none with ignore_eos."""
@@ -305,7 +305,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A request entering the worker (also after a retraction): all the worker needs of it, once."""
+    """A request entering the worker (also after a retraction): everything the worker needs, sent once."""
 
     row: int
     rid: str
@@ -319,12 +319,12 @@ class NewRow:
     eos_token_ids: frozenset[int]
     logprobs: LogprobSpec | None = None
     max_length: int | None = None
-    """Tokens, prompt and outputs, with which the request ends; None if the worker need not know."""
+    """Length, prompt and outputs, at which the request ends; None if the worker does not need it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowWrite:
-    """Re-points tokens [start, start + len(slots)) of a row at other slots that hold the same KV."""
+    """Maps tokens [start, start + len(slots)) of a row to other slots that hold the same KV."""
 
     row: int
     start: int
@@ -333,12 +333,12 @@ class RowWrite:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """The speculative part of a plan. How many tokens a step in flight will confirm is not known when the next one is
-    planned, so with this part the plan's decodes begin where the worker's own count says (`starts` are the least it can
-    be), at the slots that the row's table names there; the plan's `slots` and `input_ids` are the prompts' alone.
+    """The speculative part of a plan. The next step is planned before the step in flight reports how many tokens it
+    accepted. So with this part, decodes start at the worker's own token count (`starts` are lower bounds) and use the
+    slots in the row's table; the plan's `slots` and `input_ids` cover prompts only.
 
-    `depth` levels of drafts are made for the decodes whose count is above 1. `reserved` extends the tables first.
-    With `follow` the drafter takes in the tokens of this step, prompts included.
+    `depth` levels of drafts are made for decodes whose count is above 1. `reserved` extends the tables first. With
+    `follow` the drafter updates its cache with the tokens of this step, prompts included.
     """
 
     depth: int = 0
@@ -348,17 +348,17 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What the schedulers that share a step's collectives tell each other of it. Sums over one attention group.
+    """One attention group's part of a DP attention step, exchanged by the schedulers that share its collectives.
 
     Attributes:
-        num_tokens: tokens of the target's forward; `num_logits`: those whose logits are needed.
-        prefills: whether it computes prompts.
-        num_drafting: decodes that drafts are made for, `depth` of them in a row.
-        prompt_logprobs: whether log-probabilities of prompt tokens may be wanted from this step.
-        first_half: tokens of the first half where the step can be cut in two; 0 where it cannot.
-        num_running: requests that decode, in this step or as soon as they get a turn.
+        num_tokens: tokens of the target's forward; `num_logits`: tokens whose logits are needed.
+        prefills: whether the step computes prompts.
+        num_drafting: decodes that get drafts; `depth`: levels of drafts for each.
+        prompt_logprobs: whether prompt log-probabilities may be requested in this step.
+        first_half: tokens of the first half for two-batch overlap; 0 if the step cannot be split.
+        num_running: decoding requests, in this step or waiting for their next one.
         num_waiting: requests with prompt tokens that are not in this step.
-        leaving: nothing runs here and nothing will: when all say so, all end.
+        leaving: this group is idle and shutting down. Ranks exit once every group sets it.
     """
 
     num_tokens: int = 0
@@ -374,7 +374,7 @@ class StepFacts:
 
     @classmethod
     def of(cls, plan: StepPlan, **more: Any) -> StepFacts:
-        """Of one group's plan; `more` fields are those that the plan does not tell."""
+        """Facts of one group's plan; `more`: fields that cannot be derived from the plan."""
         speculation, num = plan.speculation, plan.num_decodes
         decodes = plan.counts[:num]
         num_logits = sum(plan.samples) if speculation is None else sum(decodes) + sum(plan.samples[num:])
@@ -392,13 +392,13 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes; may be empty. Lists run over the R requests of the step, decodes first.
+    """What one step computes; may be empty. Lists are indexed by the R requests of the step, decodes first.
 
     Request i computes tokens [starts[i], starts[i] + counts[i]) of row rows[i] and writes their KV to the next
-    counts[i] entries of `slots`. The first `num_decodes` requests take their first token from the device (the one last
-    sampled for the row); the others' tokens stand in `input_ids`, flat. If samples[i], the last token's logits yield a
-    new token. `finished_rows` may be forgotten by the worker, before `new_rows` are written. `speculation` changes how
-    decodes are read; see there. With DP attention `dp_facts` holds the facts of all groups' parts of the step.
+    counts[i] entries of `slots`. The first `num_decodes` requests take their first token from the device (the token
+    last sampled for the row); the tokens of the others are in `input_ids`, flat. If samples[i], a new token is sampled
+    from the last token's logits. The worker frees `finished_rows` before it writes `new_rows`. `speculation` changes
+    the meaning of decodes; see `Speculation`. With DP attention `dp_facts` holds the facts of all groups.
     """
 
     number: int
@@ -422,10 +422,10 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced: for each request of the plan that samples, in plan order, its accepted tokens.
+    """Output of a step: the accepted tokens of each request of the plan that samples, in plan order.
 
-    `logprobs[i]` are those of tokens[i], None where the request asked for none; `prompt_logprobs[row]` those of prompt
-    tokens computed in this step.
+    `logprobs[i]` belong to tokens[i], None where not requested; `prompt_logprobs[row]` to the prompt tokens computed in
+    this step.
     """
 
     number: int
@@ -434,11 +434,11 @@ class StepResult:
     logprobs: list[PackedLogprobs | None] | None = None
     prompt_logprobs: dict[int, PackedLogprobs] | None = None
     seconds: float = 0.0
-    """How long the step took on the device, drafting included."""
+    """Device time of the step, drafting included."""
     draft_seconds: float = 0.0
-    """The part of `seconds` in which drafts were made; so `follow_seconds`, in which the drafter followed, and
-    `model_seconds`, in which the model ran (0 where not measured apart)."""
+    """Drafting's part of `seconds`; `follow_seconds`: the drafter's cache update; `model_seconds`: the model's forward
+    (0 where not measured separately)."""
     follow_seconds: float = 0.0
     model_seconds: float = 0.0
     cuda_graph: bool = False
-    """Whether the model's forward was replayed from a recording."""
+    """Whether the model's forward was a CUDA-graph replay."""

@@ -1,6 +1,6 @@
-"""Refuses text that is no text: half of a surrogate pair, which JSON can spell and UTF-8 cannot.
+"""Rejects lone surrogates (half of a surrogate pair): valid in JSON escapes, impossible in UTF-8.
 
-A client that cuts a string between the halves of an emoji sends one. It could be neither tokenized nor sent on.
+A client that cuts a string in the middle of an emoji sends one. Such text can be neither tokenized nor encoded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from moe_engine.errors import InputError
 
 
 def check_unicode(text: str, where: str) -> None:
-    """Raises InputError, naming the field `where`, when `text` cannot be encoded."""
+    """Raises InputError naming the field `where` if `text` cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as exc:
@@ -22,10 +22,10 @@ def check_unicode(text: str, where: str) -> None:
 
 
 def check_unicode_within(value: Any) -> None:
-    """Checks every string and every key of a decoded JSON value, however deep.
+    """Checks every string and key of a decoded JSON value, at any depth.
 
     Raises:
-        InputError: naming the place as `messages[0].content`; for a key, the key itself.
+        InputError: names the path, e.g. `messages[0].content`; for a key, the key itself.
     """
     waiting: list[tuple[str, Any]] = [("", value)]
     while waiting:

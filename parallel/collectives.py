@@ -1,7 +1,7 @@
-"""A group of ranks and what they do together, over any backend of torch.distributed (gloo on CPUs, NCCL on GPUs).
+"""Collectives of a group of ranks, over any backend of torch.distributed (gloo on CPUs, NCCL on GPUs).
 
-A `Group` is handed to whoever needs one; nothing here is global. Every operation is collective: all ranks of the group
-call it in the same order. Tensors travel as bytes, so that every dtype works (gloo refuses float8).
+A `Group` is passed to its users; there is no global state. Every operation is collective: all ranks of the group call
+it in the same order. Tensors are sent as bytes, so that every dtype works (gloo rejects float8).
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from torch import Tensor
 from moe_engine.errors import EngineDeadError
 
 Observer = Callable[[str, list[int]], None]
-LOOK_AGAIN = timedelta(milliseconds=50)
-"""How often a wait that may be given up looks whether it was."""
+POLL_INTERVAL = timedelta(milliseconds=50)
+"""Poll interval of an abortable wait."""
 
 
 class PeerLost(EngineDeadError):
-    """An operation among ranks failed: a peer died, hung past the timeout or cannot be reached. Names the operation."""
+    """A collective failed: a peer died, timed out or is unreachable. The message names the operation."""
 
 
 class Group(Protocol):
-    """Some ranks and what they do together. Operations raise `PeerLost`."""
+    """A group of ranks and its collectives. Operations raise `PeerLost`."""
 
     size: int
     rank: int
     timeout_s: float
     device: torch.device
     alive: Tensor | None
-    """bool [size] on the device: the ranks that take part, the others were lost; None: all."""
+    """bool [size] on the device: live ranks, the others are lost; None: all live."""
     on_host: bool
-    """Whether the host moves the bytes (gloo): it waits for every operation, and tensors lie in its memory."""
+    """True if the host moves the bytes (gloo): operations block, and tensors are in host memory."""
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
     ) -> None:
-        """Sends x_rows[r] rows of `x` to each rank r, in order, and puts out_rows[r] rows from each into `out`.
+        """Sends x_rows[r] rows of `x` to each rank r, in order, and receives out_rows[r] rows from each into `out`.
 
-        Both tensors are contiguous, [rows, ...], of one dtype; None means equal shares. Where `on_host`, a rank may
-        send fewer rows than the other has room for: they fill the beginning of it, and nobody is told how many.
+        Both tensors are contiguous, [rows, ...], of one dtype; None means equal shares. With `on_host`, a rank may send
+        fewer rows than the receiver expects: they fill the start of its part, and their number is not transmitted.
         """
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -55,23 +55,23 @@ class Group(Protocol):
         """x [size, ...] -> the sum over ranks of their x[rank], in x's dtype."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, with the same bits on each; x may be overwritten by it."""
+        """The sum over ranks, bit-identical on all ranks; may overwrite x."""
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """Fills `x` with the source rank's; returns it."""
+        """Fills `x` with the source rank's values; returns it."""
 
     def exchange_ints(self, values: Sequence[int]) -> list[int]:
-        """values[r] goes to rank r; returns what each rank sent here. Waits: the integers end on the host."""
+        """Sends values[r] to rank r; returns the value received from each rank. Blocks: the result is on the host."""
 
     def barrier(self) -> None:
-        """Returns when every rank has come here."""
+        """Returns when every rank has entered the barrier."""
 
     def check(self) -> None:
-        """Raises `PeerLost` if what is under way in the group was given up, because ranks were lost."""
+        """Raises `PeerLost` if the group's pending operations were aborted because ranks were lost."""
 
 
 class SingleRank:
-    """The group of one rank: nothing is sent."""
+    """A group of one rank, without communication."""
 
     size = 1
     rank = 0
@@ -113,11 +113,11 @@ class DistributedGroup:
     """A process group of torch.distributed as a `Group`.
 
     Args:
-        process_group: made with `timeout_s`; the default timeout of torch (half an hour) would hide a dead peer.
-        device: where the tensors live that travel in it.
-        observe: is told the name of every operation and the bytes it sends to each rank (its own included).
-        given_up: when it is set, operations fail wherever they are, and one that fails sets it; None: they can only
-            end.
+        process_group: created with `timeout_s`; torch's default timeout (half an hour) would hide a dead peer.
+        device: device of the communicated tensors.
+        observe: called with the name of every operation and its bytes for each rank (its own included).
+        given_up: when set, pending operations abort, and a failing operation sets it; None: operations cannot be
+            aborted.
     """
 
     alive: Tensor | None = None
@@ -143,7 +143,7 @@ class DistributedGroup:
     def of(
         cls, ranks: Sequence[int], backend: str, timeout_s: float, device: torch.device | str = "cpu"
     ) -> DistributedGroup | None:
-        """A new group of these world ranks; None on a rank outside it. Every rank of the world calls this alike."""
+        """A new group of these world ranks; None on a rank outside it. Collective over the world."""
         process_group = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), backend=backend)
         return cls(process_group, timeout_s, device) if dist.get_rank() in ranks else None
 
@@ -159,24 +159,24 @@ class DistributedGroup:
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self.size, *x.shape)
-        self.tell("all_gather", [x.nbytes] * self.size)
+        self.report("all_gather", [x.nbytes] * self.size)
         self._run("all_gather", _all_gather, _bytes(out).flatten(), _bytes(x.contiguous()).flatten())
         return out
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         out = torch.empty_like(x[0], memory_format=torch.contiguous_format)
-        self.tell("reduce_scatter", [out.nbytes] * self.size)
+        self.report("reduce_scatter", [out.nbytes] * self.size)
         self._run("reduce_scatter", _reduce_scatter, out.flatten(), x.contiguous().flatten())
         return out
 
     def all_reduce(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        self.tell("all_reduce", [x.nbytes] * self.size)
+        self.report("all_reduce", [x.nbytes] * self.size)
         self._run("all_reduce", dist.all_reduce, x)
         return x
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        self.tell("broadcast", [x.nbytes if self.rank == source else 0] * self.size)
+        self.report("broadcast", [x.nbytes if self.rank == source else 0] * self.size)
         self._run("broadcast", dist.broadcast, _bytes(x), group_src=source)
         return x
 
@@ -188,10 +188,10 @@ class DistributedGroup:
 
     def check(self) -> None:
         if self._given_up is not None and self._given_up.is_set():
-            raise PeerLost(f"rank {self.rank} of {self.size} gives up: other ranks were lost")
+            raise PeerLost(f"rank {self.rank} of {self.size} aborts: other ranks were lost")
 
-    def tell(self, operation: str, num_bytes: list[int]) -> None:
-        """What is about to be sent to each rank, to whoever observes the group."""
+    def report(self, operation: str, num_bytes: list[int]) -> None:
+        """Reports the bytes about to be sent to each rank to the observer."""
         if self._observe is not None:
             self._observe(operation, num_bytes)
 
@@ -203,10 +203,10 @@ class DistributedGroup:
                 self.check()
                 work = call(*args, group=self._process_group, async_op=True, **kwargs)
                 wait_unless(self._given_up, work, self.timeout_s)
-        except RuntimeError as error:  # gloo raises no other type; torch's own derive from it
+        except RuntimeError as error:  # gloo raises only this type; torch's errors derive from it
             if self._given_up is not None:
-                # A step may be queued behind this one. A peer that is still in an operation of this one would take the
-                # message of that one's first for its own, and gloo would end it: none must go out any more.
+                # A step may be queued after this one. A peer still in an operation of this step would take that step's
+                # first message for this one's, and gloo would crash it: no later operation may start.
                 self._given_up.set()
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise PeerLost(
@@ -215,7 +215,7 @@ class DistributedGroup:
 
 
 def exchange_ints(group: Group, values: Sequence[int]) -> list[int]:
-    """`Group.exchange_ints` by `Group.all_to_all`."""
+    """`Group.exchange_ints` in terms of `Group.all_to_all`."""
     sent = torch.tensor(values, dtype=torch.int64, device=group.device)
     received = torch.empty_like(sent)
     group.all_to_all(received, sent)
@@ -223,31 +223,31 @@ def exchange_ints(group: Group, values: Sequence[int]) -> list[int]:
 
 
 def wait_unless(given_up: threading.Event, work: Any, timeout_s: float) -> None:
-    """Waits for an operation of torch.distributed, which is left alone as soon as `given_up` is set: what it writes to
-    must then not be used any more.
+    """Waits for an operation of torch.distributed, which is abandoned once `given_up` is set: its output buffers must
+    then not be used any more.
 
     Raises:
-        RuntimeError: the operation failed, was given up, or took longer than `timeout_s`.
+        RuntimeError: the operation failed, was aborted, or took longer than `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         began = time.monotonic()
         try:
-            work.wait(LOOK_AGAIN)
+            work.wait(POLL_INTERVAL)
             return
         except RuntimeError:
             if work.is_completed():
-                work.wait()  # raises again what the operation itself failed with
+                work.wait()  # re-raises the operation's own error
                 return
-            if time.monotonic() - began < LOOK_AGAIN.total_seconds():
-                raise  # not for want of time
+            if time.monotonic() - began < POLL_INTERVAL.total_seconds():
+                raise  # not a timeout
             if given_up.is_set():
-                raise RuntimeError("given up: other ranks were lost") from None
+                raise RuntimeError("aborted: other ranks were lost") from None
             if time.monotonic() > deadline:
                 raise
 
 
-# torch 2.13 renames the two: take the name that is there
+# torch 2.13 renames both
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -255,7 +255,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def _gloo_all_to_all(
     out: Tensor, x: Tensor, out_rows: list[int] | None, x_rows: list[int] | None, group: Any, async_op: bool = False
 ) -> Any:
-    """As dist.all_to_all_single, whose checks take as long as a small message."""
+    """dist.all_to_all_single without its checks, which take as long as a small message."""
     work = group.alltoall_base(out, x, out_rows or [], x_rows or [], dist.AllToAllOptions())
     return work if async_op else work.wait()
 

@@ -1,4 +1,4 @@
-"""Who this rank is among the ranks of a model, and its groups. Handed to constructors; there is no global getter."""
+"""A rank's coordinates in the parallel topology, and its groups. Passed to constructors; there is no global getter."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ ALONE: Group = SingleRank()
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """A rank's place and groups; a single process is every axis at size 1.
+    """A rank's coordinates and groups; a single process has size 1 on every axis.
 
     Attributes:
-        world: all ranks of the model. attn_tp: those that share its requests. moe_tp: those that share its experts.
-            ep: those that hold the other experts. node, rails: of its host, and with its place on every host.
-        dispatcher: moves tokens to the ranks of their experts; set where `topology.travels`, see `with_dispatcher`.
-        decode_tokens: most that a rank brings to its decode mode.
-        elastic: owns the groups where ranks may be lost; None: they are for ever.
-        experts: which slot holds which expert; None: rank r of G holds experts r * E/G and on, once each.
+        world: all ranks of the model. attn_tp: ranks of this rank's attention group. moe_tp: ranks that shard the same
+            experts. ep: ranks with the other experts. node: ranks of this host; rails: ranks with the same local rank.
+        dispatcher: dispatches tokens to their experts' ranks; set if `topology.travels`, see `with_dispatcher`.
+        decode_tokens: max tokens of a rank in its decode mode.
+        elastic: owns the groups if ranks may be lost; None: fixed groups.
+        experts: the expert in each slot; None: rank r of G holds experts r * E/G and on, once each.
     """
 
     topology: Topology = ONE_RANK
@@ -51,13 +51,13 @@ class ParallelContext:
     decode_tokens: int = 0
     experts: ExpertTables | None = None
     overlap: Overlap | None = None
-    """What is done while tokens travel; None: nothing."""
+    """Computation that overlaps dispatch and combine; None: no overlap."""
     process_group: Any = None
-    """torch's own of the world, for libraries that want one."""
+    """torch's process group of the world, for libraries."""
     elastic: ElasticWorld | None = None
 
     def check_peers(self) -> None:
-        """Raises `PeerLost` if a device gave up a peer during a step whose results have come (see `WatchesPeers`)."""
+        """Raises `PeerLost` if a kernel timed out on a peer during a finished step (see `WatchesPeers`)."""
         if self.dispatcher is not None:
             self.dispatcher.check_peers()
 
@@ -91,12 +91,12 @@ class ParallelContext:
 
     @property
     def redundant_experts(self) -> int:
-        """Slots beyond one for each expert."""
+        """Slots beyond one per expert."""
         return 0 if self.experts is None else self.experts.num_redundant
 
     @property
     def log_tag(self) -> str:
-        """What opens a log line after the time: `` DP0 TP1``, only axes wider than one."""
+        """Rank tag of log lines, after the time: `` DP0 TP1``, only axes of size > 1."""
         tag = f" DP{self.attn_dp_rank}" if self.attn_dp_size > 1 else ""
         return tag + (f" TP{self.world_rank}" if self.world_size > 1 else "")
 
@@ -116,11 +116,11 @@ def join(
     """The context of this rank. Collective over torch's default process group, whose size is `topology.tp_size`.
 
     Args:
-        timeout_s: after which an operation among ranks raises `PeerLost`.
-        device: where the tensors live that travel.
-        backend: of the process groups; None takes the default group's.
-        observe: is told of every operation, see `DistributedGroup`.
-        share_memory: CPU ranks of one host sum and gather through memory they share, where they can.
+        timeout_s: timeout after which a collective raises `PeerLost`.
+        device: device of the communicated tensors.
+        backend: backend of the process groups; None: the default group's.
+        observe: called for every operation, see `DistributedGroup`.
+        share_memory: CPU ranks of one host use shared-memory collectives where possible.
     """
     if topology.tp_size == 1:
         return ParallelContext(topology)
@@ -129,7 +129,7 @@ def join(
     made: dict[tuple[str, tuple[int, ...]], Any] = {}
 
     def process_group(lists: RankLists, use: str = "") -> Any:
-        """This rank's of these groups; all ranks make all of them, in one order, and equal ones once for each use."""
+        """This rank's one of these groups; all ranks create all groups in the same order, equal groups once per use."""
         for ranks in lists:
             if len(ranks) > 1 and (use, tuple(ranks)) not in made:
                 group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend=backend)
@@ -152,19 +152,19 @@ def join(
         per_host = topology.tp_size // topology.num_nodes
         return all(len({member // per_host for member in ranks}) == 1 for ranks in lists)
 
-    everybody = [list(range(topology.tp_size))]
+    all_ranks = [list(range(topology.tp_size))]
     return ParallelContext(
         topology=topology,
         world_rank=rank,
-        world=group(everybody),
-        # attention groups run as many of these as they have work for: what is told can then not be compared
+        world=group(all_ranks),
+        # attention groups run different numbers of these operations, so the observed sequences are not comparable
         attn_tp=group(topology.attn_tp_groups(), observe if topology.attn_dp_size == 1 else None),
         moe_tp=group(topology.moe_tp_groups()),
-        # tokens may travel while others compute and meet: what they travel in is used for nothing else
+        # dispatch may overlap other collectives: its groups are used for nothing else
         ep=group(topology.ep_groups(), use="experts"),
         node=group(topology.node_groups(), use="experts"),
         rails=group(topology.rail_groups(), use="experts"),
-        process_group=process_group(everybody, "experts"),
+        process_group=process_group(all_ranks, "experts"),
     )
 
 
@@ -175,8 +175,8 @@ def join_elastic(
     device: torch.device | str = "cpu",
     observe: Observer | None = None,
 ) -> ParallelContext:
-    """As `join`, of ranks that may be lost: each has requests and whole layers of its own, so that they meet only where
-    tokens travel to experts."""
+    """As `join`, for ranks that may be lost: each has its own requests and whole layers, so that ranks communicate only
+    in dispatch and combine."""
     elastic = ElasticWorld(topology.tp_size, rank, timeout_s, device, ("world", "experts"), observe)
     groups = elastic.groups
     return ParallelContext(topology, rank, world=groups["world"], ep=groups["experts"], elastic=elastic)
@@ -189,12 +189,12 @@ def with_dispatcher(
     decode_tokens: int,
     symm_mem: SymmetricMemory | None = None,
 ) -> ParallelContext:
-    """The context with the dispatcher that all layers use one after the other. Collective over the model's ranks.
+    """The context with the dispatcher shared by all layers. Collective over the model's ranks.
 
     Args:
-        shape: `max_tokens` is what a rank brings at most: its share of its attention group's tokens.
-        decode_tokens: the same in the decode mode, which serves steps that only decode and are not larger.
-        symm_mem: as `Groups` has it.
+        shape: `max_tokens` is a rank's max tokens: its share of its attention group's tokens.
+        decode_tokens: the same in decode mode, used for decode-only steps up to this size.
+        symm_mem: see `Groups`.
     """
     from moe_engine.parallel.dispatch.build import Groups, build
 

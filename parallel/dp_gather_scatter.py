@@ -1,18 +1,18 @@
-"""Tokens on their way between the parts of a layer.
+"""DP attention communication: all_gather and reduce_scatter of tokens between attention and the feed-forward part.
 
-A layer's attention works on all tokens of its attention group, which every rank of the group sees. Its feed-forward
-part says which tokens it wants (`TokenLayout`). What lies between, and where the residual stream is kept, is one of two
-`TokenMoves`:
+A layer's attention processes all tokens of its attention group, on every rank of the group. Its feed-forward part
+declares its input tokens (`TokenLayout`). The communication in between, and the rows of the residual stream that a rank
+keeps, are one of two `DPCommunication` classes:
 
-    moves     after attention         to the feed-forward part   from it              to the next attention
-    Whole     sum over attn_tp        -                          sum over the world   -
-    Shares    sum, each its share     ALL: gather the shares     ALL: sum, shares     gather the group's shares
-              of the group's tokens   SHARE: -                   SHARE: -
+                  after attention        gather (before FFN)    reduce (after FFN)     to_attention
+    AllReduce     all_reduce in attn_tp  -                      all_reduce in world    -
+    GatherScatter reduce_scatter in      ALL: all_gather in     ALL: reduce_scatter    all_gather in attn_tp
+                  attn_tp                world; SHARE: -        in world; SHARE: -
 
-`Whole` is plain tensor parallelism. `Shares` also serves DP attention and tokens that travel to their experts; norms
-and residual additions are then done once in a group. A group without tokens takes part in what concerns all ranks.
+`AllReduce` is plain tensor parallelism. `GatherScatter` also supports DP attention and MoE all-to-all; norms and
+residual additions then run once per group. An idle group takes part in the collectives of all ranks.
 
-Legend: T tokens of the group, S of them this rank's share, N tokens of all groups, D hidden.
+Legend: T tokens of the group, S of them on this rank, N tokens of all groups, D hidden.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from moe_engine.parallel.uneven import gather_rows, scatter_sums, sum_over
 
 
 class TokenLayout(Enum):
-    """Which tokens a feed-forward part takes, and what it returns.
+    """Input tokens and result of a feed-forward part.
 
-    ALL: those of all attention groups, the same on every rank; returns summands over the world.
-    SHARE: each rank its own; returns the whole result.
+    ALL: tokens of all attention groups, the same on every rank; returns partial sums over the world.
+    SHARE: each rank its own tokens; returns the full result.
     """
 
     ALL = "all"
     SHARE = "share"
 
 
-class TokenMoves(Protocol):
-    """Collective: all ranks call alike, those of an idle group too."""
+class DPCommunication(Protocol):
+    """Collective: all ranks make the same calls, ranks of an idle group too."""
 
-    moves_in: bool
-    """Whether `enter` sends tokens anywhere; else it returns what it is given."""
-    moves_out: bool
-    """The same of `to_attention`."""
+    gathers_for_ffn: bool
+    """True if `gather` communicates; otherwise it returns its input."""
+    gathers_for_attention: bool
+    """True if `to_attention` communicates."""
 
     def after_attention(self, partial: Tensor, step: StepSizes) -> Tensor:
-        """Summands over the attention group [T, D] -> the rows that the residual is kept for."""
+        """Partial sums over the attention group [T, D] -> the rows of this rank's residual."""
 
     def residual_rows(self, residual: Tensor, step: StepSizes) -> Tensor:
-        """A view of the rows [S, D] of `residual` [T, D] that this rank keeps; the others are stale."""
+        """A view of the rows [S, D] of `residual` [T, D] kept by this rank; the others are stale."""
 
-    def enter(self, x: Tensor, step: StepSizes) -> Tensor:
-        """[S, D] -> the tokens that the feed-forward part takes."""
+    def gather(self, x: Tensor, step: StepSizes) -> Tensor:
+        """[S, D] -> the input tokens of the feed-forward part."""
 
-    def leave(self, x: Tensor, step: StepSizes) -> Tensor:
-        """What the feed-forward part returned -> [S, D]."""
+    def reduce(self, x: Tensor, step: StepSizes) -> Tensor:
+        """Result of the feed-forward part -> [S, D]."""
 
     def to_attention(self, x: Tensor, step: StepSizes) -> Tensor:
         """[S, D] -> all tokens of the group [T, D]."""
 
 
-class Whole:
-    """One attention group, whose ranks all keep all tokens."""
+class AllReduce:
+    """One attention group; every rank keeps all tokens."""
 
-    moves_in = moves_out = False
+    gathers_for_ffn = gathers_for_attention = False
 
     def __init__(self, parallel: ParallelContext) -> None:
         self._group = parallel.world
@@ -76,23 +76,23 @@ class Whole:
     def residual_rows(self, residual: Tensor, step: StepSizes) -> Tensor:
         return residual
 
-    def enter(self, x: Tensor, step: StepSizes) -> Tensor:
+    def gather(self, x: Tensor, step: StepSizes) -> Tensor:
         return x
 
-    def leave(self, x: Tensor, step: StepSizes) -> Tensor:
+    def reduce(self, x: Tensor, step: StepSizes) -> Tensor:
         return sum_over(self._group, x)
 
     def to_attention(self, x: Tensor, step: StepSizes) -> Tensor:
         return x
 
 
-class Shares:
+class GatherScatter:
     """Every rank keeps its share of its group's tokens."""
 
     def __init__(self, parallel: ParallelContext, layout: TokenLayout) -> None:
         self._world, self._group = parallel.world, parallel.attn_tp
-        self._gathers = self.moves_in = layout is TokenLayout.ALL
-        self.moves_out = parallel.attn_tp.size > 1
+        self.gathers_for_ffn = layout is TokenLayout.ALL
+        self.gathers_for_attention = parallel.attn_tp.size > 1
 
     def after_attention(self, partial: Tensor, step: StepSizes) -> Tensor:
         return scatter_sums(self._group, partial, step.group_shares)
@@ -100,11 +100,11 @@ class Shares:
     def residual_rows(self, residual: Tensor, step: StepSizes) -> Tensor:
         return residual[step.own_tokens]
 
-    def enter(self, x: Tensor, step: StepSizes) -> Tensor:
-        return gather_rows(self._world, x, step.shares) if self._gathers else x
+    def gather(self, x: Tensor, step: StepSizes) -> Tensor:
+        return gather_rows(self._world, x, step.shares) if self.gathers_for_ffn else x
 
-    def leave(self, x: Tensor, step: StepSizes) -> Tensor:
-        return scatter_sums(self._world, x, step.shares) if self._gathers else x
+    def reduce(self, x: Tensor, step: StepSizes) -> Tensor:
+        return scatter_sums(self._world, x, step.shares) if self.gathers_for_ffn else x
 
     def to_attention(self, x: Tensor, step: StepSizes) -> Tensor:
         return gather_rows(self._group, x, step.group_shares)

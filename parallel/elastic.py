@@ -1,10 +1,10 @@
-"""A world that goes on without the ranks it lost: groups that keep their size, with ranks that bring nothing.
+"""Elastic EP: groups that keep their size after the loss of ranks.
 
-Whoever holds a group sees all R ranks for ever. A lost one sends zeros, gets nothing and adds nothing; `alive` says who
-is left, for those to whom zeros mean something (dispatchers: id 0 is an expert). Underneath, each loss ends one set of
-process groups and begins the next: `give_up` lets go of what is under way in the old one, `form` makes the new.
+Users of a group always see R ranks. A lost rank sends zeros, receives nothing and adds nothing; `alive` lists the live
+ranks for users that must not interpret these zeros (dispatchers: id 0 is an expert). Internally each loss ends one set
+of process groups and starts the next: `give_up` aborts the old set's pending operations, `form` creates the new set.
 
-Legend: R ranks, S of them alive, C columns.
+Legend: R ranks, S live ranks, C columns.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from moe_engine.parallel.expert_transfer import lost_while_moving
 
 
 class SurvivorGroup:
-    """Implements `Group` for R ranks over a group of those alive. Use as that; `enter` belongs to `ElasticWorld`."""
+    """Implements `Group` for R ranks over a group of the live ranks. `enter` is called by `ElasticWorld` only."""
 
     def __init__(self, inner: Group) -> None:
         self.size, self.rank = inner.size, inner.rank
         self.timeout_s, self.device, self.on_host = inner.timeout_s, inner.device, inner.on_host
         self.alive: Tensor | None = None
         self._inner = inner
-        self._places = list(range(inner.size))  # the ranks alive, in order
+        self._places = list(range(inner.size))  # the live ranks, in order
         self._lost: list[int] = []
 
     def enter(self, inner: Group, alive: Sequence[bool]) -> None:
-        """From now on `inner` serves, whose ranks are those alive, in order."""
+        """Switches to `inner`, a group of the live ranks, in order."""
         self._inner = inner
         self._places = [rank for rank, lives in enumerate(alive) if lives]
         self._lost = [rank for rank, lives in enumerate(alive) if not lives]
@@ -73,7 +73,7 @@ class SurvivorGroup:
     def reduce_scatter(self, x: Tensor) -> Tensor:
         parts = (x if self.alive is None else x[self._places]).contiguous()
         received = torch.empty_like(parts)
-        self._inner.all_to_all(received, parts)  # gloo's own operation waits to its end, whatever happens
+        self._inner.all_to_all(received, parts)  # gloo's reduce_scatter cannot be aborted
         return received.sum(0)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -95,19 +95,19 @@ class SurvivorGroup:
         self._inner.check()
 
     def _parts(self, x: Tensor, rows: Sequence[int] | None) -> list[Tensor]:
-        """Views of each rank's rows."""
+        """Views of the rows of each rank."""
         counts = [len(x) // self.size] * self.size if rows is None else rows
         return [x[begin:end] for begin, end in pairwise(accumulate(counts, initial=0))]
 
 
 class SurvivorLink:
-    """Implements `expert_transfer.Link` by collectives, in which a wait can be given up: gloo closes the connection of
-    a single message whose wait is broken off, though the message may only be slow.
+    """Implements `expert_transfer.Link` by abortable collectives: gloo closes the connection of a point-to-point
+    message whose wait is aborted, even if the message was only slow.
 
     Args:
-        group: torch's own.
-        places: what callers call its ranks.
-        given_up: when it is set, messages fail.
+        group: torch's process group.
+        places: world ranks of its members.
+        given_up: when set, messages fail.
     """
 
     def __init__(
@@ -145,13 +145,13 @@ class SurvivorLink:
                 part.copy_(arrived)
 
     def _by_place(self, messages: Sequence[tuple[int, Tensor]]) -> list[list[Tensor]]:
-        """The bytes of each rank's, as views."""
+        """The bytes of each rank's messages, as views."""
         return [[part.view(-1).view(torch.uint8) for peer, part in messages if peer == place] for place in self._places]
 
 
 @dataclass(frozen=True)
 class _Messages:
-    """All that this rank sends and gets at once, as bytes; `parts` are where what it gets belongs."""
+    """All messages of this rank in one operation, as bytes; `parts` are the destinations of the received bytes."""
 
     work: Any
     sent: Tensor
@@ -160,14 +160,14 @@ class _Messages:
 
 
 class ElasticWorld:
-    """The groups of all ranks of one world, by use, for as long as one of them lives.
+    """The groups of one world's ranks, by use, across losses of ranks.
 
     Args:
-        size, rank: of the whole world, the lost included.
-        timeout_s: after which an operation raises `PeerLost`.
-        device: where the tensors live that travel.
-        uses: names of the groups. Each has messages of its own.
-        observe: as of `DistributedGroup`.
+        size, rank: of the original world, lost ranks included.
+        timeout_s: timeout after which an operation raises `PeerLost`.
+        device: device of the communicated tensors.
+        uses: names of the groups. Each is a separate process group.
+        observe: see `DistributedGroup`.
     """
 
     def __init__(
@@ -183,41 +183,41 @@ class ElasticWorld:
         self.alive = (True,) * size
         self._timeout_s, self._device, self._observe = timeout_s, device, observe
         self._given_up = threading.Event()
-        self._kept: list[Any] = []  # process groups given up: their end waits for what hangs in them
+        self._kept: list[Any] = []  # aborted process groups: destroying them would wait for hanging operations
         self._made: list[Any] = []
         self.groups = {use: SurvivorGroup(self._make()) for use in uses}
 
     @property
     def places(self) -> list[int]:
-        """The ranks alive, in order."""
+        """The live ranks, in order."""
         return [rank for rank, lives in enumerate(self.alive) if lives]
 
     @property
     def given_up(self) -> threading.Event:
-        """Set when the groups of now are given up."""
+        """Set when the current groups are aborted."""
         return self._given_up
 
     def give_up(self) -> None:
-        """What is under way fails with `PeerLost`. From any thread; what `form` makes afterwards is the next set."""
+        """Aborts pending operations with `PeerLost`. Callable from any thread; `form` then creates the next set."""
         self._given_up.set()
         self._given_up = threading.Event()
 
     def form(self, alive: Sequence[bool]) -> None:
-        """New groups of the ranks alive. Collective among them, over torch's new default group, which they have joined
-        in their order."""
+        """Creates new groups of the live ranks. Collective among them, over torch's new default group, which they have
+        joined in rank order."""
         self._kept += self._made
         self._made, self.alive = [], tuple(alive)
         for group in self.groups.values():
             group.enter(self._make(), alive)
 
     def link(self) -> SurvivorLink:
-        """Messages between the ranks of now, by their numbers of always. Collective among them."""
+        """Messages between the live ranks, addressed by original rank. Collective among them."""
         return SurvivorLink(self._new_group(), self.places, self._timeout_s, self._device, self._given_up)
 
     def _new_group(self) -> Any:
-        """torch's own, of all ranks of its world."""
-        everybody = list(range(dist.get_world_size()))
-        group = dist.new_group(everybody, timeout=timedelta(seconds=self._timeout_s))
+        """torch's process group of all ranks of the current world."""
+        all_ranks = list(range(dist.get_world_size()))
+        group = dist.new_group(all_ranks, timeout=timedelta(seconds=self._timeout_s))
         self._made.append(group)
         return group
 

@@ -1,4 +1,4 @@
-"""What the operator chose for experts: recorded how, placed where, moved when. Imports no torch."""
+"""Expert settings from the flags: recording, placement, EPLB rebalancing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class RebalanceSettings:
     """``--enable-eplb``.
 
     Args:
-        interval: passes between two plans (``--eplb-rebalance-num-iterations``).
-        layers_at_once: layers that have an expert on the way to each rank at the same time.
-        enough: balancedness (0 to 1) above which nothing is moved.
+        interval: forward passes between two rebalances (``--eplb-rebalance-num-iterations``).
+        layers_at_once: layers with an expert in transfer to each rank at the same time.
+        enough: balancedness (0 to 1) above which no expert is moved.
     """
 
     interval: int = 1000
@@ -26,18 +26,18 @@ class RebalanceSettings:
 
 @dataclass(frozen=True)
 class ExpertSettings:
-    """Resolved: nothing is ``auto`` any more. The default asks for nothing.
+    """Resolved settings, without ``auto``. The default enables nothing.
 
     Args:
-        num_redundant: slots beyond one for each expert, over all ranks.
-        location: ``--init-expert-location``, as `placement.sources.from_any` takes it.
-        policy: of plans (``--eplb-algorithm``).
-        dispatch: which copy a token goes to, ``static`` or ``dynamic`` (``--ep-dispatch-algorithm``).
-        recorder_mode: None: nothing can be recorded.
-        buffer_size: passes that the modes stat and stat_approx keep; -1 for all.
-        directory: where dumps go.
-        report_log, report_metrics: balancedness of each pass to the log, to the metrics.
-        rebalance: None: experts stay where they are.
+        num_redundant: slots beyond one per expert, over all ranks.
+        location: ``--init-expert-location``, input of `placement.sources.from_any`.
+        policy: rebalancing algorithm (``--eplb-algorithm``).
+        dispatch: replica choice per token, ``static`` or ``dynamic`` (``--ep-dispatch-algorithm``).
+        recorder_mode: None: recording is disabled.
+        buffer_size: passes kept in the modes stat and stat_approx; -1 for all.
+        directory: directory of dumps.
+        report_log, report_metrics: report balancedness of each pass to the log, to the metrics.
+        rebalance: None: experts are not moved.
     """
 
     num_redundant: int = 0
@@ -57,10 +57,10 @@ class ExpertSettings:
 
     @property
     def places_experts(self) -> bool:
-        """Whether slots are anything else than the experts in their order."""
+        """True if slots differ from the experts in order."""
         return self.num_redundant > 0 or self.location != "trivial" or self.rebalance is not None
 
     def layout(self, num_experts: int, num_groups: int, topology: Topology) -> ExpertLayout:
-        """The sizes of a model's placement. Raises ConfigError where they do not divide."""
+        """The sizes of a model's placement. Raises ConfigError if they do not divide evenly."""
         ranks, nodes = topology.ep_size, topology.num_nodes
         return ExpertLayout(num_experts, ranks, self.num_redundant, nodes if ranks % nodes == 0 else 1, num_groups)

@@ -1,4 +1,4 @@
-"""Where the experts of every MoE layer are now, as one rank needs it. Changed between two steps only.
+"""Current expert placement of every MoE layer, from one rank's view. Changes only between two steps.
 
 Legend: L layers of the model, E logical experts, P slots, G expert-parallel ranks, T tokens, K experts per token.
 """
@@ -21,16 +21,16 @@ class CountsByLayer(Protocol):
 
 
 class ExpertTables:
-    """The placement in force, and the copy that this rank's tokens go to.
+    """The current placement, and the replica choice of this rank's tokens.
 
-    Layers behind the placement's last one (MTP layers) begin with the trivial placement.
+    Layers after the placement's last one (MTP layers) start with the trivial placement.
 
     Args:
-        placement: complete, of the model's own layers.
-        rank: this rank's place among the G.
-        algorithm: see `ReplicaChoice`; where every rank computes the same rows it must be ``dynamic``.
+        placement: complete, of the main model's layers.
+        rank: this rank's index among the G.
+        algorithm: see `ReplicaChoice`; must be ``dynamic`` if every rank computes the same rows.
         num_more_layers: MTP layers.
-        num_nodes: machines that the G ranks are spread over evenly.
+        num_nodes: nodes of the G ranks, evenly distributed.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class ExpertTables:
 
     @property
     def placement(self) -> ExpertPlacement:
-        """Of the model's own layers, as it is now."""
+        """Current placement of the main model's layers."""
         return ExpertPlacement(self._table[: self.num_layers], self._num_experts, self._num_ranks)
 
     @property
     def whole_placement(self) -> ExpertPlacement:
-        """Of the MTP layers too."""
+        """Current placement, MTP layers included."""
         return ExpertPlacement(self._table, self._num_experts, self._num_ranks)
 
     def held(self, layer: int) -> list[int]:
@@ -79,7 +79,7 @@ class ExpertTables:
         return self._choice.to_physical(layer, topk_ids)
 
     def prepare(self, layer: int, table: Sequence[int]) -> LayerChoice:
-        """The greater part of `update_layer`, which can be done before: on any thread."""
+        """Precomputes most of `update_layer`; callable from any thread."""
         return self._choice.prepare(layer, table)
 
     def update_layer(
@@ -89,7 +89,7 @@ class ExpertTables:
         counter: CountsByLayer | None = None,
         prepared: LayerChoice | None = None,
     ) -> None:
-        """The layer's slots hold these experts [P] from now on; so does who counts them learn. `prepared` for them."""
+        """Sets the experts [P] of the layer's slots, also in the counter. `prepared`: from `prepare` of this table."""
         self._table[layer] = table
         self._choice.update_layer(self.prepare(layer, table) if prepared is None else prepared)
         if counter is not None:

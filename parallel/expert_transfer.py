@@ -1,8 +1,8 @@
-"""Experts on the way from slot to slot while steps go on: into spare memory first, into place between two steps.
+"""Expert transfer between slots during steps: first into spare memory, then into place between two steps.
 
 A *transfer* is one chunk of `placement.moves`: each rank sends and receives at most as many experts as it has spare
-slots. `begin` has all copies made in a lane and returns; nothing that a step reads is written. `finish` waits for what
-is still under way and writes the spare slots to their places. Both are called by all ranks between the same two steps.
+slots. `begin` starts all copies in a comm stream and returns; it writes nothing that a step reads. `finish` waits for
+pending copies and writes the spare slots to their destinations. All ranks call both between the same two steps.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertWeights, MovableExperts
 from moe_engine.parallel.collectives import PeerLost
-from moe_engine.parallel.overlap import InLine, Lane, Pending
+from moe_engine.parallel.overlap import CommStream, InlineStream, Pending
 from moe_engine.parallel.placement.moves import Chunk
 from moe_engine.parallel.topology import RankLists
 
-IN_LINE = InLine()
+INLINE = InlineStream()
 Kind = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 def kind_of(parts: Sequence[Tensor]) -> Kind:
-    """Experts of one kind fit into each other's memory."""
+    """Experts of one kind have the same memory layout."""
     return tuple((part.shape, part.dtype) for part in parts)
 
 
@@ -37,15 +37,15 @@ class SlotMemory:
     """The memory of this rank's experts, by layer and slot, and spare memory of the same shapes.
 
     Args:
-        weights: of every layer whose experts move.
-        num_spare: experts that can be under way at once.
+        weights: of every layer with movable experts.
+        num_spare: max experts in transfer at once.
     """
 
     def __init__(self, kernel: MovableExperts, weights: Mapping[int, ExpertWeights], num_spare: int) -> None:
         self._kernel = kernel
         self._weights = weights
         self._spare: dict[Kind, list[list[Tensor]]] = {}
-        for of_layer in weights.values():  # all alike, but where a checkpoint stores its MTP layers otherwise
+        for of_layer in weights.values():  # all the same, unless a checkpoint stores its MTP layers differently
             like = kernel.expert_memory(of_layer, 0)
             if kind_of(like) not in self._spare:
                 self._spare[kind_of(like)] = [[torch.empty_like(part) for part in like] for _ in range(num_spare)]
@@ -55,10 +55,10 @@ class SlotMemory:
         return self._kernel.expert_memory(self._weights[layer], slot)
 
     def take_spare(self, layer: int) -> list[Tensor]:
-        """For an expert of the layer."""
+        """Spare memory for an expert of the layer."""
         return self._spare[kind_of(self.slot(layer, 0))].pop()
 
-    def give_back(self, spare: list[Tensor]) -> None:
+    def release(self, spare: list[Tensor]) -> None:
         self._spare[kind_of(spare)].append(spare)
 
 
@@ -67,24 +67,24 @@ class Work(Protocol):
 
 
 class Link(Protocol):
-    """Messages between ranks, beside the collectives of the steps. Raises `PeerLost`."""
+    """Messages between ranks, separate from the collectives of the steps. Raises `PeerLost`."""
 
     def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> Sequence[Any]:
-        """Starts messages to and from ranks of the group; both ends list those between them in the same order. All
-        ranks come here alike, those without messages too. Returns what `wait` takes."""
+        """Starts messages to and from ranks of the group; both ends list their common messages in the same order. All
+        ranks make the call, ranks without messages too. Returns the argument of `wait`."""
 
     def wait(self, works: Sequence[Any]) -> None:
-        """Until they have arrived, and what was sent may be overwritten."""
+        """Waits until messages have arrived and send buffers may be overwritten."""
 
 
 class PeerLink:
-    """Implements `Link` by messages of single ranks. Made by all ranks alike.
+    """Implements `Link` by point-to-point messages. The constructor is collective.
 
     Args:
-        groups: all groups of the kind; this rank's is used.
-        timeout_s: after which a message raises `PeerLost`.
-        device: where the tensors live that travel.
-        backend: None takes the default group's.
+        groups: all groups of this type; this rank's group is used.
+        timeout_s: timeout after which a message raises `PeerLost`.
+        device: device of the communicated tensors.
+        backend: None: the default group's.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class PeerLink:
         self._connect(len(members), members.index(rank), device)
 
     def _connect(self, size: int, own: int, device: torch.device | str) -> None:
-        """A byte to and from each other rank: connections are made at the first message, which no step should wait
-        for."""
+        """Exchanges a byte with each other rank: connections are opened by the first message, and no step should wait
+        for that."""
         peers = [peer for peer in range(size) if peer != own]
         sent, received = torch.zeros(2, size, dtype=torch.uint8, device=device).unbind(0)
         works = self.start(
@@ -127,7 +127,7 @@ class PeerLink:
 
 
 def lost_while_moving(error: RuntimeError) -> PeerLost:
-    """What torch's error means here."""
+    """The `PeerLost` for torch's error."""
     return PeerLost(f"moving experts between ranks failed: {str(error).strip().splitlines()[0]}")
 
 
@@ -139,20 +139,22 @@ class _Arrival:
 
 
 class ExpertTransfer:
-    """The way of experts between the slots of G ranks.
+    """Moves experts between the slots of G ranks.
 
     Args:
-        memory: this rank's.
+        memory: this rank's expert memory.
         link: of the G ranks, in the order of their experts.
-        rank: this rank's place among them.
+        rank: this rank's index among them.
         slots_per_rank: P / G.
-        lane: where messages and copies into spare memory go on while steps do; steps use another one.
+        stream: comm stream of messages and copies into spare memory, concurrent with steps.
     """
 
-    def __init__(self, memory: SlotMemory, link: Link, rank: int, slots_per_rank: int, lane: Lane = IN_LINE) -> None:
-        self.lane = lane
+    def __init__(
+        self, memory: SlotMemory, link: Link, rank: int, slots_per_rank: int, stream: CommStream = INLINE
+    ) -> None:
+        self.stream = stream
         self.way_seconds = 0.0
-        """What the last chunk took to arrive here, as the host saw it."""
+        """Seconds until the last chunk arrived, measured on the host."""
         self._memory = memory
         self._link = link
         self._rank = rank
@@ -161,9 +163,9 @@ class ExpertTransfer:
         self._arrivals: list[_Arrival] = []
 
     def begin(self, chunks: Sequence[Chunk], prepare: Callable[[Chunk], Any] | None = None) -> int:
-        """Starts the copies of chunks of different layers. Returns how many experts come to this rank from others.
+        """Starts the copies of chunks of different layers. Returns the number of experts received from other ranks.
 
-        `prepare` is called in the lane, too, for each of the chunks: `finish` returns what it gave.
+        `prepare` also runs in the comm stream, for each chunk: `finish` returns its results.
         """
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
@@ -183,7 +185,7 @@ class ExpertTransfer:
                     received += 1
                 elif sender == self._rank:
                     sends += [(receiver, part) for part in self._memory.slot(chunk.layer, from_slot)]
-        self._under_way = self.lane.run(self._carry, sends, receives, own, chunks if prepare else (), prepare)
+        self._under_way = self.stream.run(self._carry, sends, receives, own, chunks if prepare else (), prepare)
         return received
 
     def _carry(
@@ -204,22 +206,22 @@ class ExpertTransfer:
         return prepared
 
     def give_up(self) -> None:
-        """Once ranks were lost: waits until what was under way with them has failed, or has arrived all the same."""
+        """After ranks were lost: waits until pending messages have failed or arrived."""
         with suppress(PeerLost):
             if self._under_way is not None:
                 self._under_way.wait()
         self._under_way = None
 
     def finish(self) -> list[Any]:
-        """Waits for the messages, also for this rank's own, whose slots may now be overwritten; then writes.
+        """Waits for all messages, sent ones included, since their slots are about to be overwritten; then writes.
 
-        Returns what `begin` had prepared, for each chunk.
+        Returns the results of `begin`'s `prepare`, per chunk.
         """
         prepared = [] if self._under_way is None else self._under_way.wait()
         self._under_way = None
         for arrival in self._arrivals:
             _copy(arrival.spare, self._memory.slot(arrival.layer, arrival.slot))
-            self._memory.give_back(arrival.spare)
+            self._memory.release(arrival.spare)
         self._arrivals = []
         return prepared
 

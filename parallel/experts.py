@@ -1,6 +1,6 @@
-"""The routed experts of a layer as the model sees them: tokens and choices in, weighted sums out.
+"""The routed experts of a layer, as called by the model: tokens and choices in, weighted sums out.
 
-Where the experts live, how tokens travel there and which kernel multiplies them is decided when this object is made.
+Placement, dispatch and the expert kernel are fixed at construction.
 Legend: T tokens, D hidden, K experts per token, E experts.
 """
 
@@ -29,13 +29,13 @@ from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.dispatch.layouts import GroupedLayout
 from moe_engine.parallel.dispatch.local import LocalDispatcher
 from moe_engine.parallel.dispatch.protocol import Phase, Tokens
-from moe_engine.parallel.overlap import Lane, Pending
+from moe_engine.parallel.overlap import CommStream, Pending
 
 
 class RoutedExperts(Protocol):
     @property
     def input_format(self) -> ActivationFormat:
-        """How `run` reads x; it takes a `QuantizedActivation` where that names rows."""
+        """Activation format of `run`; it accepts a `QuantizedActivation` if the format has rows."""
 
     def run(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
@@ -43,8 +43,8 @@ class RoutedExperts(Protocol):
         """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> add + sum_k w_k expert_k(x), [T, D].
 
         Ids are slots, numbered over all ranks; a slot holds a copy of an expert (see `ExpertTables`). The sum is over
-        what this rank holds of the experts, or over all of them where tokens travel; `phase` is then the mode of the
-        dispatcher, the same on every rank.
+        over this rank's experts, or over all experts with all-to-all; `phase` is then the mode of the dispatcher, the
+        same on every rank.
         """
 
     def whole_layer(
@@ -54,8 +54,8 @@ class RoutedExperts(Protocol):
         router: RouterSpec,
         shared: tuple[PreparedLinear, PreparedLinear] | None,
     ) -> partial[Tensor] | None:
-        """x [T, D] -> routed plus shared experts [T, D] in one call, by what the kernel made of the weights
-        (its first argument), as `FusedMoE.run_layer`; None where that takes several.
+        """x [T, D] -> routed plus shared experts [T, D] in one call, with the kernel's fused weights as first argument,
+        see `FusedMoE.run_layer`; None if one call is not supported.
 
         gate [E, D] and bias [E] float32; `shared` holds the shared expert's gate and up, and its down. Slots must be
         the experts themselves.
@@ -63,7 +63,7 @@ class RoutedExperts(Protocol):
 
 
 class _InSeveralCalls:
-    """What is not fused with the router and the shared expert; it wants numbers unless it says otherwise."""
+    """Experts not fused with router and shared expert; unquantized input by default."""
 
     input_format = UNQUANTIZED
 
@@ -78,7 +78,7 @@ class _InSeveralCalls:
 
 
 class Dispatches(Protocol):
-    """The face of `PhasedDispatcher`, and of the dispatcher of one rank."""
+    """Common interface of `PhasedDispatcher` and the single-rank dispatcher."""
 
     @property
     def takes_rows(self) -> bool: ...
@@ -96,10 +96,10 @@ class Dispatches(Protocol):
 
 
 class DispatchedExperts(_InSeveralCalls):
-    """Dispatch -> grouped matrix products -> combine: any dispatcher with any kernel that takes its layout.
+    """Dispatch -> grouped matrix products -> combine: any dispatcher with any kernel that supports its layout.
 
-    Where tokens travel in FP8 and the kernel reads them so, they are quantised once, by the norm before or on their way
-    out, and stay as they are.
+    With FP8 dispatch and a kernel that reads FP8 rows, tokens are quantized once, by the preceding norm or by dispatch,
+    and stay quantized.
     """
 
     def __init__(self, dispatcher: Dispatches, kernel: ExpertsKernel, weights: ExpertWeights) -> None:
@@ -109,7 +109,7 @@ class DispatchedExperts(_InSeveralCalls):
         self._arriving = kernel.input_format(weights) if isinstance(kernel, ReadsRows) else UNQUANTIZED
         self.input_format = self._arriving if self._arriving.rows and dispatcher.takes_rows else UNQUANTIZED
         self.on_arrival: Callable[[Tensor], None] | None = None
-        """Told how many tokens arrived for each of this rank's slots, int32 [P/G]."""
+        """Callback with the number of tokens received by each of this rank's slots, int32 [P/G]."""
 
     def run(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
@@ -124,18 +124,20 @@ class DispatchedExperts(_InSeveralCalls):
         x = as_format(x, self.input_format)
         return self._dispatcher.dispatch(x, topk_ids, topk_weights, phase, self._arriving)
 
-    # -- the same in parts, with communication in a lane
+    # -- the same in stages, with communication in a comm stream
 
-    def send(self, lane: Lane, x: Activation, topk_weights: Tensor, topk_ids: Tensor, phase: Phase) -> Pending[Any]:
-        """Tokens set out."""
-        return lane.run(self._dispatch, x, topk_ids, topk_weights, phase)
+    def send(
+        self, stream: CommStream, x: Activation, topk_weights: Tensor, topk_ids: Tensor, phase: Phase
+    ) -> Pending[Any]:
+        """Starts the dispatch."""
+        return stream.run(self._dispatch, x, topk_ids, topk_weights, phase)
 
-    def compute(self, lane: Lane, sent: Pending[Any], topk_weights: Tensor) -> Pending[Tensor]:
-        """Waits for what arrives, multiplies, and sends the results back."""
+    def compute(self, stream: CommStream, sent: Pending[Any], topk_weights: Tensor) -> Pending[Tensor]:
+        """Waits for the received tokens, runs the experts, and starts the combine."""
         batch, handle = sent.wait()
         if self.on_arrival is not None:
             self.on_arrival(_rows_of_slots(batch))
-        return lane.run(self._dispatcher.combine, self._kernel.run(batch, self._weights), topk_weights, handle)
+        return stream.run(self._dispatcher.combine, self._kernel.run(batch, self._weights), topk_weights, handle)
 
 
 def _rows_of_slots(batch: ExpertBatch) -> Tensor:
@@ -146,7 +148,7 @@ def _rows_of_slots(batch: ExpertBatch) -> Tensor:
 
 
 class HeldExperts(_InSeveralCalls):
-    """Some of the slots, for tokens that every rank sees: choices of slots that others hold count nothing."""
+    """Some of the slots, for tokens replicated on every rank: choices of other ranks' slots are ignored."""
 
     def __init__(self, kernel: ExpertsKernel, weights: ExpertWeights, first: int) -> None:
         self._kernel = kernel
@@ -158,17 +160,17 @@ class HeldExperts(_InSeveralCalls):
     ) -> Tensor:
         x, local = unquantized(x), topk_ids - self._first
         ids = torch.where((local >= 0) & (local < self._weights.num_experts), local, -1)
-        layout = GroupedLayout(self._weights.num_experts, x.dtype, x.device)  # with buffers that end with the call
+        layout = GroupedLayout(self._weights.num_experts, x.dtype, x.device)  # with temporary buffers
         batch, positions = layout.expand(Tokens(x, None, ids, topk_weights), slot=0)
         out = layout.reduce(self._kernel.run(batch, self._weights), positions, topk_weights)
         return out if add is None else out.add_(add)
 
 
 class FusedLocalExperts:
-    """Tokens that need not travel, and a kernel that permutes, multiplies and combines in one call.
+    """Local tokens, with a kernel that permutes, computes and combines in one call.
 
     Args:
-        first: the number of this rank's first slot; choices of slots of other ranks count nothing.
+        first: index of this rank's first slot; choices of other ranks' slots are ignored.
     """
 
     def __init__(self, kernel: FusedExperts, weights: ExpertWeights, first: int = 0) -> None:
@@ -200,7 +202,7 @@ class FusedLocalExperts:
 def make_routed_experts(
     kernel: ExpertsKernel, weights: ExpertWeights, parallel: ParallelContext = SINGLE
 ) -> RoutedExperts:
-    """The form for this rank: tokens travel where a dispatcher is, else fused where the kernel offers it."""
+    """The implementation for this rank: all-to-all if there is a dispatcher, else fused if the kernel supports it."""
     if parallel.dispatcher is not None:
         return DispatchedExperts(parallel.dispatcher, kernel, weights)
     first = parallel.ep_rank * weights.num_experts

@@ -1,4 +1,4 @@
-"""Whether the ranks of this host can share memory. Imports no torch, so that a launch can be planned without it."""
+"""Availability of shared memory between ranks of this host. Imports no torch: used in launch planning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = "/dev/shm"
 def why_not() -> str | None:
     """The reason why ranks of this host cannot share memory, or None."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return f"needs x86-64, whose cores see stores in order; this is {platform.machine()}"
+        return f"needs x86-64, with ordered stores; this is {platform.machine()}"
     if not os.access(FOLDER, os.W_OK):
         return f"{FOLDER} cannot be written"
     return None

@@ -1,4 +1,4 @@
-"""Communication beside computation: a lane runs calls in order while its owner goes on."""
+"""Overlap of communication and computation: a comm stream runs calls in order while its owner continues."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ T = TypeVar("T", covariant=True)
 
 
 class Pending(Protocol[T]):
-    """A call under way."""
+    """A pending call."""
 
     def wait(self) -> T:
-        """Its result, when the owner may use it; raises what the call raised."""
+        """Waits for the result; re-raises the call's exception."""
 
 
-class Lane(Protocol):
-    """Runs calls one after the other. All ranks of a group give theirs the same calls in the same order."""
+class CommStream(Protocol):
+    """Runs calls in order. All ranks of a group submit the same calls in the same order."""
 
     def run(self, call: Callable[..., Any], *args: Any) -> Pending[Any]: ...
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """What goes on beside dispatch and combine, in `lane`.
+    """Overlap of dispatch and combine, which run in `comm_stream`.
 
     Attributes:
-        two_batches: a step is cut into halves; one computes while the other's tokens travel.
+        two_batches: two-batch overlap (TBO): a step is split in halves; one computes while the other communicates.
         threshold: see `worker.two_batches.find_cut`.
-        shared_expert: it is computed while tokens travel to the routed ones.
+        shared_expert: the shared expert is computed during dispatch.
     """
 
-    lane: Lane
+    comm_stream: CommStream
     two_batches: bool = False
     threshold: float = 0.48
     shared_expert: bool = False
 
 
-class ThreadLane:
-    """A thread of its own: collectives wait without the interpreter lock, so the owner computes meanwhile."""
+class CommThread:
+    """A separate thread: collectives wait without the GIL, so the owner computes meanwhile."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "overlap")
@@ -51,8 +51,8 @@ class ThreadLane:
         return _Future(self._thread.submit(_infer, call, *args))
 
 
-class InLine:
-    """No lane: the owner does it."""
+class InlineStream:
+    """No overlap: runs in the owner's thread."""
 
     def run(self, call: Callable[..., Any], *args: Any) -> Pending[Any]:
         return Done(call(*args))
@@ -77,5 +77,5 @@ class _Future:
 
 
 def _infer(call: Callable[..., Any], *args: Any) -> Any:
-    with torch.inference_mode():  # the mode belongs to a thread
+    with torch.inference_mode():  # inference mode is per thread
         return call(*args)

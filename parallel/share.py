@@ -1,4 +1,4 @@
-"""Which part of a width a rank holds."""
+"""Sharding: the part of a width that a rank holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Members(Protocol):
-    """Ranks by number; every `collectives.Group` is one."""
+    """A group's size and this rank's index; every `collectives.Group` is one."""
 
     size: int
     rank: int
@@ -22,13 +22,13 @@ class Share:
 
     @classmethod
     def of(cls, group: Members) -> Share:
-        """This rank's part of what its group holds together."""
+        """This rank's part in its group."""
         return cls(group.rank, group.size)
 
     def width(self, total: int) -> int:
-        """Raises ValueError if the parts are not equal (`Topology.check` comes first and names the flags)."""
+        """Raises ValueError if the parts are not equal (`Topology.check` runs first and names the flags)."""
         if total % self.size:
-            raise ValueError(f"{total} cannot be cut into {self.size} equal parts")
+            raise ValueError(f"{total} cannot be split into {self.size} equal parts")
         return total // self.size
 
     def cut(self, total: int) -> slice | None:
@@ -40,7 +40,7 @@ class Share:
 
     @property
     def is_first(self) -> bool:
-        """Where what must count once in a sum over the group (a bias) is added."""
+        """True on the rank that adds terms that count once in a sum over the group (a bias)."""
         return self.rank == 0
 
 
@@ -48,8 +48,8 @@ WHOLE = Share()
 
 
 def heads_share(share: Share, num_heads: int) -> Share:
-    """The part of `num_heads` KV heads beside a part of the query heads: where they are fewer than ranks, each is held
-    by neighbouring ranks alike."""
+    """The part of `num_heads` KV heads for a part of the query heads: if there are fewer KV heads than ranks, adjacent
+    ranks hold the same head."""
     if num_heads >= share.size:
         return share
     return Share(share.rank * num_heads // share.size, num_heads)

@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host share, with flags to wait on.
+"""Memory shared by the ranks of one host, with flags to wait on.
 
-The file has no name left once all ranks have opened it, so nothing stays behind after a crash. Each rank holds a lock
-on its byte of the file; the kernel lets go of it when the rank dies, and whoever waits for that rank learns it at once.
-Flags are plain 8-byte stores: x86-64 shows them to other cores in the order of the program.
+The file is unlinked once all ranks have opened it, so nothing remains after a crash. Each rank holds a lock on its byte
+of the file; the OS releases it when the rank dies, so waiting ranks detect the death at once. Flags are plain 8-byte
+stores: x86-64 makes them visible to other cores in program order.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from moe_engine.parallel.collectives import Group, PeerLost
 from moe_engine.parallel.host_support import FOLDER
 
 LINE = 64  # bytes of a cache line: one flag each
-SPIN_S = 0.002  # how long a wait only yields before it sleeps between looks
+SPIN_S = 0.002  # a wait yields this long before it sleeps between polls
 SLEEP_S = 0.0001
-ALIVE_EVERY = 64  # looks at sleep between two questions whether the peers live
+ALIVE_EVERY = 64  # sleeping polls between two checks of the peers' liveness
 
 
 class SharedSegment:
-    """`num_bytes` of zeroed memory common to the group, and `num_flags` counters for each rank.
+    """`num_bytes` of zeroed memory shared by the group, and `num_flags` counters per rank.
 
-    Collective to make. Nobody waits for ranks that the group has `lost`.
+    The constructor is collective. Ranks that the group has `lost` are not waited for.
 
     Args:
-        reserve: take the memory now, or fail; else pages cost memory once they are touched, and a host that has none
-            left by then kills the rank.
+        reserve: allocate the memory now, or fail; else pages are allocated on first touch, and a host without free
+            memory then kills the rank.
 
     Raises:
-        OSError: there is too little shared memory, or the ranks are on different hosts; on every rank alike.
+        OSError: too little shared memory, or ranks on different hosts; raised on every rank.
     """
 
     def __init__(self, group: Group, num_bytes: int, num_flags: int, reserve: bool = False) -> None:
@@ -50,19 +50,19 @@ class SharedSegment:
         words = np.frombuffer(memory, dtype=np.int64, count=head_bytes // 8)
         self._flags = words[: num_flags * group.size * LINE // 8 : LINE // 8].reshape(num_flags, group.size)
         self.lost = [] if group.alive is None else (~group.alive).nonzero().flatten().tolist()
-        self._flags[:, self.lost] = np.iinfo(np.int64).max  # by every rank alike
+        self._flags[:, self.lost] = np.iinfo(np.int64).max  # all ranks write the same
         self.bytes: Tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=head_bytes, count=num_bytes)
-        group.barrier()  # nobody waits for a rank that has not locked its byte yet
+        group.barrier()  # every rank must hold its lock before the first wait
 
     def raise_flag(self, flag: int, value: int) -> None:
-        """Tells the others that this rank has come to `value`; what it wrote before is visible to who sees it."""
+        """Sets this rank's flag to `value`; its earlier writes are visible to ranks that read the flag."""
         self._flags[flag, self._group.rank] = value
 
     def wait(self, flag: int, value: int, operation: str) -> None:
         """Returns when every rank has raised the flag to `value`.
 
         Raises:
-            PeerLost: a rank is dead, or the group's timeout is over; names the ranks.
+            PeerLost: a rank died, or the group's timeout expired; the message lists the ranks.
         """
         flags = self._flags[flag]
         start = time.perf_counter()
@@ -84,7 +84,7 @@ class SharedSegment:
         if dead:
             raise PeerLost(f"{operation} on rank {self._group.rank}: ranks {dead} have died")
         if waited > self._group.timeout_s:
-            raise PeerLost(f"{operation} on rank {self._group.rank}: ranks {late} did not come in {waited:.1f} s")
+            raise PeerLost(f"{operation} on rank {self._group.rank}: ranks {late} did not arrive within {waited:.1f} s")
 
     def _is_alive(self, rank: int) -> bool:
         try:
@@ -118,8 +118,8 @@ def _open_common(group: Group, num_bytes: int, reserve: bool) -> int:
     if missing:
         if file >= 0:
             os.close(file)
-        what = f"{num_bytes} bytes in {FOLDER} cannot be had{failure}" if not path else f"{missing} ranks do not see it"
-        raise OSError(f"{what}; shared memory joins ranks of one host")
+        what = f"{num_bytes} bytes in {FOLDER} unavailable{failure}" if not path else f"{missing} ranks cannot open it"
+        raise OSError(f"{what}; shared memory needs ranks of one host")
     return file
 
 

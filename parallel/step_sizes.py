@@ -1,4 +1,4 @@
-"""How many tokens every rank has in a step: what the ranks tell each other before it, once.
+"""Token counts of every rank in a step, exchanged once before the step.
 
 Legend: T tokens of an attention group, S rows of its logits, A ranks of an attention group.
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The sizes of a step, the same on every rank, and what follows from them for this one.
+    """The sizes of a step, the same on every rank, and this rank's shares.
 
     Attributes:
-        tokens: T of every attention group. All 0: nobody has anything to do, and no model is called.
+        tokens: T of every attention group. All 0: every rank is idle, and the model is not called.
         logits: S of every attention group.
-        phase: ``decode`` where nobody prefills and everybody's share fits the dispatcher's decode mode.
+        phase: ``decode`` if no rank prefills and all shares fit the dispatcher's decode mode.
     """
 
     tokens: tuple[int, ...]
@@ -39,21 +39,21 @@ class StepSizes:
     def exchange(
         cls, parallel: ParallelContext, group: Group, num_tokens: int, num_logits: int, prefills: bool
     ) -> StepSizes:
-        """Collective, once a step, also for a rank that has nothing to do (0, 0, False).
+        """Collective, once per step, also for an idle rank (0, 0, False).
 
         Args:
-            group: all ranks of the model; its tensors should live on the host, for the host waits for them.
-            prefills: whether this rank's step has a prefill group.
+            group: all ranks of the model; its tensors should be on the host, since the host waits for them.
+            prefills: True if this rank's step has a prefill group.
         """
-        mine = torch.tensor([num_tokens, num_logits, int(prefills)], dtype=torch.int64, device=group.device)
-        rows = group.all_gather(mine)[:: parallel.attn_tp_size].tolist()
+        own_sizes = torch.tensor([num_tokens, num_logits, int(prefills)], dtype=torch.int64, device=group.device)
+        rows = group.all_gather(own_sizes)[:: parallel.attn_tp_size].tolist()
         return cls.known(parallel, [row[0] for row in rows], [row[1] for row in rows], any(row[2] for row in rows))
 
     @classmethod
     def known(
         cls, parallel: ParallelContext, tokens: Sequence[int], logits: Sequence[int], prefills: bool
     ) -> StepSizes:
-        """Where nothing need be exchanged: all ranks made the same plan. `prefills`: any of them."""
+        """The sizes without an exchange: all ranks made the same plan. `prefills`: on any rank."""
         largest_share = -(-max(tokens) // parallel.attn_tp_size)
         phase: Phase = "prefill" if prefills or largest_share > parallel.decode_tokens else "decode"
         return cls(tuple(tokens), tuple(logits), phase, parallel.attn_tp_size, parallel.world_rank)
@@ -64,17 +64,17 @@ class StepSizes:
 
     @cached_property
     def shares(self) -> list[int]:
-        """Tokens of every rank where those of a group are shared out among its ranks."""
+        """Tokens of every rank, with a group's tokens divided among its ranks."""
         return self._shares_of(self.tokens)
 
     @cached_property
     def logit_shares(self) -> list[int]:
-        """The same of the rows of logits."""
+        """The same for rows of logits."""
         return self._shares_of(self.logits)
 
     @cached_property
     def group_shares(self) -> list[int]:
-        """Those of `shares` that belong to this rank's attention group."""
+        """The `shares` of this rank's attention group."""
         first = self.world_rank // self.attn_tp_size * self.attn_tp_size
         return self.shares[first : first + self.attn_tp_size]
 

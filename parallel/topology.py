@@ -1,8 +1,8 @@
-"""Which rank does what: the sizes of every axis, each rank's place on it, and whether a model can be cut so.
+"""Parallel topology: the size of every axis, each rank's index on it, and checks of the model's divisibility.
 
-The ranks of one model are numbered from 0 to tp_size - 1; neighbours form the innermost groups. Attention is cut by
-heads inside an attention group (attn_tp), and every attention group has requests of its own (attn_dp). Experts are
-spread over the expert-parallel axis (ep), and each is cut by width inside a MoE group (moe_tp). Imports no torch.
+The ranks of one model are numbered from 0 to tp_size - 1; adjacent ranks form the innermost groups. Attention is
+sharded by heads inside an attention group (attn_tp), and every attention group has its own requests (attn_dp). Experts
+are distributed over the expert-parallel axis (ep), and each is sharded by width inside a MoE group (moe_tp). No torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ RankLists = list[list[int]]
 
 @dataclass(frozen=True)
 class ModelWidths:
-    """What of a model is cut. 0 stands for a part that the model does not have.
+    """Sharded widths of a model. 0: the model has no such part.
 
     Attributes:
-        latent_kv: one latent serves all heads (MLA), so `num_kv_heads` limits nothing.
+        latent_kv: one latent for all heads (MLA), so `num_kv_heads` is no limit.
         dense_width: of the dense feed-forward layers.
-        block: channels of a width that cannot be parted: 128 where a kernel keeps block-FP8 weights as they are, 1
-            where they are dequantised on load.
+        block: channels that cannot be split: 128 if a kernel keeps block-FP8 weights, 1 if they are dequantized at
+            load.
     """
 
     num_heads: int
@@ -41,17 +41,17 @@ class Topology:
 
     Attributes:
         tp_size: ranks of the model (``--tp-size``).
-        attn_dp_size: groups of ranks with requests of their own (``--attn-dp-size``).
-        ep_size: ranks that the experts are spread over (``--ep-size``).
-        moe_dense_tp_size: ranks that a dense layer is cut over: None for all, 1 for none, where each rank runs whole
-            dense layers on its share of the tokens (``--moe-dense-tp-size``).
-        enable_dp_lm_head: the head is cut inside an attention group only (``--enable-dp-lm-head``).
-        moe_a2a_backend: what moves tokens to the ranks of their experts (``--moe-a2a-backend``); with ``none`` every
-            rank sees all tokens instead.
-        num_nodes: hosts that the ranks are spread over evenly (``--nnodes``).
+        attn_dp_size: groups of ranks with separate requests (``--attn-dp-size``).
+        ep_size: ranks that the experts are distributed over (``--ep-size``).
+        moe_dense_tp_size: ranks that shard a dense layer: None for all, 1 for none: each rank runs whole dense
+            layers on its share of the tokens (``--moe-dense-tp-size``).
+        enable_dp_lm_head: the head is sharded inside an attention group only (``--enable-dp-lm-head``).
+        moe_a2a_backend: dispatch backend (``--moe-a2a-backend``); with ``none`` every rank processes all tokens
+            instead.
+        num_nodes: hosts, with equal rank counts (``--nnodes``).
 
     Raises:
-        ConfigError: the sizes do not fit each other; names the flags and sizes that would.
+        ConfigError: the sizes are inconsistent; the message has the flags and valid sizes.
     """
 
     tp_size: int = 1
@@ -76,12 +76,12 @@ class Topology:
                 )
         if self.moe_dense_tp_size not in (None, 1, self.tp_size):
             raise ConfigError(
-                f"--moe-dense-tp-size {self.moe_dense_tp_size}: dense layers are cut over all ranks (leave the flag "
-                f"out, or {self.tp_size}) or not at all (1)"
+                f"--moe-dense-tp-size {self.moe_dense_tp_size}: dense layers are sharded over all ranks (omit the "
+                f"flag, or {self.tp_size}) or not at all (1)"
             )
         if self.travels and self.ep_size != self.tp_size:
             raise ConfigError(
-                f"--moe-a2a-backend {self.moe_a2a_backend} moves tokens between all ranks, so --ep-size must be "
+                f"--moe-a2a-backend {self.moe_a2a_backend} dispatches tokens between all ranks, so --ep-size must be "
                 f"--tp-size {self.tp_size}, not {self.ep_size}; or use --moe-a2a-backend none"
             )
         if self.enable_dp_lm_head and self.attn_dp_size == 1:
@@ -94,20 +94,20 @@ class Topology:
 
     @property
     def moe_tp_size(self) -> int:
-        """Ranks that an expert is cut over."""
+        """Ranks that shard an expert."""
         return self.tp_size // self.ep_size
 
     @property
     def travels(self) -> bool:
-        """Whether tokens travel to the ranks of their experts, rather than be seen by all ranks."""
+        """True if tokens are dispatched to their experts' ranks, instead of being processed by all ranks."""
         return self.moe_a2a_backend != "none"
 
     @property
     def cuts_dense(self) -> bool:
-        """Whether dense layers are cut over all ranks."""
+        """True if dense layers are sharded over all ranks."""
         return self.moe_dense_tp_size != 1 or self.tp_size == 1
 
-    # -- a rank's place on each axis
+    # -- a rank's index on each axis
 
     def attn_tp_rank(self, rank: int) -> int:
         return rank % self.attn_tp_size
@@ -124,15 +124,15 @@ class Topology:
     # -- the groups, as lists of ranks of the world
 
     def attn_tp_groups(self) -> RankLists:
-        """Ranks that share requests."""
+        """Ranks with the same requests."""
         return _neighbours(self.tp_size, self.attn_tp_size)
 
     def moe_tp_groups(self) -> RankLists:
-        """Ranks that share experts."""
+        """Ranks with the same experts."""
         return _neighbours(self.tp_size, self.moe_tp_size)
 
     def ep_groups(self) -> RankLists:
-        """Ranks that together hold all experts, in the order of the experts."""
+        """Ranks that together hold all experts, in expert order."""
         return _strided(self.tp_size, self.moe_tp_size)
 
     def node_groups(self) -> RankLists:
@@ -140,14 +140,14 @@ class Topology:
         return _neighbours(self.tp_size, self.tp_size // self.num_nodes)
 
     def rail_groups(self) -> RankLists:
-        """Ranks with the same place on every host."""
+        """Ranks with the same local rank, one per host."""
         return _strided(self.tp_size, self.tp_size // self.num_nodes)
 
     def check(self, model: ModelWidths) -> None:
-        """Whether the model can be cut so.
+        """Checks that the model can be sharded this way.
 
         Raises:
-            ConfigError: naming the flags, the model's number and the nearest sizes that would do.
+            ConfigError: with the flags, the model's size and the nearest valid sizes.
         """
         attn, moe = self.attn_tp_size, self.moe_tp_size
         groups = [n for n in range(1, self.tp_size + 1) if self.tp_size % n == 0]
@@ -158,8 +158,8 @@ class Topology:
         kv_heads = model.num_kv_heads
         if not model.latent_kv and kv_heads % attn and attn % kv_heads:
             raise ConfigError(
-                f"{kv_heads} KV heads can neither be shared by {attn} ranks (--tp-size / --attn-dp-size) nor repeated "
-                f"evenly on them; {_nearest(attn, kv_heads)} could share them, a multiple of {kv_heads} repeat them"
+                f"{kv_heads} KV heads can neither be divided over {attn} ranks (--tp-size / --attn-dp-size) nor "
+                f"replicated evenly on them; {_nearest(attn, kv_heads)} divide, a multiple of {kv_heads} replicates"
             )
         if self.cuts_dense:
             _check_width(
@@ -178,7 +178,7 @@ class Topology:
 def _check_divides(size: int, total: int, what: str, flag: str, way_out: str) -> None:
     if total and total % size:
         raise ConfigError(
-            f"{total} {what} cannot be shared evenly by {size} ranks ({flag}); {_nearest(size, total)} could; {way_out}"
+            f"{total} {what} cannot be split evenly over {size} ranks ({flag}); {_nearest(size, total)} can; {way_out}"
         )
 
 
@@ -188,7 +188,7 @@ def _check_width(size: int, width: int, block: int, what: str, flag: str, way_ou
     blocks = "" if block == 1 else f" in blocks of {block}"
     could = _nearest(size, width // block) if width % block == 0 else "1"
     raise ConfigError(
-        f"{what} of width {width} cannot be cut evenly over {size} ranks{blocks} ({flag}); {could} could; or {way_out}"
+        f"{what} of width {width} cannot be split evenly over {size} ranks{blocks} ({flag}); {could} can; or {way_out}"
     )
 
 

@@ -1,6 +1,6 @@
-"""Rows that ranks hold in different numbers, gathered and summed: exact counts, so that nothing is padded.
+"""Collectives over uneven row counts (gatherv, scatterv), without padding.
 
-Where all have as many, these are the plain collectives. Legend: R ranks, C columns.
+With equal counts these are the plain collectives. Legend: R ranks, C columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_engine.parallel.collectives import Group
 
 
 def gather_rows(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """x [counts[rank], C] -> all ranks' rows [sum(counts), C], in the order of the ranks."""
+    """x [counts[rank], C] -> all ranks' rows [sum(counts), C], in rank order."""
     if group.size == 1:
         return x
     if not any(counts):
@@ -27,7 +27,7 @@ def gather_rows(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def scatter_sums(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """x [sum(counts), C], a summand of everybody's rows -> the sum over the ranks of this rank's rows."""
+    """x [sum(counts), C], partial sums of all ranks' rows -> the sum over the ranks of this rank's rows."""
     if group.size == 1:
         return x
     if not any(counts):
@@ -41,12 +41,12 @@ def scatter_sums(group: Group, x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def sum_over(group: Group, x: Tensor) -> Tensor:
-    """The sum over the ranks, on every rank with the same bits."""
+    """The sum over the ranks, bit-identical on every rank."""
     return x if group.size == 1 or not x.numel() else group.all_reduce(x)
 
 
 def exchange_columns(group: Group, x: Tensor, rows: Sequence[int]) -> Tensor:
-    """x [sum(rows), W], some columns of everybody's rows -> all columns of this rank's rows, [rows[rank], R * W]."""
+    """x [sum(rows), W], this rank's columns of all rows -> all columns of this rank's rows, [rows[rank], R * W]."""
     own = rows[group.rank]
     out = torch.empty(group.size * own, x.shape[1], dtype=x.dtype, device=x.device)
     group.all_to_all(out, x.contiguous(), [own] * group.size, rows)

@@ -1,8 +1,8 @@
-# What this cluster needs, in one place: every script of this folder reads it. A value that is set already wins, so
-# `NIC=ib0 sbatch slurm/serve.sbatch` needs no edit; what is the same for all jobs is best written down here.
+# Settings of this cluster, read by every script of this folder. Values that are already set take precedence, so
+# `NIC=ib0 sbatch slurm/serve.sbatch` needs no edit; put settings for all jobs here.
 # shellcheck shell=bash
 
-# -- the program: that of the environment `make serve` made beside this folder, else of $VIRTUAL_ENV, else on PATH
+# -- the program: from the environment made by `make serve` in this repository, else from $VIRTUAL_ENV, else from PATH
 if [ -z "${MOE_ENGINE:-}" ]; then
   for MOE_ENGINE in "$REPOSITORY/.venv/bin/moe-engine" "${VIRTUAL_ENV:-}/bin/moe-engine" "$(command -v moe-engine)"; do
     if [ -x "$MOE_ENGINE" ]; then break; fi
@@ -13,40 +13,40 @@ if ! MOE_ENGINE=$(command -v "${MOE_ENGINE:-moe-engine}"); then
     "$REPOSITORY, or submit by: MOE_ENGINE=/path/to/bin/moe-engine sbatch ..." >&2
   return 2
 fi
-# its Python: beside it, else the one that its first line names
+# its Python: in the same folder, else from its shebang line
 : "${PYTHON:=$(dirname "$MOE_ENGINE")/python}"
 if ! command -v "$PYTHON" >/dev/null; then PYTHON=$(sed -n '1s/^#! *\([^ ]*\).*/\1/p' "$MOE_ENGINE"); fi
 if ! command -v "$PYTHON" >/dev/null; then PYTHON=python3; fi
 export MOE_ENGINE PYTHON
 
-# -- rendezvous: node 0 is the first host of the step and its port is made from the numbers of job, step and restart.
-# Set these where other nodes must use another name or port for it, for instance its name on InfiniBand.
+# -- rendezvous: node 0 is the first host of the step; its port is derived from the numbers of job, step and restart.
+# Set these if other nodes must use another name or port for it, e.g. its InfiniBand name.
 # export MASTER_ADDR=$(hostname)-ib MASTER_PORT=29500
 
-# -- the interface for addresses and small messages between nodes (`ip -br addr`). Empty: the one that reaches node 0.
+# -- network interface for addresses and small messages between nodes (`ip -br addr`). Empty: the route to node 0.
 : "${NIC:=}"
 if [ -n "$NIC" ]; then
   export GLOO_SOCKET_IFNAME=$NIC NCCL_SOCKET_IFNAME=$NIC NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME=$NIC
 fi
 
-# -- the adapters for tensors (`ibstat -l`): a prefix such as mlx5, or a list such as mlx5_0,mlx5_1. Empty: all of them.
+# -- InfiniBand adapters for tensors (`ibstat -l`): a prefix such as mlx5, or a list such as mlx5_0,mlx5_1. Empty: all.
 : "${HCA:=}"
 if [ -n "$HCA" ]; then
   export NCCL_IB_HCA=$HCA
   case $HCA in *,*) export NVSHMEM_HCA_LIST=$HCA ;; *) export NVSHMEM_HCA_PREFIX=$HCA ;; esac
 fi
-# RoCE only: which entry of the adapter's address table is RoCE v2 (`show_gids`; often 3).
+# RoCE only: index of the RoCE v2 entry in the adapter's GID table (`show_gids`; often 3).
 : "${GID_INDEX:=}"
 if [ -n "$GID_INDEX" ]; then
   export NCCL_IB_GID_INDEX=$GID_INDEX NVSHMEM_IB_GID_INDEX=$GID_INDEX
 fi
 
-# -- NVSHMEM, which carries DeepEP's tokens between nodes. DeepEP itself turns on IBGDA (the GPU rings the adapter's
-# doorbell); it needs nvidia.ko with PeerMappingOverride=1 or gdrcopy. `ibrc` works without, more slowly.
+# -- NVSHMEM, the transport of DeepEP between nodes. DeepEP enables IBGDA (the GPU rings the adapter's doorbell), which
+# needs nvidia.ko with PeerMappingOverride=1 or gdrcopy. `ibrc` works without it, but slower.
 : "${NVSHMEM_IB_ENABLE_IBGDA:=1}"
 : "${NVSHMEM_QP_DEPTH:=1024}"   # at least twice (--max-dispatch-tokens-per-rank + 1)
 export NVSHMEM_IB_ENABLE_IBGDA NVSHMEM_QP_DEPTH
 
-# -- logs: NCCL says only what is wrong; NCCL_DEBUG=INFO tells which adapters it took
+# -- logs: NCCL logs only problems; NCCL_DEBUG=INFO logs the adapters it uses
 : "${NCCL_DEBUG:=WARN}"
 export NCCL_DEBUG

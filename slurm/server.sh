@@ -1,11 +1,11 @@
-# The server's step, for serve.sbatch and bench.sbatch.
+# The server's job step, for serve.sbatch and bench.sbatch.
 # shellcheck shell=bash
 
 : "${PORT:=30000}"
 : "${RANKS_PER_NODE:=${SLURM_GPUS_ON_NODE:-1}}"
 
-# start_server FLAGS...: the layout for DeepSeek's models over all ranks, then the user's flags, of which the last counts.
-# Which node is which, `moe-engine serve` reads from the step's environment.
+# start_server FLAGS...: the layout of DeepSeek models over all ranks, then the user's flags, of which the last wins.
+# `moe-engine serve` reads the node ranks from the step's environment.
 start_server() {
   local ranks=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE)) layout=()
   if ((ranks > 1)); then
@@ -15,7 +15,7 @@ start_server() {
   start_step "$MOE_ENGINE" serve --host 0.0.0.0 --port "$PORT" "${layout[@]}" "$@"
 }
 
-# wait_ready: until the server answers; fails when it ends before.
+# wait_ready: waits until the server is healthy; fails if it exits first.
 wait_ready() {
   while step_runs; do
     if "$PYTHON" -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)' \

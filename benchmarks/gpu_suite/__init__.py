@@ -1,1 +1,1 @@
-"""Everything a GPU must show, in one command: ``python -m benchmarks.gpu_suite``."""
+"""All GPU checks and measurements in one command: ``python -m benchmarks.gpu_suite``."""

@@ -1,13 +1,12 @@
-"""Runs every part on the GPU of this machine: compilation, parity, kernels against their floors, the engine, a profile.
+"""Runs every part on this machine's GPU: compilation, parity, kernels against their floors, the engine, a profile.
 
     python -m benchmarks.gpu_suite [--parts parity kernels ...] [--seconds 590] [--output FILE] [--dry-run [cpu|cuda]]
 
-Takes less than ten minutes on one H200. Writes benchmarks/results/<date>_<gpu>_gpu_suite.json and a picture beside it,
-after every part anew, and prints tables. A part that fails is reported and the others go on. Exit code: 0; 1 when a
-part failed or a row is wrong; 2 without a CUDA device. Targets that are missed do not change it.
-
-`--dry-run` goes through all of it in tiny sizes, on the CPU or with `--dry-run cuda` on a GPU, into a temporary folder
-unless `--output` says where: its numbers mean nothing, but what would break later breaks here.
+Takes less than ten minutes on one H200. Writes benchmarks/results/<date>_<gpu>_gpu_suite.json and a picture next to it,
+updated after every part, and prints tables. A failed part is reported and the others continue. Exit code: 0; 1 if a
+part failed or a row is wrong; 2 without a CUDA device. Missed targets do not change it.
+`--dry-run` runs everything in tiny sizes, on the CPU or with `--dry-run cuda` on a GPU, into a temporary folder unless
+`--output` is given: its numbers are meaningless, but it detects errors before a real run.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="moe-engine bench gpu_suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
-    parser.add_argument("--seconds", type=float, default=590.0, help="for everything")
+    parser.add_argument("--seconds", type=float, default=590.0, help="time limit of the whole run")
     parser.add_argument("--output", type=Path, metavar="FILE")
-    parser.add_argument("--run-part", choices=names, help="run one part in this process, write what it returns")
+    parser.add_argument("--run-part", choices=names, help="run one part in this process and write its result")
     parser.add_argument(
         "--dry-run", nargs="?", choices=("cpu", "cuda"), const="cpu", help="everything in tiny sizes there (cpu)"
     )
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_all(names: Sequence[str], seconds: float, output: Path, dry: str | None = None) -> int:
-    """The parts in turn, within so many seconds; the file is written after each."""
+    """Runs the parts in order, within `seconds`; the file is written after each."""
     from benchmarks.gpu_suite.picture import draw
     from benchmarks.gpu_suite.texts import part_text, summary
 
@@ -63,7 +62,7 @@ def run_all(names: Sequence[str], seconds: float, output: Path, dry: str | None 
     parts = [part for part in PARTS if part.name in names]
     for place, part in enumerate(parts):
         limit = shares(parts[place:], ends - time.monotonic())
-        values = run_apart(part, limit, dry) if limit > 5 else {"failed": "no time was left"}
+        values = run_apart(part, limit, dry) if limit > 5 else {"failed": "no time left"}
         result[part.name] = values
         print(f"\n== {part.name} ({values.get('seconds', 0)} s)\n{part_text(part.name, values)}", flush=True)
         write_result("gpu_suite", result, device=dry or "cuda", path=output)

@@ -1,8 +1,8 @@
-"""Lines of a part, one for each case and row, kept on disk: a kernel that takes the process or the GPU's context with
-it costs its own line and no other.
+"""Result lines of a part, one per case and row, saved on disk: a kernel that crashes the process or the GPU context
+costs only its own line.
 
-An illegal address is told by every call on the device from then on, until the process ends. So the part ends with
-`DEVICE_LOST`, whoever started it starts it again, and it goes on behind the line at fault.
+After an illegal address every call on the device fails until the process ends. So the part exits with `DEVICE_LOST`,
+its parent restarts it, and it continues after the failing line.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from benchmarks.gpu_suite.setting import Setting
 from benchmarks.kernel_cases import KernelCase
 
 DEVICE_LOST = 3
-"""Exit code of a part that wants to be started again."""
+"""Exit code of a part that must be restarted."""
 
 MOST_LOSSES = 2
-"""Of a family's row; after these its other cases are left alone, for every one costs the start of a process."""
+"""Max device losses of a family's row; then its other cases are skipped, since each costs a process start."""
 
 Line = dict[str, Any]
 
 
 class DeviceLost(Exception):
-    """Nothing runs on the device any more in this process."""
+    """The device is unusable in this process."""
 
 
 class Attempts:
-    """The lines so far, those of earlier processes included.
+    """The lines so far, including those of earlier processes.
 
     Args:
-        values: what the part returns, of its lines.
+        values: the part's result as a function of its lines.
     """
 
     def __init__(self, setting: Setting, values: Callable[[list[Line]], dict[str, Any]]) -> None:
@@ -44,17 +44,17 @@ class Attempts:
         self._losses = Counter((line["family"], line["row"]) for line in self.lines if "lost" in line)
 
     def rows(self, case: KernelCase, rows: dict[str, Any]) -> dict[str, Any]:
-        """Those to try on a case: not tried yet, and not known to lose the device."""
+        """The rows to try on a case: not tried yet, and not known to lose the device."""
         return {
             name: row for name, row in rows.items()
             if (case.name, name) not in self._known and self._losses[case.family, name] < MOST_LOSSES
         }  # fmt: skip
 
     def run(self, case: KernelCase, row: str, attempt: Callable[[], Line]) -> None:
-        """Adds the line of an attempt that says itself what failed.
+        """Adds the line of an attempt, which reports its own failures.
 
         Raises:
-            DeviceLost: it was the last here; all is saved.
+            DeviceLost: the process cannot continue; all lines are saved.
         """
         at: Line = {"kernel": case.name, "family": case.family, "row": row}
         self._setting.save(self._values(self.lines) | {"at": at})

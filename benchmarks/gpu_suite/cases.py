@@ -1,4 +1,4 @@
-"""Cases beside the named shapes: small attention, experts in the padded layout, quantisation, permutation.
+"""Cases in addition to the named shapes: small attention, experts in the padded layout, quantization, permutation.
 
 Sizes are those of the models in the families' `shapes.py`. Legend: E experts, M rows of an expert.
 """
@@ -15,7 +15,7 @@ from moe_engine.kernels.attention import shapes as attention
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, ExpertModel
 
-EXPERTS = 16  # of a rank
+EXPERTS = 16  # per rank
 
 
 def padded_experts(rows: int, model: ExpertModel = DEEPSEEK_V3, experts: int = EXPERTS) -> KernelCase:
@@ -36,7 +36,7 @@ def padded_experts(rows: int, model: ExpertModel = DEEPSEEK_V3, experts: int = E
 
 
 def quantize(tokens: int, width: int) -> KernelCase:
-    """bf16 rows to e4m3 with a scale for every 128 channels."""
+    """bf16 rows to e4m3 with one scale per 128 channels."""
 
     def prepare(kernel: Any, device: str) -> Call:
         x = normal(tokens, width, device=device)
@@ -47,7 +47,7 @@ def quantize(tokens: int, width: int) -> KernelCase:
 
 
 def norm_quantize(tokens: int, width: int) -> KernelCase:
-    """The residual stream added to, normed, and written in bf16 and in e4m3, as before a mixture's experts."""
+    """Residual add, norm, and output in bf16 and e4m3, as before MoE experts."""
 
     def prepare(kernel: Any, device: str) -> Call:
         x, stream = (normal(tokens, width, device=device) for _ in range(2))
@@ -64,7 +64,7 @@ def norm_quantize(tokens: int, width: int) -> KernelCase:
 
 
 def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
-    """Rows gathered in the order of their experts, the order being known."""
+    """Rows gathered in expert order, with a given order."""
 
     def prepare(kernel: Any, device: str) -> Call:
         x = normal(tokens, model.hidden, device=device)
@@ -77,7 +77,7 @@ def permute(tokens: int, model: ExpertModel = DEEPSEEK_V3) -> KernelCase:
 
 
 def parity_cases() -> list[KernelCase]:
-    """Small ones: correctness needs no size. Decodes, verifications, chunks and prompts of every kind of attention."""
+    """Small cases, enough for correctness: decodes, verifications, chunks and prompts of every kind of attention."""
     latent = (attention.DEEPSEEK_V3, attention.DEEPSEEK_V3_FP8, attention.DEEPSEEK_V2_LITE)
     grouped = (attention.LLAMA_3_8B, attention.QWEN3_30B_A3B)
     shapes = [model.absorbed(5, count, 300) for model in latent for count in (1, 4)]
@@ -92,14 +92,14 @@ def parity_cases() -> list[KernelCase]:
 
 
 def timed_cases() -> list[KernelCase]:
-    """The points that have targets, and their neighbours."""
+    """The shapes with targets, and neighbouring sizes."""
     experts = [padded_experts(rows) for rows in (8, 32, 64, 128)]
     hidden = DEEPSEEK_V3.hidden
     return [*attention_cases(), *experts, quantize(4096, hidden), norm_quantize(4096, hidden), permute(4096)]
 
 
 def tiny_cases() -> list[KernelCase]:
-    """Every kind of case in sizes for a CPU."""
+    """Every kind of case in CPU sizes."""
     latent, grouped = attention.LatentModel("tiny", 2, 128, 64, 32, 32), attention.GroupedModel("tiny", 4, 2, 64)
     model = ExpertModel("tiny", 8, 2, 64, 48, fp8=False)
     shapes = [latent.absorbed(3, 2, 70), latent.expanded(2, 5, 9), grouped.paged(3, 1, 70), grouped.paged(1, 8, 8)]

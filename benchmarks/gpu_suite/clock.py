@@ -1,8 +1,8 @@
-"""Times of calls on a GPU, and the two limits they are held against: copying and multiplying.
+"""Times of calls on a GPU, and the two limits they are compared with: copying and multiplying.
 
-A call is timed by events around it, with a large write before it, which empties the L2 cache of the call's operands as
-the rest of a model does. Behind the write the GPU is kept waiting for longer than the host needs for all launches of
-the call, so that these do not count: in a model a graph launches them.
+A call is timed by CUDA events, after a large write that evicts the call's operands from the L2 cache, as the rest of a
+model does. After the write the GPU is kept busy for longer than the host needs for all launches of the call, so that
+launch overhead does not count: in a model a graph launches them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ GEMM_SIZE = 8192
 REPEATS = 15
 LONG_S = 0.02
 LONG_REPEATS = 3
-"""Of calls that take longer: they vary little, and others want time, too."""
+"""Repeats of longer calls: they vary little, and time is limited."""
 CYCLES_PER_S = 2e9
-"""At least as many as any GPU has."""
+"""At least the SM count of any GPU."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of this GPU as measured: bytes a second of a copy (read and write both count), flops a second of products."""
+    """Measured limits of this GPU: bytes/s of a copy (read and write both count), flops/s of products."""
 
     copy_bytes_per_s: float
     bf16_flops_per_s: float
@@ -37,7 +37,7 @@ class Limits:
 
 
 class Clock:
-    """Measures calls on the current device. On a CPU, and where sizes are `tiny`, the numbers mean nothing."""
+    """Measures calls on the current device. On a CPU, and in `tiny` sizes, the numbers are meaningless."""
 
     def __init__(self, kind: str = "cuda", tiny: bool = False, repeats: int = REPEATS) -> None:
         self._repeats, self._device = 2 if tiny else repeats, kind
@@ -45,7 +45,7 @@ class Clock:
         self._flush = torch.empty(FLUSH_BYTES // self._shrink**2, dtype=torch.int8, device=kind)
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """The median of several calls, after three that do not count."""
+        """The median of several calls, after three warm-up calls."""
         if self._device != "cuda":
             return min(_host_seconds(call) for _ in range(3))
         call()
@@ -70,7 +70,7 @@ class Clock:
         return median([begin.elapsed_time(end) for begin, end in pairs]) / 1e3
 
     def copy_bytes_per_s(self) -> float:
-        """Bytes read and written a second by a large copy."""
+        """Bytes read and written per second by a large copy."""
         num_bytes = COPY_BYTES // self._shrink**2
         source = torch.empty(num_bytes, dtype=torch.int8, device=self._device)
         target = torch.empty_like(source)
@@ -83,7 +83,7 @@ class Clock:
         return Limits(copy, bf16, self._fp8(a, b, size))
 
     def _fp8(self, a: torch.Tensor, b: torch.Tensor, size: int) -> float | None:
-        """None where torch cannot multiply FP8 here."""
+        """None if torch has no FP8 products on this device."""
         x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
         one = torch.ones((), device=self._device)
         try:
@@ -94,7 +94,7 @@ class Clock:
 
 
 def _host_seconds(call: Callable[[], Any]) -> float:
-    """Until the host has made the call; the device may still be at it."""
+    """Host time of the call; the device may still be running."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began

@@ -1,7 +1,7 @@
-"""Every kernel that the suite launches compiled beforehand on all cores, into the cache that the other parts find it
-in: one by one, as they are launched, it would take minutes of theirs.
+"""Compiles all kernels of the suite in advance on all cores, into the cache used by the other parts: compiled one
+by one at launch they would cost minutes of these parts.
 
-Every process makes all launches on a device that is absent, and compiles its share of the kernels that they ask for.
+Every process makes all launches on an absent device, and compiles its share of the requested kernels.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from benchmarks.gpu_suite.setting import Setting
 from moe_engine.planning.machine import Machine, probe_machine
 
 Found = tuple[list[dict[str, Any]], list[str], int]
-"""Reports of the compiler, launches that failed, and how many kernels there was no time for."""
+"""Compiler reports, failed launches, and the number of kernels skipped for lack of time."""
 
 
 def measure(folder: Path, setting: Setting) -> dict[str, Any]:
-    """How many kernels there are for this GPU, those that spill or do not fit, and launches that did not compile."""
+    """The number of kernels for this GPU, kernels that spill or do not fit, and launches that did not compile."""
     from triton import knobs
 
     if knobs.runtime.interpret:
@@ -55,7 +55,7 @@ def _share(number: int, count: int, folder: Path, machine: Machine, setting: Set
     left_out: set[str] = set()
     failures = []
 
-    def is_not_mine(*, key: Any, fn: Any, **rest: Any) -> bool:
+    def is_other_share(*, key: Any, fn: Any, **rest: Any) -> bool:
         name = f"{fn.name} {key}"
         if zlib.crc32(name.encode()) % count != number:
             return True
@@ -65,7 +65,7 @@ def _share(number: int, count: int, folder: Path, machine: Machine, setting: Set
 
     own = folder / str(number)
     with absent_device(_arch(machine)) as compilations:
-        before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, is_not_mine
+        before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, is_other_share
         try:
             for name, launch in of_suite(own, machine, setting.dry):
                 try:
@@ -79,7 +79,7 @@ def _share(number: int, count: int, folder: Path, machine: Machine, setting: Set
 
 
 def _machine(setting: Setting) -> Machine:
-    """Asked for in a process of its own: the compilers are forked, which a process that uses a GPU cannot be."""
+    """Probed in a separate process: the compilers are forked, which is not possible after using a GPU."""
     if setting.kind == "cpu":
         from moe_engine.planning.hardware import GPUS
 
@@ -89,5 +89,5 @@ def _machine(setting: Setting) -> Machine:
 
 
 def _arch(machine: Machine) -> int:
-    """As Triton numbers those that the tables have kernels for."""
+    """Triton's number of the architecture, if the tables have kernels for it."""
     return 100 if machine.capability is not None and machine.capability >= (10, 0) else 90

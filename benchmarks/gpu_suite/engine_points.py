@@ -1,6 +1,6 @@
-"""Tokens a second of the whole engine with random weights: decode of one batch, many requests offline, FP8 layers.
+"""Tokens per second of the whole engine with random weights: decode of one batch, many requests offline, FP8 layers.
 
-Models are config.json alone; the numbers in the weights do not matter to speed.
+Models are only a config.json; weight values do not affect speed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TINY: dict[str, Any] = {
     "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "v_head_dim": 32,
     "qk_nope_head_dim": 32, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
-"""What a dry run puts over either config: a model for a CPU."""
+"""Config overrides of a dry run: a CPU-sized model."""
 
 
 OnPoints = Callable[[list[dict[str, Any]]], None]
@@ -77,7 +77,7 @@ class Load:
     offline_requests: int = 512
     offline_tokens: int = 1024
     flags: tuple[tuple[str, int], ...] = ()
-    """Of the engine, besides."""
+    """Additional engine flags."""
 
 
 FULL, SMALL = Load(), Load((1, 3), (1, 2), 16, 3, 4, 8, (("chunked_prefill_size", 16), ("max_total_tokens", 256)))
@@ -93,7 +93,7 @@ def model_of(config: dict[str, Any], folder: Path, setting: Setting) -> Path:
 
 
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
-    """A checkpoint folder that holds a config.json alone."""
+    """A checkpoint folder with only a config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -102,11 +102,11 @@ def write_model(folder: Path, config: dict[str, Any]) -> Path:
 def decode_points(
     model: Path, batches: tuple[int, ...], folder: Path, setting: Setting, on_points: OnPoints = lambda points: None
 ) -> list[dict[str, Any]]:
-    """What `benchmarks.one_batch` measures with `Load.context` tokens before, one result a batch size; `on_points` gets
-    those so far after each.
+    """Runs `benchmarks.one_batch` with `Load.context` tokens of context, one result per batch size; `on_points`
+    receives the results so far after each.
 
     Raises:
-        RuntimeError: it failed; what it wrote was handed over.
+        RuntimeError: it failed; its earlier results were reported.
     """
     load, results = load_of(setting), folder / f"{model.name}.jsonl"
     command = [
@@ -134,8 +134,8 @@ def decode_points(
 
 
 def offline(model: Path, setting: Setting) -> dict[str, Any]:
-    """Generated tokens a second of random prompts handed over at once, as many tokens in as out. What is not done when
-    time is over is aborted: the tokens until then count, and the seconds until then. Saved before the engine ends."""
+    """Generated tokens per second of random prompts submitted at once, with equal input and output lengths. Unfinished
+    requests are aborted at the time limit: the tokens and seconds until then count. Saved before the engine ends."""
     from moe_engine import Engine
 
     load, draw = load_of(setting), random.Random(0)
@@ -163,7 +163,7 @@ def offline(model: Path, setting: Setting) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _aborting(engine: Engine, setting: Setting) -> Iterator[None]:
-    """Aborts all requests once time is over; again and again, since some may have come just after."""
+    """Aborts all requests at the time limit; repeatedly, since some may arrive just after."""
     done = threading.Event()
 
     def watch() -> None:
@@ -197,12 +197,12 @@ def measure_offline(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def measure_fp8_layers(folder: Path, setting: Setting) -> dict[str, Any]:
-    """The FP8 layers of DeepSeek-V3: time a layer against the bytes that a step must read, at this GPU's copy rate. (A
-    fifth of the head counts to each layer, in both.)"""
+    """The FP8 layers of DeepSeek-V3: time per layer against the bytes that a step must read, at this GPU's copy rate.
+    (A fifth of the head counts to each layer, in both.)"""
     load, model = load_of(setting), model_of(V3_LAYERS, folder, setting)
     rate, config = Clock(setting.kind, setting.dry).copy_bytes_per_s(), load_model_config(model)
     if setting.kind == "cuda":
-        torch.cuda.empty_cache()  # the engine beside this process needs what it can get
+        torch.cuda.empty_cache()  # frees memory for the engine process
 
     def values(points: list[dict[str, Any]]) -> dict[str, Any]:
         for point in points:

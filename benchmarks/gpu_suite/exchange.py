@@ -1,8 +1,8 @@
-"""Dispatch and combine through peers' memory with all ranks in one process on one GPU: are the kernels right there,
-and what does each launch take when nobody is waited for.
+"""Dispatch and combine through symmetric memory with all ranks in one process on one GPU: correctness of the kernels,
+and the time of each launch without waiting.
 
-The ranks' memory is plain memory of this GPU, so what would cross NVLink crosses HBM. Launches go phase by phase over
-all ranks on one stream. Before that few tokens go between ranks on streams of their own, where waiting kernels do wait.
+The ranks' memory is plain memory of this GPU, so NVLink traffic becomes HBM traffic. Launches run phase by phase over
+all ranks on one stream. Before that, few tokens are dispatched between ranks on separate streams, where kernels wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.gpu_suite.setting import Setting
 from moe_engine.kernels.symm_mem.regions import Regions
 
-if TYPE_CHECKING:  # it imports Triton, which whoever only reads results may not have
+if TYPE_CHECKING:  # it imports Triton, which is not needed to read results
     from moe_engine.kernels.symm_mem.exchange import Arrival, SymmMemExchange
 
 NUM_SLOTS = 2
@@ -27,7 +27,7 @@ LIMIT_S = 5.0
 
 @dataclass(frozen=True)
 class Load:
-    """What every rank brings."""
+    """Sizes of every rank."""
 
     num_ranks: int
     num_local: int
@@ -46,15 +46,15 @@ class Load:
 
 V3_EP8 = Load(8, 32, 8, 7168, 128, torch.bfloat16, fp8=False)
 V3_BESIDE = replace(V3_EP8, num_local=4, tokens=4)
-"""At most 32 programs of a rank wait at a time: two of a multiprocessor, which every kernel's registers allow."""
+"""Max 32 waiting programs per rank: two per SM, which every kernel's registers allow."""
 TINY = Load(3, 2, 3, 256, 4, torch.bfloat16, fp8=False)
 TINY_BESIDE = replace(TINY, num_ranks=1, num_local=4)
-"""Alone: a dry run may be on a device where launches come one after the other."""
+"""Only these: a dry run may use a device with serialised launches."""
 OnPhase = Callable[[str, Callable[[], Any]], Any]
 
 
 class RanksHere:
-    """All ranks of a load, in this process. Expert e multiplies by 1 + e / E."""
+    """All ranks of a load, in one process. Expert e multiplies by 1 + e / E."""
 
     def __init__(self, load: Load, device: str) -> None:
         from moe_engine.kernels.symm_mem.exchange import SymmMemExchange
@@ -82,8 +82,8 @@ class RanksHere:
         return self.x.double() * (self.weights.double() * factors).sum(2, keepdim=True)
 
     def run(self, number: int, on_phase: OnPhase | None = None, apart: bool = False) -> Tensor:
-        """One dispatch and combine of all ranks, phase by phase; `on_phase` runs each and returns what it returned.
-        `apart`: every rank on the stream that it has in `run_beside`."""
+        """One dispatch and combine of all ranks, phase by phase; `on_phase` runs each and returns its result.
+        `apart`: every rank on its own stream of `run_beside`."""
 
         if apart:
             torch.cuda.synchronize()
@@ -109,10 +109,10 @@ class RanksHere:
         return self._stacked(run("sum", lambda r, own: own.sum(self.weights[r], self._load.dtype, number)))
 
     def run_beside(self, number: int) -> Tensor:
-        """The same on a stream for each rank, whole dispatches and combines: kernels wait for each other.
+        """`run` with one stream per rank, whole dispatches and combines: kernels wait for each other.
 
-        Nothing that the host does in between may wait for the device: kernels are loaded and every stream has its
-        memory after a `run` apart. All programs that wait must find a place on the GPU beside those they wait for.
+        The host must not synchronise in between: kernels are loaded and streams have their memory after a `run` apart.
+        All waiting programs must be resident on the GPU next to those they wait for.
         """
         out = []
         torch.cuda.synchronize()
@@ -124,7 +124,7 @@ class RanksHere:
         return self._stacked(out)
 
     def _stacked(self, out: list[Tensor]) -> Tensor:
-        """Of all ranks; their memory may go back to their streams."""
+        """Stacks all ranks' results; their memory may return to their streams."""
         stacked = torch.stack(out)
         if stacked.is_cuda:
             torch.cuda.synchronize()
@@ -137,15 +137,15 @@ class RanksHere:
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:
-    """Norm of the difference over the norm expected; infinite where anything is not finite."""
+    """Norm of the difference over the expected norm; infinite if any value is not finite."""
     if not bool(found.isfinite().all()):
         return float("inf")
     return float((found.double() - expected).norm() / expected.norm())
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """DeepSeek V3's experts on 8 ranks, 128 tokens each, rows in bf16 and in FP8: error and microseconds a rank; and
-    with few programs on streams of their own."""
+    """DeepSeek V3's experts on 8 ranks, 128 tokens each, rows in bf16 and in FP8: error and microseconds per rank; and
+    with few programs on separate streams."""
     if setting.kind == "cpu":
         return {"skipped": "needs the memory of a GPU"}
     from benchmarks.gpu_suite.clock import Clock
@@ -168,7 +168,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def _error_beside(load: Load) -> float:
-    """Of ranks on streams of their own; infinite where one was lost."""
+    """Error of ranks on separate streams; infinite if one was lost."""
     ranks = RanksHere(load, "cuda")
     expected = ranks.expected()
     for number in range(NUM_SLOTS):
@@ -178,7 +178,7 @@ def _error_beside(load: Load) -> float:
 
 
 def _times(ranks: RanksHere, clock: Any, num_ranks: int) -> dict[str, float]:
-    """Microseconds a rank of each phase. A phase may be launched again, by all ranks: it finds what it found before."""
+    """Microseconds per rank of each phase. A phase can be relaunched by all ranks with the same inputs."""
     found: dict[str, float] = {}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
@@ -191,7 +191,7 @@ def _times(ranks: RanksHere, clock: Any, num_ranks: int) -> dict[str, float]:
 
 
 def as_text(values: dict[str, Any]) -> str:
-    """For people."""
+    """Text report."""
     from benchmarks.report import table
 
     cells = []
@@ -199,4 +199,4 @@ def as_text(values: dict[str, Any]) -> str:
         times = [f"{name} {us:.1f}" for name, us in line["us"].items()]
         cells.append((line["name"], f"{max(line['error'], line['error_beside']):.1e}", "yes" if line["ok"] else "NO",
                       ", ".join(times)))  # fmt: skip
-    return table(("exchange, all ranks on this GPU", "error", "holds", "us a rank"), cells)
+    return table(("exchange, all ranks on this GPU", "error", "ok", "us per rank"), cells)

@@ -1,4 +1,4 @@
-"""The bytes that a decode step of a model must read at least, and the time that takes.
+"""The minimum bytes read by a decode step of a model, and the time this takes.
 
 Legend: B requests, S tokens before each, E experts, K experts per token.
 """
@@ -11,13 +11,13 @@ from moe_engine.models.sizes import weight_bytes
 
 
 def decode_bytes(config: ModelConfig, batch: int, context: int) -> int:
-    """Weights once (of the experts those that B independent choices of K hit, of the embedding B rows), and the KV of B
-    requests with S tokens each. Activations stay out."""
+    """Weights once (of the experts those hit by B independent choices of K, of the embedding B rows), and the KV of B
+    requests with S tokens each, without activations."""
     fp8 = config.quant is not None
     read = weight_bytes(config, 2, keeps_fp8=fp8) - 4 * config.context_length * config.rope.width
     read -= 2 * config.hidden_size * max(0, config.vocab_size - batch) * (not config.tie_word_embeddings)
     attention = config.attention
-    if isinstance(attention, MLAConfig):  # kv_b is held in both forms, a decode reads one
+    if isinstance(attention, MLAConfig):  # kv_b is kept in both forms, a decode reads one
         per_head = attention.qk_nope_head_dim + attention.v_head_dim
         read -= 2 * config.num_layers * attention.num_heads * per_head * attention.kv_lora_rank
     if config.moe is not None:

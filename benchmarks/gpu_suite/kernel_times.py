@@ -22,8 +22,7 @@ from benchmarks.report import table
 def measure(
     cases: Iterable[KernelCase], rows: Sequence[str] | None = None, setting: Setting | None = None
 ) -> dict[str, Any]:
-    """Limits of this GPU, a line for each case and row, cases for which no time was left, the rows that cannot run, and
-    the targets.
+    """Limits of this GPU, a line per case and row, cases skipped for lack of time, unavailable rows, and the targets.
 
     Raises:
         DeviceLost: see `attempts`.
@@ -48,7 +47,7 @@ def measure(
 
 
 def time_row(case: KernelCase, kernel: Any, clock: Clock, limits: Limits, setting: Setting) -> dict[str, Any]:
-    """What a case takes with a row, or why it does not run, or how it failed."""
+    """Time of a case with a row, or the refusal reason, or the failure."""
     peak = limits.fp8_flops_per_s if case.fp8 and limits.fp8_flops_per_s else limits.bf16_flops_per_s
     floor = case.floor_seconds(limits.copy_bytes_per_s, peak)
     line: dict[str, Any] = {"floor_us": floor * 1e6}
@@ -78,7 +77,7 @@ def as_text(values: dict[str, Any]) -> str:
     text = [head, table(("kernel", "row", "us", "floor us", "of floor", "GB/s", "TFLOPS"), rows)]
     text += [f"{name}: {why}" for name, why in values["refused"].items()]
     if values.get("left_out"):
-        text.append(f"no time was left for {len(values['left_out'])} cases, from {values['left_out'][0]} on")
+        text.append(f"no time left for {len(values['left_out'])} cases, from {values['left_out'][0]} on")
     text += [targets_text(values["targets"])]
     return "\n".join(text)
 
@@ -93,7 +92,7 @@ def _cells(line: dict[str, Any]) -> tuple[str, ...]:
 
 
 def targets_text(targets: Sequence[dict[str, Any]]) -> str:
-    """Each target with what was reached."""
+    """Each target with the reached value."""
     cells = []
     for target in targets:
         reached = "-" if target["reached"] is None else f"{target['reached']:.2f}"

@@ -1,4 +1,4 @@
-"""All launches of Triton kernels that the suite makes, on tensors of no device: what must be compiled before."""
+"""All Triton launches of the suite, on meta tensors: the kernels to compile in advance."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from moe_engine.kernels.registry import Choice
 from moe_engine.planning.machine import Machine
 
 Launches = tuple[str, Callable[[], Any]]
-"""A name, and what makes them."""
+"""A name, and a function that makes the launches."""
 
 
 def of_suite(folder: Path, machine: Machine, dry: bool) -> Iterator[Launches]:
-    """Of kernels, of the exchange, and of every engine that is started on such a machine. A dry run's are few."""
+    """Launches of kernels, of the exchange, and of every engine started on the machine. A dry run has few."""
     yield from of_kernels([case for case in cases.tiny_cases() if dry and "quantize" in case.name])
     if dry:
         return
@@ -49,7 +49,7 @@ def of_suite(folder: Path, machine: Machine, dry: bool) -> Iterator[Launches]:
 
 
 def of_kernels(asked: list[cases.KernelCase]) -> Iterator[Launches]:
-    """Of Triton's rows on these cases."""
+    """Launches of Triton's rows on these cases."""
     rows = {family: next(row for row in table if row.name == "triton") for family, table in FAMILIES.items()}
     kernels = {family: Choice(family, row, "to be compiled").build() for family, row in rows.items()}
     kernels |= {part: import_module(f"moe_engine.kernels.{modules['triton']}") for part, modules in PARTS.items()}

@@ -16,15 +16,15 @@ from benchmarks.kernel_cases import KernelCase, NotServed
 
 BF16_ERROR = 1e-2
 FP8_ERROR = 6e-2
-"""Of the difference's norm over the result's: products in bf16, and products whose rows are quantised to e4m3."""
+"""Bounds of the difference's norm over the result's: products in bf16, and products with rows quantized to e4m3."""
 
 MOST_BYTES = 2 << 30
-"""Larger cases are left to the timings: parity needs no size."""
+"""Larger cases are only timed: parity does not depend on size."""
 
 
 def compare(cases: Iterable[KernelCase], rows: Rows, setting: Setting) -> dict[str, Any]:
-    """A line for each case that torch serves and each other row: the error, its bound, whether it holds; or what went
-    wrong. `wrong` counts those that do not hold, `left_out` names cases for which no time was left.
+    """A line for each case that torch supports and each other row: the error, its bound, whether it holds; or the
+    failure. `wrong` counts violations, `left_out` lists cases skipped for lack of time.
 
     Raises:
         DeviceLost: see `attempts`.
@@ -51,19 +51,19 @@ def compare(cases: Iterable[KernelCase], rows: Rows, setting: Setting) -> dict[s
 def _compared(
     case: KernelCase, kernel: Any, reference: Any, expected: list[tuple[Tensor, ...]], device: str
 ) -> dict[str, Any]:
-    """One row's line. `expected` holds what the reference gave, once it was asked."""
+    """One row's line. `expected` caches the reference's result."""
     bound = FP8_ERROR if case.fp8 else BF16_ERROR
     line: dict[str, Any] = {"bound": bound}
-    whose = "torch: "
+    prefix = "torch: "
     try:
         if not expected:
             expected.append(_result(case, reference, device))
-        whose = ""
+        prefix = ""
         found = difference(_result(case, kernel, device), expected[0])
     except NotServed as why:
-        return line | {"not_served": f"{whose}{why}", "ok": True}
+        return line | {"not_served": f"{prefix}{why}", "ok": True}
     except Exception as error:
-        return line | {"failed": f"{whose}{type(error).__name__}: {error}", "ok": False}
+        return line | {"failed": f"{prefix}{type(error).__name__}: {error}", "ok": False}
     return line | {"error": found, "ok": found <= bound}
 
 
@@ -75,7 +75,7 @@ def _result(case: KernelCase, kernel: Any, device: str) -> tuple[Tensor, ...]:
 
 
 def difference(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    """The worst of all tensors: norm of the difference over the norm expected; of integers, the share that differs."""
+    """The worst of all tensors: norm of the difference over the expected norm; for integers, the share that differs."""
     worst = 0.0
     for a, b in zip(got, expected, strict=True):
         if a.shape != b.shape:

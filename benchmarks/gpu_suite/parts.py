@@ -1,4 +1,4 @@
-"""The parts of the suite, each run in a process of its own: a crash or a hang of one leaves the others."""
+"""The parts of the suite, each run in a separate process: a crash or hang does not affect the others."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from benchmarks.gpu_suite.setting import Setting
 
 @dataclass(frozen=True)
 class Part:
-    """`run(folder, setting)` returns what goes into the result, and may use the folder. It gets `limit_s` seconds at
-    most, and `least_s` even where others before it take all they can."""
+    """`run(folder, setting)` returns the part's result, and may use the folder. It gets at most `limit_s` seconds,
+    and at least `least_s` even if earlier parts use all their time."""
 
     name: str
     least_s: int
@@ -32,7 +32,7 @@ class Part:
 
 
 def _aot(folder: Path, setting: Setting) -> dict[str, Any]:
-    """Compiles on all cores what the other parts would compile one by one."""
+    """Compiles on all cores the kernels that the other parts would compile one by one."""
     from benchmarks.gpu_suite.compiled import measure
 
     return measure(folder, setting)
@@ -62,7 +62,7 @@ def _tokens(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def _exchange(folder: Path, setting: Setting) -> dict[str, Any]:
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # kernels that wait for each other share no queue
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # mutually waiting kernels must not share a queue
     from benchmarks.gpu_suite.exchange import measure
 
     return measure(setting)
@@ -103,17 +103,17 @@ PARTS = (
     Part("fp8_layers", 65, 100, _fp8_layers),
     Part("offline", 100, 150, _offline),
 )
-"""Correctness before times, the quickest and most telling first: what is cut off from outside is the end."""
+"""Correctness before times, the fastest and most informative first: an external time limit cuts off the end."""
 
 
 def shares(parts: Sequence[Part], seconds: float) -> float:
-    """Seconds that the first of these parts may take, so that the others have their least."""
+    """Seconds available to the first of these parts, if the others keep their minimum."""
     left = seconds - sum(part.least_s for part in parts[1:])
     return max(min(parts[0].limit_s, left), min(parts[0].least_s, seconds))
 
 
 def run_part(name: str, setting: Setting) -> int:
-    """Runs a part in this process and saves what it returns; returns the exit code."""
+    """Runs a part in this process and saves its result; returns the exit code."""
     part = next(part for part in PARTS if part.name == name)
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -124,8 +124,8 @@ def run_part(name: str, setting: Setting) -> int:
 
 
 def run_apart(part: Part, seconds: float, dry: str | None = None) -> dict[str, Any]:
-    """Runs a part in a process of its own, again where it lost the device or died at a case that can be left out, and
-    ends all that it started. ``failed`` says what went wrong; what it had by then is there besides."""
+    """Runs a part in a separate process, restarting it if it lost the device or died at a case that can be skipped, and
+    ends all its processes. ``failed`` has the error; partial results are kept."""
     with tempfile.TemporaryDirectory() as folder:
         output, log = Path(folder, "part.json"), Path(folder, "stderr")
         began, failed = time.monotonic(), None
@@ -151,7 +151,7 @@ def _where(at: dict[str, Any] | None) -> str:
 
 
 def _run_once(part: Part, seconds: float, dry: str | None, output: Path, log: Path) -> int | None:
-    """The exit code; None where time was over first."""
+    """The exit code; None if the time limit came first."""
     command = [sys.executable, "-m", "benchmarks.gpu_suite", "--run-part", part.name, "--output", str(output)]
     command += ["--seconds", str(seconds), *(["--dry-run", dry] if dry else [])]
     with log.open("w") as errors:
@@ -165,8 +165,8 @@ def _run_once(part: Part, seconds: float, dry: str | None, output: Path, log: Pa
 
 
 def _end_group(process: subprocess.Popen[Any]) -> None:
-    """The engine's processes too, which would keep the GPU's memory from the next part: they have groups of their
-    own, and leave by themselves only where they can."""
+    """Also ends the engine's processes, which would keep the GPU's memory from the next part: they have separate
+    process groups, and exit by themselves only if they can."""
     started = []
     with contextlib.suppress(psutil.NoSuchProcess):
         started = psutil.Process(process.pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""One picture of a suite's result: how near each kernel comes to its floor, and where a decode step's time goes."""
+"""A picture of a suite's result: each kernel against its floor, and the time profile of a decode step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VENDOR = "#d08030"
 
 
 def draw(result: dict[str, Any], file: Path) -> Path | None:
-    """Writes a PNG; None where matplotlib is not installed or nothing was measured."""
+    """Writes a PNG; None if matplotlib is not installed or nothing was measured."""
     try:
         import matplotlib
     except ImportError:
@@ -37,7 +37,7 @@ def draw(result: dict[str, Any], file: Path) -> Path | None:
     left.legend(seen.values(), seen.keys(), loc="lower right", fontsize=7)
     right.barh(list(classes), [entry["us"] for entry in classes.values()], color=COLOURS["triton"])
     right.invert_yaxis()
-    right.set_xlabel("us of a decode step")
+    right.set_xlabel("us in a decode step")
     first = result.get("profile", {}).get("next", [])
     right.set_title(
         "\n".join(f"{entry['share']:.0%} {entry['kernel'][:40]}" for entry in first), fontsize=7, loc="left"

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: device time by class of kernel, and how long the device had nothing to do."""
+"""Time profile of a decode step: device time by class of kernel, and device idle time."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ CLASSES = (
     ("norms and rotary", r"rms_norm|rotate_kernel|write_latent|write_kv|layer_norm"),
     ("activation", r"silu"),
     ("products", r"block_gemm|gemm|gemv|cutlass|cublas|nvjet|sm90_xmma|splitk|sum_parts|matmul"),
-    ("quantisation", r"quantize"),
+    ("quantization", r"quantize"),
     ("copies", r"memcpy|memset|copy|fill|cat|index|gather|scatter"),
 )
-"""The first class whose pattern is found in a kernel's name, in any case, has it."""
+"""A kernel belongs to the first class whose pattern matches its name, ignoring case."""
 
 STEPS = 8
 
 
 def class_of(kernel: str) -> str:
-    """``other`` where no pattern fits."""
+    """``other`` if no pattern matches."""
     return next((name for name, pattern in CLASSES if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
 def by_class(kernels: Iterable[tuple[str, float, int]]) -> dict[str, dict[str, float]]:
-    """(name, microseconds, launches) of kernels -> the sums of every class, the longest first."""
+    """(name, microseconds, launches) of kernels -> the sums of every class, longest first."""
     sums: dict[str, dict[str, float]] = defaultdict(lambda: {"us": 0.0, "launches": 0})
     for name, us, launches in kernels:
         sums[class_of(name)]["us"] += us
@@ -88,7 +88,7 @@ def measure(folder: Path, setting: Setting) -> dict[str, Any]:
 
 
 def next_three(longest: Sequence[dict[str, Any]], step_us: float, busy_us: float) -> list[dict[str, Any]]:
-    """What to look at first: the kernels with the largest share of a step, and the time in which none ran."""
+    """Optimisation candidates: the kernels with the largest share of a step, and the idle time."""
     idle = {"kernel": "no kernel runs: the device waits for the host", "us": max(0.0, step_us - busy_us)}
     worst = sorted((idle, *longest), key=lambda entry: -entry["us"])[:3]
     return [{"kernel": entry["kernel"], "us": entry["us"], "share": entry["us"] / step_us} for entry in worst]

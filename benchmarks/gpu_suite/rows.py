@@ -1,4 +1,4 @@
-"""The rows of each kernel family that can run on this GPU, and why the others cannot."""
+"""The rows of each kernel family that can run on this GPU, and the refusal reasons of the others."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PARTS = {
     "quantization": {"torch": "quantization.reference", "triton": "quantization.triton_rows"},
     "permutation": {"triton": "permutation.triton_permute"},
 }
-"""Kernels that are parts of a family's row and no table's own: modules, used as rows."""
+"""Kernels that are parts of a family's row and not in a table: modules, used as rows."""
 
 
 class Rows:
-    """Kernels by family and row name, each built once. `refused` says of the others why."""
+    """Kernels by family and row name, each built once. `refused`: the reasons of the others."""
 
     def __init__(self, device: Device, asked: Sequence[str] | None = None) -> None:
         self.kernels: dict[str, dict[str, Any]] = {family: {} for family in (*FAMILIES, *PARTS)}
@@ -51,7 +51,7 @@ class Rows:
                     self.kernels[part][name] = import_module(f"moe_engine.kernels.{module}")
 
     def _build(self, family: str, row: Row) -> str | None:
-        """Why the row that should run cannot be made; None where it can."""
+        """The reason why a supported row fails to load; None if it loads."""
         try:
             self.kernels[family][row.name] = Choice(family, row, "measured").build()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Where the suite runs and how much it may take: a GPU and its time, or tiny sizes where only the logic is tried."""
+"""Device and time limit of the suite: a GPU, or tiny sizes for a dry run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 from moe_engine.kernels.device import Device, probe
 
 RESERVE = 8.0
-"""Seconds before a part's end at which it begins nothing new, so that what it has is written."""
+"""Seconds before a part's time limit at which it starts nothing new, so that its results are written."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One part's.
+    """Setting of one part.
 
     Attributes:
         kind: ``cuda`` or ``cpu``.
-        dry: tiny sizes; the numbers mean nothing.
+        dry: tiny sizes; the numbers are meaningless.
         ends: in `time.monotonic`'s seconds.
-        output: where a part leaves what it has so far, or None.
+        output: file of a part's partial results, or None.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Setting:
 
     @classmethod
     def of(cls, dry: str | None, seconds: float, output: Path | None = None) -> Setting:
-        """`dry`: the kind of device to try the logic on; None: the real thing, on a GPU."""
+        """`dry`: the device kind of a dry run; None: a real run on a GPU."""
         return cls(dry or "cuda", dry is not None, time.monotonic() + seconds, output)
 
     @property
@@ -41,11 +41,11 @@ class Setting:
 
     @property
     def is_over(self) -> bool:
-        """Whether to begin nothing more."""
+        """True if nothing more may be started."""
         return time.monotonic() > self.ends - RESERVE
 
     def device_works(self) -> bool:
-        """Whether this process can still use it."""
+        """True if this process can still use the device."""
         if self.kind == "cpu":
             return True
         import torch
@@ -57,14 +57,14 @@ class Setting:
         return True
 
     def save(self, values: dict[str, Any]) -> None:
-        """What the part has so far, for whoever looks if it never ends."""
+        """Saves the part's partial results, in case it does not finish."""
         if self.output is not None:
             partial = self.output.with_suffix(".partial")
             partial.write_text(json.dumps(values, default=str))
             partial.replace(self.output)
 
     def saved(self) -> dict[str, Any]:
-        """What an earlier process of this part has left."""
+        """Partial results of an earlier process of this part."""
         if self.output is None or not self.output.exists():
             return {}
         found: dict[str, Any] = json.loads(self.output.read_text())

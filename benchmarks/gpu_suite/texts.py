@@ -1,4 +1,4 @@
-"""The parts' results for people, whole or as far as they came, and what they come to."""
+"""Text reports of the parts' results, complete or partial, and their summary."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Values = dict[str, Any]
 
 
 def part_text(name: str, values: Values) -> str:
-    """A part's result; what failed first."""
+    """Text of a part's result; failures first."""
     lines = [f"failed: {values['failed']}"] if "failed" in values else []
     if "restarts" in values:
-        lines.append(f"started again {values['restarts']} times, behind lines that took the process with them")
+        lines.append(f"restarted {values['restarts']} times, after lines that crashed the process")
     if "skipped" in values:
         lines.append(f"skipped: {values['skipped']}")
     elif set(values) - {"failed", "restarts", "seconds", "at"}:
@@ -24,12 +24,12 @@ def part_text(name: str, values: Values) -> str:
 
 
 def summary(result: dict[str, Values]) -> str:
-    """How many targets were met, and all that was missed, was wrong or failed."""
+    """Number of targets met, and all missed targets, wrong results and failures."""
     targets = [target for values in result.values() for target in values.get("targets", [])]
     reached = [target for target in targets if target["reached"] is not None]
     missed = [target for target in reached if not target["met"]]
     met, untried = len(reached) - len(missed), len(targets) - len(reached)
-    lines = [f"targets: {met} met, {len(missed)} missed, {untried} not tried"]
+    lines = [f"targets: {met} met, {len(missed)} missed, {untried} not measured"]
     lines += [f"  missed: {target['name']}: {target['reached']:.2f} of {target['wanted']:.2f}" for target in missed]
     for name, values in result.items():
         if "failed" in values:
@@ -46,9 +46,9 @@ def _last_line(text: str) -> str:
 
 
 def _aot(values: Values) -> str:
-    text = f"{values['num_kernels']} kernels for sm_{values['arch']}, {values['cached']} of them there already, "
-    text += f"{len(values['not_fit'])} not fit to ship"
-    text += f", no time was left for {values['left_out']}" if values["left_out"] else ""
+    text = f"{values['num_kernels']} kernels for sm_{values['arch']}, {values['cached']} of them cached, "
+    text += f"{len(values['not_fit'])} with problems"
+    text += f", no time left for {values['left_out']}" if values["left_out"] else ""
     return "\n".join([text, *values["failures"]])
 
 
@@ -56,7 +56,7 @@ def _parity(values: Values) -> str:
     cells = [(n["kernel"], n["row"], _error(n), "yes" if n["ok"] else "NO") for n in values["lines"]]
     notes = [f"{row}: {why}" for row, why in values["refused"].items()]
     if values.get("left_out"):
-        notes.append(f"no time was left for {len(values['left_out'])} cases, from {values['left_out'][0]} on")
+        notes.append(f"no time left for {len(values['left_out'])} cases, from {values['left_out'][0]} on")
     return "\n".join([table(("kernel", "row", "error", "holds"), cells), *notes])
 
 
@@ -66,10 +66,10 @@ def _error(line: Values) -> str:
 
 def _profile(values: Values) -> str:
     classes = [(n, f"{c['us']:.0f}", f"{c['launches']:.0f}") for n, c in values["classes"].items()]
-    head = f"step {values['step_us']:.0f} us, of which the device worked {values['device_us']:.0f} us"
+    head = f"step {values['step_us']:.0f} us, of which the device was busy {values['device_us']:.0f} us"
     first = [(n["kernel"][:70], f"{n['us']:.0f}", f"{n['share']:.0%}") for n in values["next"]]
     text = head + "\n" + table(("class", "us", "launches"), classes)
-    return text + "\n" + table(("next to look at", "us", "of a step"), first)
+    return text + "\n" + table(("optimise next", "us", "of a step"), first)
 
 
 def _fp8_layers(values: Values) -> str:
@@ -77,15 +77,15 @@ def _fp8_layers(values: Values) -> str:
         (p["batch_size"], f"{p['layer_us']:.0f}", f"{p['layer_floor_us']:.0f}", f"{p['of_floor']:.2f}")
         for p in values["points"]
     ]
-    return table(("batch", "us a layer", "floor us", "of floor"), cells)
+    return table(("batch", "us per layer", "floor us", "of floor"), cells)
 
 
 def _engine(values: Values) -> str:
     latencies = [(p["batch_size"], p["median_decode_latency"]) for p in values.get("points", [])]
     lines = [(size, f"{seconds * 1e3:.2f}", f"{size / seconds:.0f}") for size, seconds in latencies]
-    text = table(("batch", "ms a step", "tokens/s"), lines) if lines else ""
+    text = table(("batch", "ms per step", "tokens/s"), lines) if lines else ""
     if values.get("tokens", 0) < values.get("of_tokens", 0):
-        text += f"stopped when its time was over, after {values['tokens']} of {values['of_tokens']} tokens"
+        text += f"stopped at the time limit, after {values['tokens']} of {values['of_tokens']} tokens"
     return text + "\n" + kernel_times.targets_text(values["targets"])
 
 

@@ -1,5 +1,5 @@
-"""Greedy tokens of the embedded model on the GPU against the CPU: the same in float32, and in bfloat16 none that the
-CPU's float32 model thinks much worse than its best: the whole engine agrees."""
+"""Greedy tokens of the embedded model on the GPU against the CPU: equal in float32, and in bfloat16 none that the CPU's
+float32 model ranks much below its best: an end-to-end check."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ TOKENS = 32
 SMALL = {"context_length": 32, "max_total_tokens": 512, "chunked_prefill_size": 16}
 
 MOST_REGRET = 0.5
-"""Nats that a token may be less likely than the best. In bfloat16 FP8 weights meet activations of 3 bits of fraction,
-which moves logits of about 10 by a few hundredths of themselves."""
+"""Max nats by which a token may be less likely than the best. In bfloat16, FP8 weights are multiplied with activations
+of 3 fraction bits, which changes logits of about 10 by a few percent."""
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """Alone and all at once, in either order; `wrong` counts answers that differ anywhere in float32, or hold a token
+    """Alone and all at once, in either order; `wrong` counts answers that differ anywhere in float32, or have a token
     beyond `MOST_REGRET` in bfloat16."""
     count, flags = (4, SMALL) if setting.dry else (TOKENS, {})
     expected, found = (greedy(device, count, "float32", flags) for device in ("cpu", setting.kind))
@@ -36,7 +36,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def greedy(device: str, count: int, dtype: str, flags: Mapping[str, int]) -> dict[str, list[list[int]]]:
-    """Token ids by how the prompts were handed over."""
+    """Token ids by submission mode of the prompts."""
     from moe_engine import Engine
 
     ask = {"temperature": 0.0, "max_new_tokens": count, "ignore_eos": True}
@@ -47,19 +47,19 @@ def greedy(device: str, count: int, dtype: str, flags: Mapping[str, int]) -> dic
 
 
 def regrets(answers: list[list[int]]) -> list[float]:
-    """Of each prompt's answer, by how many nats its worst token is less likely than the best one there, as the CPU's
-    float32 model sees it behind the tokens before."""
+    """Per prompt: by how many nats the answer's worst token is less likely than the best one at its position, according
+    to the CPU's float32 model given the preceding tokens."""
     from moe_engine import Engine
 
     found = []
     with Engine(device="cpu", dtype="float32", max_running_requests=len(PROMPTS)) as engine:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             ids = [*engine.tokenize(prompt), *answer]
-            told = engine.generate(
+            result = engine.generate(
                 input_ids=ids, sampling_params={"temperature": 0.0, "max_new_tokens": 1}, return_logprob=True,
                 logprob_start_len=len(ids) - len(answer) - 1, top_logprobs_num=1,
             )  # fmt: skip
-            meta: dict[str, Any] = told["meta_info"]  # type: ignore[call-overload, index]
+            meta: dict[str, Any] = result["meta_info"]  # type: ignore[call-overload, index]
             own = meta["input_token_logprobs"][-len(answer) :]
             best = meta["input_top_logprobs"][-len(answer) :]
             assert [entry[1] for entry in own] == answer

@@ -1,4 +1,4 @@
-"""Attention in C++: blockwise over the paged context, the same bits whatever else is in the batch."""
+"""Attention in C++: blockwise over the paged context. Results are batch-invariant, bit for bit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CpuMLA(_Backend):
     ) -> Tensor:  # fmt: skip
         hidden = rows(hidden)
         if kind_of(hidden.dtype) != layer.kind:
-            raise ValueError(f"hidden states are {hidden.dtype}, the cache {cache.dtype}: not what the weights are")
+            raise ValueError(f"hidden states are {hidden.dtype}, the cache {cache.dtype}: not the weights' dtype")
         form = latent_form(cache, hidden.dtype, *layer.widths)
         out = torch.empty((hidden.shape[0], layer.hidden), dtype=hidden.dtype)
         struct = find(queries, plan)
@@ -66,7 +66,7 @@ class CpuMLA(_Backend):
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
     ) -> Tensor:
-        """As the protocol says; `value_width` is C where the rotary width is not 64."""
+        """See the protocol; `value_width` is C where the rotary width is not 64."""
         q = rows(q)
         tokens, heads, width = q.shape
         latent = width - 64 if value_width is None else value_width
@@ -109,7 +109,7 @@ class CpuMLA(_Backend):
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
     ) -> Tensor:
-        """As the protocol says; `value_width` is C where the rotary width is not 64."""
+        """See the protocol; `value_width` is C where the rotary width is not 64."""
         queries.refuse_tree("gathered")
         size = cache.element_size()
         struct = find(queries, plan)

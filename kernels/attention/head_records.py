@@ -1,7 +1,5 @@
-"""A KV head's key or value in a GQA cache as torch tensors: plain numbers, bare e5m2 numbers, or an e4m3 record of
-bytes with a scale of its own; `kv_format` says what they look like.
-
-Legend: S slots, G KV heads, Dh head width.
+"""A KV head's key or value in a GQA cache as torch tensors: unscaled values (bf16, float32, e5m2), or an e4m3 record
+of bytes with its own scale; `kv_format` describes the layouts.
 """
 
 from __future__ import annotations
@@ -10,14 +8,14 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.kv_format import E4M3, FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset, head_width
-from moe_engine.kernels.attention.latent_records import as_bytes, numbers, scale_of, to_e4m3, to_e5m2
+from moe_engine.kernels.attention.latent_records import as_bytes, as_float32, scale_of, to_e4m3, to_e5m2
 
 
 def form_of(cache: Tensor, width: int) -> int:
-    """The form of a cache [S, G, .] of heads of `width` numbers.
+    """The row format of a cache [S, G, .] with heads of `width` channels.
 
     Raises:
-        ValueError: if its rows are not that long.
+        ValueError: if the row length matches no format.
     """
     form = {torch.uint8: FP8_TOKEN, torch.float8_e5m2: FP8_RANGE}.get(cache.dtype, PLAIN)
     expected = head_width(E4M3, width) if form == FP8_TOKEN else width
@@ -27,7 +25,7 @@ def form_of(cache: Tensor, width: int) -> int:
 
 
 def pack(heads: Tensor, form: int) -> Tensor:
-    """heads [..., Dh] -> records [..., bytes] uint8, or [..., Dh] float8_e5m2. Numbers are rounded to nearest even."""
+    """heads [..., Dh] -> records [..., bytes] uint8, or [..., Dh] float8_e5m2. Rounds to nearest even."""
     if form == FP8_RANGE:
         return to_e5m2(heads)
     width, values = heads.shape[-1], heads.float()
@@ -39,8 +37,8 @@ def pack(heads: Tensor, form: int) -> Tensor:
 
 
 def unpack(records: Tensor, width: int) -> Tensor:
-    """Rows of any form, [..., .] -> [..., Dh] float32, exactly what the bytes say."""
+    """Rows of any format, [..., .] -> [..., Dh] float32, exact."""
     if form_of(records, width) != FP8_TOKEN:
         return records.float()
-    scale = numbers(records[..., head_scale_offset(width) :], torch.float32)  # [..., 1]
-    return numbers(records[..., :width], torch.float8_e4m3fn) * scale
+    scale = as_float32(records[..., head_scale_offset(width) :], torch.float32)  # [..., 1]
+    return as_float32(records[..., :width], torch.float8_e4m3fn) * scale

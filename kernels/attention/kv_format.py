@@ -1,16 +1,14 @@
-"""How a token's KV lies in memory, by the name of its number format. Imports no torch: whoever counts bytes before a
-launch and whoever allocates them read the same rules.
+"""KV cache row formats by dtype name: sizes and layout. Imports no torch: the memory ledger (before launch) and the
+allocation use the same rules.
 
-`fp8_e4m3` has three bits of fraction and few exponents, so numbers come with scales of their own, in records of bytes:
-
-- `FP8_GROUPS`, MLA where the latent allows it: C e4m3 numbers, C/128 float32 scales (powers of two), P bfloat16 rotary
-  channels; 656 bytes for 512 + 64. FlashMLA's record. Rotary channels are few, large and sensitive: they stay longer.
-- `FP8_TOKEN`, other latents: C + P e4m3 numbers, padding to 16 bytes, a float32 scale of the latent and one of the
+`fp8_e4m3` has three fraction bits and a small exponent range, so its values carry scales, in records of bytes:
+- `FP8_GROUPS`, MLA where the latent allows it: C e4m3 values, C/128 float32 scales (powers of two), P bfloat16 rotary
+  channels; 656 bytes for 512 + 64. FlashMLA's record. Rotary channels are few, large and sensitive: they stay bf16.
+- `FP8_TOKEN`, other latents: C + P e4m3 values, padding to 16 bytes, a float32 scale of the latent and one of the
   rotary channels, padding to 16 bytes; 592 bytes for 512 + 64.
-- a head of GQA's keys or values: Dh e4m3 numbers, padding to 4 bytes, a float32 scale; 132 bytes for 128.
-
-`fp8_e5m2` (`FP8_RANGE`) has two bits of fraction and float16's exponents: a scale would change nothing, numbers stand
-bare, a byte each.
+- a GQA head's key or value: Dh e4m3 values, padding to 4 bytes, a float32 scale; 132 bytes for 128.
+`fp8_e5m2` (`FP8_RANGE`) has two fraction bits and float16's exponents: a scale gains nothing, so values are stored
+unscaled, one byte each.
 
 Legend: C kv_lora_rank, P rotary width, G KV heads, Dh head width.
 """
@@ -18,15 +16,15 @@ Legend: C kv_lora_rank, P rotary width, G KV heads, Dh head width.
 from __future__ import annotations
 
 PLAIN, FP8_TOKEN, FP8_GROUPS, FP8_RANGE = 0, 1, 2, 3
-"""Forms of a row, as the C++ and Triton kernels number them too. A head's e4m3 record is `FP8_TOKEN` there."""
+"""Row formats; the C++ and Triton kernels use the same numbers. A head's e4m3 record is `FP8_TOKEN` there."""
 
 GROUP = 128
-"""Numbers of the latent that share a scale in `FP8_GROUPS`."""
+"""Latent channels that share a scale in `FP8_GROUPS`."""
 
 E4M3, E5M2 = "fp8_e4m3", "fp8_e5m2"
 STORED = {"bfloat16": ("bfloat16", 2), "float16": ("float16", 2), "float32": ("float32", 4), E4M3: ("uint8", 1)}
 STORED[E5M2] = ("float8_e5m2", 1)
-"""By the format's name: torch's name of what a cache tensor holds, and its bytes."""
+"""By dtype name: torch's dtype name of the cache tensor, and its bytes."""
 
 
 def is_fp8(kv_dtype: str) -> bool:
@@ -39,22 +37,22 @@ def scales_offset(latent: int, rotary: int) -> int:
 
 
 def record_bytes(form: int, latent: int, rotary: int) -> int:
-    """Bytes of a token in one of MLA's e4m3 records.
+    """Bytes of one token's MLA e4m3 record.
 
     Raises:
-        ValueError: if the form has no record for these widths.
+        ValueError: if the format has no record for these widths.
     """
     if form == FP8_TOKEN:
         return scales_offset(latent, rotary) + 16
     if form == FP8_GROUPS:
         if not _has_groups(latent, rotary):
-            raise ValueError(f"records with a scale for {GROUP} numbers need a power of two of them, not {latent}")
+            raise ValueError(f"grouped FP8 records need {GROUP} * 2^n latent channels, not {latent}")
         return latent + latent // GROUP * 4 + 2 * rotary
-    raise ValueError(f"{form} is no FP8 record")
+    raise ValueError(f"format {form} is not an FP8 record")
 
 
 def latent_width(kv_dtype: str, latent: int, rotary: int) -> int:
-    """Elements (bytes, for FP8) of MLA's row in the cache."""
+    """Elements (bytes, for FP8) of one MLA cache row."""
     if kv_dtype != E4M3:
         return latent + rotary
     return record_bytes(FP8_GROUPS if _has_groups(latent, rotary) else FP8_TOKEN, latent, rotary)

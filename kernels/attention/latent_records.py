@@ -1,5 +1,5 @@
-"""A token's latent in an MLA cache as torch tensors: plain numbers, bare e5m2 numbers, or one of two e4m3 records of
-bytes; `kv_format` says what they look like.
+"""A token's latent in an MLA cache as torch tensors: unscaled values (bf16, float32, e5m2), or one of two e4m3 records
+of bytes; `kv_format` describes the layouts.
 
 Legend: S slots, C kv_lora_rank, P rotary width.
 """
@@ -25,15 +25,15 @@ LARGEST_E5M2 = 57344.0
 
 
 def form_of(cache: Tensor, latent: int, rotary: int) -> int:
-    """The form of a cache [S, width]: numbers where it has C + P of them, a record where it has bytes.
+    """The row format of a cache [S, width]: plain for C + P values, a record for bytes.
 
     Raises:
-        ValueError: if the width is none of these.
+        ValueError: if the width matches no format.
     """
     width = cache.shape[-1]
     if cache.dtype != torch.uint8:
         if width != latent + rotary:
-            raise ValueError(f"a cache row has {width} numbers, the latent {latent} + {rotary}")
+            raise ValueError(f"a cache row has {width} values, the latent has {latent} + {rotary}")
         return FP8_RANGE if cache.dtype == torch.float8_e5m2 else PLAIN
     for form in (FP8_TOKEN, FP8_GROUPS):
         if (form == FP8_TOKEN or latent % GROUP == 0) and width == record_bytes(form, latent, rotary):
@@ -42,7 +42,7 @@ def form_of(cache: Tensor, latent: int, rotary: int) -> int:
 
 
 def pack(rows: Tensor, latent: int, form: int) -> Tensor:
-    """rows [S, C+P] -> records [S, bytes] uint8, or [S, C+P] float8_e5m2. Numbers are rounded to nearest even."""
+    """rows [S, C+P] -> records [S, bytes] uint8, or [S, C+P] float8_e5m2. Rounds to nearest even."""
     if form == FP8_RANGE:
         return to_e5m2(rows)
     rotary = rows.shape[1] - latent
@@ -65,24 +65,24 @@ def pack(rows: Tensor, latent: int, form: int) -> Tensor:
 
 
 def unpack(records: Tensor, latent: int, rotary: int) -> Tensor:
-    """Rows of any form, [S, .] -> [S, C+P] float32, exactly what the bytes say."""
+    """Rows of any format, [S, .] -> [S, C+P] float32, exact."""
     form = form_of(records, latent, rotary)
     if form in (PLAIN, FP8_RANGE):
         return records.float()
-    values = numbers(records[:, :latent], torch.float8_e4m3fn)
+    values = as_float32(records[:, :latent], torch.float8_e4m3fn)
     if form == FP8_TOKEN:
         begin = scales_offset(latent, rotary)
-        both = numbers(records[:, begin : begin + 8], torch.float32)
-        rope = numbers(records[:, latent : latent + rotary], torch.float8_e4m3fn)
+        both = as_float32(records[:, begin : begin + 8], torch.float32)
+        rope = as_float32(records[:, latent : latent + rotary], torch.float8_e4m3fn)
         return torch.cat((values * both[:, :1], rope * both[:, 1:]), 1)
     end = latent + latent // GROUP * 4
-    scales = numbers(records[:, latent:end], torch.float32)
+    scales = as_float32(records[:, latent:end], torch.float32)
     scaled = values.unflatten(1, (-1, GROUP)) * scales[..., None]
-    return torch.cat((scaled.flatten(1), numbers(records[:, end:], torch.bfloat16)), 1)
+    return torch.cat((scaled.flatten(1), as_float32(records[:, end:], torch.bfloat16)), 1)
 
 
 def scale_of(values: Tensor) -> Tensor:
-    """[..., n] -> [...]: what the largest number must be divided by to fit e4m3."""
+    """[..., n] -> [...]: the divisor that brings the largest magnitude into e4m3's range."""
     return values.abs().amax(-1).clamp(min=1e-12) / LARGEST_E4M3
 
 
@@ -91,7 +91,7 @@ def to_e4m3(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def to_e5m2(values: Tensor) -> Tensor:
-    """Too large numbers become the largest, not infinity."""
+    """Saturates: out-of-range values become the largest finite value, not infinity."""
     return values.float().clamp(-LARGEST_E5M2, LARGEST_E5M2).to(torch.float8_e5m2)
 
 
@@ -99,6 +99,6 @@ def as_bytes(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-def numbers(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes [..., n] that hold numbers of `dtype`, as float32."""
+def as_float32(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes [..., n] reinterpreted as `dtype` values, as float32."""
     return raw.contiguous().view(dtype).float()

@@ -1,7 +1,7 @@
-"""The head widths that vendor libraries have attention kernels for. Adapters refuse calls by these rules, the tables
-refuse launches by them before anything is loaded. Imports no torch.
+"""Head widths that vendor libraries have attention kernels for. Adapters check calls against these rules; the tables
+check launches against them before anything is loaded. Imports no torch.
 
-Each function returns why not, or None. Legend: N qk_nope, P rotary width, C kv_lora_rank, V v_head.
+Each function returns the refusal reason, or None. Legend: N qk_nope, P rotary width, C kv_lora_rank, V v_head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLASHINFER_EXPANDED = ((192, 128), (128, 128), (64, 64), (256, 256))
 FLASHINFER_HEADS = (64, 128, 256)
 FLASHMLA_LATENT, FLASHMLA_ROTARY = 512, 64
 FLASHMLA_RECORD_HEADS = (64, 128)
-"""Query heads that FlashMLA's kernels over FP8 records are built for; fewer are padded."""
+"""Query heads that FlashMLA's kernels over FP8 records are built for; smaller counts are padded."""
 
 FA3_WIDEST = 256
 FA3_MIN_LATENT, FA3_MAX_LATENT, FA3_MAX_ROTARY = 256, 512, 64

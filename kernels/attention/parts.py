@@ -1,8 +1,9 @@
-"""Contexts whose keys and values are expanded a part at a time: which tokens a part has, and how results are merged.
+"""Chunks of a context in expanded MLA attention: which tokens a chunk has, and how chunk results are merged.
 
-Attention over the parts of a context, each with its log-sum-exp, is attention over the whole:
+Attention over a whole context from the attention over its chunks, each with its log-sum-exp:
 result = sum_i exp(lse_i - lse) result_i, lse = log sum_i exp(lse_i).
-Legend: T query tokens, H heads, V value width, S tokens of a part (of all requests).
+
+Legend: T query tokens, H heads, V value width, S tokens of a chunk (over all requests).
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from torch import Tensor
 from moe_engine.kernels.attention.protocol import PagedQueries
 
 MAX_MERGED = 1 << 22
-"""Elements merged at once: what is held in float32 meanwhile."""
+"""Elements merged at once; bounds the float32 temporaries."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i's context, as `ExpandsParts.plan_part` takes it.
+class Chunk:
+    """Tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i's context, see `ExpandsChunks.plan_chunk`.
 
     Raises:
-        ValueError: some query token would see none of them, or the requests need different masks.
+        ValueError: a query token would see none of these tokens, or the requests need different masks.
     """
 
     queries: PagedQueries
@@ -38,28 +39,28 @@ class Part:
         own = [first + keys == context and count <= keys for first, keys, count, context in spans]
         before = [first + keys <= context - count for first, keys, count, context in spans]
         if min((*counts, *self.key_lens), default=1) < 1 or min(self.first_keys, default=0) < 0:
-            raise ValueError(f"a part needs keys and query tokens of each request: {spans}")
+            raise ValueError(f"each request needs keys and query tokens in a chunk: {spans}")
         if not (all(own) or all(before)):
-            raise ValueError(f"a part ends with the contexts and holds the query tokens, or lies before these: {spans}")
+            raise ValueError(f"a chunk must end with the contexts, query tokens included, or precede these: {spans}")
 
     @property
     def causal(self) -> bool:
-        """The query tokens are the last keys of the part; otherwise they see all of it."""
+        """True if the query tokens are the chunk's last keys; otherwise they see the whole chunk."""
         return self.first_keys[0] + self.key_lens[0] == self.queries.context_lens[0]
 
     def slots(self) -> Tensor:
-        """Of the part's tokens, one request behind the other: [S] int64. Made without waiting for the device."""
+        """Slots of the chunk's tokens, requests concatenated: [S] int64. No device synchronisation."""
         table, rows = self.queries.slot_table, self.queries.rows
         spans = enumerate(zip(self.first_keys, self.key_lens))
         found = [table[:, first : first + keys].index_select(0, rows[i : i + 1]) for i, (first, keys) in spans]
         return torch.cat(found, 1)[0].long()
 
 
-def part_lens(context: int, count: int, size: int) -> list[int]:
-    """Lengths of the parts, each at most `size`, of a longer context whose last `count` (at most `size`) tokens ask.
+def chunk_lens(context: int, count: int, size: int) -> list[int]:
+    """Chunk lengths, each at most `size`, of a longer context whose last `count` <= `size` tokens are queries.
 
-    The last part holds all query tokens. Those before it have the same length, but for the first where that cannot be:
-    equal parts share one plan.
+    The last chunk holds all query tokens. The chunks before it have equal length, except possibly the first: chunks of
+    equal length share one plan.
     """
     before = -(-(context - size) // size)
     each = -(-(context - size) // before)
@@ -67,13 +68,10 @@ def part_lens(context: int, count: int, size: int) -> list[int]:
     return [context - last - (before - 1) * each, *[each] * (before - 1), last]
 
 
-def merge_parts(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Attention over one part of a context takes in that over another, in place; in torch, for any device.
-
-    out and other [T, H, V], lse and other_lse [T, H] float32 (natural logarithm).
-    """
+def merge_chunks(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merges the attention over another chunk into `out` and `lse`, in place; in torch, for any device."""
     size = max(1, MAX_MERGED // max(1, out[:1].numel()))
-    for mine, own, theirs, others in zip(*(x.split(size) for x in (out, lse, other, other_lse)), strict=True):
+    for into, own, source, others in zip(*(x.split(size) for x in (out, lse, other, other_lse)), strict=True):
         share = torch.sigmoid(others - own)[..., None]
-        mine.copy_(mine.float().lerp_(theirs.float(), share))
+        into.copy_(into.float().lerp_(source.float(), share))
         torch.logaddexp(own, others, out=own)

@@ -3,9 +3,9 @@
 Legend: T query tokens, R requests, H query heads, G KV heads, N qk_nope, P rotary width (64), C kv_lora_rank,
 V v_head, Dh head width, S context tokens gathered.
 
-A slot is one token's place in the KV pool. `slot_table[row, position]` names it; a page is `page_size` neighbouring
-slots. Query tokens of a request are its last `query_lens[i]` positions; each sees itself and everything before it,
-unless `PagedQueries.visible` draws a tree.
+A slot is one token's position in the KV pool. `slot_table[row, position]` names it; a page is `page_size` neighbouring
+slots. Query tokens of a request are its last `query_lens[i]` positions; attention is causal unless
+`PagedQueries.visible` defines a draft tree.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RotaryTable
 
 MAX_TREE_TOKENS = 64
-"""Query tokens of a request where `PagedQueries.visible` is given: one bit each."""
+"""Max query tokens of a request with `PagedQueries.visible`: one bit each."""
 
 
 class SharedRun(NamedTuple):
-    """Requests [first, last) of a group, the first `length` tokens of whose contexts lie in the same slots."""
+    """Requests [first, last) of a group with a shared prefix: `length` context tokens in the same slots."""
 
     first: int
     last: int
@@ -34,10 +34,10 @@ class SharedRun(NamedTuple):
 
 @dataclass(frozen=True)
 class PagedQueries:
-    """Some requests of a step: which query tokens, against which paged context.
+    """Query tokens of some requests in a step, and the paged context they attend to.
 
-    Host lists and device tensors say the same. `context_lens` include this step's tokens, whose KV is written before
-    attention runs. `query_starts` [R+1] are prefix sums of `query_lens`.
+    Host lists and device tensors hold the same values. `context_lens` include this step's tokens, whose KV is written
+    before attention runs. `query_starts` [R+1] are prefix sums of `query_lens`.
     """
 
     query_lens: list[int]
@@ -48,10 +48,10 @@ class PagedQueries:
     slot_table: Tensor  # [max_rows, max_context] int32, shared by all steps
     page_size: int
     visible: Tensor | None = None
-    """[T] int64, of draft trees: bit b of visible[t] says that query token t sees query token b of its own request. Its
-    own bit is always set, all context before the query tokens is visible. None: each sees those before it."""
+    """[T] int64, of draft trees: bit b of visible[t] is set if query token t sees query token b of its own request. Its
+    own bit is always set, all context before the query tokens is visible. None: causal."""
     shared: Sequence[SharedRun] = ()
-    """Of requests whose contexts begin in the same slots; those not named share nothing that is worth knowing."""
+    """Shared prefixes: requests whose contexts begin in the same slots. Requests not listed share no useful prefix."""
 
     def __post_init__(self) -> None:
         if self.visible is None:
@@ -64,7 +64,7 @@ class PagedQueries:
             )
 
     def refuse_tree(self, form: str) -> None:
-        """Raises ValueError if these queries are a draft tree, which the `form` of attention does not know."""
+        """Raises ValueError if these queries are a draft tree, which this `form` of attention does not support."""
         if self.visible is not None:
             raise ValueError(f"{form} attention is causal: a draft tree (visible) needs absorbed or paged attention")
 
@@ -83,7 +83,7 @@ class PagedQueries:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The queries of a step, in two groups that lie one behind the other in the token dimension.
+    """The queries of a step in two groups, decode first in the token dimension.
 
     `decode` (tokens [0, decode.num_tokens)): few query tokens each; MLA runs them in the absorbed form.
     `prefill` (the tokens after): MLA runs them in the expanded form. Either may be None.
@@ -94,12 +94,12 @@ class AttentionBatch:
 
 
 class MLABackend(Protocol):
-    """Multi-head latent attention; the layer owns the algebra (project, rotate, absorb), the backend the softmax."""
+    """Multi-head latent attention. The layer does projection, rotation and absorption; the backend does the softmax."""
 
     name: str
 
     def plan(self, batch: AttentionBatch) -> Any:
-        """Host work, once a step; the value goes to the calls below as `plan`."""
+        """Host work, once per step. The result is passed to the calls below as `plan`."""
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
@@ -113,22 +113,22 @@ class MLABackend(Protocol):
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
     ) -> Tensor:
-        """The context of every request, one behind the other: [S, C+P]. Raises ValueError for a draft tree.
+        """The contexts of all requests, concatenated: [S, C+P]. Raises ValueError for a draft tree.
 
         Args:
-            out: where it goes, and in which dtype; needed where the cache holds FP8 rows, with `value_width` (C).
+            out: the destination and its dtype; required if the cache holds FP8 rows, with `value_width` (C).
         """
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         """Varlen attention over expanded keys: q [T, H, N+P], kv [S, H, N+V], k_rope [S, P] -> [T, H, V].
 
-        kv holds a head's keys first, then its values. Raises ValueError for a draft tree.
+        kv: keys, then values, per head. Raises ValueError for a draft tree.
         """
 
 
 @runtime_checkable
 class SharesContext(Protocol):
-    """An MLA backend whose expanded form takes contexts that begin with the same tokens, expanded once."""
+    """An MLA backend whose expanded form supports shared prefixes: the shared tokens are expanded once."""
 
     def expanded_shared(
         self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any
@@ -137,44 +137,45 @@ class SharesContext(Protocol):
 
 
 @runtime_checkable
-class ExpandsParts(Protocol):
-    """An MLA backend whose expanded form takes a context in parts, so that a long one's keys and values are never held
-    at once; results of parts are put together by their log-sum-exp."""
+class ExpandsChunks(Protocol):
+    """An MLA backend whose expanded form runs in context chunks, so that the keys and values of a long context never
+    exist at once; chunk results are merged by their log-sum-exp."""
 
-    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Any:
-        """Of tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i's context: host work, once a step. The
-        value is also `gather_latent`'s plan for these tokens, with `out` for as many.
+    def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Any:
+        """Plans tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i's context: host work, once per step.
+        The result is also `gather_latent`'s plan for these tokens, with `out` of their number.
 
-        Every request has query tokens and keys. Either all parts end where the contexts end and hold the query tokens,
-        or all lie before the query tokens: libraries know these two masks. May raise ValueError for others.
+        Every request has query tokens and keys. Either all chunks end at the end of their context and hold the query
+        tokens, or all lie before the query tokens: vendor libraries support only these two masks. May raise ValueError
+        for others.
         """
 
-    def expanded_part(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: Any) -> tuple[Tensor, Tensor]:
-        """`MLABackend.expanded` over the part's tokens: (out [T, H, V], log-sum-exp [T, H] float32, natural), both
+    def expanded_chunk(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: Any) -> tuple[Tensor, Tensor]:
+        """`MLABackend.expanded` over the chunk's tokens: (out [T, H, V], log-sum-exp [T, H] float32, natural), both
         contiguous."""
 
-    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        """What `expanded_part` gave for one part takes in that of another, in place; all contiguous."""
+    def merge_chunks(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        """Merges `expanded_chunk`'s result for another chunk into `out` and `lse`, in place; all contiguous."""
 
 
 @runtime_checkable
 class RenewablePlan(Protocol):
-    """A plan whose memory stays where it is, so that recorded launches (a CUDA graph) read the plan of another step."""
+    """A plan at fixed addresses, so that captured launches (a CUDA graph) can run with the plan of another step."""
 
     def renew(self) -> None:
-        """Plans again for the queries' present `context_lens`, in stream order; the host waits for nothing."""
+        """Replans for the queries' current `context_lens`, in stream order; no host wait."""
 
 
 @runtime_checkable
 class Replayable(Protocol):
-    """A backend of either kind whose launches of a decode group depend on nothing but memory that stays in place."""
+    """A backend whose decode launches depend only on memory at fixed addresses (CUDA-graph capturable)."""
 
     def plan_in_place(self, batch: AttentionBatch) -> RenewablePlan | None:
-        """What `plan` returns, for queries whose tensors and lists will be overwritten with those of other steps.
+        """`plan`'s result for queries whose tensors and lists are overwritten at later steps.
 
-        All requests have the same number of query tokens, there are no trees and no prefill group. Asked for after the
-        batch's shapes were run once; what a call of a layer makes lazily is made while launches are recorded, so a plan
-        is used for one recording. None where results would not be those of `plan`.
+        All requests have the same number of query tokens; no trees, no prefill group. Called after one eager run of the
+        batch's shapes. Lazy per-layer work happens during capture, so a plan serves one captured graph. None if the
+        results would differ from `plan`'s.
         """
 
 
@@ -182,7 +183,7 @@ class Replayable(Protocol):
 class MLALayer:
     """The weights of an MLA layer with absorbed products. Q: q_lora_rank, D: hidden."""
 
-    down: PreparedLinear  # [Q+C+P, D]: q's latent (where it has one), then the KV latent and the rotary channels
+    down: PreparedLinear  # [Q+C+P, D]: q's latent (if any), then the KV latent and the rotary channels
     q_norm: Tensor | None  # [Q] float32
     q: PreparedLinear  # [H*(N+P), Q], or [H*(N+P), D] without q_norm
     kv_norm: Tensor  # [C] float32
@@ -196,26 +197,26 @@ class MLALayer:
 
 @runtime_checkable
 class FusedMLA(Protocol):
-    """A backend that also runs a whole MLA layer in one call, where weights are as it wants them."""
+    """A backend that also runs a whole MLA layer in one call, for weights in the formats it supports."""
 
     max_fused_tokens: int
-    """Query tokens of a step up to which that gains anything."""
+    """Max query tokens per step for which the fused call is faster."""
 
     def fuse(self, layer: MLALayer) -> Any | None:
-        """What `run_layer` takes; None where these weights cannot be run so."""
+        """The handle for `run_layer`; None if these weights are not supported."""
 
     def run_layer(
         self, layer: Any, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor, queries: PagedQueries,
         plan: Any,
     ) -> Tensor:  # fmt: skip
-        """hidden [T, D] -> [T, D] with the bits of the separate calls; all tokens belong to `queries`.
+        """hidden [T, D] -> [T, D] bit-identical to the separate calls; all tokens belong to `queries`.
 
         Writes the tokens' rows to cache[slots] before attention; positions and slots are [T] int64.
         """
 
 
 class GQABackend(Protocol):
-    """Grouped-query attention over paged K and V, for prefill and decode alike."""
+    """Grouped-query attention over paged K and V, for prefill and decode."""
 
     name: str
 

@@ -1,4 +1,4 @@
-"""Attention in plain torch, float32 inside: a loop over the requests, a bounded block of scores at a time.
+"""Attention in plain torch, computed in float32: a loop over requests, in bounded blocks of scores.
 
 Legend: T query tokens (t of one request), H query heads, G KV heads, N qk_nope, P rotary width, C kv_lora_rank,
 V v_head, Dh head width, S gathered context tokens (s of one request).
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import head_records, latent_records
-from moe_engine.kernels.attention.parts import Part, merge_parts
+from moe_engine.kernels.attention.parts import Chunk, merge_chunks
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 
 MAX_SCORES = 1 << 22
-"""Scores held at once (elements); longer query chunks are cut into blocks."""
+"""Max score elements in memory; longer query chunks are cut into blocks."""
 
 
 class TorchMLA:
-    """`MLABackend` and `ExpandsParts` without requirements."""
+    """`MLABackend` and `ExpandsChunks` for any device and shape."""
 
     name = "torch"
 
@@ -31,7 +31,7 @@ class TorchMLA:
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
     ) -> Tensor:
-        """As the protocol says; `value_width` is C where the rotary width is not 64."""
+        """See the protocol; `value_width` is C where the rotary width is not 64."""
         latent = q.shape[-1] - 64 if value_width is None else value_width
         out = q.new_empty(q.shape[0], q.shape[1], latent)
         for tokens, slots, visible in _requests(queries):
@@ -43,9 +43,9 @@ class TorchMLA:
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
     ) -> Tensor:
-        """As the protocol says; `value_width` is C where the rotary width is not 64."""
+        """See the protocol; `value_width` is C where the rotary width is not 64."""
         queries.refuse_tree("gathered")
-        if isinstance(plan, Part):
+        if isinstance(plan, Chunk):
             rows = cache.index_select(0, plan.slots())
         else:
             parts = [slots for _, slots, _ in _requests(queries)]
@@ -59,21 +59,21 @@ class TorchMLA:
         queries.refuse_tree("expanded")
         return _expanded(q, kv, k_rope, scale, queries, [0] * queries.num_requests, queries.context_lens)
 
-    # -- `ExpandsParts`
+    # -- `ExpandsChunks`
 
-    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Part:
-        return Part(queries, first_keys, key_lens)
+    def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Chunk:
+        return Chunk(queries, first_keys, key_lens)
 
-    def expanded_part(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: Part) -> tuple[Tensor, Tensor]:
+    def expanded_chunk(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: Chunk) -> tuple[Tensor, Tensor]:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         return _expanded(q, kv, k_rope, scale, plan.queries, plan.first_keys, plan.key_lens, lse), lse
 
-    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-        merge_parts(out, lse, other, other_lse)
+    def merge_chunks(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+        merge_chunks(out, lse, other, other_lse)
 
 
 class TorchGQA:
-    """`GQABackend` without requirements."""
+    """`GQABackend` for any device and shape."""
 
     name = "torch"
 
@@ -94,7 +94,7 @@ def _expanded(
     q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, queries: PagedQueries, firsts: Sequence[int],
     lens: Sequence[int], lse: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Over tokens [firsts[i], firsts[i] + lens[i]) of request i's context: [T, H, V]; log-sum-exps into lse [T, H]."""
+    """Over tokens [firsts[i], firsts[i] + lens[i]) of request i's context: [T, H, V]; log-sum-exp into lse [T, H]."""
     num_heads, nope = q.shape[1], q.shape[2] - k_rope.shape[-1]
     out = q.new_empty(q.shape[0], num_heads, kv.shape[-1] - nope)
     query_start = key_start = 0
@@ -110,7 +110,7 @@ def _expanded(
 
 
 def _requests(queries: PagedQueries) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Of each request: its query tokens, the slots of its context, its part of `visible`."""
+    """Per request: its query tokens, the slots of its context, its slice of `visible`."""
     start = 0
     rows = queries.rows.tolist()
     for row, query_len, context_len in zip(rows, queries.query_lens, queries.context_lens):
@@ -121,7 +121,7 @@ def _requests(queries: PagedQueries) -> Iterator[tuple[slice, Tensor, Tensor | N
 
 
 def _hidden(queries: range, num_before: int, num_keys: int, visible: Tensor | None, device: torch.device) -> Tensor:
-    """[t, s]: which keys the t `queries` of a request must not see; `num_before` keys are no query tokens."""
+    """[t, s] mask: keys that the t `queries` of a request must not see; the first `num_before` keys are no queries."""
     key = torch.arange(num_keys, device=device).sub_(num_before)  # the query token that a key belongs to, or < 0
     if visible is None:
         return key > torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
@@ -133,8 +133,8 @@ def _attend(
     q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, visible: Tensor | None = None,
     lse: Tensor | None = None, num_before: int | None = None,
 ) -> None:  # fmt: skip
-    """q [t, H, W] against keys [s, G, W] and values [s, G, V] (float32) into out [t, H, V] and lse [t, H]; causal, with
-    `num_before` keys (default: s - t) before that of the first query token, or as `visible` [t] says."""
+    """q [t, H, W] against keys [s, G, W] and values [s, G, V] (float32) into out [t, H, V] and lse [t, H]. Causal with
+    `num_before` keys (default: s - t) before the first query token's own key, or masked by `visible` [t]."""
     num_queries, num_heads, width = q.shape
     num_keys, num_groups = keys.shape[:2]
     per_group = num_heads // num_groups
@@ -147,7 +147,7 @@ def _attend(
         size = stop - start
         rows = q[start:stop].float().view(size, num_groups, per_group, width).transpose(0, 1)  # [G, t, H/G, W]
         scores = torch.bmm(rows.reshape(num_groups, size * per_group, width), keys).mul_(scale)
-        if num_before + 1 < num_keys:  # otherwise the first query token sees all of them
+        if num_before + 1 < num_keys:  # otherwise the first query token sees all keys
             hidden = _hidden(range(start, stop), num_before, num_keys, visible, q.device)  # [t, s]
             scores.view(num_groups, size, per_group, num_keys).masked_fill_(hidden.unsqueeze(1), float("-inf"))
         if lse is not None:

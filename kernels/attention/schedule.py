@@ -1,14 +1,12 @@
-"""Which program reads which part of which context: the host's work before split attention kernels, in numpy.
+"""Work partitioning of split (flash-decoding) attention kernels: host code, in numpy.
 
-A query token has `rows_per_token` rows (query heads that share a key). A block is `block_m` neighbouring rows of one
+A query token has `rows_per_token` rows (query heads that share a key). A block is `block_m` adjacent rows of one
 request; it reads the request's context in tiles of `block_n` tokens. A segment is a block and a range of tiles: one
-program of the grid. Contexts are cut into segments so that all programs together end at the same time; segments of one
-block leave partial results, which a merge puts together by their log-sum-exp.
+program of the grid. Contexts are cut into segments so that all programs end at about the same time; segments of one
+block write partial results, merged by their log-sum-exp.
 
-Blocks of a request that read the same tiles (more heads than a block holds, several draft tokens) stand beside each
-other in the grid and are cut at the same places, so that a tile comes from memory once and then from the L2 cache.
-
-Legend: R requests, N segments, M merges. A record is 8 int32.
+Blocks of a request that read the same tiles (more heads than a block holds, several draft tokens) are adjacent in the
+grid and cut at the same places, so that a tile is read once from memory and then from the L2 cache.
 """
 
 from __future__ import annotations
@@ -24,19 +22,19 @@ from moe_engine.kernels.uploads import pinned, upload
 
 RECORD = 8
 LANES = (4, 2, 1)
-"""How many blocks of a request may be cut alike; as many as lose little on requests with fewer blocks."""
+"""Max blocks of a request that are cut at the same places, limited by the waste on requests with fewer blocks."""
 
 MAX_WASTE = 1.125
 MIN_TILES = 2
-"""A segment shorter than this costs more for its partial result than it saves."""
+"""Min tiles of a segment: below this its partial result costs more than the split saves."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How work is cut. `num_programs`: that run at once; ignored with `fixed_tiles`.
+    """How work is cut. `num_programs`: concurrent programs; ignored with `fixed_tiles`.
 
-    With `fixed_tiles` a context is cut every so many tiles, whatever else is in the batch: a request's results then
-    have the same bits in every batch.
+    With `fixed_tiles` a context is cut every `fixed_tiles` tiles whatever the batch: a request's results are then
+    batch-invariant, bit for bit.
     """
 
     block_m: int
@@ -50,10 +48,10 @@ class Schedule:
     """Records on the device, ready for the kernels.
 
     segments [N, 8]: request, first query token (of the group), rows from the block's first to the request's last,
-    the block's first row in the request, tokens that the request's first query token sees, first and last context token
+    the block's first row in the request, tokens visible to the request's first query token, first and end context token
     (half open) to read, partial result to write or -1 for the output. Longest first.
     merges [M, 8]: first query token, rows, first row, first partial result, number of partial results.
-    Records behind the last one are zero: no rows.
+    Records after the last are zero: no rows.
     """
 
     segments: Tensor
@@ -63,9 +61,9 @@ class Schedule:
 
 
 class ScheduleBuffers:
-    """Memory with fixed addresses for one schedule at a time, for CUDA graphs: captured kernels read the new plan.
+    """Fixed-address memory for one schedule at a time, for CUDA graphs: captured kernels read the current plan.
 
-    Grids then have the size of the buffers; programs without a record end at once.
+    Grids then have the size of the buffers; programs without a record exit at once.
     """
 
     def __init__(self, max_segments: int, max_merges: int, max_partials: int, device: torch.device) -> None:
@@ -76,10 +74,10 @@ class ScheduleBuffers:
     def for_decodes(
         cls, num_requests: int, query_len: int, rows_per_token: int, split: Split, device: torch.device
     ) -> ScheduleBuffers:
-        """Room for every schedule of so many requests of so many query tokens each, whatever their contexts.
+        """Buffers large enough for any schedule of `num_requests` requests of `query_len` query tokens each.
 
-        A cut inside a block leaves one segment more; of `num_programs` programs' cuts, each makes two partial results
-        at most.
+        A cut inside a block adds one segment; each cut of the `num_programs` programs adds at most two partial
+        results.
         """
         blocks = -(-query_len * rows_per_token // split.block_m)
         programs = max(1, split.num_programs)
@@ -115,8 +113,8 @@ def schedule(
     """The schedule of some requests, on the device; one upload.
 
     Args:
-        context_lens: with the query tokens.
-        tree: query tokens may see later ones of their request, so every block reads all of the context.
+        context_lens: including the query tokens.
+        tree: query tokens may see later query tokens of their request, so every block reads the whole context.
     """
     segments, merges, num_partials = cut(query_lens, context_lens, rows_per_token, split, tree)
     if buffers is not None:
@@ -135,7 +133,7 @@ def cut(
     rows = queries * rows_per_token
     blocks = -(-rows // split.block_m)  # [R]
     lanes = _lanes(blocks, contexts)
-    bands = -(-blocks // lanes)  # [R]: a band is `lanes` blocks that are cut alike
+    bands = -(-blocks // lanes)  # [R]: a band is `lanes` blocks cut at the same places
 
     request = np.repeat(np.arange(len(queries)), bands)  # [bands], and so below
     first_block = (np.arange(len(request)) - np.repeat(np.cumsum(bands) - bands, bands)) * lanes
@@ -152,7 +150,7 @@ def cut(
     first_partial = np.cumsum(split_bands) - split_bands
 
     lane = np.tile(np.arange(lanes), len(order))
-    at = np.repeat(order, lanes)  # the segment's place in band, begin, stop
+    at = np.repeat(order, lanes)  # the segment's index in band, begin, stop
     of = band[at]
     block = first_block[of] + lane
     row = block * split.block_m
@@ -180,7 +178,7 @@ def cut(
 
 
 def _lanes(blocks: np.ndarray, contexts: np.ndarray) -> int:
-    """The widest band whose empty lanes would add no more than `MAX_WASTE` to the work."""
+    """The widest band whose empty lanes add at most `MAX_WASTE` to the work."""
     work = int((blocks * contexts).sum())
     for lanes in LANES:
         if int((-(-blocks // lanes) * lanes * contexts).sum()) <= MAX_WASTE * work:
@@ -189,7 +187,7 @@ def _lanes(blocks: np.ndarray, contexts: np.ndarray) -> int:
 
 
 def _cut_bands(tiles: np.ndarray, split: Split, lanes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts bands of `tiles` each: (band, first tile, tile behind the last) of every piece, in order of bands."""
+    """Cuts bands of `tiles` each: (band, first tile, end tile) of every segment, ordered by band."""
     ends = np.cumsum(tiles)
     starts = ends - tiles
     total = int(ends[-1]) if len(ends) else 0

@@ -1,6 +1,6 @@
-"""Named sizes of attention calls, with the bytes and operations none can do without. Imports no torch.
+"""Named sizes of attention calls, with their minimal bytes and operations. Imports no torch.
 
-Legend: R requests, t query tokens of each, s context tokens of each (with the query tokens), H query heads, G KV heads,
+Legend: R requests, t query tokens of each, s context tokens of each (query tokens included), H query heads, G KV heads,
 C kv_lora_rank, P rotary width, N qk_nope, V v_head, D head width.
 """
 
@@ -14,12 +14,12 @@ ACTIVATION_BYTES = 2  # bf16
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """One call of an attention backend, all requests alike; causal.
+    """One call of an attention backend, all requests of equal size; causal.
 
     form: ``absorbed`` (key and value one row of C + P numbers, shared by all heads), ``expanded`` (keys of N + P, the P
     shared, values of V, for each head) or ``paged`` (keys and values of D for each KV head).
     key, value: widths of a head's key and value; rotary: channels of the key that all heads share, if expanded.
-    row_bytes: what one context token takes in the cache, or among the expanded keys and values.
+    row_bytes: bytes of one context token in the cache, or of its expanded keys and values.
     """
 
     model: str
@@ -44,13 +44,13 @@ class AttentionShape:
 
     @property
     def bytes(self) -> int:
-        """Queries, context and output, each once through memory."""
+        """Queries, context and output, each moved once."""
         numbers = self.tokens * self.heads * (self.key + self.value)
         return ACTIVATION_BYTES * numbers + self.requests * self.context * self.row_bytes
 
     @property
     def flops(self) -> int:
-        """Of the two products, over the pairs that are visible."""
+        """Operations of the two matrix products, over visible pairs only."""
         before = self.context - self.query_tokens
         pairs = self.query_tokens * before + self.query_tokens * (self.query_tokens + 1) // 2
         return 2 * self.requests * pairs * self.heads * (self.key + self.value)
@@ -58,7 +58,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class LatentModel:
-    """MLA of a model on one GPU. `record_bytes`: a token's row in the cache, where it is not bf16."""
+    """MLA of a model on one GPU. `record_bytes`: bytes of a token's cache row if not bf16."""
 
     name: str
     heads: int
@@ -108,7 +108,7 @@ QWEN3_30B_A3B = GroupedModel("qwen3-30b-a3b", 32, 4, 128)
 
 
 def named_shapes() -> Iterator[AttentionShape]:
-    """Decode, verification of three drafts, and prompts, at the batch sizes that performance is stated for."""
+    """Decode, verification of three drafts, and prompts, at the batch sizes of the performance tables."""
     for latent in (DEEPSEEK_V3, DEEPSEEK_V3_FP8, DEEPSEEK_V2_LITE):
         for requests, context in ((1, 4096), (32, 4096), (128, 2048), (128, 8192)):
             yield latent.absorbed(requests, 1, context)

@@ -1,5 +1,5 @@
-"""Scratch memory of the attention backends, by what decides its size. The adapters take it from here and the memory
-ledger counts it, so that there is one place to be wrong in. Imports no torch.
+"""Scratch memory sizes of the attention backends. The adapters allocate by these functions and the memory ledger counts
+by them. Imports no torch.
 
 Sources: flashinfer/attention/scheduler.cuh (PrefillPlan, MLAPlan), FlashMLA csrc/api/dense_decode.h,
 flash-attention hopper/flash_api.cpp.
@@ -16,46 +16,46 @@ from moe_engine.kernels.device import HeadWidths
 
 MIB = 1 << 20
 MULTIPROCESSORS = 160
-"""Of the largest GPU there are kernels for (B200: 148), where sizes are needed and no device is looked at."""
+"""SM count of the largest supported GPU (B200: 148), for sizing without a device."""
 
 FLASHINFER_BYTES = 128 * MIB
-"""What FlashInfer recommends for results of split contexts; plans that are recorded may need more."""
+"""FlashInfer's recommended size for split results; captured plans may need more."""
 
 FLASHINFER_PLAN_BYTES = 8 * MIB
-"""Of each FlashInfer wrapper, on the device (and page-locked on the host)."""
+"""Bytes of each FlashInfer wrapper, on the device (and page-locked on the host)."""
 
 FLASHINFER_EAGER_WRAPPERS = 8
-"""Wrappers that serve steps which are not recorded: in use, resting, and for both groups of a step."""
+"""Wrappers of eager steps: in use, resting, and for both groups of a step."""
 
 FLASHINFER_SMALL_PLAN_BYTES = MIB
-"""Of the wrappers for prompts whose plans fit into that."""
+"""Bytes of a prompt wrapper whose plan fits into this size."""
 
 FLASHINFER_PLAN_SLACK = 1 << 16
-"""Lists by multiprocessor, and alignment."""
+"""Per-SM lists, and alignment."""
 
 FLASHINFER_SMALL_PLANS = 96
-"""Three of each of 16 long prompts (parts of one length share one), in two steps, one of them in flight."""
+"""Three of each of 16 long prompts (chunks of one length share one), in two steps, one of them in flight."""
 
 FLASHINFER_TILE = 16
-"""Rows of the smallest tile of its GQA kernels."""
+"""Rows of the smallest tile of FlashInfer's GQA kernels."""
 
 FA3_MOST_SPLITS = 128
 FA3_SPLIT_BYTES = 256 * MIB
-"""FlashAttention 3 takes memory for as many splits of every context as the longest of a batch might deserve: gigabytes
-for MLA's wide results. More splits than fit here are not asked for."""
+"""FlashAttention 3 allocates for as many splits of every context as the longest in a batch may need: gigabytes for
+MLA's wide results. Caps the requested splits."""
 
 TRITON_ROWS = 2 * 128
-"""Rows of partial results that a multiprocessor leaves at most: two ends of its work, of the largest tile each."""
+"""Max rows of partial results per SM: two ends of its work, of the largest tile each."""
 
 
 @dataclass(frozen=True)
 class AttentionLoad:
-    """What decides the scratch memory of an attention backend on one rank.
+    """Inputs of an attention backend's scratch memory size on one rank.
 
-    requests, tokens_each: of the largest step of decodes or verifications. widths: of the model there.
-    pages: of the longest context. graphs, recorded: how many steps are recorded, and requests of the largest.
-    record_page: tokens of a page where the cache holds FP8 records, which some kernels read by lists of slots; else 0.
-    expanded: context tokens whose keys and values are held at once, for MLA.
+    requests, tokens_each: of the largest decode or verification step. widths: head widths of the model. pages: of the
+    longest context. graphs, recorded: captured steps, and requests of the largest. record_page: tokens per page
+    if the cache holds FP8 records, which some kernels read by lists of slots; else 0. expanded: max context tokens with
+    expanded keys and values at once, for MLA.
     """
 
     requests: int
@@ -69,45 +69,44 @@ class AttentionLoad:
 
     @property
     def key_bytes(self) -> int:
-        """Keys with their rotary channels in place, of tokens that are expanded; vendor kernels compute in 16 bits."""
+        """Expanded keys including their rotary channels; vendor kernels compute in 16 bits."""
         return 2 * self.expanded * self.widths.heads * self.widths.key
 
     @property
     def value_bytes(self) -> int:
-        """Their values as a tensor of their own."""
+        """Expanded values as a separate tensor."""
         return 2 * self.expanded * self.widths.heads * self.widths.value
 
     @property
     def row_bytes(self) -> int:
-        """One float32 result and its log-sum-exp for every head of a query token."""
+        """A float32 result and log-sum-exp per head, for one query token."""
         return 4 * self.widths.heads * (self.widths.result + 1)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Requests of the largest eager step, and of the largest recorded one, whose memory is another."""
+        """Requests of the largest eager step, and of the largest captured step, which has memory of its own."""
         return (self.requests, self.recorded) if self.graphs else (self.requests,)
 
     @property
     def table_bytes(self) -> int:
-        """Page numbers of all requests, kept where recordings read them."""
+        """Page numbers of all requests, at fixed addresses for captured graphs."""
         return 4 * self.recorded * self.pages if self.graphs else 0
 
     @property
     def list_bytes(self) -> int:
-        """The slots of every token that each query token sees, kept where recordings read them."""
+        """Slots of all tokens visible to each query token, at fixed addresses for captured graphs."""
         return self.record_page * self.tokens_each * self.table_bytes
 
 
 Workspace = Callable[[AttentionLoad], int]
-"""Bytes that a backend takes at most, recordings included."""
+"""Max bytes of a backend, captured graphs included."""
 
 
 def flashinfer_gqa_bytes(requests: int, rows_each: int, heads: int, groups: int, width: int) -> int:
-    """The buffer that a recorded plan of GQA may fill: tiles of rows, each for all heads, at least two a
-    multiprocessor.
+    """Buffer of a captured GQA plan: tiles of rows, each for all heads, at least two per SM.
 
     Args:
-        rows_each: rows of a request, which are its query tokens times the heads that share a key.
+        rows_each: rows of a request: its query tokens times the heads that share a key.
     """
     tile = 128 if rows_each > 64 and width < 256 else 64 if rows_each > FLASHINFER_TILE else FLASHINFER_TILE
     tiles = max(requests * -(-rows_each // tile), 2 * MULTIPROCESSORS // groups)
@@ -116,7 +115,7 @@ def flashinfer_gqa_bytes(requests: int, rows_each: int, heads: int, groups: int,
 
 
 def flashinfer(load: AttentionLoad) -> int:
-    """Its ragged kernels get keys and values of their own."""
+    """The ragged kernels get separate keys and values."""
     plans = (FLASHINFER_EAGER_WRAPPERS + load.graphs) * FLASHINFER_PLAN_BYTES
     if load.expanded:
         plans += FLASHINFER_SMALL_PLANS * FLASHINFER_SMALL_PLAN_BYTES
@@ -124,13 +123,13 @@ def flashinfer(load: AttentionLoad) -> int:
 
 
 def flashinfer_ragged_plan_bytes(tokens: int, requests: int, heads: int) -> int:
-    """What a plan of so many query tokens takes at most: Hopper's lists have an entry for each head of 128 tokens,
-    others' one for each 16 tokens, and one a token."""
+    """Max plan bytes of `tokens` query tokens: Hopper's lists have an entry per head and 128 tokens, others one
+    per 16 tokens, and one per token."""
     return 4 * (7 * heads * (-(-tokens // 128) + requests) + 2 * tokens + 4 * requests) + FLASHINFER_PLAN_SLACK
 
 
 def flashinfer_gqa(load: AttentionLoad) -> int:
-    """A recorded plan that needs a larger buffer gets one of its own."""
+    """A captured plan that needs a larger buffer gets its own."""
     widths = load.widths
     rows_each = load.tokens_each * widths.heads // widths.groups
     needed = flashinfer_gqa_bytes(load.recorded, rows_each, widths.heads, widths.groups, widths.key)
@@ -138,9 +137,9 @@ def flashinfer_gqa(load: AttentionLoad) -> int:
 
 
 def flashmla(load: AttentionLoad) -> int:
-    """A result for each request and one more for each part of the device, a part having as many multiprocessors as a
-    request has blocks of 64 rows; of records the lists of recorded steps (which Hopper does not record); and what
-    FlashInfer takes for prompts, which is more than any other row that may run them."""
+    """A result per request and one per partition of the device (with as many SMs as a request has blocks of 64
+    rows); for records, the lists of captured steps (Hopper captures none); and FlashInfer's memory for prompts, the
+    largest of the rows that may run them."""
     parts = max(1, MULTIPROCESSORS // -(-load.tokens_each * load.widths.heads // 64))
     splits = sum(size + parts for size in load.sizes)
     kept = load.list_bytes if load.record_page else load.table_bytes
@@ -149,18 +148,18 @@ def flashmla(load: AttentionLoad) -> int:
 
 
 def fa3(load: AttentionLoad) -> int:
-    """Its varlen kernels get keys of their own."""
+    """The varlen kernels get separate keys."""
     splits = (FA3_MOST_SPLITS * size * load.tokens_each * load.row_bytes for size in load.sizes)
     return sum(min(num_bytes, FA3_SPLIT_BYTES) for num_bytes in splits) + load.table_bytes + load.key_bytes
 
 
 def fa3_splits(tokens: int, heads: int, value_width: int) -> int:
-    """The `num_splits` to ask FlashAttention 3 for: an upper bound, or 0 where it may decide itself."""
+    """`num_splits` for FlashAttention 3: an upper bound, or 0 to let the library decide."""
     each = 4 * tokens * heads * (value_width + 1)
     return 0 if FA3_MOST_SPLITS * each <= FA3_SPLIT_BYTES else max(1, FA3_SPLIT_BYTES // each)
 
 
 def triton(load: AttentionLoad) -> int:
-    """Results of contexts that are cut into pieces for the multiprocessors; no table: kernels read slots. (With
-    --enable-deterministic-inference contexts are cut at fixed places, and what that takes grows with them.)"""
+    """Partial results of contexts split over SMs; no table: kernels read slots. (With --enable-deterministic-inference
+    contexts are cut at fixed places, and the memory grows with their length.)"""
     return len(load.sizes) * 4 * MULTIPROCESSORS * TRITON_ROWS * (load.widths.result + 1)

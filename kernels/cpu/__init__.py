@@ -1,1 +1,1 @@
-"""C++ kernels for the CPU: sources, how they are compiled and called, and when they cannot be (`why_not`)."""
+"""C++ kernels for the CPU: sources, build, bindings, availability (`why_not`)."""

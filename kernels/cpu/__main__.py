@@ -1,6 +1,6 @@
-"""``python -m moe_engine.kernels.cpu``: compiles the C++ kernels now, so that no start has to wait for it.
+"""``python -m moe_engine.kernels.cpu``: compiles the C++ kernels now, so that engine startup does not wait for it.
 
-Without a compiler it says so and succeeds: the torch rows serve then.
+Without a compiler it prints that and exits successfully: the torch rows are used then.
 """
 
 from __future__ import annotations

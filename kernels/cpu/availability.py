@@ -1,4 +1,4 @@
-"""Whether the C++ rows can serve on this machine; imports neither torch nor the compiled library."""
+"""Availability of the C++ rows on this machine; imports neither torch nor the compiled library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DTYPES = ("bfloat16", "float32")
 
 
 def why_not(device: Device, dtype: str) -> str | None:
-    """The reason the C++ rows cannot serve, or None."""
+    """The reason the C++ rows are unavailable, or None."""
     if device.kind != "cpu":
         return f"runs on the CPU, the model on {device.kind}"
     if dtype not in DTYPES:

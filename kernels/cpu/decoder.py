@@ -1,4 +1,4 @@
-"""A whole decoder as the library takes it."""
+"""A whole decoder as C structs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Decoder(ctypes.Structure):
 
 @dataclass(slots=True)
 class DecoderPointer:
-    """C structs and what they point to."""
+    """C structs and the objects they point to."""
 
     kind: int
     struct: _Decoder
@@ -52,13 +52,13 @@ class DecoderPointer:
     keep: tuple[Any, ...]
     address: int = field(init=False)
     caches: Sequence[Tensor] | None = None
-    """Those that the structs point to."""
+    """The caches that the structs point to."""
 
     def __post_init__(self) -> None:
         self.address = ctypes.addressof(self.struct)
 
     def take(self, caches: Sequence[Tensor]) -> None:
-        """Lets the layers work on these caches; the same tuple as before costs nothing."""
+        """Points the layers to these caches; free if they are the same tuple as before."""
         if caches is self.caches and isinstance(caches, tuple):
             return
         for layer, cache, widths in zip(self.layers, caches, self.widths, strict=False):
@@ -68,7 +68,7 @@ class DecoderPointer:
 
 
 def fuse(embedding: Tensor, first_norm: Tensor, layers: Sequence[StackedLayer]) -> DecoderPointer | None:
-    """None where a weight is not as the layers' own functions want it."""
+    """None if a weight is not in the layout of the layers' own functions."""
     kinds = {KIND.get(embedding.dtype)}
     for layer in layers:
         norms = (first_norm, layer.post_norm, layer.next_norm)
@@ -105,7 +105,7 @@ def run(
     library: Library, decoder: DecoderPointer, ids: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[Tensor],
     queries: PagedQueries, plan: Any, choices: Sequence[Tensor | None] | None,
 ) -> Tensor:  # fmt: skip
-    """As `FusedStack.run_stack`."""
+    """See `FusedStack.run_stack`."""
     decoder.take(caches)
     struct = find(queries, plan)
     out = torch.empty((len(ids), decoder.embedding.shape[1]), dtype=decoder.embedding.dtype)

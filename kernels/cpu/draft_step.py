@@ -1,4 +1,4 @@
-"""Whole steps of chains of drafts as the library takes them."""
+"""Whole draft-chain steps (verify, draft) as C structs."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ class _Step(ctypes.Structure):
     ]
 
 
-class _Judged(ctypes.Structure):
+class _Results(ctypes.Structure):
     _fields_ = [(name, P) for name in ("starts", "tokens", "counts", "seconds")]
 
 
 @dataclass(slots=True)
-class _Room:
-    """Where the results for some rows go. Kept for the steps that follow: these are mostly about the same rows."""
+class _Buffers:
+    """Result buffers for a set of rows, kept for later steps, which mostly have the same rows."""
 
     rows: np.ndarray
     depth: int
-    judged: VerifiedChains
+    results: VerifiedChains
     rows_address: int
-    struct: _Judged
+    struct: _Results
 
     @staticmethod
-    def of(rows: np.ndarray, depth: int) -> _Room:
+    def of(rows: np.ndarray, depth: int) -> _Buffers:
         count = len(rows)
         starts, counts = np.empty((2, count), dtype=np.int64)
-        judged = VerifiedChains(starts, np.empty((count, depth + 1), dtype=np.int64), counts, np.empty(3))
-        struct = _Judged(*(array.ctypes.data for array in judged))
-        return _Room(rows, depth, judged, rows.ctypes.data, struct)
+        results = VerifiedChains(starts, np.empty((count, depth + 1), dtype=np.int64), counts, np.empty(3))
+        struct = _Results(*(array.ctypes.data for array in results))
+        return _Buffers(rows, depth, results, rows.ctypes.data, struct)
 
 
 @dataclass(slots=True)
 class DraftStepPointer:
-    """A C struct and what it points to."""
+    """A C struct and the objects it points to."""
 
     kind: int
     struct: _Step
     keep: tuple[Any, ...]
-    room: _Room | None = None
+    buffers: _Buffers | None = None
 
 
 def fuse(
     drafts: DraftsPointer, decoder: DecoderPointer, tables: RowTables, caches: Sequence[Tensor]
 ) -> DraftStepPointer | None:
-    """As `FusedDraftStep.fuse_step`."""
+    """See `FusedDraftStep.fuse_step`."""
     num_layers = len(decoder.layers)
     if len(drafts.levels) != 1 or drafts.kind != decoder.kind or any(not t.is_contiguous() for t in tables):
         return None
@@ -78,17 +78,17 @@ def fuse(
 def run(
     library: Library, step: DraftStepPointer, rows: np.ndarray, depth: int, draws: StepDraws | None
 ) -> VerifiedChains:
-    """As `FusedDraftStep.run_step`."""
-    room = step.room
-    if room is None or room.rows is not rows or room.depth != depth:
-        room = step.room = _Room.of(rows, depth)
+    """See `FusedDraftStep.run_step`."""
+    buffers = step.buffers
+    if buffers is None or buffers.rows is not rows or buffers.depth != depth:
+        buffers = step.buffers = _Buffers.of(rows, depth)
     draft_draws = draws_struct(None if draws is None else draws.of_rows)
     token_draws = draws_struct(None if draws is None else draws.of_tokens)
     too_short = library.moe_draft_step(
-        step.kind, ctypes.addressof(step.struct), room.rows_address, len(rows), depth, ctypes.addressof(draft_draws),
+        step.kind, ctypes.addressof(step.struct), buffers.rows_address, len(rows), depth, ctypes.addressof(draft_draws),
         ctypes.addressof(token_draws), None if draws is None else draws.uniform.ctypes.data,
-        ctypes.addressof(room.struct),
+        ctypes.addressof(buffers.struct),
     )  # fmt: skip
     if too_short >= 0:
         raise ValueError(f"row {too_short} grows by {depth + 1} tokens beyond its table")
-    return room.judged
+    return buffers.results

@@ -1,4 +1,4 @@
-"""Chains of drafts as the library takes them."""
+"""Draft chains as C structs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Draws(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class DraftsPointer:
-    """C structs and what they point to."""
+    """C structs and the objects they point to."""
 
     kind: int
     levels: list[_Level]
@@ -47,10 +47,10 @@ class DraftsPointer:
     widths: tuple[int, int]  # C and P of the levels' latent
     keep: tuple[Any, ...]
     orders: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    """Arrays of pointers to levels, by the numbers of these."""
+    """Arrays of pointers to levels, keyed by level indices."""
 
     def take(self, caches: Sequence[Tensor], dtype: torch.dtype) -> None:
-        """Lets the levels work on these caches, with activations of a number type."""
+        """Points the levels to these caches, with activations of `dtype`."""
         for level, cache in zip(self.levels, caches):
             level.form = _form(self, dtype, cache)
             level.cache, level.cache_row = cache.data_ptr(), cache.stride(0)
@@ -63,7 +63,7 @@ class DraftsPointer:
 
 
 def fuse(levels: Sequence[DraftLevel], embedding: Tensor, head: PreparedLinear) -> DraftsPointer | None:
-    """None where a weight is not as the layers' own functions want it."""
+    """None if a weight is not in the layout of the layers' own functions."""
     weights = [head, *(level.project for level in levels)]
     kinds = {kind_of_weights(weights), KIND.get(embedding.dtype)}
     for level in levels:
@@ -90,12 +90,12 @@ def run(
     library: Library, drafts: DraftsPointer, states: Tensor, rows: Tensor, roots: Tensor, steps: ChainSteps,
     caches: Sequence[Tensor], parameters: SamplingParameters | None, uniform: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """As `FusedDrafting.run_drafts`."""
+    """See `FusedDrafting.run_drafts`."""
     drafts.take(caches, states.dtype)
     num_steps, num_rows = steps.positions.shape
     queries = pointer(steps.queries)
     draws = draws_struct(parameters, uniform)
-    # made by numpy: torch would offer the interpreter lock to other threads, and this call is the better time for it
+    # numpy, not torch: torch would release the GIL here, and the library call below is the better place
     tokens = torch.from_numpy(np.empty((num_rows, 1 + num_steps), dtype=np.int64))
     library.moe_draft_chain(
         drafts.kind, ctypes.addressof(drafts.order(steps.levels)), num_steps, num_rows, states.shape[1],
@@ -107,7 +107,7 @@ def run(
 
 
 def draws_struct(parameters: SamplingParameters | None, uniform: Tensor | None = None) -> _Draws:
-    """How tokens are drawn; without parameters greedily."""
+    """Sampling parameters as a C struct; greedy without parameters."""
     if parameters is None:
         return _Draws()
     p, numbers = parameters, None if uniform is None else uniform.data_ptr()
@@ -118,7 +118,7 @@ def remember(
     library: Library, drafts: DraftsPointer, level: int, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor,
     cache: Tensor,
 ) -> None:  # fmt: skip
-    """As `FusedDrafting.remember_drafts`."""
+    """See `FusedDrafting.remember_drafts`."""
     form = _form(drafts, hidden.dtype, cache)
     library.moe_draft_remember(
         drafts.kind, ctypes.addressof(drafts.levels[level]), len(ids), hidden.shape[1], drafts.embedding.data_ptr(),
@@ -128,7 +128,7 @@ def remember(
 
 
 def _form(drafts: DraftsPointer, dtype: torch.dtype, cache: Tensor) -> int:
-    """Of the cache's rows (`kv_format`)."""
+    """Row format of the cache (`kv_format`)."""
     if KIND.get(dtype) != drafts.kind:
-        raise ValueError(f"states are {dtype}, the cache {cache.dtype}: not what the weights are")
+        raise ValueError(f"states are {dtype}, the cache {cache.dtype}: not the weights' dtype")
     return latent_form(cache, dtype, *drafts.widths)

@@ -1,4 +1,4 @@
-"""Whole parts of a decoder layer as the library takes them: C structs that point to weights prepared by other rows."""
+"""Parts of a decoder layer as the library takes them: C structs that point to weights prepared by other rows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _MoE(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class LayerPointer:
-    """A C struct and what it points to; `kind` as in `tensors.KIND`."""
+    """A C struct and the objects it points to; `kind` as in `tensors.KIND`."""
 
     kind: int
     address: int
@@ -59,7 +59,7 @@ class LayerPointer:
 
 
 def mla_layer(layer: MLALayer) -> LayerPointer | None:
-    """None where a weight is not in panels of one number type, or a norm not in float32."""
+    """None if a weight is not packed in panels of one dtype, or a norm is not float32."""
     weights = [layer.down, layer.q, layer.keys, layer.values, layer.o]
     kind = kind_of_weights(weights)
     norms = [norm for norm in (layer.q_norm, layer.kv_norm) if norm is not None]
@@ -75,7 +75,7 @@ def mla_layer(layer: MLALayer) -> LayerPointer | None:
 
 
 def moe_layer(layer: MoELayer) -> LayerPointer | None:
-    """None where a weight is not in panels of one number type, or the shared expert cannot be run in one call."""
+    """None if a weight is not packed in panels of one dtype, or the shared expert cannot run in one call."""
     shared = [] if layer.shared is None else list(layer.shared)
     panels = layer.experts.data
     kinds = {panels.kind if isinstance(panels, ExpertPanels) else None, *([kind_of_weights(shared)] if shared else [])}
@@ -94,13 +94,13 @@ def moe_layer(layer: MoELayer) -> LayerPointer | None:
 
 
 def count_choices(layer: LayerPointer, place: CountPlace | None) -> None:
-    """As `CountsChoices.count_choices`, of what `moe_layer` made."""
+    """See `CountsChoices.count_choices`; `layer` comes from `moe_layer`."""
     struct: _MoE = layer.keep[0]
     struct.cell, struct.first = (None, 0) if place is None else (place.cell.address, place.first)
 
 
 def kind_of_weights(weights: list[PreparedLinear]) -> int | None:
-    """The number type that all of them have, None if they differ or are not ours."""
+    """The weights' common dtype; None if they differ or belong to another row."""
     kinds = {weight.data.kind if isinstance(weight.data, Panels) else None for weight in weights}
     return kinds.pop() if len(kinds) == 1 else None
 

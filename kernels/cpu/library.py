@@ -1,7 +1,7 @@
 """Compiles the C++ sources once for this machine, keeps the library in the user's cache folder, and loads it.
 
-The file's name holds a hash of sources, flags, compiler and CPU flags, so a change of any of them compiles anew and
-machines that share a home folder do not share a library. `MOE_ENGINE_CPU_AMX=0` keeps off AMX tiles.
+The file name holds a hash of sources, flags, compiler and CPU flags, so that any change recompiles and machines with a
+shared home folder do not share a library. `MOE_ENGINE_CPU_AMX=0` disables AMX tiles.
 """
 
 from __future__ import annotations
@@ -94,11 +94,11 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
 
 
 class LibraryError(RuntimeError):
-    """The C++ library cannot be made or loaded on this machine; the message says why."""
+    """The C++ library cannot be compiled or loaded on this machine; the message has the reason."""
 
 
 class Library:
-    """The loaded library: one attribute for each function in `FUNCTIONS`, called with numbers and raw pointers."""
+    """The loaded library: one attribute per function in `FUNCTIONS`, called with integers and raw pointers."""
 
     moe_large_pages: Any
     moe_packed_bytes: Any
@@ -159,7 +159,7 @@ def cache_folder() -> Path:
 
 
 def openmp_runtime() -> Path:
-    """The OpenMP library that torch uses. We link against the same file: two would keep two pools of busy threads."""
+    """The OpenMP library that torch uses. We link the same file: two runtimes would spin two thread pools."""
     names = ("libgomp", "libomp", "libiomp5")
     found: list[Path] = []
     try:
@@ -220,7 +220,7 @@ def _compile(compiler: str, flags: list[str], runtime: Path, target: Path) -> No
 
 
 def _built(flags: list[str]) -> Path:
-    """The compiled library's file; compiles it if this is the first time."""
+    """Path of the compiled library; compiles it on first use."""
     device = cpu_device()
     compiler = device.compiler
     if compiler is None:
@@ -246,11 +246,11 @@ def _built(flags: list[str]) -> Path:
         folder = Path(tempfile.gettempdir()) / f"moe_engine-{os.getuid()}"
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
-            raise LibraryError(f"no cache folder: {folder} belongs to somebody else; set XDG_CACHE_HOME") from None
+            raise LibraryError(f"no cache folder: {folder} belongs to another user; set XDG_CACHE_HOME") from None
     target = folder / f"cpu_kernels-{digest.hexdigest()[:20]}.so"
     if target.exists():
         return target
-    # Processes that start together wait for the first instead of all compiling; the rename makes it safe either way.
+    # Processes that start together wait for the first to compile; the rename keeps races safe.
     with open(target.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
@@ -264,16 +264,16 @@ def _built(flags: list[str]) -> Path:
 def load(
     march: str = "native", defines: tuple[str, ...] = (), optimize: str = "-O3", amx: bool | None = None
 ) -> Library:
-    """The library for this machine, compiled if need be. A failure is remembered: a broken compiler is tried once.
+    """The library for this machine, compiled if needed. A failure is cached: a broken compiler is tried once.
 
     Args:
-        march: instruction set to compile for; tests name older ones.
+        march: instruction set to compile for; tests use older ones.
         defines: extra macros (``MOE_AMX_EMULATE`` runs the tile kernels on any machine, slowly).
-        optimize: the compiler's level; tests of other machines' paths ask for less, to compile sooner.
+        optimize: optimization flag; tests of other machines' code paths use a lower level to compile faster.
         amx: whether AMX tiles may be used where they exist; default True unless MOE_ENGINE_CPU_AMX=0.
 
     Raises:
-        LibraryError: with the reason, where it cannot be compiled or loaded.
+        LibraryError: with the reason, if it cannot be compiled or loaded.
     """
     if amx is None:
         amx = os.environ.get("MOE_ENGINE_CPU_AMX", "1") != "0"

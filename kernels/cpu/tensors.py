@@ -1,4 +1,4 @@
-"""What the CPU rows share: number types, packed weights and paged queries as the library takes them."""
+"""Shared by the CPU rows: dtypes, packed weights and paged queries in the library's formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIND = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def kind_of(dtype: torch.dtype) -> int:
-    """0 for float32, 1 for bfloat16, as every function of the library takes it first."""
+    """0 for float32, 1 for bfloat16, the first argument of every library function."""
     try:
         return KIND[dtype]
     except KeyError:
@@ -26,10 +26,10 @@ def kind_of(dtype: torch.dtype) -> int:
 
 
 def latent_form(cache: Tensor, dtype: torch.dtype, latent: int, rotary: int) -> int:
-    """How the rows of MLA's cache are stored (`kv_format`), the activations being `dtype`.
+    """Row format of MLA's cache (`kv_format`), for activations of `dtype`.
 
     Raises:
-        ValueError: if they are neither numbers of `dtype` nor FP8 rows of these widths.
+        ValueError: if the rows are neither `dtype` values nor FP8 rows of these widths.
     """
     if cache.stride(-1) == 1:
         if cache.dtype == dtype:
@@ -40,7 +40,7 @@ def latent_form(cache: Tensor, dtype: torch.dtype, latent: int, rotary: int) -> 
 
 
 def head_form(cache: Tensor, dtype: torch.dtype, width: int) -> int:
-    """The same of GQA's keys or values."""
+    """Row format of GQA's keys or values."""
     if cache.stride(-1) == 1:
         if cache.dtype == dtype:
             return PLAIN
@@ -50,7 +50,7 @@ def head_form(cache: Tensor, dtype: torch.dtype, width: int) -> int:
 
 
 def reserve(library: Library, *shape: int) -> Tensor:
-    """Uninitialised bytes for packed weights, on large pages where there are many."""
+    """Uninitialised bytes for packed weights, on huge pages if large."""
     storage = torch.empty(shape, dtype=torch.uint8)
     if storage.numel() >= 4 << 20:
         library.moe_large_pages(storage.data_ptr(), storage.numel())
@@ -99,7 +99,7 @@ class _Queries(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class QueriesPointer:
-    """A C struct of `queries` and the tensors that it points into."""
+    """A C struct of `queries` and the tensors it points to."""
 
     address: int
     keep: tuple[Any, ...]
@@ -123,7 +123,7 @@ def pointer(queries: PagedQueries) -> QueriesPointer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The two groups of a step as C structs, made once instead of at every layer."""
+    """The two groups of a step as C structs, built once per step instead of once per layer."""
 
     batch: AttentionBatch
     decode: QueriesPointer | None
@@ -139,7 +139,7 @@ class Plan:
 
 
 def find(queries: PagedQueries, plan: Any) -> QueriesPointer:
-    """The struct of `queries` from the plan, or a new one where the plan is not about them."""
+    """The plan's struct of `queries`, or a new one if the plan does not contain them."""
     if isinstance(plan, Plan):
         if queries is plan.batch.decode and plan.decode is not None:
             return plan.decode

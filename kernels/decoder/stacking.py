@@ -1,6 +1,6 @@
-"""All decoder layers in one call: what an attention backend can offer beside its two forms.
+"""All decoder layers in one call: an optional function of an attention backend.
 
-Legend: T tokens, D hidden, V vocabulary, L layers, K experts a token.
+Legend: T tokens, D hidden, V vocabulary, L layers, K experts per token.
 """
 
 from __future__ import annotations
@@ -17,27 +17,25 @@ from moe_engine.kernels.linear.protocol import PreparedLinear
 
 @dataclass(frozen=True)
 class StackedLayer:
-    """A decoder layer: attention and one kind of feed-forward, each followed by the norm of what is added up so far."""
+    """A decoder layer: attention and one kind of feed-forward, each followed by the norm of the residual sum."""
 
-    attention: Any  # what `FusedMLA.fuse` gave
+    attention: Any  # from `FusedMLA.fuse`
     post_norm: Tensor  # [D] float32
-    next_norm: Tensor  # [D] float32: the next layer's input norm, or the final one
+    next_norm: Tensor  # [D] float32: the next layer's input norm, or the final norm
     eps: float
-    experts: Any | None = None  # what `FusedMoE.fuse` gave
-    mlp: tuple[PreparedLinear, PreparedLinear] | None = (
-        None  # gate and up [2I, D], down [D, I], as `FusedMLP` runs them
-    )
+    experts: Any | None = None  # from `FusedMoE.fuse`
+    mlp: tuple[PreparedLinear, PreparedLinear] | None = None  # gate and up [2I, D], down [D, I], see `FusedMLP`
 
 
 @runtime_checkable
 class FusedStack(Protocol):
-    """A backend that runs a whole decoder in one call, where weights are as it wants them."""
+    """A backend that runs a whole decoder in one call, for weights in the formats it supports."""
 
     max_fused_tokens: int
-    """Tokens of a step up to which that gains anything."""
+    """Max tokens per step for which the fused call is faster."""
 
     def fuse_stack(self, embedding: Tensor, first_norm: Tensor, layers: Sequence[StackedLayer]) -> Any | None:
-        """What `run_stack` takes; None where these weights cannot be run so. embedding [V, D], first_norm [D]."""
+        """The handle for `run_stack`; None if these weights are not supported. embedding [V, D], first_norm [D]."""
 
     def run_stack(
         self,
@@ -50,10 +48,10 @@ class FusedStack(Protocol):
         plan: Any,
         choices: Sequence[Tensor | None] | None = None,
     ) -> Tensor:
-        """Tokens -> hidden states after the final norm, [T, D], with the bits of the separate calls.
+        """Tokens -> hidden states after the final norm, [T, D], bit-identical to the separate calls.
 
         Args:
             ids, positions, slots: [T] int64; all tokens belong to `queries`, attention is absorbed.
             caches: of the L layers (more may follow), [num_slots, C+P]; the tokens' rows are written first.
-            choices: of the L layers; [T, K] int32 that get what the router chose, or None.
+            choices: per layer, [T, K] int32 output of the router's choices, or None.
         """

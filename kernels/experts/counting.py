@@ -1,4 +1,4 @@
-"""Choices counted by the kernel that makes them: a layer in one call needs nobody to be told of each of them.
+"""Expert choices counted by the kernel that makes them: a layer in one call needs no host recording per layer.
 
 Legend: E experts.
 """
@@ -10,25 +10,25 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 
 class CountCell:
-    """Where layers count now; nowhere at first. Layers read it anew in every run, so what it says holds for all."""
+    """Address of the current counts; null at first. Layers read it in every run, so a change applies to all layers."""
 
     __slots__ = ("_fields", "address")
 
     def __init__(self) -> None:
-        memory = (ctypes.c_int64 * 2)()  # where the numbers are, or 0, and how many bytes of them are unclear
+        memory = (ctypes.c_int64 * 2)()  # address of the counts, or 0, and number of bytes to zero
         self._fields = memoryview(memory).cast("B").cast("q")  # a write takes a third of a ctypes field's
         self.address = ctypes.addressof(memory)
-        """Of the two fields, for kernels."""
+        """Address of the two fields, for kernels."""
 
     def point(self, counts: int, num_bytes: int) -> None:
-        """To int32 numbers in the memory of the host, which their owner keeps. The first layer that counts clears them;
-        until then they are what they were."""
+        """Points to int32 counts in host memory, owned by the caller. The first layer that counts zeroes them; until
+        then they keep their old values."""
         fields = self._fields
         fields[1] = num_bytes
         fields[0] = counts
 
     def hide(self) -> bool:
-        """Counts nothing any more. Returns whether there were numbers that some layer had cleared."""
+        """Stops counting. Returns whether a layer had zeroed (started) the counts."""
         fields = self._fields
         cleared = fields[0] != 0 and not fields[1]
         fields[0] = 0
@@ -36,7 +36,7 @@ class CountCell:
 
 
 class CountPlace(NamedTuple):
-    """Where one layer counts: the number of expert e is `first` + e behind where the cell points."""
+    """Position of one layer's counts: expert e at index `first` + e from the cell's address."""
 
     cell: CountCell
     first: int
@@ -44,8 +44,8 @@ class CountPlace(NamedTuple):
 
 @runtime_checkable
 class CountsChoices(Protocol):
-    """A `FusedMoE` that can count what its layers' routers choose."""
+    """A `FusedMoE` that can count the choices of its layers' routers."""
 
     def count_choices(self, layer: Any, place: CountPlace | None) -> None:
-        """`layer`, which `fuse` gave, adds 1 for every choice of an expert from now on, alone or as a part of more,
-        None: no longer. Whoever calls keeps the cell."""
+        """From now on `layer` (from `fuse`), alone or inside a larger fused call, adds 1 for every chosen expert; None
+        stops it. The caller keeps the cell alive."""

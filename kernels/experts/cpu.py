@@ -70,7 +70,7 @@ class CpuExperts:
     def run_routed(
         self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
     ) -> Tensor:
-        """As the protocol says. With `add` [T, D] (the shared expert's output, say) the result is the sum of both.
+        """See the protocol. With `add` [T, D] (for example the shared expert's output) the result is the sum of both.
 
         Ids outside [0, E) contribute nothing.
         """

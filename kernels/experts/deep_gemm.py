@@ -28,7 +28,7 @@ from moe_engine.kernels.quantization.reference import dequantize_weight
 from moe_engine.kernels.vendors.warming import StepShapes, row_counts
 
 ROOMY = 2
-"""Aligned rows a real row from which on the intermediate is brought together before the activation."""
+"""Aligned rows per valid row from which on the intermediate is compacted before the activation."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Stack:
 
     Attributes:
         data: [E, N, K], e4m3 or bf16.
-        memory: what is stored as scales; None for bf16.
-        scales: the same as the library takes it, a view.
+        memory: the stored scales; None for bf16.
+        scales: a view of `memory` in the library's layout.
     """
 
     data: Tensor
@@ -56,7 +56,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Layer:
-    """What `ExpertWeights.data` is."""
+    """Type of `ExpertWeights.data`."""
 
     gate_up: Stack
     down: Stack
@@ -64,14 +64,14 @@ class Layer:
 
 
 class DeepGemmExperts:
-    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts`, `ReadsRows`, `MovableExperts` and `WarmsUp`; takes both
-    layouts. Never waits for the device.
+    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts`, `ReadsRows`, `MovableExperts` and `WarmsUp`; supports both
+    layouts. No host synchronisation.
 
     Args:
         deep_gemm: the library; default: the installed one.
 
     Raises:
-        ImportError: it is not here or lacks what is called.
+        ImportError: the library is missing or lacks a required function.
     """
 
     name = "deep_gemm"
@@ -92,7 +92,7 @@ class DeepGemmExperts:
     def allocate_blocks(
         self, num_experts: int, hidden: int, width: int, device: Any, power_of_two: bool = False
     ) -> ExpertWeights:
-        """As the protocol says; experts whose sizes the library does not serve in FP8 are kept in bf16."""
+        """See the protocol; experts of sizes that the library does not support in FP8 are kept in bf16."""
         if width % BLOCK or not self._gemm.serves(hidden, width) or not self._gemm.serves(2 * width, hidden):
             return self.allocate(num_experts, hidden, width, torch.bfloat16, device)
         gate_up = self._blocks(num_experts, 2 * width, hidden, device)
@@ -150,7 +150,7 @@ class DeepGemmExperts:
     def run_routed(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
     ) -> Tensor:
-        """Tokens are quantised once, here at the latest, and go straight to their aligned places."""
+        """Unquantized tokens are quantized once and written directly to their aligned positions."""
         layer, moves = weights.data, self._gemm.permutation
         width = (x.rows.data if isinstance(x, QuantizedActivation) else x).shape[1]
         if x.dtype != torch.bfloat16 or width != weights.hidden:
@@ -187,12 +187,12 @@ class DeepGemmExperts:
         return self._last(self._second(middle, weights.data, groups), weights, groups)[groups.place]
 
     def _first(self, x: Operand | Tensor, weights: ExpertWeights, groups: Groups) -> Tensor:
-        """x [rows, D] in aligned places -> gate and up [rows, 2I]."""
+        """x [rows, D] in aligned positions -> gate and up [rows, 2I]."""
         stack: Stack = weights.data.gate_up
         return self._product(x, stack, 2 * weights.width, groups)
 
     def _last(self, x: Operand | Tensor, weights: ExpertWeights, groups: Groups) -> Tensor:
-        """x [rows, I] in aligned places -> [rows, D]."""
+        """x [rows, I] in aligned positions -> [rows, D]."""
         return self._product(x, weights.data.down, weights.hidden, groups)
 
     def _product(self, x: Operand | Tensor, stack: Stack, width: int, groups: Groups) -> Tensor:
@@ -201,8 +201,8 @@ class DeepGemmExperts:
         return out
 
     def _second(self, middle: Tensor, layer: Layer, groups: Groups) -> Operand | Tensor:
-        """What the second product takes, in aligned places."""
-        if groups.num_rows > ROOMY * len(groups.place):  # a decode step: most aligned rows are gaps
+        """The input of the second product, in aligned positions."""
+        if groups.num_rows > ROOMY * len(groups.place):  # a decode step: most aligned rows are padding
             return self._spread_active(middle[groups.place], layer, groups)
         return self._active(middle, layer)
 
@@ -226,17 +226,17 @@ class DeepGemmExperts:
         return rows.new_empty(groups.num_rows, rows.shape[1]).index_copy_(0, groups.place, rows)
 
     def _active(self, middle: Tensor, layer: Layer) -> Operand | Tensor:
-        """silu(gate) * up of middle [rows, 2I], as the second product takes it."""
+        """silu(gate) * up of middle [rows, 2I], in the second product's input format."""
         if layer.down.scales is not None:
             return self._gemm.silu_mul(middle, layer.power_of_two)
         gate, up = middle.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     def _padded(self, batch: ExpertBatch, counts: Tensor, weights: ExpertWeights) -> Tensor:
-        """[E, capacity, D]; rows after the counts are carried along unread."""
+        """[E, capacity, D]; rows after the counts are ignored."""
         layer: Layer = weights.data
         experts, capacity, hidden = batch.x.shape
-        expected = max(1, capacity // 8)  # steers tiles only; a capacity is sized for the worst case
+        expected = max(1, capacity // 8)  # affects tile choice only; capacity is the worst case
         first: Operand | Tensor = batch.x
         if batch.scales is not None:
             first = batch.x, batch.scales.contiguous() if self._gemm.exponents else batch.scales

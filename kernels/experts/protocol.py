@@ -1,7 +1,7 @@
 """Grouped matrix products of routed experts: out = down(silu(gate(x)) * up(x)) with each row's own expert.
 
 Legend: T tokens, D hidden, I expert width, E (local) experts, K experts per token, M rows.
-Two batch layouts are what dispatchers produce and kernels accept:
+Dispatchers produce, and kernels accept, two batch layouts:
 `grouped`: rows sorted by expert, contiguous, with counts per expert; `padded`: [E, capacity, D] with counts.
 """
 
@@ -20,13 +20,13 @@ from moe_engine.kernels.quantization.protocol import ActivationFormat, BlockWeig
 
 @dataclass(frozen=True)
 class ExpertBatch:
-    """Rows on their way through the experts. Router weights are applied later, by the dispatcher's combine.
+    """Input rows of the experts. Router weights are applied later, by the dispatcher's combine.
 
     grouped: `x` [M, D], rows of expert e at offsets[e]:offsets[e+1]; `offsets` int32 [E+1] on the device.
     padded: `x` [E, capacity, D], the first counts[e] rows of expert e valid; `counts` int32 [E].
 
-    Where a kernel `ReadsRows`, rows that travelled in FP8 may come as they are: `x` e4m3, `scales` float32 of its
-    leading dimensions and D / 128, in any strides; a value is number * scale. `dtype` is then that of the results.
+    If a kernel `ReadsRows`, rows dispatched in FP8 may stay quantized: `x` e4m3, `scales` float32 of its leading
+    dimensions and D / 128, in any strides; value = element * scale. `dtype` is then the result dtype.
     """
 
     layout: str
@@ -43,7 +43,7 @@ class ExpertBatch:
 
 @dataclass
 class ExpertWeights:
-    """The experts of one layer on this rank, filled expert by expert while loading. `data` is the kernel's own."""
+    """The experts of one layer on this rank, filled expert by expert while loading. `data` is private to the kernel."""
 
     num_experts: int
     hidden: int
@@ -67,12 +67,12 @@ class ExpertsKernel(Protocol):
 
 @runtime_checkable
 class BlockScaledExperts(Protocol):
-    """A kernel that keeps block-FP8 experts as the checkpoint stores them; `run` quantises the rows that meet them."""
+    """A kernel that keeps block-FP8 experts as the checkpoint stores them; `run` quantizes its input rows."""
 
     def allocate_blocks(
         self, num_experts: int, hidden: int, width: int, device: Any, power_of_two: bool = False
     ) -> ExpertWeights:
-        """Reserves FP8 numbers and scales of a layer. `power_of_two`: as `BlockWeight` says, of all experts."""
+        """Reserves FP8 weights and scales of a layer. `power_of_two`: see `BlockWeight`, for all experts."""
 
     def load_expert_blocks(
         self, weights: ExpertWeights, expert: int, gate: BlockWeight, up: BlockWeight, down: BlockWeight
@@ -90,17 +90,17 @@ class FusedExperts(Protocol):
         """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> add + sum_k w_k * expert_k(x) [T, D].
 
         `add` [T, D] is the shared expert's output. The sum over k runs in the order of the columns (the result does not
-        depend on the other tokens). Ids outside [0, E) count nothing.
+        depend on the other tokens). Ids outside [0, E) contribute nothing.
         """
 
 
 @runtime_checkable
 class ReadsRows(Protocol):
-    """A kernel that takes tokens which somebody quantised before: batches with `scales`, and `FusedExperts` an
-    `Activation`. Numbers it takes still, and quantises them itself."""
+    """A kernel that accepts quantized tokens: batches with `scales`, and an `Activation` in `FusedExperts`. It also
+    accepts unquantized tokens, and quantizes them itself."""
 
     def input_format(self, weights: ExpertWeights) -> ActivationFormat:
-        """How products with these experts read tokens."""
+        """The activation format that products with these experts read."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,11 @@ class FusedMoE(Protocol):
     """A kernel that also routes and adds the shared expert: the whole layer on one rank in one call."""
 
     def fuse(self, layer: MoELayer) -> Any | None:
-        """What `run_layer` takes; None where these weights cannot be run so."""
+        """The handle for `run_layer`; None if these weights are not supported."""
 
     def run_layer(self, layer: Any, x: Tensor, topk_ids: Tensor | None = None) -> Tensor:
-        """x [T, D] -> [T, D] with the bits of the separate calls. `topk_ids` int32 [T, K], contiguous, where given gets
-        the router's choices."""
+        """x [T, D] -> [T, D], bit-identical to the separate calls. `topk_ids` int32 [T, K], contiguous, if given,
+        receives the router's choices."""
 
 
 @runtime_checkable
@@ -131,4 +131,4 @@ class MovableExperts(Protocol):
     """A kernel whose prepared experts can be copied from slot to slot, and from rank to rank."""
 
     def expert_memory(self, weights: ExpertWeights, expert: int) -> Sequence[Tensor]:
-        """All memory of one expert as contiguous views, alike in number and shape for every expert of these weights."""
+        """All memory of one expert as contiguous views, same number and shapes for every expert of these weights."""

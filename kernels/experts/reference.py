@@ -1,4 +1,4 @@
-"""Routed experts in plain torch: one pair of products for each expert that has rows.
+"""Routed experts in plain torch: one pair of products per expert with rows.
 
 Legend: D hidden, I expert width, E experts, M rows.
 """
@@ -16,7 +16,7 @@ from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
 
 
 class TorchExperts:
-    """`ExpertsKernel` without requirements; takes both layouts. `data` is (gate_up [E, 2I, D], down [E, D, I])."""
+    """`ExpertsKernel` for any device; supports both layouts. `data` is (gate_up [E, 2I, D], down [E, D, I])."""
 
     name = "torch"
 
@@ -45,7 +45,7 @@ class TorchExperts:
 
 
 def _groups(batch: ExpertBatch, out: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """(expert, its rows, where its results go) of each expert that has rows."""
+    """(expert, its rows, its output rows) of each expert with rows."""
     if batch.layout == "padded":
         assert batch.counts is not None
         counts = batch.counts.tolist()

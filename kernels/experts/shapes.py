@@ -1,4 +1,4 @@
-"""Named sizes of routed experts, with the bytes and operations none can do without. Imports no torch.
+"""Named sizes of routed experts, with their minimal bytes and operations. Imports no torch.
 
 Legend: T tokens, E experts, K experts per token, D hidden, I expert width.
 """
@@ -22,9 +22,9 @@ class ExpertModel:
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """T tokens through the experts of one layer on one GPU, choices spread evenly; x and the result are bf16.
+    """T tokens through the experts of one layer on one GPU, choices balanced; x and the result are bf16.
 
-    `num_experts` of the model's stand here; the tokens' other choices go elsewhere.
+    `num_experts` of the model's experts are local; other choices run on other ranks.
     """
 
     model: ExpertModel
@@ -37,18 +37,18 @@ class ExpertShape:
 
     @property
     def rows(self) -> float:
-        """Expected (token, choice) pairs here."""
+        """Expected (token, choice) pairs on this GPU."""
         return self.tokens * self.model.top_k * self.num_experts / self.model.num_experts
 
     @property
     def experts_hit(self) -> float:
-        """Expected number of experts here that any token chose, for independent choices."""
+        """Expected number of local experts chosen by any token, for independent choices."""
         model = self.model
         return self.num_experts * (1 - (1 - model.top_k / model.num_experts) ** self.tokens)
 
     @property
     def bytes(self) -> int:
-        """Weights of the experts that were hit, tokens and result, each once through memory."""
+        """Weights of the experts that were hit, tokens and result, each moved once."""
         model = self.model
         weight = 3 * model.hidden * model.width * (1 if model.fp8 else 2)
         scales = 3 * -(-model.hidden // 128) * -(-model.width // 128) * 4 if model.fp8 else 0
@@ -66,7 +66,7 @@ PREFILL_TOKENS = (1024, 4096, 8192)
 
 
 def named_shapes() -> list[ExpertShape]:
-    """V2-Lite whole, and one rank's 16 of V3's 256 experts with the tokens of all 16 ranks."""
+    """All of V2-Lite, and one rank's 16 of V3's 256 experts with the tokens of all 16 ranks."""
     sizes = (*DECODE_TOKENS, *PREFILL_TOKENS)
     whole = [ExpertShape(DEEPSEEK_V2_LITE, tokens, 64) for tokens in sizes]
     return whole + [ExpertShape(DEEPSEEK_V3, 16 * tokens, 16) for tokens in sizes]

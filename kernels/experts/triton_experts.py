@@ -32,13 +32,13 @@ from moe_engine.kernels.triton.launch import element
 from moe_engine.kernels.vendors.warming import StepShapes
 
 _PADDED_MEAN = 64
-"""Rows of an expert that tiles of a padded batch are chosen for, at most: its capacity is a worst case, and the true
-counts stay on the device."""
+"""Max rows per expert for the tile choice of a padded batch: its capacity is a worst case, and the true counts stay on
+the device."""
 
 
 @dataclass(frozen=True)
 class TritonExpertWeights:
-    """gate_up [E, 2I, D], gate's rows first, and down [E, D, I]; in FP8 with float32 scales for each 128 x 128:
+    """gate_up [E, 2I, D], gate's rows first, and down [E, D, I]; in FP8 with float32 scales per 128 x 128 block:
     gate_up_scales [E, 2, ceil(I / 128), ceil(D / 128)], down_scales [E, ceil(D / 128), ceil(I / 128)]."""
 
     gate_up: Tensor
@@ -54,19 +54,18 @@ class TritonExpertWeights:
 
 
 class TritonExperts:
-    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts`, `ReadsRows`, `MovableExperts` and `WarmsUp`. Never waits
-    for the device.
+    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts`, `ReadsRows`, `MovableExperts` and `WarmsUp`. No host
+    synchronisation.
 
     Args:
-        deterministic: products are cut alike, whatever the number of rows, so that a row has the same bits in every
-            batch.
+        deterministic: tiles do not depend on the number of rows, so that results are batch-invariant, bit for bit.
     """
 
     name = "triton"
 
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
-        self._shapes: dict[tuple[Any, ...], ExpertWeights] = {}  # one layer of each shape
+        self._shapes: dict[tuple[Any, ...], ExpertWeights] = {}  # one layer per shape
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
@@ -76,7 +75,7 @@ class TritonExperts:
     def allocate_blocks(
         self, num_experts: int, hidden: int, width: int, device: Any, power_of_two: bool = False
     ) -> ExpertWeights:
-        """As the protocol says; where the device multiplies no FP8, the experts become bf16."""
+        """See the protocol; on devices without FP8 products the experts become bf16."""
         if not multiplies_fp8(torch.device(device).type):
             return self.allocate(num_experts, hidden, width, torch.bfloat16, device)
         wide, narrow = num_blocks(hidden), num_blocks(width)
@@ -144,7 +143,7 @@ class TritonExperts:
     def run_routed(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
     ) -> Tensor:
-        """Tokens are quantised once and read by the first product where they lie: no copy of K rows a token."""
+        """Tokens are quantized once and read in place by the first product: no copy of K rows per token."""
         order = sort_by_expert(topk_ids, weights.num_experts)
         groups = self._grouped(order.offsets, weights, topk_ids.numel())
         rows = x.rows if isinstance(x, QuantizedActivation) else self._quantized(x.contiguous(), weights)
@@ -152,8 +151,8 @@ class TritonExperts:
         return combine(out, order.positions, topk_weights, add)
 
     def warm_up(self, shapes: StepShapes) -> int:
-        """Batches as a dispatcher brings them; rows of tokens that stay here come by the steps themselves. An empty
-        rank would not launch a kernel in any step of a warm-up."""
+        """Runs batches in the dispatcher's layout; rows of local tokens occur in the warm-up steps themselves. An idle
+        rank would not launch any kernel in a warm-up step."""
         runs = 0
         for weights in self._shapes.values() if shapes.dispatched else ():
             device, experts = weights.data.gate_up.device, weights.num_experts
@@ -181,7 +180,7 @@ class TritonExperts:
         return tiles_of(element(weights.data.gate_up.dtype), self._deterministic)
 
     def _quantized(self, x: Tensor, weights: ExpertWeights, counts: Tensor | None = None) -> Tensor | QuantizedRows:
-        """x [M, D] as the weights want it."""
+        """x [M, D] in the weights' activation format."""
         data: TritonExpertWeights = weights.data
         return x if data.gate_up_scales is None else quantize_rows(x, data.power_of_two, counts)
 

@@ -1,11 +1,12 @@
 """The two products of routed experts in Triton, for both batch layouts, in bf16 and in block FP8.
 
-    inner = silu(x @ gate.T) * (x @ up.T)        [M, I], in FP8 quantised before it leaves the registers
+    inner = silu(x @ gate.T) * (x @ up.T)        [M, I], in FP8 quantized in registers
     rows  = inner @ down.T                       [M, D]
 
-Legend: M rows, D hidden, I expert width, E experts. A row meets the weights of the expert whose group it lies in.
-The numbers of rows are on the device only: the grid has room for the worst case, each program finds its tile from the
-sizes of the groups, and those without one leave. Nothing waits for the device and every shape depends on M and E alone.
+Legend: M rows, D hidden, I expert width, E experts. A row is multiplied with the weights of its group's expert.
+
+Row counts are known only on the device: the grid is sized for the worst case, each program finds its tile from the
+group sizes, and programs without a tile exit. No host synchronisation; all shapes depend on M and E alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from moe_engine.kernels.linear.products import (
     weight_tile,
 )
 from moe_engine.kernels.linear.tiles import Tiles
-from moe_engine.kernels.linear.triton_block_gemm import fits_bulk
+from moe_engine.kernels.linear.triton_block_gemm import fits_tma
 from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
@@ -39,14 +40,14 @@ from moe_engine.kernels.triton.launch import element
 
 @dataclass(frozen=True)
 class Groups:
-    """Where each expert's rows lie.
+    """Row ranges of the experts.
 
     Attributes:
         sizes: int32 [E + 1] offsets, or int32 [E] counts of a padded batch.
         capacity: rows for each expert of a padded batch; 0: `sizes` are offsets.
-        num_rows: most rows that there can be.
-        mean_rows: of an expert, as far as the host can tell: chooses among the tiles.
-        tiles: of the products.
+        num_rows: max number of rows.
+        mean_rows: host-side estimate of rows per expert: selects the tiles.
+        tiles: tiles of both products.
     """
 
     sizes: Tensor
@@ -57,7 +58,7 @@ class Groups:
     tiles: ExpertTiles
 
     def max_tiles(self, block_m: int) -> int:
-        """Most row tiles that there can be: every expert may end in a tile of its own."""
+        """Max row tiles: every expert may end in a partial tile."""
         if self.capacity:
             return self.num_experts * triton.cdiv(self.capacity, block_m)
         return min(self.num_rows, self.num_rows // block_m + self.num_experts)
@@ -82,10 +83,10 @@ def find_tile(
     total = tl.sum(tiles, 0)
     tile_m, tile_n = grouped_order(program, total, NUM_N, GROUP)
     tile_m = tl.where(program < total * NUM_N, tile_m, total)
-    expert = tl.sum((ends <= tile_m).to(tl.int32), 0)  # experts whose tiles are all before this one
-    mine = experts == expert
-    first = tl.sum(tl.where(mine, start + (tile_m - ends + tiles) * BLOCK_M, 0), 0)
-    return expert, tile_n, first, tl.sum(tl.where(mine, start + count, 0), 0)
+    expert = tl.sum((ends <= tile_m).to(tl.int32), 0)  # experts whose tiles all precede this one
+    is_expert = experts == expert
+    first = tl.sum(tl.where(is_expert, start + (tile_m - ends + tiles) * BLOCK_M, 0), 0)
+    return expert, tile_n, first, tl.sum(tl.where(is_expert, start + count, 0), 0)
 
 
 @triton.jit(
@@ -143,8 +144,8 @@ def gate_up_kernel(
     place = out + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
     if FP8:  # BLOCK_N is 128: the tile is one block of scales
         inner = tl.where((cols < WIDTH)[None, :], inner, 0.0)
-        numbers, scale = quantize_tile(inner, POWER_OF_TWO)
-        tl.store(place, numbers, mask=mask)
+        quantized, scale = quantize_tile(inner, POWER_OF_TWO)
+        tl.store(place, quantized, mask=mask)
         tl.store(out_scales + tile_n * out_scale_stride + rows, scale, mask=inside)
     else:
         tl.store(place, inner.to(out.dtype.element_ty), mask=mask)
@@ -199,19 +200,19 @@ def gate_up(
     top_k: int = 1,
     power_of_two: bool = False,
 ) -> Tensor | QuantizedRows:
-    """The first product: [M, I] in x's dtype, or quantised where x is.
+    """The first product: [M, I] in x's dtype, or quantized if x is.
 
     Args:
         x: [M, D], or with `source` [T, D]; `QuantizedRows` with FP8 weights.
         weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights.
         source: int32 [M] pairs; row m is token source[m] // top_k.
 
-    Rows that no group covers are unspecified.
+    Rows outside all groups are unspecified.
     """
     data = x.data if isinstance(x, QuantizedRows) else x
     width, hidden = weight.shape[1] // 2, weight.shape[2]
     tiles, block_k = groups.tiles.gate_up.at(groups.mean_rows), groups.tiles.block_k
-    matrix, bulk = _weight(weight, tiles, block_k)
+    matrix, tma = _weight(weight, tiles, block_k)
     out: Tensor | QuantizedRows
     if isinstance(x, QuantizedRows):
         out = QuantizedRows.empty(groups.num_rows, width, data.device)
@@ -222,7 +223,7 @@ def gate_up(
         gate_up_kernel[(grid,)](
             data, _scales(x), source, groups.sizes, matrix, scales, out.data, _scales(out), groups.capacity,
             _scale_stride(x), _scale_stride(out),
-            **_constants(groups, width, hidden, scales is not None, tiles, bulk),
+            **_constants(groups, width, hidden, scales is not None, tiles, tma),
             **_gathering(top_k if source is not None else 0, power_of_two),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -232,20 +233,20 @@ def gate_up(
 def down(
     x: Tensor | QuantizedRows, weight: Tensor, scales: Tensor | None, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
-    """The second product: x [M, I] as `gate_up` gives it, weight [E, D, I] -> [M, D] in `dtype`.
+    """The second product: x [M, I] from `gate_up`, weight [E, D, I] -> [M, D] in `dtype`.
 
-    `scales`: float32 [E, ceil(D / 128), ceil(I / 128)] of FP8 weights. Rows that no group covers are unspecified.
+    `scales`: float32 [E, ceil(D / 128), ceil(I / 128)] of FP8 weights. Rows outside all groups are unspecified.
     """
     data = x.data if isinstance(x, QuantizedRows) else x
     hidden, width = weight.shape[1], weight.shape[2]
     tiles, block_k = groups.tiles.down.at(groups.mean_rows), groups.tiles.block_k
-    matrix, bulk = _weight(weight, tiles, block_k)
+    matrix, tma = _weight(weight, tiles, block_k)
     out = torch.empty(groups.num_rows, hidden, dtype=dtype, device=data.device)
     grid = groups.max_tiles(tiles.block_m) * triton.cdiv(hidden, tiles.block_n)
     if grid:
         down_kernel[(grid,)](
             data, _scales(x), groups.sizes, matrix, scales, out, groups.capacity, _scale_stride(x),
-            **_constants(groups, hidden, width, scales is not None, tiles, bulk),
+            **_constants(groups, hidden, width, scales is not None, tiles, tma),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out
@@ -260,24 +261,24 @@ def _scale_stride(x: Tensor | QuantizedRows) -> int:
 
 
 def _weight(weight: Tensor, tiles: Tiles, block_k: int) -> tuple[Tensor | TensorDescriptor, bool]:
-    """weight [E, N, K] as the kernel takes it: itself, or the descriptor of [E * N, K] for the bulk copy engine."""
+    """weight [E, N, K] as kernel argument: itself, or the TMA descriptor of [E * N, K]."""
     matrix = weight.view(-1, weight.shape[2])
-    if not tiles.bulk or not fits_bulk(matrix):
+    if not tiles.tma or not fits_tma(matrix):
         return weight, False
     return TensorDescriptor.from_tensor(matrix, [tiles.block_n, block_k]), True
 
 
-def _constants(groups: Groups, n: int, k: int, fp8: bool, tiles: Tiles, bulk: bool) -> dict[str, Any]:
-    """Of a product with weights [E, `n`, `k`] (gate and up count as one `n`)."""
+def _constants(groups: Groups, n: int, k: int, fp8: bool, tiles: Tiles, tma: bool) -> dict[str, Any]:
+    """Constants of a product with weights [E, `n`, `k`] (gate and up count as one `n`)."""
     return {
         "NUM_EXPERTS": groups.num_experts, "EXPERTS": triton.next_power_of_2(groups.num_experts), "K": k, "WIDTH": n,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": groups.tiles.block_k, "GROUP": tiles.group,
-        "PADDED": groups.capacity > 0, "SWAP_AB": tiles.swap, "TMA": bulk, "FP8": fp8,
+        "PADDED": groups.capacity > 0, "SWAP_AB": tiles.swap_ab, "TMA": tma, "FP8": fp8,
     }  # fmt: skip
 
 
 def _gathering(top_k: int, power_of_two: bool) -> dict[str, Any]:
-    """What the first product adds; `top_k` 0: rows are not gathered."""
+    """Extra constants of the first product; `top_k` 0: rows are not gathered."""
     return {"TOP_K": max(top_k, 1), "GATHER": top_k > 0, "POWER_OF_TWO": power_of_two}
 
 
@@ -289,7 +290,7 @@ def cases_of(
     dtype: torch.dtype = torch.bfloat16,
     deterministic: bool = False,
 ) -> list[AotCase]:
-    """Both products of a layer's experts on one rank, rows gathered where they are not padded."""
+    """Both products of a layer's experts on one rank, with gathered rows unless padded."""
     fp8, kind = model.fp8, element(FP8 if model.fp8 else dtype)
     table = tiles_of(kind, deterministic)
     groups = Groups(torch.empty(0), num_experts, int(padded), 0, mean_rows, table)
@@ -301,19 +302,19 @@ def cases_of(
     none: dict[str, Any] = {} if fp8 else dict.fromkeys(scales)
     signature |= dict.fromkeys(scales, "*fp32") if fp8 else {}
     name = f"{model.name}_e{num_experts}_{'padded' if padded else 'grouped'}{'_fixed' * deterministic}"
-    constants = _constants(groups, model.width, model.hidden, fp8, first, first.bulk)
+    constants = _constants(groups, model.width, model.hidden, fp8, first, first.tma)
     constants |= _gathering(0 if padded else model.top_k, False)
     more = {"out": f"*{kind}", "out_scale_stride": "i32"} | ({"out_scales": "*fp32"} if fp8 else {})
     more |= {} if padded else {"source": "*i32"}
     nothing = none | ({} if fp8 else {"out_scales": None}) | ({"source": None} if padded else {})
-    if first.bulk:
+    if first.tma:
         more["weight"] = f"tensordesc<{kind}[{first.block_n}, {table.block_k}]>"
     up = AotCase(
         f"expert_gate_up_{name}_tile{first.block_m}", gate_up_kernel, signature | more, constants | nothing,
         first.num_warps, first.num_stages, True,
     )  # fmt: skip
-    constants = _constants(groups, model.hidden, model.width, fp8, second, second.bulk)
-    signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.bulk else f"*{kind}"
+    constants = _constants(groups, model.hidden, model.width, fp8, second, second.tma)
+    signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.tma else f"*{kind}"
     result = AotCase(
         f"expert_down_{name}_tile{second.block_m}x{second.block_n}", down_kernel,
         signature | {"out": f"*{element(dtype)}"}, constants | none, second.num_warps, second.num_stages, True,
@@ -322,7 +323,7 @@ def cases_of(
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek V3 whole and as 16 experts of a rank, V2-Lite whole, at decode and prefill sizes."""
+    """All experts of DeepSeek V3, 16 of them (one rank), and all of V2-Lite, at decode and prefill sizes."""
     found: dict[str, AotCase] = {}
     for mean_rows in (8, 32, 64, 512):
         for model, num_experts, padded in (

@@ -1,4 +1,4 @@
-"""Linear layers in C++: weights packed once into panels that one kernel streams for any number of rows."""
+"""Linear layers in C++: weights packed once into panels, read by one kernel for any number of rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_engine.kernels.linear.protocol import PreparedLinear
 
 
 class CpuLinear:
-    """Beyond the protocol: `run_add` adds the product to a residual, `run_mlp` runs a whole gated MLP in one call."""
+    """Also: `run_add` adds the product to a residual, `run_mlp` runs a whole gated MLP in one call."""
 
     name = "cpu"
 
@@ -51,7 +51,7 @@ class CpuLinear:
         return out
 
     def run_add(self, x: Tensor, weight: PreparedLinear, residual: Tensor) -> Tensor:
-        """residual [T, N] += run(x), in place, with the same bits as the two steps; returns residual."""
+        """residual [T, N] += run(x), in place, bit-identical to the two steps; returns residual."""
         data: Panels = weight.data
         x = rows(x)
         tokens, k = x.shape
@@ -74,7 +74,7 @@ class CpuLinear:
     ) -> Tensor:
         """down(silu(gate(x)) * up(x)) [T, N] for weights without bias, gate_up [2I, D] (gate first), I % 16 == 0.
 
-        With `residual` [T, N] the result is added to it in place, and it is returned.
+        With `residual` [T, N] the result is added to it in place; returns `residual`.
         """
         first, second = gate_up.data, down.data
         x = rows(x)

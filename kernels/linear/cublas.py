@@ -1,4 +1,4 @@
-"""What the linear rows of a GPU share: products with plain weights, which torch hands to cuBLAS.
+"""Base of the GPU linear rows: products with unquantized weights by torch (cuBLAS).
 
 Legend: T tokens, H heads, K in-features, N out-features.
 """
@@ -13,8 +13,8 @@ from moe_engine.kernels.linear.reference import TorchLinear
 
 
 class CublasLinear(TorchLinear):
-    """`LinearKernel` whose products of heads are written where they belong: torch's own row copies them there, which
-    code that torch compiles needs and a launch alone does not."""
+    """`LinearKernel` whose per-head products are written directly to `out`. The torch row copies them, which is needed
+    under torch.compile only."""
 
     def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
         if out is None:

@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay in block FP8, by DeepGEMM; bf16 weights and MLA's small ones by torch (cuBLAS).
+"""Linear layers whose weights stay in block FP8, by DeepGEMM; bf16 weights and MLA's absorbed ones by torch (cuBLAS).
 
 Legend: T tokens, K in-features, N out-features.
 """
@@ -29,7 +29,7 @@ from moe_engine.kernels.vendors.warming import StepShapes, row_counts
 
 @dataclass(frozen=True)
 class Blocks:
-    """What `PreparedLinear.data` is for a weight in FP8. `power_of_two`: of the scales of activations."""
+    """Type of `PreparedLinear.data` for an FP8 weight. `power_of_two`: of the scales of activations."""
 
     operand: Operand
     power_of_two: bool
@@ -42,7 +42,7 @@ class DeepGemmLinear(CublasLinear):
         deep_gemm: the library; default: the installed one.
 
     Raises:
-        ImportError: it is not here or lacks what is called.
+        ImportError: the library is missing or lacks a required function.
     """
 
     name = "deep_gemm"
@@ -52,7 +52,7 @@ class DeepGemmLinear(CublasLinear):
         self._shapes: dict[tuple[int, int], PreparedLinear] = {}
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
-        """As the protocol says; a weight whose sizes the library does not serve becomes bf16."""
+        """See the protocol; a weight of sizes that the library does not support becomes bf16."""
         n, k = weight.data.shape
         if not self._gemm.serves(n, k):
             return self.prepare(dequantize_weight(weight).to(torch.bfloat16), bias)
@@ -79,14 +79,14 @@ class DeepGemmLinear(CublasLinear):
         return isinstance(gate_up.data, Blocks) and isinstance(down.data, Blocks)
 
     def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
-        """The activation between the two products is quantised where it is computed."""
+        """The activation between the two products is quantized in the kernel that computes it."""
         inner = self.run(x, gate_up)  # [T, 2I]
         return self._product(lambda: self._gemm.silu_mul(inner, down.data.power_of_two), down, len(inner))
 
     def _product(self, rows: Callable[[], Operand], weight: PreparedLinear, count: int) -> Tensor:
-        """The rows of `count` tokens times a weight in FP8: [T, N]."""
-        numbers, _ = weight.data.operand
-        out = torch.empty(count, weight.out_features, dtype=torch.bfloat16, device=numbers.device)
+        """The product of `count` tokens with an FP8 weight: [T, N]."""
+        data, _ = weight.data.operand
+        out = torch.empty(count, weight.out_features, dtype=torch.bfloat16, device=data.device)
         if count:
             self._gemm.dense(rows(), weight.data.operand, out)
         return out if weight.bias is None else out.add_(weight.bias)

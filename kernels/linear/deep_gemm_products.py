@@ -1,7 +1,7 @@
-"""DeepGEMM's products as the linear and expert kernels want them: operands, scale layouts, groups.
+"""DeepGEMM's products for the linear and expert kernels: operands, scale layouts, groups.
 
-Hopper takes float32 scales; Blackwell takes exponents (UE8M0), four in an int32, of powers of two: weights whose scales
-are not such are quantised again when they are loaded. Source: csrc/apis/{gemm,layout}.hpp, csrc/utils/layout.hpp.
+Hopper reads float32 scales; Blackwell reads exponents (UE8M0), four per int32, of powers of two: weights with other
+scales are requantized at load. Source: csrc/apis/{gemm,layout}.hpp, csrc/utils/layout.hpp.
 Legend: M rows, N out-features, K in-features, G groups (experts).
 """
 
@@ -27,16 +27,16 @@ from moe_engine.kernels.quantization.protocol import (
 from moe_engine.kernels.vendors.probe import DEEP_GEMM, accepts
 
 RECIPE = (1, BLOCK, BLOCK)
-"""Scales of activations for 1 x 128 numbers, of weights for 128 x 128."""
+"""Scale blocks: 1 x 128 for activations, 128 x 128 for weights."""
 
 N_MULTIPLE = 64
 
 Operand = tuple[Tensor, Tensor]
-"""e4m3 numbers and the scales that the library takes with them."""
+"""e4m3 data and their scales in the library's layout."""
 
 
 class Quantization(Protocol):
-    """How activations become FP8: `kernels.quantization.reference`, or the Triton kernels of the same names."""
+    """FP8 quantization of activations: `kernels.quantization.reference`, or the Triton kernels of the same names."""
 
     def quantize_rows(self, x: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
 
@@ -46,7 +46,7 @@ class Quantization(Protocol):
 
 
 class Permutation(Protocol):
-    """How rows come to their experts and back: `kernels.experts.order`, or the Triton kernels of the same names."""
+    """Permute and unpermute: `kernels.permutation.expert_order`, or the Triton kernels of the same names."""
 
     def sort_by_expert(self, topk_ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder: ...
 
@@ -59,25 +59,25 @@ class Permutation(Protocol):
 
 @dataclass(frozen=True)
 class Groups:
-    """Where the rows of G groups lie once each group starts at a multiple of the library's alignment."""
+    """Positions of the rows of G groups when each group starts at a multiple of the library's alignment."""
 
-    place: Tensor  # [M] int64: of each row among the aligned rows
-    num_rows: int  # aligned rows, the worst case: known without asking the device
-    layout: Tensor  # int32: [G] ends of the groups' rows, or [num_rows] the group of each row, -1 in gaps
-    ends: bool  # which of the two
+    place: Tensor  # [M] int64: aligned position of each row
+    num_rows: int  # aligned rows, the worst case: known without a device read
+    layout: Tensor  # int32: [G] ends of the groups' rows, or [num_rows] the group of each row, -1 in padding
+    ends: bool  # True: `layout` holds ends
 
 
 class DeepGemm:
-    """The library, and what this GPU wants of it.
+    """The library, with its formats on this GPU.
 
     Args:
         module: the library; default: the installed one.
-        capability: of the GPU; default: of the one here.
-        quantization: how activations become FP8, and with it how rows are permuted; default: in Triton where that is
-            installed, else in torch.
+        capability: compute capability; default: of the current GPU.
+        quantization: quantization kernels, and with them the permutation kernels; default: Triton if
+            installed, else torch.
 
     Raises:
-        ImportError: the library is not here or lacks what is called.
+        ImportError: the library is missing or lacks a required function.
     """
 
     def __init__(
@@ -88,22 +88,22 @@ class DeepGemm:
     ) -> None:
         self._lib = DEEP_GEMM.load() if module is None else DEEP_GEMM.check(module)
         self.exponents = (capability or _capability())[0] >= 10
-        """Scales are powers of two, packed."""
+        """True if scales are powers of two, packed."""
         self._quantization: Quantization = quantization or _quantization()
         self.permutation: Permutation = _permutation(self._quantization)
-        self._takes_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
+        self._needs_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
 
     @staticmethod
     def serves(n: int, k: int) -> bool:
-        """Whether a weight [N, K] can stay in FP8: whole blocks of channels, and rows that the tiles divide."""
+        """True if a weight [N, K] can stay in FP8: whole blocks of channels, and a multiple of the tile's rows."""
         return k % BLOCK == 0 and n % N_MULTIPLE == 0
 
     def packed_columns(self, k: int) -> int:
-        """Columns of a weight's scales on Blackwell: four exponents each."""
+        """Columns of a weight's scales on Blackwell, four exponents each."""
         return -(-k // (4 * BLOCK))
 
     def weight(self, weight: BlockWeight) -> Operand:
-        """A weight [N, K] as the library consumes it at every call, without a transposition each time."""
+        """A weight [N, K] in the library's layout, so that no call transposes scales."""
         if not self.exponents:
             return weight.data.contiguous(), weight.scales.contiguous()
         if not weight.power_of_two:
@@ -115,25 +115,25 @@ class DeepGemm:
         return weight.data.contiguous(), scales
 
     def input_format(self, power_of_two: bool) -> ActivationFormat:
-        """How products with a weight read activations."""
+        """Activation format of products with a weight."""
         return ActivationFormat.fp8(power_of_two or self.exponents)
 
     def quantized(self, x: Activation, power_of_two: bool) -> QuantizedRows:
-        """x [M, K] bf16, quantised where it is not yet."""
+        """x [M, K] bf16, quantized if it is not yet."""
         if isinstance(x, QuantizedActivation):
             return x.rows
         return self._quantization.quantize_rows(x, power_of_two or self.exponents)
 
     def rows(self, x: Activation, power_of_two: bool) -> Operand:
-        """The same as an operand."""
+        """`quantized` as an operand."""
         return self.operand(self.quantized(x, power_of_two))
 
     def silu_mul(self, gate_up: Tensor, power_of_two: bool, source: Tensor | None = None) -> Operand:
-        """gate_up [M, 2I], gate first -> silu(gate) * up, quantised. Rows where `source` [M] is negative: padding."""
+        """gate_up [M, 2I], gate first -> silu(gate) * up, quantized. Rows with negative `source` [M] are padding."""
         return self.operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents, source))
 
     def operand(self, rows: QuantizedRows) -> Operand:
-        """Hopper's kernels read the columns as the quantisers write them; Blackwell's packing reads lines."""
+        """Hopper reads the column-major scales as quantized; Blackwell's packing reads row-major scales."""
         return rows.data, rows.scales.contiguous() if self.exponents else rows.scales
 
     def dense(self, a: Operand, b: Operand, out: Tensor) -> None:
@@ -142,57 +142,57 @@ class DeepGemm:
 
     @property
     def alignment(self) -> int:
-        """Rows at whose multiples each group starts."""
+        """Row alignment of group starts."""
         return int(self._lib.get_mk_alignment_for_contiguous_layout())
 
     def groups(self, offsets: Tensor, num_rows: int) -> Groups:
-        """The aligned places of rows that are sorted by group; offsets [G+1] int32 on the device."""
+        """The aligned positions of rows sorted by group; offsets [G+1] int32 on the device."""
         num_groups, alignment = len(offsets) - 1, self.alignment
         offsets = offsets.long()
         counts = offsets.diff()
         padded = (counts + alignment - 1).div(alignment, rounding_mode="floor").mul_(alignment)
         starts = padded.cumsum(0) - padded  # [G]
         row = torch.arange(num_rows, device=offsets.device)
-        # a dispatcher that does not wait for counts brings more rows than there are: they go behind the last group
+        # a dispatcher that does not wait for counts passes more rows than are valid: the rest goes after the last group
         group = torch.searchsorted(offsets[1:], row, right=True).clamp_max(num_groups - 1)
         place = row - offsets[group] + starts[group]
         most = most_rows(num_rows, num_groups, alignment)
-        if self._takes_ends:
+        if self._needs_ends:
             return Groups(place, most, (starts + counts).to(torch.int32), True)
         layout = torch.full((most,), -1, dtype=torch.int32, device=offsets.device)
         layout[place] = torch.where(row < offsets[-1], group, -1).to(torch.int32)
         return Groups(place, most, layout, False)
 
     def aligned(self, order: ExpertOrder) -> Groups:
-        """The same of pairs sorted with this alignment. What belongs to no group shares the last row, a gap: where a
-        pair is missing, the worst case has a row to spare."""
+        """The aligned positions of pairs sorted with this alignment. Pairs without a group share the last row, which is
+        padding: each missing pair leaves a spare row in the worst case."""
         most = len(order.source)
         place = order.positions.flatten().long().remainder(most)
-        if self._takes_ends:
+        if self._needs_ends:
             return Groups(place, most, order.ends, True)
         row = torch.arange(most, dtype=torch.int32, device=place.device)
         group = torch.searchsorted(order.offsets[1:], row, right=True, out_int32=True)
         return Groups(place, most, torch.where(order.source < 0, -1, group), False)
 
     def spread(self, operand: Operand, groups: Groups) -> Operand:
-        """Rows to their aligned places; what lies between is left as it is, nobody reads its products."""
+        """Copies rows to their aligned positions; padding rows stay uninitialized, their products are not read."""
         data, scales = operand
-        numbers = data.new_empty(groups.num_rows, data.shape[1])
-        numbers.view(torch.uint8).index_copy_(0, groups.place, data.view(torch.uint8))
+        rows = data.new_empty(groups.num_rows, data.shape[1])
+        rows.view(torch.uint8).index_copy_(0, groups.place, data.view(torch.uint8))
         if self.exponents:
             lines = scales.new_empty(groups.num_rows, scales.shape[1])
         else:
             lines = QuantizedRows.empty(groups.num_rows, data.shape[1], data.device).scales
-        return numbers, lines.index_copy_(0, groups.place, scales)
+        return rows, lines.index_copy_(0, groups.place, scales)
 
     def grouped(self, a: Operand | Tensor, b: Operand | Tensor, out: Tensor, groups: Groups) -> None:
-        """out [rows, N] = a [rows, K] @ b [G, N, K] of each row's group; both FP8 or both bf16."""
+        """out [rows, N] = a [rows, K] @ b[g].T, b [G, N, K], g each row's group; both FP8 or both bf16."""
         fp8 = isinstance(a, tuple)
         run = self._lib.m_grouped_fp8_gemm_nt_contiguous if fp8 else self._lib.m_grouped_bf16_gemm_nt_contiguous
         run(a, b, out, groups.layout, **({"use_psum_layout": True} if groups.ends else {}))
 
     def masked(self, a: Operand | Tensor, b: Operand | Tensor, out: Tensor, counts: Tensor, expected: int) -> None:
-        """out [G, M, N] = a [G, M, K] @ b [G, N, K], of the first counts[g] rows; `expected` rows steer the tiles."""
+        """out [G, M, N] = a [G, M, K] @ b [G, N, K], for the first counts[g] rows; `expected` rows select the tiles."""
         fp8 = isinstance(a, tuple)
         run = self._lib.m_grouped_fp8_gemm_nt_masked if fp8 else self._lib.m_grouped_bf16_gemm_nt_masked
         run(a, b, out, counts, expected)
@@ -214,6 +214,6 @@ def _quantization() -> Any:
 
 
 def _permutation(quantization: Quantization) -> Any:
-    """Of the same make."""
+    """The permutation kernels that match `quantization` (Triton or torch)."""
     name = "expert_order" if quantization is reference else "triton_permute"
     return importlib.import_module(f"moe_engine.kernels.permutation.{name}")

@@ -1,4 +1,4 @@
-"""Triton code that matrix products share, dense and grouped: the order of tiles, their loads, one step of a sum.
+"""Triton helpers of dense and grouped matrix products: tile order, loads, one accumulation step.
 
 Legend: M rows, N out-features, K in-features; a tile is BLOCK_M x BLOCK_N results, a step BLOCK_K of K.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def grouped_order(tile, num_m, NUM_N: tl.constexpr, GROUP: tl.constexpr):
-    """Number of a program -> (row tile, column tile): GROUP row tiles take a column tile each before the next one."""
+    """Program index -> (row tile, column tile): GROUP row tiles share a column tile before the next (L2 swizzle)."""
     group = tile // (GROUP * NUM_N)
     first = group * GROUP
     height = tl.maximum(tl.minimum(num_m - first, GROUP), 1)
@@ -21,8 +21,8 @@ def grouped_order(tile, num_m, NUM_N: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def weight_tile(weight, rows, lane, K: tl.constexpr, TMA: tl.constexpr):
-    """What `load_step` takes for rows of a weight [., K]: pointers to their first step, or the descriptor itself. Rows
-    beyond the edge repeat the last one: loads need no mask, and what they give is not stored."""
+    """Argument of `load_step` for rows of a weight [., K]: pointers to their first step, or the TMA descriptor. Rows
+    beyond the edge repeat the last row: loads need no mask, and their results are not stored."""
     if TMA:
         tile = weight
     else:
@@ -45,7 +45,7 @@ def load_step(tile, row, step, lane, K: tl.constexpr, BLOCK_K: tl.constexpr, TMA
 
 @triton.jit
 def load_scale(scales, place, FP8: tl.constexpr):
-    """The scales of one step; 1 where numbers have none."""
+    """The scales of one step; 1 without FP8."""
     if FP8:
         scale = tl.load(scales + place)
     else:
@@ -55,7 +55,7 @@ def load_scale(scales, place, FP8: tl.constexpr):
 
 @triton.jit
 def empty_tile(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP_AB: tl.constexpr):
-    """Sums that `add_product` adds to."""
+    """Zero accumulator of `add_product`."""
     if SWAP_AB:
         total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
@@ -67,9 +67,8 @@ def empty_tile(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP_AB: tl.constex
 def add_product(total, x, w, x_scale, w_scale, SWAP_AB: tl.constexpr, FP8: tl.constexpr):
     """total + x [M, k] @ w [N, k].T in float32, as [M, N], or with SWAP_AB as its transpose [N, M].
 
-    FP8: a step's product is summed by the tensor cores alone and then added with its scales, x_scale [M] and w_scale:
-    Hopper's FP8 accumulators keep about 14 bits, so longer sums in them lose digits (DeepSeek-V3 report, section
-    3.3.2).
+    FP8: the tensor cores sum one step only; it is then added with its scales, x_scale [M] and w_scale: Hopper's FP8
+    accumulators keep about 14 bits, so longer sums in them lose precision (DeepSeek-V3 report, section 3.3.2).
     """
     if FP8:
         scale = x_scale * w_scale

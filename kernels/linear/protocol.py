@@ -1,4 +1,4 @@
-"""Matrix products with weights. `prepare` once at load (packing, dequantisation, vendor layouts), `run` each step.
+"""Matrix products with weights. `prepare` once at load (packing, dequantization, vendor layouts), `run` each step.
 
 Legend: T tokens, K in-features, N out-features, H heads.
 """
@@ -15,7 +15,7 @@ from moe_engine.kernels.quantization.protocol import Activation, ActivationForma
 
 @dataclass(frozen=True)
 class PreparedLinear:
-    """A weight in the layout its kernel wants. `data` is the kernel's own; `num_bytes` is what it keeps in memory."""
+    """A weight in its kernel's layout. `data` is private to the kernel; `num_bytes` is its memory."""
 
     in_features: int
     out_features: int
@@ -28,13 +28,13 @@ class LinearKernel(Protocol):
     name: str
 
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> PreparedLinear:
-        """weight [N, K] in the activation dtype (already dequantised), bias [N]. May keep or drop `weight`."""
+        """weight [N, K] in the activation dtype (already dequantized), bias [N]. May keep or drop `weight`."""
 
     def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
         """x [T, K] (rows may be strided) -> x @ weight.T + bias, [T, N] contiguous, accumulated in float32."""
 
     def prepare_heads(self, weight: Tensor) -> PreparedLinear:
-        """weight [H, N, K]: one small matrix a head (MLA's absorbed products)."""
+        """weight [H, N, K]: one small matrix per head (MLA's absorbed products)."""
 
     def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
         """x [T, H, K] (strided view allowed) -> [T, H, N]: out[t, h] = weight[h] @ x[t, h].
@@ -47,18 +47,18 @@ class LinearKernel(Protocol):
 class BlockScaledLinear(Protocol):
     """A linear kernel that keeps block-FP8 weights as the checkpoint stores them.
 
-    What meets them is quantised, here or by its producer: where `input_format` names rows, `run` (and `run_mlp`, of a
-    `FusedMLP`) take either.
+    Activations are quantized here or by their producer: if `input_format` has `rows`, `run` (and `run_mlp` of a
+    `FusedMLP`) accept quantized and unquantized activations.
     """
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """weight [N, K] in blocks of 128 x 128, bias [N] in the activation dtype. May keep or drop `weight`."""
 
     def input_format(self, weight: PreparedLinear) -> ActivationFormat:
-        """How products with this weight read x."""
+        """Format in which products with this weight read x."""
 
     def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
-        """As `LinearKernel.run`."""
+        """See `LinearKernel.run`."""
 
 
 @runtime_checkable
@@ -66,7 +66,7 @@ class FusedMLP(Protocol):
     """A linear kernel that also runs a gated MLP in one call."""
 
     def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
-        """Whether these two weights can be run so."""
+        """True if `run_mlp` supports these two weights."""
 
     def run_mlp(self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
         """x [T, K] -> down(silu(gate(x)) * up(x)) [T, N]; gate_up holds the gate's rows first."""

@@ -1,4 +1,4 @@
-"""Matrix products in plain torch. The weight stays as it came.
+"""Matrix products in plain torch. The weight is kept unchanged.
 
 Legend: T tokens, K in-features, N out-features, H heads.
 """
@@ -13,7 +13,7 @@ from moe_engine.kernels.linear.protocol import PreparedLinear
 
 
 class TorchLinear:
-    """`LinearKernel` without requirements."""
+    """`LinearKernel` for any device and dtype."""
 
     name = "torch"
 

@@ -1,4 +1,4 @@
-"""Named products of the models we measure, with the bytes and operations none can do without. Imports no torch.
+"""Named products of the benchmarked models, with their minimal bytes and operations. Imports no torch.
 
 Legend: M rows, N out-features, K in-features.
 """
@@ -21,7 +21,7 @@ class LinearShape:
 
     @property
     def bytes(self) -> int:
-        """Rows, weight and result once through memory, scales included."""
+        """Rows, weight and result moved once, scales included."""
         m, n, k = self.rows, self.n, self.k
         if not self.fp8:
             return 2 * (m * k + n * k + m * n)
@@ -42,7 +42,7 @@ class ModelProducts:
     fp8: bool
 
     def at(self, rows: int) -> Iterator[LinearShape]:
-        """With that many rows."""
+        """Shapes with `rows` rows."""
         for name, n, k in self.products:
             yield LinearShape(f"{self.model}.{name}.m{rows}", rows, n, k, self.fp8)
 

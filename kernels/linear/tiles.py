@@ -1,6 +1,6 @@
-"""Tile sizes of the block-FP8 product, by number of rows: a table a person can read, and a measurement can replace.
+"""Tile sizes of the block-FP8 product, by number of rows: a readable table that measurements can replace.
 
-Legend: M rows, N out-features, K in-features. A tile is BLOCK_M x BLOCK_N results; K goes in steps of 128.
+Legend: M rows, N out-features, K in-features. A tile is BLOCK_M x BLOCK_N results; K advances in steps of 128.
 """
 
 from __future__ import annotations
@@ -9,36 +9,36 @@ from dataclasses import dataclass, replace
 
 from moe_engine.kernels.quantization.protocol import num_blocks
 
-NUM_SMS = 132  # of an H100 or H200: what a decode-sized product is split for
-MIN_STEPS = 4  # of 128 in K that a part of a split product does at least
+NUM_SMS = 132  # of an H100 or H200: split target of decode-sized products
+MIN_STEPS = 4  # min K steps of 128 per part of a split product
 MAX_SPLIT = 16
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one product is cut.
+    """Tiling of one product.
 
     Attributes:
-        swap: multiply weight by rows, so that the weight's 64 or more rows fill the tensor core's M and few rows its N.
-        group: row tiles that share a weight tile while it lies in the L2 cache.
+        swap_ab: multiply weight by rows: the weight's 64 or more rows fill the tensor core's M, few rows its N.
+        group: row tiles that share a weight tile in the L2 cache.
         split: parts of K, summed afterwards in a fixed order.
-        bulk: weights come by the bulk tensor copy engine (TMA), which computes addresses itself: large tiles have no
-            registers to spare for them.
+        tma: weights are loaded by TMA, which computes addresses itself: large tiles have no registers to
+            spare for them.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    swap: bool = False
+    swap_ab: bool = False
     group: int = 1
     split: int = 1
-    bulk: bool = False
+    tma: bool = False
 
 
 @dataclass(frozen=True)
 class TileTable:
-    """Rows of (largest M, tiles), the last for any M. `provenance`: GPU, date and command of a measurement."""
+    """Entries (max M, tiles), the last for any M. `provenance`: GPU, date and command of a measurement."""
 
     provenance: str
     rows: tuple[tuple[int | None, Tiles], ...]
@@ -50,19 +50,19 @@ class TileTable:
 BLOCK_FP8 = TileTable(
     "unmeasured default: chosen by shared memory, registers and waves of 132 SMs",
     (
-        (16, Tiles(16, 128, 4, 5, swap=True)),
-        (32, Tiles(32, 128, 4, 5, swap=True)),
+        (16, Tiles(16, 128, 4, 5, swap_ab=True)),
+        (32, Tiles(32, 128, 4, 5, swap_ab=True)),
         (64, Tiles(64, 64, 4, 5)),
         (256, Tiles(64, 128, 4, 4)),
-        (None, Tiles(128, 128, 8, 4, group=8, bulk=True)),
+        (None, Tiles(128, 128, 8, 4, group=8, tma=True)),
     ),
 )
 
 
 def block_fp8_tiles(num_rows: int, n: int, k: int) -> Tiles:
-    """The tiles of a product [M, K] x [N, K]. K is split where the tiles alone would leave SMs without work.
+    """The tiles of a product [M, K] x [N, K]. K is split if the tiles alone would leave SMs idle.
 
-    Depends on M only through the table's limits, so that a handful of kernels serves every batch.
+    Depends on M only through the table's limits, so that few kernels cover every batch.
     """
     limit = next((limit for limit, _ in BLOCK_FP8.rows if limit is None or num_rows <= limit), None)
     tiles = BLOCK_FP8.at(num_rows)
@@ -76,13 +76,13 @@ def block_fp8_tiles(num_rows: int, n: int, k: int) -> Tiles:
 
 
 FIXED_BLOCK_FP8 = Tiles(64, 64, 4, 4, group=8)
-"""Of every product where a row's bits must not depend on how many rows there are (--enable-deterministic-inference): K
+"""Tiles of every product in deterministic mode (--enable-deterministic-inference), independent of the number of rows: K
 is not split, and the smallest tile that fills tensor cores leaves few SMs idle in decodes."""
 
 
 @dataclass(frozen=True)
 class PlainTiles:
-    """How a product with plain weights is cut, whatever the number of its rows."""
+    """Tiling of a product with unquantized weights, for any number of rows."""
 
     block_m: int
     block_n: int
@@ -94,4 +94,4 @@ class PlainTiles:
 
 FIXED_PLAIN = PlainTiles(64, 64, 64, 4, 4)
 FIXED_WIDE = PlainTiles(32, 32, 32, 4, 3)
-"""float32, which tensor cores do not multiply."""
+"""float32, without tensor cores."""

@@ -23,7 +23,7 @@ from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight, Quantiz
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
-_SUM_TILE = 1024  # elements of a program that sums the parts of a split product
+_SUM_TILE = 1024  # elements per program when summing a split product
 
 
 @triton.jit(do_not_specialize=["num_rows", "scale_stride"])
@@ -88,13 +88,13 @@ def block_gemm(
     bias: Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """rows [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in `dtype`. Nothing waits for the device.
+    """rows [M, K] x weight [N, K] (+ bias [N]) -> [M, N] in `dtype`. No host synchronisation.
 
     Args:
-        tiles: how it is cut; default: by the table.
+        tiles: tiling; default: from the table.
 
     Raises:
-        ValueError: the widths differ.
+        ValueError: if the widths differ.
     """
     m, (n, k) = rows.data.shape[0], weight.data.shape
     if rows.data.shape[1] != k:
@@ -106,14 +106,14 @@ def block_gemm(
     split = tiles.split > 1
     target = torch.empty(tiles.split, m, n, dtype=torch.float32, device=out.device) if split else out
     x, matrix = rows.data, weight.data
-    bulk = tiles.bulk and fits_bulk(matrix) and fits_bulk(x)
-    if bulk:
+    tma = tiles.tma and fits_tma(matrix) and fits_tma(x)
+    if tma:
         x = TensorDescriptor.from_tensor(x, [tiles.block_m, BLOCK])
         matrix = TensorDescriptor.from_tensor(matrix, [tiles.block_n, BLOCK])
     grid = (triton.cdiv(m, tiles.block_m) * triton.cdiv(n, tiles.block_n), tiles.split)
     block_gemm_kernel[grid](
         x, rows.scales, matrix, weight.scales, None if split else bias, target, m, rows.scale_stride,
-        **_constants(n, k, tiles, bulk, bias is not None and not split), num_warps=tiles.num_warps,
+        **_constants(n, k, tiles, tma, bias is not None and not split), num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )  # fmt: skip
     if split:
@@ -123,30 +123,30 @@ def block_gemm(
     return out
 
 
-def fits_bulk(matrix: Tensor) -> bool:
-    """Whether the bulk copy engine can read tiles of a contiguous [N, K]: addresses and rows in steps of 16 bytes."""
+def fits_tma(matrix: Tensor) -> bool:
+    """True if TMA can read tiles of a contiguous [N, K]: address and row size in multiples of 16 bytes."""
     return matrix.data_ptr() % 16 == 0 and matrix.shape[1] * matrix.element_size() % 16 == 0
 
 
-def _constants(n: int, k: int, tiles: Tiles, bulk: bool, has_bias: bool) -> dict[str, Any]:
+def _constants(n: int, k: int, tiles: Tiles, tma: bool, has_bias: bool) -> dict[str, Any]:
     return {
         "N": n, "K": k, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": BLOCK, "GROUP": tiles.group,
-        "SPLIT": tiles.split, "SWAP_AB": tiles.swap, "TMA": bulk, "HAS_BIAS": has_bias,
+        "SPLIT": tiles.split, "SWAP_AB": tiles.swap_ab, "TMA": tma, "HAS_BIAS": has_bias,
     }  # fmt: skip
 
 
 def cases_of(shape: LinearShape, dtype: torch.dtype = torch.bfloat16) -> list[AotCase]:
-    """The kernels that one product launches, without a bias."""
+    """The kernels launched by one product, without a bias."""
     tiles, n, k = block_fp8_tiles(shape.rows, shape.n, shape.k), shape.n, shape.k
     result = element(torch.float32 if tiles.split > 1 else dtype)
     signature = {
         "x": "*fp8e4nv", "x_scales": "*fp32", "weight": "*fp8e4nv", "weight_scales": "*fp32", "out": f"*{result}",
         "num_rows": "i32", "scale_stride": "i32",
     }  # fmt: skip
-    if tiles.bulk:
+    if tiles.tma:
         signature["x"] = f"tensordesc<fp8e4nv[{tiles.block_m}, {BLOCK}]>"
         signature["weight"] = f"tensordesc<fp8e4nv[{tiles.block_n}, {BLOCK}]>"
-    constants = _constants(n, k, tiles, tiles.bulk, False) | {"bias": None}
+    constants = _constants(n, k, tiles, tiles.tma, False) | {"bias": None}
     name = f"block_gemm_{n}x{k}_tile{tiles.block_m}x{tiles.block_n}"
     cases = [AotCase(name, block_gemm_kernel, signature, constants, tiles.num_warps, tiles.num_stages, True)]
     if tiles.split > 1:

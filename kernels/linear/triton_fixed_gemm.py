@@ -1,7 +1,7 @@
-"""Products with plain weights, whose results for a row have the same bits whatever other rows there are.
+"""Products with unquantized weights, batch-invariant: a row's bits do not depend on the other rows.
 
-Libraries choose algorithms by the number of rows. Here the cut depends on the weight alone, every sum runs over K from
-its first step to its last, and no two programs share one.
+Libraries select algorithms by the number of rows. Here the tiling depends on the weight alone, every sum runs over K in
+order, and no two programs share a sum.
 
     out[m, h, n] = sum over k of x[m, h, k] * w[h, n, k] (+ bias[n])
 
@@ -59,10 +59,10 @@ def fixed_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tenso
 
     Args:
         x: contiguous in its last dimension, or it is copied.
-        out: where the result goes; its last dimension is contiguous.
+        out: output tensor; its last dimension is contiguous.
 
     Raises:
-        ValueError: the widths or dtypes differ.
+        ValueError: if the widths or dtypes differ.
     """
     heads, (n, k) = 1 if weight.dim() == 2 else weight.shape[0], weight.shape[-2:]
     if x.shape[1:] != (*weight.shape[:-2], k) or x.dtype != weight.dtype:
@@ -81,7 +81,7 @@ def fixed_gemm(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tenso
 
 
 def fixed_tiles(dtype: torch.dtype) -> PlainTiles:
-    """Of weights in `dtype`: by nothing that changes from step to step."""
+    """Tiles for weights in `dtype`, independent of anything that changes between steps."""
     return FIXED_WIDE if dtype == torch.float32 else FIXED_PLAIN
 
 
@@ -93,7 +93,7 @@ def _constants(n: int, k: int, cut: PlainTiles, has_bias: bool) -> dict[str, Any
 
 
 def fixed_case(label: str, n: int, k: int, dtype: torch.dtype) -> AotCase:
-    """The kernel of a weight without a bias, for any number of rows."""
+    """AOT case of a weight without a bias, for any number of rows."""
     cut, kind = fixed_tiles(dtype), f"*{element(dtype)}"
     signature = dict.fromkeys(("x", "weight", "out"), kind) | {"num_rows": "i32"} | dict.fromkeys(_STRIDES, "i32:16")
     constants = _constants(n, k, cut, False) | {"bias": None}

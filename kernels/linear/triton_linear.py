@@ -1,4 +1,4 @@
-"""Linear layers on a GPU: block-FP8 weights stay FP8 and run on our own product, others on torch's.
+"""Linear layers on a GPU: block-FP8 weights stay FP8 and use our Triton product, others torch's.
 
 Legend: T tokens, H heads, K in-features, N out-features, I width of an MLP.
 """
@@ -28,11 +28,11 @@ from moe_engine.kernels.quantization.triton_rows import quantize_rows, silu_mul_
 
 
 class TritonLinear(CublasLinear):
-    """`LinearKernel`, `BlockScaledLinear`, and for FP8 `FusedMLP`. Plain weights go to torch, which calls cuBLAS.
+    """`LinearKernel`, `BlockScaledLinear`, and for FP8 `FusedMLP`. Unquantized weights use torch (cuBLAS).
 
     Args:
-        deterministic: every product is cut alike, whatever the number of rows, so that a row has the same bits in every
-            batch; plain weights then meet our own kernel.
+        deterministic: the tiling of every product is independent of the number of rows (batch-invariant results);
+            unquantized weights then use our Triton product as well.
     """
 
     name = "triton"
@@ -42,7 +42,7 @@ class TritonLinear(CublasLinear):
         self._tiles = FIXED_BLOCK_FP8 if deterministic else None
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
-        """As the protocol says; where the device multiplies no FP8, the weight becomes bf16."""
+        """See the protocol; on devices without FP8 products the weight becomes bf16."""
         if not multiplies_fp8(weight.data.device.type):
             return self.prepare(dequantize_weight(weight).to(torch.bfloat16), bias)
         n, k = weight.data.shape
@@ -69,7 +69,7 @@ class TritonLinear(CublasLinear):
         return isinstance(gate_up.data, BlockWeight) and isinstance(down.data, BlockWeight)
 
     def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
-        """The activation between the two products is quantised where it is computed: no bf16 copy of [T, I]."""
+        """The activation between the two products is quantized as it is computed: no bf16 copy of [T, I]."""
         inner = self.run(x, gate_up)  # [T, 2I]
         return self._product(silu_mul_quantize(inner, down.data.power_of_two), down, x.dtype)
 

@@ -1,4 +1,4 @@
-"""The small operations in C++: one call each, no temporaries."""
+"""Norms, rotary, activation, cache writes and routing in C++: one call each, no temporaries."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class _Router(ctypes.Structure):
 
 @lru_cache
 def router_struct(spec: RouterSpec) -> _Router:
-    """The C struct of a router; raises ValueError where there cannot be such a router."""
+    """The C struct of a router; raises ValueError for an invalid router."""
     scores = {None: 0, "max": 1, "top2": 2}
     if spec.score not in ("sigmoid", "softmax") or spec.group_score not in scores:
         raise ValueError(f"unknown router {spec.score!r} with group score {spec.group_score!r}")
     groups = spec.num_groups if spec.group_score else 1
     if spec.num_experts % groups or not 0 < spec.top_k <= spec.num_experts or spec.topk_groups > spec.num_groups:
-        raise ValueError(f"impossible router: {spec}")
+        raise ValueError(f"invalid router: {spec}")
     numbers = (spec.num_experts, spec.top_k, spec.score == "sigmoid", groups, spec.topk_groups)
     return _Router(*map(int, numbers), scores[spec.group_score], int(spec.renormalize), spec.scale)
 

@@ -1,7 +1,7 @@
 """Small fused operations between the matrix products: norms, rotary embedding, activation, cache writes, routing.
 
 Legend: T tokens, D hidden, H heads, N qk_nope, R rotary width, C kv_lora_rank, E experts, K experts per token.
-All tensors of one call lie on one device. Activations are bf16, fp16 or fp32; norm weights are stored in the
+All tensors of one call are on one device. Activations are bf16, fp16 or fp32; norm weights are stored in the
 activation dtype or fp32; positions are int64, slots int32 or int64.
 """
 
@@ -33,7 +33,7 @@ class RotaryTable:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """How router logits become experts and weights; `reference/deepseek` maths of V2 and V3, and the common variants.
+    """Router: expert selection and weights from logits, as in DeepSeek V2 and V3 and common variants.
 
     score: ``sigmoid`` or ``softmax`` over all E, in float32. With `has_bias` the selection (not the weight) uses
     score + bias. `group_score`: None (no groups), ``top2`` (V3: sum of the two best of a group) or ``max`` (V2).
@@ -53,7 +53,7 @@ class RouterSpec:
 
 
 class Ops(Protocol):
-    """The small operations of a layer. Each returns new tensors unless it says that it writes in place."""
+    """Small operations of a layer. Each returns new tensors unless documented as in place."""
 
     name: str
 
@@ -84,8 +84,8 @@ class Ops(Protocol):
     ) -> None:
         """Writes MLA's cache rows: kv_a [T, C+R] -> cache[slots] = [rms_norm(latent) | rotated k_rope].
 
-        cache is [num_slots, C+R], in the activation dtype, or holds FP8 rows (`attention.kv_format`), whose numbers are
-        rounded to the activation dtype first. kv_a may be a strided view and is not changed.
+        cache is [num_slots, C+R], in the activation dtype, or FP8 rows (`attention.kv_format`), whose values
+        are rounded to the activation dtype first. kv_a may be a strided view and is not changed.
         """
 
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -94,18 +94,18 @@ class Ops(Protocol):
     def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
         """x [T, D], gate [E, D] float32, bias [E] float32 -> (weights [T, K] float32, expert ids [T, K] int32).
 
-        Logits and everything after them in float32.
+        Logits and all later values are float32.
         """
 
 
 @runtime_checkable
 class QuantizingNorms(Protocol):
-    """Ops whose norms also quantise what they find, in the same pass over memory."""
+    """Ops whose norms also quantize their result, in the same pass over memory."""
 
     def rms_norm_quantized(
         self, x: Tensor, weight: Tensor, eps: float, format: ActivationFormat
     ) -> QuantizedActivation:
-        """`rms_norm` of x [T, D] (rows may be strided), as those want it who read it."""
+        """`rms_norm` of x [T, D] (rows may be strided), in the consumers' format."""
 
     def add_rms_norm_quantized(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: ActivationFormat

@@ -1,4 +1,4 @@
-"""The small operations in plain torch: correct on any device and dtype, the measure of every other row.
+"""Ops in plain torch: correct on any device and dtype, the reference of all other rows.
 
 Legend: T tokens, D hidden, H heads, R rotary width, C kv_lora_rank, E experts, G expert groups, K experts per token.
 """
@@ -15,7 +15,7 @@ from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 
 
 class TorchOps:
-    """`Ops` without requirements."""
+    """`Ops` for any device and dtype."""
 
     name = "torch"
 
@@ -77,14 +77,14 @@ class TorchOps:
 
 
 def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """cache[slots] = rows; float8 as bytes, for torch copies no such rows by index."""
+    """cache[slots] = rows; float8 as bytes: torch does not support index_copy of float8."""
     if cache.element_size() == 1:
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     cache.index_copy_(0, slots.long(), rows)
 
 
 def _mask_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
-    """choice [T, E] with the experts outside each token's best groups at -inf (0 could win over a negative bias)."""
+    """choice [T, E] with the experts outside each token's best groups at -inf (0 could exceed a negative bias)."""
     grouped = choice.unflatten(1, (spec.num_groups, -1))  # [T, G, E/G]
     group_scores = grouped.topk(2, dim=-1).values.sum(-1) if spec.group_score == "top2" else grouped.amax(-1)
     kept = group_scores.topk(spec.topk_groups, dim=-1).indices

@@ -1,4 +1,4 @@
-"""The small operations of a model at a number of tokens, with the bytes none can do without. Imports no torch.
+"""Ops of a model at a number of tokens, with their minimal bytes. Imports no torch.
 
 Legend: T tokens, D hidden, Q q_lora_rank, C kv_lora_rank, R rotary width, H heads, I width, E experts, V vocabulary.
 """
@@ -13,7 +13,7 @@ ACTIVATION_BYTES = 2  # bf16
 
 @dataclass(frozen=True)
 class OpShape:
-    """One operation on `tokens` tokens; `widths` are its own, in the order its maker in `ModelOps.at` gives them.
+    """One operation on `tokens` tokens; `widths` in the order of `ModelOps.at`.
 
     operation: a method of `Ops`, or ``sample`` of `SamplingKernel`.
     """
@@ -28,7 +28,7 @@ class OpShape:
 
 @dataclass(frozen=True)
 class ModelOps:
-    """The widths of a model on one GPU. 0 stands for a part it does not have."""
+    """The widths of a model on one GPU. 0: the model has no such part."""
 
     model: str
     hidden: int
@@ -45,10 +45,10 @@ class ModelOps:
     def at(self, tokens: int) -> Iterator[OpShape]:
         """The operations of one layer, and the sampling of `tokens` rows."""
 
-        def shape(operation: str, widths: tuple[int, ...], numbers: int, more: int = 0, flops: int = 0) -> OpShape:
-            """`numbers` activations a token go through memory, `more` bytes besides."""
+        def shape(operation: str, widths: tuple[int, ...], elements: int, more: int = 0, flops: int = 0) -> OpShape:
+            """`elements` activations are moved per token, plus `more` bytes."""
             name = f"{self.model}.{operation}.{'x'.join(map(str, widths))}.t{tokens}"
-            return OpShape(name, operation, tokens, widths, ACTIVATION_BYTES * numbers * tokens + more, flops)
+            return OpShape(name, operation, tokens, widths, ACTIVATION_BYTES * elements * tokens + more, flops)
 
         norm_bytes = ACTIVATION_BYTES * self.hidden
         yield shape("rms_norm", (self.hidden,), 2 * self.hidden, norm_bytes)
@@ -74,7 +74,7 @@ TOKENS = (1, 128, 4096)
 
 
 def named_shapes() -> list[OpShape]:
-    """Both models at decode and prefill sizes; sampling has a row a request, so no more than 256."""
+    """Both models at decode and prefill sizes; sampling has one row per request, so at most 256."""
     models = (DEEPSEEK_V3, DEEPSEEK_V2_LITE)
     found = [shape for model in models for tokens in TOKENS for shape in model.at(tokens)]
     return [shape for shape in found if shape.operation != "sample" or shape.tokens <= 256]

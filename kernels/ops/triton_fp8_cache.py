@@ -1,7 +1,7 @@
 """Writes of FP8 cache rows, each one pass over memory: norm, rotation, scales and packing together.
 
-The rows are `attention.kv_format`'s, bit for bit what `latent_records.pack` and `head_records.pack` make of the rows
-that a cache in the activation dtype would hold. Bytes that only fill a record up are left alone.
+Row formats are those of `attention.kv_format`, bit-identical to `latent_records.pack` and `head_records.pack` of the
+rows that a cache in the activation dtype would hold. Padding bytes of a record are not written.
 
 Legend: T tokens, H heads, R rotary width, C kv_lora_rank, Dh head width.
 """
@@ -41,7 +41,7 @@ _TILE = 2048
 
 @triton.jit
 def _scale_of(largest):
-    """What a row's largest magnitude must be divided by to fit e4m3."""
+    """The divisor that brings a row's largest magnitude into e4m3's range."""
     return tl.div_rn(tl.maximum(largest, _LEAST), _LARGEST_E4M3)
 
 
@@ -53,7 +53,7 @@ def _e4m3(values, scale):
 
 @triton.jit
 def _e5m2(values):
-    """Bytes of bare numbers; too large ones become the largest, NaN stays."""
+    """Bytes of unscaled values; saturates, NaN stays NaN."""
     inside = tl.where(values > _LARGEST_E5M2, _LARGEST_E5M2, values)
     inside = tl.where(values < -_LARGEST_E5M2, -_LARGEST_E5M2, inside)
     return inside.to(tl.float8e5).to(tl.uint8, bitcast=True)
@@ -67,7 +67,7 @@ def write_latent_fp8_kernel(
 ):  # fmt: skip
     """cache[slots[t]] = the record of [rms_norm(kv_a[t, :C]) * weight | rotated kv_a[t, C:]]; cache is bytes.
 
-    SCALES: where `FP8_TOKEN` has its two scales.
+    SCALES: offset of the two scales in `FP8_TOKEN`.
     """
     token = tl.program_id(0).to(tl.int64)
     source = kv_a + token * kv_stride
@@ -82,7 +82,7 @@ def write_latent_fp8_kernel(
     if KV_FORMAT == _GROUPS:
         groups = tl.reshape(latent, [BLOCK_C // _GROUP, _GROUP])
         scale = _scale_of(tl.max(tl.abs(groups), axis=1))
-        bits = scale.to(tl.int32, bitcast=True)  # a fraction that is not zero carries into the exponent
+        bits = scale.to(tl.int32, bitcast=True)  # a non-zero fraction carries into the exponent
         scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
         tl.store(target + column, tl.reshape(_e4m3(groups, scale[:, None]), [BLOCK_C]))
         floats = (target + LATENT).to(tl.pointer_type(tl.float32))
@@ -112,7 +112,7 @@ def _write_heads(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KV_FORMAT: tl.constexpr, RECORD: tl.constexpr,
     SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Heads `head` [BLOCK_H] of a token to their records, one behind the other at `target`."""
+    """Writes heads `head` [BLOCK_H] of a token to contiguous records at `target`."""
     channel = tl.arange(0, BLOCK)[None, :]
     live = (head < HEADS)[:, None] & (channel < WIDTH)
     values = tl.load(source + head.to(tl.int64)[:, None] * head_stride + channel, live, 0.0).to(tl.float32)
@@ -132,8 +132,8 @@ def write_kv_fp8_kernel(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, KV_FORMAT: tl.constexpr,
     RECORD: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """k_cache[slots[t]] = records of k[t], v_cache[slots[t]] = records of v[t]; caches are bytes, a slot's heads lie
-    one behind the other. RECORD: bytes of a head, SCALE: those before its scale."""
+    """k_cache[slots[t]] = records of k[t], v_cache[slots[t]] = records of v[t]; caches are bytes, a slot's heads are
+    contiguous. RECORD: bytes of a head, SCALE: offset of its scale."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -146,7 +146,7 @@ def write_latent(
     kv_a: Tensor, weight: Tensor, eps: float, positions: Tensor, table: RotaryTable, slots: Tensor, cache: Tensor,
     form: int,
 ) -> None:  # fmt: skip
-    """`Ops.write_latent` to a cache of FP8 rows of that form."""
+    """`Ops.write_latent` to a cache of FP8 rows in that format."""
     if not len(kv_a):
         return
     kv_a, cache = with_contiguous_rows(kv_a), cache.view(torch.uint8)
@@ -158,15 +158,15 @@ def write_latent(
 
 
 def write_kv(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """`Ops.write_kv` to caches of FP8 rows, both of one form.
+    """`Ops.write_kv` to caches of FP8 rows, both in one format.
 
     Raises:
-        ValueError: caches whose slots are not contiguous, or of two forms.
+        ValueError: if slots are not contiguous, or the formats differ.
     """
     count, heads, width = k.shape
     form = head_form(k_cache, width)
     if head_form(v_cache, width) != form:
-        raise ValueError(f"keys are kept as {k_cache.dtype}, values as {v_cache.dtype}")
+        raise ValueError(f"the key cache is {k_cache.dtype}, the value cache {v_cache.dtype}")
     if not k.numel():
         return
     k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)

@@ -15,7 +15,7 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element, rows_of, stride_of, warps_for, with_contiguous_rows
 
 _TILE = 1024
-"""Elements a program takes of narrow rows; a row wider than this has a program of its own."""
+"""Elements per program for narrow rows; wider rows have one program each."""
 
 _SILU_BLOCK = 1024
 
@@ -38,7 +38,7 @@ def rms_norm_kernel(
         tl.store(place, value, live)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)[:, None]
-    normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)  # the models were trained with this rounding
+    normed = (wide * scale).to(out.dtype.element_ty).to(tl.float32)  # models are trained with this rounding
     scaled = normed * tl.load(weight + column, column < WIDTH, 0.0).to(tl.float32)
     tl.store(out + row * WIDTH + column, scaled.to(out.dtype.element_ty), live)
 
@@ -57,7 +57,7 @@ def silu_and_mul_kernel(gate_up, out, stride, WIDTH: tl.constexpr, BLOCK: tl.con
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D] with contiguous rows, up to two strides before them -> new contiguous tensor."""
+    """x [..., D] with contiguous rows, up to two leading strides -> new contiguous tensor."""
     flat, heads, strides = rows_of(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(flat, out, weight, out, heads, strides, 0, eps, False)
@@ -88,7 +88,7 @@ def _launch(
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """(rows a program, padded width, warps) for rows of `width`."""
+    """(rows per program, padded width, warps) for rows of `width`."""
     block = next_power_of_2(width)
     rows = max(1, _TILE // block)
     return rows, block, warps_for(rows * block)
@@ -108,7 +108,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def norm_case(label: str, width: int, heads: int, add: bool, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    """The specialisation that `rms_norm` or `add_rms_norm` launches for rows of `width`, weights in `dtype`."""
+    """The specialisation launched by `rms_norm` or `add_rms_norm` for rows of `width`, weights in `dtype`."""
     rows, block, warps = _tile(width)
     kind = f"*{element(dtype)}"
     signature = dict.fromkeys(("x", "residual", "weight", "out"), kind)
@@ -120,7 +120,7 @@ def norm_case(label: str, width: int, heads: int, add: bool, dtype: torch.dtype 
 
 
 def silu_case(label: str, width: int, dtype: torch.dtype = torch.bfloat16) -> AotCase:
-    """The specialisation that `silu_and_mul` launches for I = `width`."""
+    """The specialisation launched by `silu_and_mul` for I = `width`."""
     kind = f"*{element(dtype)}"
     signature = {"gate_up": kind, "out": kind, "stride": "i32:16"}
     constants = {"WIDTH": width, "BLOCK": _SILU_BLOCK}

@@ -1,4 +1,4 @@
-"""`Ops` in Triton. The kernels and their launches lie beside this file, by what they do."""
+"""`Ops` in Triton. The kernels and their launches are in the sibling files, by function."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from moe_engine.kernels.quantization.triton_rows import rms_norm_quantize
 
 
 class TritonOps:
-    """`Ops` and `QuantizingNorms` on a GPU; nothing waits for the device, and no shape that varies by step becomes a
-    new kernel.
+    """`Ops` and `QuantizingNorms` on a GPU; no host synchronisation, and no step-dependent shape compiles a new
+    kernel.
 
     Args:
-        deterministic: a token's results have the same bits in every batch; else the router splits its sums by how many
-            tokens there are.
+        deterministic: batch-invariant results; otherwise the router splits its sums by the number of tokens.
     """
 
     name = "triton"
@@ -78,5 +77,5 @@ class TritonOps:
 def _quantized(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, format: ActivationFormat
 ) -> QuantizedActivation:
-    numbers, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two, keep=format.numbers)
-    return QuantizedActivation(rows, numbers, x.dtype)
+    normed, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two, keep=format.unquantized)
+    return QuantizedActivation(rows, normed, x.dtype)

@@ -58,7 +58,7 @@ def rotate_kernel(
 
 @triton.jit
 def normed_latent(source, weight, column, eps, LATENT: tl.constexpr):
-    """RMSNorm of the LATENT numbers at `source`, in their dtype; zeros behind them."""
+    """RMSNorm of the LATENT values at `source`, in their dtype; padded with zeros."""
     kind = source.dtype.element_ty
     latent = tl.load(source + column, column < LATENT, 0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps)
@@ -68,7 +68,7 @@ def normed_latent(source, weight, column, eps, LATENT: tl.constexpr):
 
 @triton.jit
 def turned_pairs(source, table, pair, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(first, second, place of the first, of the second) of the pairs of WIDTH channels at `source`, rotated."""
+    """(first, second, offset of the first, of the second) of the rotated pairs of WIDTH channels at `source`."""
     live = pair < WIDTH // 2
     cos, sin = tl.load(table + pair, live, 0.0), tl.load(table + WIDTH // 2 + pair, live, 0.0)
     if INTERLEAVED:  # one short row: two strided loads cost no more than a shuffle

@@ -1,8 +1,8 @@
-"""Routing: router logits to float32 accuracy on tensor cores, then grouped top-k, one program a token.
+"""Routing: router logits to float32 accuracy on tensor cores, then grouped top-k, one program per token.
 
-bf16 activations are exact in bf16, so x @ gate needs only the float32 gate cut into three bf16 pieces (8 + 8 + 8 bits
-of its 24): three products, accumulated in float32, cost a tenth of a float32 product outside the tensor cores. With few
-tokens the gate's bytes are what costs, so D is split over programs; the selection sums the parts in their order.
+bf16 activations are exact in bf16, so x @ gate only needs the float32 gate split into three bf16 terms (bf16x3: 8 + 8 +
+8 bits of its 24): three products, accumulated in float32, cost a tenth of a float32 product without tensor cores. With
+few tokens the gate's bytes dominate, so D is split over programs; the selection sums the parts in order.
 
 Legend: T tokens, D hidden, E experts, G groups, K experts per token, P parts of D.
 """
@@ -22,13 +22,13 @@ from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous
 _GROUP_SCORES = {None: 0, "max": 1, "top2": 2}
 
 _SPLIT_TOKENS = 256
-"""Up to this many tokens D is split; above, rows alone fill the device."""
+"""Up to this many tokens D is split; above, rows fill the device."""
 
 _PART = 512
-"""Columns of D that one part sums, where D is split."""
+"""Columns of D per part, if D is split."""
 
 _FIXED_PART = 2048
-"""The same where parts must not depend on the number of tokens: a long prompt's parts lie in memory, too."""
+"""The same in deterministic mode, for any number of tokens; larger: long prompts keep all parts in memory."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -66,7 +66,7 @@ def router_logits_kernel(
 
 @triton.jit
 def _take_best(value, index, none):
-    """(largest, its lowest index, value without it); `none` marks what cannot be chosen again."""
+    """(largest, its lowest index, value without it); `none` marks values already taken."""
     best, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     return best, at, tl.where(index == at, none, value)
 
@@ -78,7 +78,7 @@ def router_select_kernel(
     GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """weights, ids [T, K] from logits [PARTS, T, E]; group g's experts lie in row g of a [BLOCK_G, BLOCK_M] tile."""
+    """weights, ids [T, K] from logits [PARTS, T, E]; group g's experts are row g of a [BLOCK_G, BLOCK_M] tile."""
     token = tl.program_id(0).to(tl.int64)
     MEMBERS: tl.constexpr = EXPERTS // GROUPS
     flat = tl.arange(0, BLOCK_G * BLOCK_M)
@@ -96,7 +96,7 @@ def router_select_kernel(
     choice = score
     if HAS_BIAS:
         choice += tl.load(bias + expert, live, 0.0)
-    choice = tl.where(choice == choice, choice, float("inf"))  # NaN counts as largest, and ids stay in range
+    choice = tl.where(choice == choice, choice, float("inf"))  # NaN sorts as largest, so that ids stay in range
     choice = tl.where(live, choice, float("-inf"))
     if GROUP_SCORE != 0:
         grouped = tl.reshape(choice, [BLOCK_G, BLOCK_M])
@@ -128,10 +128,10 @@ def router_select_kernel(
 def route(
     x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, deterministic: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`Ops.route`: of equal scores the lower id wins. Raises ValueError for a router that cannot be.
+    """`Ops.route`: ties by lower id. Raises ValueError for an invalid router.
 
     Args:
-        deterministic: sums are cut alike for every number of tokens, so that a token has the same bits in every batch.
+        deterministic: the split of D does not depend on the number of tokens (batch-invariant results).
     """
     count, hidden = x.shape
     x = with_contiguous_rows(x)
@@ -158,15 +158,15 @@ def _logits_plan(
 ) -> tuple[dict, tuple[int, int, int], int, int]:
     """(constants, grid, warps, stages) of the logits kernel for `count` tokens."""
     few = deterministic or count <= _SPLIT_TOKENS
-    pieces = dtype == torch.bfloat16
+    bf16x3 = dtype == torch.bfloat16
     block_t = (16 if count <= 16 and not deterministic else 64) if few else 128
     block_e = min(64, max(16, next_power_of_2(experts)))
-    block_d = (64 if few else 32) if pieces else 32
-    if not pieces:
-        block_t = min(block_t, 32)  # float32 products run on the plain cores: small tiles, no spills
+    block_d = (64 if few else 32) if bf16x3 else 32
+    if not bf16x3:
+        block_t = min(block_t, 32)  # float32 products do not use tensor cores: small tiles, no spills
     part = (_FIXED_PART if deterministic else _PART) if few else next_power_of_2(hidden)
     constants = {
-        "EXPERTS": experts, "HIDDEN": hidden, "PART": part, "BF16X3": pieces,
+        "EXPERTS": experts, "HIDDEN": hidden, "PART": part, "BF16X3": bf16x3,
         "BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_D": block_d,
     }  # fmt: skip
     grid = (triton.cdiv(count, block_t), triton.cdiv(experts, block_e), triton.cdiv(hidden, part))
@@ -181,7 +181,7 @@ def _select_plan(spec: RouterSpec, parts: int, has_bias: bool) -> dict:
     groups = spec.num_groups if limited else 1
     choosable = spec.num_experts // groups * (spec.topk_groups if limited else 1)
     if spec.num_experts % groups or not 0 < spec.top_k <= choosable:
-        raise ValueError(f"impossible router: {spec}")
+        raise ValueError(f"invalid router: {spec}")
     return {
         "PARTS": parts, "EXPERTS": spec.num_experts, "GROUPS": groups, "TOP_GROUPS": spec.topk_groups if limited else 1,
         "TOP_K": spec.top_k, "GROUP_SCORE": _GROUP_SCORES[spec.group_score] if limited else 0,
@@ -199,7 +199,7 @@ def _select_warps(constants: dict) -> int:
 def route_cases(
     label: str, hidden: int, spec: RouterSpec, count: int, dtype: torch.dtype, deterministic: bool = False
 ) -> list[AotCase]:
-    """The two specialisations that `route` launches for `count` tokens."""
+    """The two specialisations launched by `route` for `count` tokens."""
     logits_constants, grid, warps, stages = _logits_plan(count, hidden, spec.num_experts, dtype, deterministic)
     constants = _select_plan(spec, grid[2], spec.has_bias)
     name = f"{label}_{'any' if deterministic else count}_{element(dtype)}"

@@ -1,1 +1,1 @@
-"""Tokens sorted by expert, gathered, and summed back with their weights."""
+"""Permute and unpermute: sort tokens by expert, gather, weighted sum."""

@@ -1,4 +1,4 @@
-"""The row of `TOKEN_ROWS` that serves on this machine. Nobody asks for one: all give the same."""
+"""Selects the `PERMUTATION` backend. There is no flag: all rows give identical results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 @lru_cache
 def permutation(dtype: torch.dtype) -> TokenRows:
-    """C++ where it can be compiled and knows the dtype, else torch."""
+    """C++ if it compiles and supports the dtype, else torch."""
     need = Need(str(dtype).removeprefix("torch."))
     choice = select("permutation", tables.PERMUTATION, "auto", cpu_device(), need)
     try:

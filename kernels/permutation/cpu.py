@@ -1,4 +1,4 @@
-"""Rows of tokens in C++: one call for what takes ten in numpy."""
+"""Permute and unpermute of token rows in C++: one call instead of ten numpy calls."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CpuTokenRows:
         return list(taken)
 
     def localize(self, ids: Tensor, experts: tuple[int, int]) -> None:
-        assert ids.stride(1) == 1 or not ids.numel(), "choices of a record lie side by side"
+        assert ids.stride(1) == 1 or not ids.numel(), "the choices of a record must be contiguous"
         self._lib.moe_rows_localize(ids.data_ptr(), ids.stride(0), *ids.shape, *experts)
 
     def group(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -104,5 +104,5 @@ class CpuTokenRows:
 
 @lru_cache
 def _words(count: int) -> Any:
-    """The type of so many int64 in C."""
+    """The C array type of `count` int64."""
     return ctypes.c_int64 * count

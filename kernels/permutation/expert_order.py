@@ -1,7 +1,7 @@
-"""Rows on their way to experts and back, in plain torch: what `triton_permute` does in few launches, under its names.
+"""Permute and unpermute (sort tokens by expert, gather, weighted sum) in plain torch; same names as `triton_permute`.
 
 Legend: T tokens, K experts per token, P = T * K pairs (token, choice), E experts, D hidden, M rows.
-No shape depends on a value and the host waits for nothing, so that a captured graph can replay it.
+No shape depends on a value and there is no host synchronisation, so a captured graph can replay it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """Pairs sorted by expert, by token inside an expert.
+    """Pairs sorted by expert, then by token.
 
     Attributes:
-        offsets: int32 [E + 1]; expert e has the rows offsets[e]:offsets[e + 1], padding of its group included.
-        ends: int32 [E], the row behind the last of expert e's own: where its padding begins.
-        positions: int32 [T, K], the row of each pair; -1 where its id is not one of the E experts.
+        offsets: int32 [E + 1]; expert e has rows offsets[e]:offsets[e + 1], its padding included.
+        ends: int32 [E], end of expert e's valid rows, start of its padding.
+        positions: int32 [T, K], the row of each pair; -1 if its id is not one of the E experts.
         source: int32 [M], the pair t * K + k of each row, -1 in padding; without padding between groups, rows from
-            offsets[E] on hold anything.
+            offsets[E] on are unspecified.
     """
 
     offsets: Tensor
@@ -33,7 +33,7 @@ class ExpertOrder:
 
 
 def most_rows(num_pairs: int, num_experts: int, align: int) -> int:
-    """M: groups that have rows are at most as many as pairs, and each wastes less than one alignment."""
+    """M: there are at most as many non-empty groups as pairs, and each wastes less than one alignment."""
     worst = num_pairs + min(num_experts, num_pairs) * (align - 1)
     return -(-worst // align) * align
 
@@ -50,7 +50,7 @@ def sort_by_expert(topk_ids: Tensor, num_experts: int, align: int = 1) -> Expert
     most = most_rows(len(ids), num_experts, align)
     rank = torch.arange(len(ids), device=device) - starts[ordered.long()]
     row = torch.where(ordered < num_experts, groups[ordered.clamp_max(num_experts - 1).long()] + rank, -1)
-    source = torch.full((most + 1,), -1, dtype=torch.int32, device=device)  # its last takes what goes nowhere
+    source = torch.full((most + 1,), -1, dtype=torch.int32, device=device)  # the last entry receives discarded writes
     source[row] = torch.where(row < 0, -1, pairs).to(torch.int32)
     positions = torch.empty(len(ids), dtype=torch.int32, device=device)
     positions[pairs] = row.to(torch.int32)
@@ -59,12 +59,12 @@ def sort_by_expert(topk_ids: Tensor, num_experts: int, align: int = 1) -> Expert
 
 
 def permute(x: Tensor, order: ExpertOrder) -> Tensor:
-    """x [T, D] -> [M, D]: each row its pair's token, zeros in padding."""
+    """x [T, D] -> [M, D]: each row is its pair's token, zeros in padding."""
     return x[_tokens(order)].masked_fill_((order.source < 0).unsqueeze(1), 0)
 
 
 def permute_rows(x: QuantizedRows, order: ExpertOrder) -> QuantizedRows:
-    """The same of tokens that are quantised already; the scales of padding are 1."""
+    """`permute` of quantized tokens; the scales of padding are 1."""
     rows = QuantizedRows.empty(len(order.source), x.data.shape[1], x.data.device)
     rows.data.copy_(permute(x.data.view(torch.uint8), order).view(FP8))
     rows.scales.copy_(x.scales[_tokens(order)].masked_fill_((order.source < 0).unsqueeze(1), 1.0))
@@ -80,6 +80,6 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor, add: Tensor | None
 
 
 def _tokens(order: ExpertOrder) -> Tensor:
-    """int64 [M]: each row's token; any in padding."""
+    """int64 [M]: each row's token; arbitrary in padding."""
     num_tokens, top_k = order.positions.shape
     return order.source.long().clamp(0, num_tokens * top_k - 1) // top_k

@@ -1,7 +1,7 @@
-"""What a rank on a CPU does to rows of tokens before, between and after the messages of a dispatch.
+"""Permute and unpermute of token rows on a CPU rank: routing, packing, sorting and summing around dispatch messages.
 
-A decode step asks for all of this in every layer with a handful of tokens: the calls are the cost, not the bytes.
-Legend: T tokens of this rank, N tokens arrived, K choices a token, S rows a sum, R ranks, E experts of this rank,
+A decode step calls all of this in every layer with few tokens: the number of calls dominates, not the bytes.
+Legend: T tokens of this rank, N received tokens, K choices per token, S rows per sum, R ranks, E experts of this rank,
 M rows of the experts' batch, D hidden.
 """
 
@@ -14,12 +14,12 @@ from typing import Protocol
 from torch import Tensor
 
 Part = tuple[Tensor, int]
-"""[T, ...] numbers of each token, contiguous in a row, and the byte of a record where they begin."""
+"""Field of a record: a tensor [T, ...], contiguous per token, and its byte offset in the record."""
 
 
 @dataclass(frozen=True)
 class Records:
-    """A token as a row of bytes, which holds its choices as int32 [top_k] from byte `ids_offset` on."""
+    """Layout of a token's byte record, with its choices as int32 [top_k] at byte `ids_offset`."""
 
     num_bytes: int
     ids_offset: int
@@ -27,26 +27,26 @@ class Records:
 
 
 class TokenRows(Protocol):
-    """Ids are int32; positions are int64 [.., ..], -1: none. All tensors lie in the host's memory."""
+    """Ids are int32; positions are int64 [.., ..], -1: none. All tensors are in host memory."""
 
     name: str
 
     def valid(self, ids: Tensor, num_experts: int) -> bool:
-        """Whether ids [T, K], int32 or int64, are all in -1..num_experts-1, and no token names an expert twice."""
+        """True if ids [T, K], int32 or int64, are all in -1..num_experts-1, and no token repeats an expert."""
 
     def route(self, ids: Tensor, num_local: int, takes_part: Tensor) -> tuple[Tensor, list[int]]:
-        """Who gets which token, once: rank r, if bool takes_part [R] has it, holds experts from r * num_local on.
+        """Target ranks of each token, deduplicated: rank r, if takes_part[r], holds experts from r * num_local on.
 
         Returns:
-            positions [T, R], each token's number among all that are sent, by rank, then by token; and how many each
-            rank is sent.
+                positions [T, R], each token's index in the send buffer, by rank, then by token; and the number of
+                tokens sent to each rank.
         """
 
     def pack(
         self, parts: Sequence[Part], positions: Tensor, bases: Sequence[int], records: Records, out: Tensor
     ) -> None:
-        """Token t's record is written to byte bases[r] + positions[t, r] * num_bytes of uint8 `out`, for every r that
-        has a position; what no part covers is left as it is."""
+        """Writes token t's record to byte bases[r] + positions[t, r] * num_bytes of uint8 `out`, for every r with a
+        position; bytes outside all parts are not written."""
 
     def take(
         self,
@@ -57,28 +57,28 @@ class TokenRows(Protocol):
         experts: tuple[int, int],
         out: Tensor,
     ) -> list[int]:
-        """Copies the records that name an expert here, one after the other, their ids then as `localize` leaves them.
+        """Compacts the records with a local expert, with ids converted by `localize`.
 
         Args:
             memory: uint8; counts[r] records begin at byte begins[r].
-            experts: the first expert here, and how many there are.
-            out: uint8 [at least as many as are taken, num_bytes].
+            experts: the first local expert, and their number.
+            out: uint8 [at least the taken records, num_bytes].
 
         Returns:
-            How many were taken of each r.
+            Number of records taken from each r.
         """
 
     def localize(self, ids: Tensor, experts: tuple[int, int]) -> None:
-        """In place: ids [N, K] are counted from the first expert here, -1 where it is elsewhere."""
+        """In place: converts ids [N, K] to local expert indices, -1 for experts of other ranks."""
 
     def group(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         """Rows sorted by expert, then by token, then by choice: int32 offsets [E + 1], and the positions [N, K]."""
 
     def spread(self, data: Tensor, positions: Tensor, out: Tensor) -> None:
-        """Row n of data [N, D] is written to the rows of out [M, D] that positions [N, K] name."""
+        """Writes row n of data [N, D] to rows positions[n] of out [M, D]; positions [N, K]."""
 
     def sum_rows(self, rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sums of rows [M, D] in float32, rounded once to their dtype: [N, D]. Rows that nobody names are not read.
+        """Sums of rows [M, D] in float32, rounded once to their dtype: [N, D]. Rows without a position are not read.
 
         Args:
             positions: [N, S].

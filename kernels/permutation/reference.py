@@ -1,4 +1,4 @@
-"""Rows of tokens with numpy, whose calls take a tenth of torch's, and torch where numbers are bfloat16."""
+"""Permute and unpermute of token rows in numpy (a tenth of torch's call overhead), and in torch for bfloat16."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TorchTokenRows:
 
     def route(self, ids: Tensor, num_local: int, takes_part: Tensor) -> tuple[Tensor, list[int]]:
         wanted = np.zeros((len(ids), len(takes_part) + 1), dtype=bool)
-        wanted[np.arange(len(ids))[:, None], ids.numpy() // num_local] = True  # -1 // num_local: the last, which goes
+        wanted[np.arange(len(ids))[:, None], ids.numpy() // num_local] = True  # -1 // num_local: last column, dropped
         mask = wanted[:, :-1] & takes_part.numpy()
         counts = mask.sum(0)
         positions = np.where(mask, mask.cumsum(0) - 1 + counts.cumsum() - counts, -1)
@@ -77,7 +77,7 @@ class TorchTokenRows:
     def group(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         flat = ids.numpy().ravel()
         order = flat.argsort(kind="stable")  # [N * K], -1 first
-        ends = np.bincount(flat + 1, minlength=num_experts + 1).cumsum()  # [E + 1], of -1 first
+        ends = np.bincount(flat + 1, minlength=num_experts + 1).cumsum()  # [E + 1], -1 first
         num_absent = int(ends[0])
         positions = np.empty(len(flat), dtype=np.int64)
         positions[order] = np.arange(-num_absent, len(flat) - num_absent).clip(-1)
@@ -99,7 +99,7 @@ class TorchTokenRows:
         np.cumsum(valid.sum(1), out=offsets[1:])
         scale = None if weights is None else torch.from_numpy(weights.numpy()[valid])
         if scale is not None and rows.dtype != torch.float32:
-            # the weights must have the rows' dtype: each row is named twice, with the weight's high and low half
+            # the weights must have the rows' dtype: each row is listed twice, with the weight's high and low half
             chosen, offsets, scale = chosen.repeat(2), offsets * 2, halves(scale, rows.dtype).flatten()
         # F.embedding_bag without its checks: scale_grad_by_freq, mode (0: sum), sparse, weights, include_last_offset
         return torch.embedding_bag(
@@ -114,7 +114,7 @@ def halves(weights: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bytes(x: Tensor) -> np.ndarray:
-    """uint8 [T, bytes of a row]; a copy where a row is not contiguous."""
+    """uint8 [T, bytes of a row]; a copy if rows are not contiguous."""
     return (x if x.stride(-1) == 1 else x.contiguous()).view(torch.uint8).numpy()
 
 

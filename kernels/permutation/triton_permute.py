@@ -1,8 +1,8 @@
-"""Rows on their way to experts and back, in Triton: sort the choices by expert, gather, weighted sum.
+"""Permute and unpermute in Triton: sort tokens by expert, gather, weighted sum.
 
 Legend: T tokens, K experts per token, P = T * K pairs (token, choice), E experts, D hidden, M rows.
-Nothing here waits for the device, uses atomics or depends on the order in which programs run: equal inputs give equal
-bits, and every shape depends on T, K and E alone, so that a captured graph can replay it.
+No host synchronisation, no atomics, no dependence on program order: equal inputs give equal bits, and all shapes depend
+on T, K and E alone, so that a captured graph can replay it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
 
-_STEP = 64  # pairs that a program ranks at a time: a comparison of all with all
-_MAX_CHUNKS = 128  # programs that count pairs; every program that places pairs reads all their counts
+_STEP = 64  # pairs that a program ranks at once, by all-pairs comparison
+_MAX_CHUNKS = 128  # counting programs; every placing program reads all their counts
 _COMBINE_TILE = 1024
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_steps"], do_not_specialize_on_alignment=["ids"])
 def count_kernel(ids, counts, num_pairs, num_steps, EXPERTS: tl.constexpr, STEP: tl.constexpr):
-    """counts [chunk, e]: pairs of a chunk of STEP * num_steps that name expert e. EXPERTS is a power of two."""
+    """counts [chunk, e]: pairs of a chunk of STEP * num_steps of expert e. EXPERTS is a power of two."""
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -42,7 +42,7 @@ def place_kernel(
     ids, counts, offsets, ends_out, positions, source, num_pairs, num_steps, num_chunks,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """A pair's row = start of its expert's group + pairs of that expert before it, in other chunks and in its own."""
+    """A pair's row = start of its expert's group + earlier pairs of that expert, in previous chunks and in its own."""
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -77,9 +77,9 @@ def permute_kernel(
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """out [M, WIDTH] = x[source // TOP_K], zeros in padding and from row *end on; with FP8 quantised on the way.
+    """out [M, WIDTH] = x[source // TOP_K], zeros in padding and from row *end on; with FP8 quantized in the same pass.
 
-    CARRIES: x are bytes of numbers that were quantised before, whose scales go along; 1 in padding.
+    CARRIES: x is already quantized (bytes), and its scales are copied too; 1 in padding.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
@@ -97,8 +97,8 @@ def permute_kernel(
     else:
         tl.store(place, tile, mask=mask)
     if CARRIES:
-        theirs = x_scales + tl.program_id(1) * x_scale_stride + token
-        scale = tl.load(theirs, mask=pair >= 0, other=1.0)
+        token_scales = x_scales + tl.program_id(1) * x_scale_stride + token
+        scale = tl.load(token_scales, mask=pair >= 0, other=1.0)
         tl.store(scales + tl.program_id(1) * scale_stride + rows, scale, mask=inside)
 
 
@@ -152,21 +152,21 @@ def sort_by_expert(topk_ids: Tensor, num_experts: int, align: int = 1) -> Expert
 
 
 def permute(x: Tensor, order: ExpertOrder) -> Tensor:
-    """x [T, D] -> [M, D]: each row its pair's token, zeros in padding."""
+    """x [T, D] -> [M, D]: each row is its pair's token, zeros in padding."""
     out = torch.empty(len(order.source), x.shape[1], dtype=x.dtype, device=x.device)
     _permute(x, None, order, out, None)
     return out
 
 
 def permute_quantize(x: Tensor, order: ExpertOrder, power_of_two: bool = False) -> QuantizedRows:
-    """The same in FP8, quantised on the way."""
+    """`permute`, quantized to FP8 in the same pass."""
     rows = QuantizedRows.empty(len(order.source), x.shape[1], x.device)
     _permute(x, None, order, rows.data, rows, power_of_two)
     return rows
 
 
 def permute_rows(x: QuantizedRows, order: ExpertOrder) -> QuantizedRows:
-    """`permute` of tokens that are quantised already; the scales of padding are 1."""
+    """`permute` of quantized tokens; the scales of padding are 1."""
     rows = QuantizedRows.empty(len(order.source), x.data.shape[1], x.data.device)
     _permute(x.data.view(torch.uint8), x, order, rows.data.view(torch.uint8), rows)
     return rows
@@ -180,7 +180,7 @@ def _permute(
     quantized: QuantizedRows | None,
     power_of_two: bool = False,
 ) -> None:
-    """`quantized`: where scales go, those of `scaled` or, without it, the ones found on the way."""
+    """`quantized`: output of the scales, copied from `scaled` or, without it, computed here."""
     x = x.contiguous()
     num_rows, width = out.shape
     if not num_rows:
@@ -225,7 +225,7 @@ def _permute_constants(
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek V3's 256 experts, V2-Lite's 64, and the 16 of a rank in EP 16."""
+    """DeepSeek V3's 256 experts, V2-Lite's 64, and the 16 per rank of EP 16."""
     cases = []
     ints = {"num_pairs": "i32", "num_steps": "i32"}
     for experts in (256, 64, 16):

@@ -1,7 +1,7 @@
-"""Block FP8 as DeepSeek V3 stores and computes it: e4m3 numbers with one float32 scale for each block of 128.
+"""Block FP8 as DeepSeek V3 stores and computes it: e4m3 data with one float32 scale per block of 128.
 
-Legend: M rows, N out-features, K in-features. A weight has a scale for each 128 x 128, an activation for each row and
-128 channels; blocks at the edges are shorter. A value is number * scale. Source: DeepSeek-V3 technical report
+Legend: M rows, N out-features, K in-features. A weight has one scale per 128 x 128 block, an activation one per row and
+128 channels; blocks at the edges are smaller. value = element * scale. Source: DeepSeek-V3 technical report
 (arXiv 2412.19437), section 3.3; inference/kernel.py of its repository.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 BLOCK = 128
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-MIN_AMAX = 1e-4  # of a block of activations: keeps the scale of a block of zeros away from 0
+MIN_AMAX = 1e-4  # min amax of a block of activations: keeps the scale of an all-zero block above 0
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class BlockWeight:
     Attributes:
         data: e4m3 [N, K].
         scales: float32 [ceil(N / 128), ceil(K / 128)].
-        power_of_two: activations that meet this weight get scales that are powers of two (scale_fmt ``ue8m0``).
+        power_of_two: activations multiplied with this weight use power-of-two scales (scale_fmt ``ue8m0``).
     """
 
     data: Tensor
@@ -43,10 +43,10 @@ class BlockWeight:
         return cls(data, torch.empty(num_blocks(n), num_blocks(k), device=device), power_of_two)
 
     def rows(self, start: int, stop: int) -> BlockWeight:
-        """A view of rows [start, stop). `start` is a multiple of 128; so is `stop`, or it is the end.
+        """A view of rows [start, stop). `start` is a multiple of 128; so is `stop`, unless it is the end.
 
         Raises:
-            ValueError: the rows cut a block.
+            ValueError: if the rows cut a block.
         """
         if start % BLOCK or (stop % BLOCK and stop != self.data.shape[0]):
             raise ValueError(f"rows {start}:{stop} of {self.data.shape[0]} cut a block of {BLOCK}")
@@ -61,8 +61,8 @@ class QuantizedRows:
 
     Attributes:
         data: e4m3 [M, K], contiguous.
-        scales: float32 [M, ceil(K / 128)], column-major: one block's scales of all rows lie side by side, which is how
-            a product reads them, and each column starts at a multiple of 16 bytes.
+        scales: float32 [ceil(K / 128)] per row, column-major [M, ceil(K / 128)]: one block's scales of all rows are
+            contiguous, the order in which a product reads them; each column starts at a multiple of 16 bytes.
     """
 
     data: Tensor
@@ -76,7 +76,7 @@ class QuantizedRows:
 
     @classmethod
     def of(cls, data: Tensor, scales: Tensor) -> QuantizedRows:
-        """Rows [M, K] whose scales [..., ceil(K / 128)] of M rows lie in any strides: copied, column-major."""
+        """Rows [M, K] with scales [..., ceil(K / 128)] of M rows in any strides: copied to column-major."""
         rows, blocks = data.shape[0], scales.shape[-1]
         columns = torch.empty(blocks, -(-rows // 4) * 4, device=data.device)[:, :rows].t()
         columns.unflatten(0, scales.shape[:-1]).copy_(scales)
@@ -84,83 +84,83 @@ class QuantizedRows:
 
     @property
     def scale_stride(self) -> int:
-        """Elements from one block's scale of a row to the next block's."""
+        """Elements between the scales of two consecutive blocks of a row."""
         return self.scales.stride(1)
 
 
 @dataclass(frozen=True)
 class ActivationFormat:
-    """In which forms a part of a model reads its input.
+    """Activation formats that a module reads.
 
     Attributes:
-        numbers: in the activation dtype.
-        rows: quantised, as `QuantizedRows`.
-        power_of_two: with scales that are powers of two.
+        unquantized: in the activation dtype.
+        rows: quantized, as `QuantizedRows`.
+        power_of_two: with power-of-two scales.
     """
 
-    numbers: bool = True
+    unquantized: bool = True
     rows: bool = False
     power_of_two: bool = False
 
     @classmethod
     def fp8(cls, power_of_two: bool) -> ActivationFormat:
-        """Quantised rows and nothing else."""
-        return cls(numbers=False, rows=True, power_of_two=power_of_two)
+        """Quantized rows only."""
+        return cls(unquantized=False, rows=True, power_of_two=power_of_two)
 
 
 UNQUANTIZED = ActivationFormat()
 
 
 def common_format(*parts: ActivationFormat) -> ActivationFormat:
-    """What serves all of these at once. Parts that want different scales all get numbers, and quantise themselves."""
+    """A format for all consumers. Consumers with different scales get unquantized values, and quantize themselves."""
     kinds = {part.power_of_two for part in parts if part.rows}
     if len(kinds) != 1:
         return UNQUANTIZED
-    return ActivationFormat(any(part.numbers for part in parts), True, kinds.pop())
+    return ActivationFormat(any(part.unquantized for part in parts), True, kinds.pop())
 
 
 @dataclass(frozen=True)
 class QuantizedActivation:
-    """x [T, K] quantised once for all that read it so, with its numbers beside for those that do not.
+    """x [T, K] quantized once for all consumers, with the unquantized values for other consumers.
 
     Attributes:
-        dtype: of the numbers, also where nobody reads them.
+        dtype: activation dtype, set even if the unquantized values were dropped.
     """
 
     rows: QuantizedRows
-    numbers: Tensor | None
+    unquantized: Tensor | None
     dtype: torch.dtype
 
     def __len__(self) -> int:
         return len(self.rows.data)
 
     def as_format(self, format: ActivationFormat) -> Activation:
-        """Itself for a reader of rows, else its numbers.
+        """Itself for a consumer of rows, else the unquantized values.
 
         Raises:
-            ValueError: they were not kept.
+            ValueError: if they were not kept.
         """
         if format.rows:
             return self
-        if self.numbers is None:
-            raise ValueError("an activation that was quantised alone is read as numbers")
-        return self.numbers
+        if self.unquantized is None:
+            raise ValueError("the unquantized values of this activation were not kept")
+        return self.unquantized
 
 
 Activation = Tensor | QuantizedActivation
-"""What runs between the parts of a layer: [T, K]."""
+"""An activation between the modules of a layer: [T, K]."""
 
 
 def as_format(x: Activation, format: ActivationFormat) -> Activation:
-    """x for one of its readers; numbers stay what they are, for whoever multiplies in FP8 can quantise them."""
+    """x for one consumer; unquantized input is returned unchanged, since every FP8 product can quantize it."""
     return x.as_format(format) if isinstance(x, QuantizedActivation) else x
 
 
 def unquantized(x: Activation) -> Tensor:
-    """x in its dtype. Raises ValueError where that was not kept."""
-    numbers = as_format(x, UNQUANTIZED)
-    assert isinstance(numbers, Tensor)
-    return numbers
+    """x in its dtype. Raises ValueError if the unquantized values were not kept."""
+    values = as_format(x, UNQUANTIZED)
+    assert isinstance(values, Tensor)
+    return values
 
 
 def num_blocks(length: int) -> int:

@@ -1,4 +1,4 @@
-"""Block FP8 in plain torch: the measure of the kernels, on any device.
+"""Block FP8 in plain torch: the reference of the kernels, on any device.
 
 Legend: M rows, N out-features, K in-features, I width of an MLP.
 """
@@ -13,21 +13,21 @@ from moe_engine.kernels.quantization.protocol import BLOCK, FP8, FP8_MAX, MIN_AM
 
 
 def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
-    """x [M, K] -> e4m3; each row's scale of 128 channels is amax / 448, rounded up to a power of two if asked."""
+    """x [M, K] -> e4m3; each row's scale of 128 channels is amax / 448, optionally rounded up to a power of two."""
     m, k = x.shape
     blocks = F.pad(x.float(), (0, -k % BLOCK)).unflatten(1, (-1, BLOCK))  # [M, K/128, 128]
     scales = blocks.abs().amax(2).clamp_min(MIN_AMAX) / FP8_MAX
     if power_of_two:
         scales = power_of_two_above(scales)
-    numbers = (blocks / scales.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    quantized = (blocks / scales.unsqueeze(2)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     rows = QuantizedRows.empty(m, k, x.device)
-    rows.data.copy_(numbers.flatten(1)[:, :k])
+    rows.data.copy_(quantized.flatten(1)[:, :k])
     rows.scales.copy_(scales)
     return rows
 
 
 def power_of_two_above(scales: Tensor) -> Tensor:
-    """The least powers of two that are not below the scales, which are positive."""
+    """The smallest powers of two >= the scales, which are positive."""
     mantissa, exponent = torch.frexp(scales)  # scale = mantissa * 2^exponent, mantissa in [1/2, 1)
     return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
 
@@ -36,8 +36,8 @@ def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False,
     keep: bool = True,
 ) -> tuple[Tensor | None, QuantizedRows]:  # fmt: skip
-    """residual += x in place where there is one, then RMSNorm: normed [M, K] in x's dtype (None unless `keep`), and the
-    same quantised."""
+    """residual += x in place if given, then RMSNorm: normed [M, K] in x's dtype (None unless `keep`), and its quantized
+    form."""
     if residual is not None:
         x = residual.add_(x)
     wide = x.float()
@@ -47,8 +47,8 @@ def rms_norm_quantize(
 
 
 def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False, source: Tensor | None = None) -> QuantizedRows:
-    """gate_up [M, 2I], gate first -> silu(gate) * up, quantised, [M, I]; rows where `source` is negative are of no
-    meaning."""
+    """gate_up [M, 2I], gate first -> silu(gate) * up, quantized, [M, I]; rows with negative `source` are
+    unspecified."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return quantize_rows(F.silu(gate) * up, power_of_two)
 
@@ -67,17 +67,17 @@ def dequantize_weight(weight: BlockWeight, dtype: torch.dtype = torch.float32) -
 
 
 def quantize_weight(weight: Tensor, power_of_two: bool = False) -> BlockWeight:
-    """weight [N, K] -> e4m3 with a scale for each 128 x 128."""
+    """weight [N, K] -> e4m3 with one scale per 128 x 128 block."""
     n, k = weight.shape
     padded = F.pad(weight.float(), (0, -k % BLOCK, 0, -n % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)  # [N/128, 128, K/128, 128]
     scales = blocks.abs().amax((1, 3)).clamp_min(1e-12) / FP8_MAX
     if power_of_two:
         scales = scales.log2().ceil().exp2()
-    numbers = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    return BlockWeight(numbers.view(padded.shape)[:n, :k].contiguous(), scales.contiguous(), power_of_two)
+    quantized = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return BlockWeight(quantized.view(padded.shape)[:n, :k].contiguous(), scales.contiguous(), power_of_two)
 
 
 def block_product(rows: QuantizedRows, weight: BlockWeight) -> Tensor:
-    """rows @ weight.T of the quantised numbers in float64: what a kernel's float32 sums are held against. [M, N]."""
+    """rows @ weight.T of the quantized data in float64: the reference for a kernel's float32 sums. [M, N]."""
     return dequantize_rows(rows, torch.float64) @ dequantize_weight(weight, torch.float64).t()

@@ -1,7 +1,7 @@
-"""Activations to FP8 in Triton, alone and fused with what comes before: RMSNorm (+ residual), SiLU-mul.
+"""FP8 quantization of activations in Triton, alone and fused with its producer: RMSNorm (+ residual), SiLU-mul.
 
-Legend: M rows, K channels, I width of an MLP. One scale for each row and 128 channels; tiles are [rows, 128].
-Widths and strides are compile-time constants, the number of rows is not: nothing compiles when a batch grows.
+Legend: M rows, K channels, I width of an MLP. One scale per row and 128 channels; tiles are [rows, 128].
+Widths and strides are compile-time constants, the number of rows is not: a larger batch compiles nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BLOCK = tl.constexpr(BLOCK)
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _MIN_AMAX = tl.constexpr(MIN_AMAX)
 
-TILE_ROWS = 16  # of [rows, 128] tiles: 4 KiB of bf16 a program
+TILE_ROWS = 16  # of [rows, 128] tiles: 4 KiB of bf16 per program
 _UNSPECIALIZED = ["num_rows", "scale_stride"]
 
 
@@ -28,7 +28,7 @@ _UNSPECIALIZED = ["num_rows", "scale_stride"]
 def quantize_tile(x, POWER_OF_TWO: tl.constexpr):
     """x float32 [M, 128] -> (e4m3 [M, 128], scale [M]): amax / 448, or the power of two above it. NaN stays NaN."""
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), _MIN_AMAX), _FP8_MAX)
-    if POWER_OF_TWO:  # a mantissa that is not zero carries into the exponent
+    if POWER_OF_TWO:  # a non-zero mantissa carries into the exponent
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     return (x * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale  # the cast saturates
@@ -54,8 +54,8 @@ def quantize_kernel(
     mask = inside[:, None] & (cols < WIDTH)[None, :]
     line = rows.to(tl.int64)[:, None]
     tile = tl.load(x + line * X_STRIDE + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-    numbers, scale = quantize_tile(tile, POWER_OF_TWO)
-    tl.store(out + line * WIDTH + cols[None, :], numbers, mask=mask)
+    quantized, scale = quantize_tile(tile, POWER_OF_TWO)
+    tl.store(out + line * WIDTH + cols[None, :], quantized, mask=mask)
     tl.store(scales + block * scale_stride + rows, scale, mask=inside)
 
 
@@ -67,7 +67,7 @@ def silu_mul_quantize_kernel(
 ):  # fmt: skip
     """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128).
 
-    With source [M] rows where it is negative are neither read nor written.
+    Rows with negative source [M] are neither read nor written.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
@@ -80,8 +80,8 @@ def silu_mul_quantize_kernel(
     source = gate_up + line * X_STRIDE + cols[None, :]
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + WIDTH, mask=mask, other=0.0).to(tl.float32)
-    numbers, scale = quantize_tile(gate * tl.sigmoid(gate) * up, POWER_OF_TWO)
-    tl.store(out + line * WIDTH + cols[None, :], numbers, mask=mask)
+    quantized, scale = quantize_tile(gate * tl.sigmoid(gate) * up, POWER_OF_TWO)
+    tl.store(out + line * WIDTH + cols[None, :], quantized, mask=mask)
     tl.store(scales + block * scale_stride + rows, scale, mask=inside)
 
 
@@ -91,7 +91,7 @@ def rms_norm_quantize_kernel(
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, as [BLOCKS, 128]; BLOCKS is a power of two. With KEEP `normed` gets the row in x's dtype."""
+    """One row per program, as [BLOCKS, 128]; BLOCKS is a power of two. With KEEP `normed` gets the row in x's dtype."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     cols = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -109,16 +109,16 @@ def rms_norm_quantize_kernel(
     rounded = value.to(x.dtype.element_ty)
     if KEEP:
         tl.store(normed + row * WIDTH + cols, rounded, mask=mask)
-    numbers, scale = quantize_tile(rounded.to(tl.float32), POWER_OF_TWO)
-    tl.store(out + row * WIDTH + cols, numbers, mask=mask)
+    quantized, scale = quantize_tile(rounded.to(tl.float32), POWER_OF_TWO)
+    tl.store(out + row * WIDTH + cols, quantized, mask=mask)
     tl.store(scales + blocks * scale_stride + row, scale, mask=blocks * _BLOCK < WIDTH)
 
 
 def quantize_rows(x: Tensor, power_of_two: bool = False, counts: Tensor | None = None) -> QuantizedRows:
-    """x [M, K], rows may be strided -> `QuantizedRows`. As `reference.quantize_rows`.
+    """x [M, K], rows may be strided -> `QuantizedRows`. See `reference.quantize_rows`.
 
     Args:
-        counts: int32 [G] where x is G groups of M / G rows, of which the first counts[g] matter; the others are not
+        counts: int32 [G] if x is G groups of M / G rows, with the first counts[g] valid; the others are not
             touched.
     """
     x = _lines(x)
@@ -137,7 +137,7 @@ def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False, source: Tenso
     """gate_up [M, 2I], gate first -> `QuantizedRows` of silu(gate) * up [M, I], computed in float32.
 
     Args:
-        source: int32 [M], negative where a row is padding: those are not touched.
+        source: int32 [M], negative for padding rows, which are not touched.
     """
     gate_up = _lines(gate_up)
     m, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -154,10 +154,10 @@ def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False,
     keep: bool = True,
 ) -> tuple[Tensor | None, QuantizedRows]:  # fmt: skip
-    """residual += x in place where there is one (contiguous [M, K]); returns RMSNorm of it [M, K] (None unless `keep`),
-    and it quantised."""
+    """residual += x in place if given (contiguous [M, K]); returns its RMSNorm [M, K] (None unless `keep`), and the
+    quantized form."""
     if residual is not None and not residual.is_contiguous():
-        raise ValueError("rms_norm_quantize adds to a contiguous residual stream")
+        raise ValueError("rms_norm_quantize needs a contiguous residual")
     x = _lines(x)
     m, k = x.shape
     rows = QuantizedRows.empty(m, k, x.device)
@@ -176,7 +176,7 @@ def _lines(x: Tensor) -> Tensor:
 
 
 def _stride(x: Tensor) -> int:
-    """From row to row; that of a single row means nothing and must not become a new kernel."""
+    """Row stride; that of a single row is arbitrary and must not compile a new kernel."""
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]
 
 
@@ -189,7 +189,7 @@ def _norm_blocks(width: int) -> int:
 
 
 def _norm_warps(width: int) -> int:
-    """16 to 32 channels a thread: a row is all a program does, so more threads hide its latency."""
+    """16 to 32 channels per thread: a program has one row, so more threads hide its latency."""
     return min(16, max(1, _norm_blocks(width) // 4))
 
 

@@ -1,4 +1,4 @@
-"""Sampling in C++: a row is read once from memory, nothing is sorted, rows are shared out among the threads."""
+"""Sampling in C++: a row is read once from memory, no sorting, rows are distributed over threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_engine.kernels.sampling.protocol import SamplingParameters
 
 
 class CpuSampling:
-    """`SamplingKernel` for logits in this machine's memory."""
+    """`SamplingKernel` for logits in host memory."""
 
     name = "cpu"
 

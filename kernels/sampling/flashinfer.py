@@ -1,8 +1,8 @@
-"""Sampling with FlashInfer's kernels for what costs: softmax, and the limits of top_k and top_p without sorting.
+"""Sampling with FlashInfer's kernels for the expensive parts: softmax, and top_k and top_p without sorting.
 
-The library's own draw takes seeds, ours a number a row: tokens must not depend on the batch. So the library says which
-probabilities stay, ties at the limit are cut as the reference cuts them, and the draw is the reference's.
-Legend: S sampled rows, V vocabulary, J tokens asked about.
+The library's own sampling takes seeds, ours one random number per row: tokens must not depend on the batch. So the
+library filters the probabilities, ties at the limit are resolved as in the reference, and the draw is the reference's.
+Legend: S sampled rows, V vocabulary, J queried tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FlashInferSampling:
         module: the library; default: the installed one.
 
     Raises:
-        ImportError: it is not here or lacks what is called.
+        ImportError: the library is missing or lacks a required function.
     """
 
     name = "flashinfer"
@@ -41,10 +41,10 @@ class FlashInferSampling:
         return torch.where(value.isfinite(), index, INVALID_TOKEN)
 
     def sample(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
-        return _in_pieces(self._sample, logits, parameters, uniform)
+        return _in_batches(self._sample, logits, parameters, uniform)
 
     def probabilities(self, logits: Tensor, parameters: SamplingParameters, tokens: Tensor) -> Tensor:
-        return _in_pieces(self._probabilities, logits, parameters, tokens)
+        return _in_batches(self._probabilities, logits, parameters, tokens)
 
     def _sample(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
         tokens, drawn = self.greedy(logits), parameters.draws != Draw.GREEDY
@@ -66,9 +66,9 @@ class FlashInferSampling:
         return torch.where(upload(drawn, logits.device)[:, None], torch.where(valid, share, 0.0).float(), greedy)
 
     def _kept(self, logits: Tensor, best: Tensor, p: SamplingParameters) -> Tensor:
-        """[S, V] float32: what each row draws from, not normalised; 0 for what its limits leave out."""
+        """[S, V] float32: unnormalized probabilities of each row; 0 outside its limits."""
         vocab = logits.shape[-1]
-        # greedy rows (temperature 0) and broken rows are answered elsewhere; they must only not disturb the kernels
+        # greedy rows (temperature 0) and invalid rows are handled elsewhere; here they only need harmless values
         logits = logits.masked_fill((best == INVALID_TOKEN)[:, None], 0.0).contiguous()
         temperature = torch.where(p.temperature > 0, p.temperature, 1.0).float()
         probs = self._lib.softmax(logits, temperature)
@@ -83,7 +83,7 @@ class FlashInferSampling:
         return weights.masked_fill(probs < p.min_p[:, None] * probs.amax(-1, keepdim=True), 0.0)
 
     def _nucleus(self, probs: Tensor, kept: Tensor, top_p: Tensor) -> Tensor:
-        """`kept` [S, V], those that top_k left, cut to the fewest best whose share reaches top_p [S, 1]."""
+        """`kept` [S, V] after top_k, cut to the smallest set of best tokens whose share reaches top_p [S, 1]."""
         total = kept.sum(-1, keepdim=True, dtype=torch.float64)
         shares = (kept / total).float()
         left = self._lib.top_p_renorm_probs(shares, top_p[:, 0].contiguous())
@@ -96,24 +96,24 @@ class FlashInferSampling:
         return torch.where(top_p < 1.0, _first_of_equals(kept, left, needed), kept)
 
 
-def _in_pieces(
+def _in_batches(
     work: Callable[[Tensor, SamplingParameters, Tensor], Tensor], logits: Tensor, p: SamplingParameters, asked: Tensor
 ) -> Tensor:
-    """A bounded number of rows at a time: a draw needs several copies of their logits."""
+    """Runs a bounded number of rows at a time: sampling needs several copies of their logits."""
     at_once = max(1, MAX_ELEMENTS // logits.shape[-1])
     if len(logits) <= at_once:
         return work(logits, p, asked)
-    pieces = []
+    batches = []
     for begin in range(0, len(logits), at_once):
         part = slice(begin, begin + at_once)
-        pieces.append(work(logits[part], p.part(part), asked[part]))
-    return torch.cat(pieces)
+        batches.append(work(logits[part], p.part(part), asked[part]))
+    return torch.cat(batches)
 
 
 def _first_of_equals(values: Tensor, left: Tensor, needed: Any) -> Tensor:
-    """values [S, V] where `left` is not 0; of those that equal the least of them, the first `needed` [S, 1] only.
+    """values [S, V] where `left` is not 0; of those equal to the smallest of them, only the first `needed` [S, 1].
 
-    needed(value [S, 1], above [S, 1]): from the least value kept, and how many are greater.
+    needed(value [S, 1], above [S, 1]): from the smallest kept value, and the number of greater ones.
     """
     least = values.where(left > 0, torch.inf).amin(-1, keepdim=True)
     equal = values == least

@@ -1,9 +1,9 @@
-"""Sampling in plain torch: correct on any device, the measure of every other row.
+"""Sampling in plain torch: correct on any device, the reference of all other rows.
 
-Every way of limiting ends alike: a logit from which on tokens are kept, and how many of those that equal it. Rows that
-are drawn in the same way go together, a bounded number at a time.
+Every filter ends in the same form: a limit logit from which on tokens are kept, and a number of kept ties. Rows of the
+same sampling class run together, a bounded number at a time.
 
-Legend: S sampled rows, G rows of a group drawn alike, V vocabulary, K best tokens looked at, B blocks of tokens.
+Legend: S sampled rows, G rows of one sampling class, V vocabulary, K best tokens considered, B blocks of tokens.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _TRIES: dict[Draw, tuple[int, ...]] = {
     Draw.LARGE_TOP: (LARGE_TOP_K + 1,),
     Draw.NUCLEUS: (SMALL_TOP_K, LARGE_TOP_K, 16384),
 }
-"""Best tokens looked at before the whole vocabulary; at V = 129280 each costs a CPU a third or less of the next."""
+"""Best tokens tried before the whole vocabulary; at V = 129280 each costs a CPU a third or less of the next."""
 
 _BLOCK = 256
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows drawn alike: their logits, parameters as columns, and what the caller brought along for each row."""
+    """Rows of one sampling class: their logits, parameters as columns, and the caller's extra column."""
 
     draw: Draw
     asynchronous: bool
@@ -53,7 +53,7 @@ class _Group:
 
 
 class TorchSampling:
-    """`SamplingKernel` without requirements."""
+    """`SamplingKernel` for any device."""
 
     name = "torch"
 
@@ -95,12 +95,12 @@ class TorchSampling:
 def _by_group(
     work: Callable[[_Group], Tensor], logits: Tensor, parameters: SamplingParameters, asked: Tensor
 ) -> Tensor:
-    """work's results [G, *] for groups of rows that are drawn alike, put together in the order of the rows."""
+    """Results [G, *] of `work` for groups of rows of one sampling class, in row order."""
     p = parameters
     columns = (p.temperature[:, None], p.top_p[:, None], p.min_p[:, None], p.top_k[:, None])
     present = [Draw(draw) for draw in np.unique(p.draws).tolist()]
     at_once = max(1, (MAX_ELEMENTS if p.asynchronous else CACHED_ELEMENTS) // logits.shape[-1])
-    pieces: list[Tensor] = []
+    results: list[Tensor] = []
     order: list[Tensor] = []
     for draw in present:
         group = _Group(draw, p.asynchronous, logits, *columns, asked)
@@ -109,16 +109,16 @@ def _by_group(
             order.append(index)
             group = group.take(index)
         for begin in range(0, len(group.logits), at_once):
-            pieces.append(work(group.take(slice(begin, begin + at_once))))
-    done = torch.cat(pieces)
+            results.append(work(group.take(slice(begin, begin + at_once))))
+    done = torch.cat(results)
     return torch.empty_like(done).index_copy_(0, torch.cat(order), done) if order else done
 
 
 def first_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest values [S] and the lowest indices [S] where they are; NaN counts as largest.
+    """Largest values [S] and their lowest indices [S]; NaN sorts as largest.
 
     Two levels, blocks and then the winning block: on a CPU torch's argmax is scalar code, its amax is not (measured
-    at V = 129280: 0.20 ms and 0.01 ms a row).
+    at V = 129280: 0.20 ms and 0.01 ms per row).
     """
     vocab = logits.shape[-1]
     whole = vocab - vocab % _BLOCK
@@ -141,10 +141,10 @@ def first_argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _choices(group: _Group) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """(rows of the group, weights, token ids): what these rows draw from, in the order of the ids; None is all ids.
+    """(rows of the group, weights, token ids): candidates of these rows, in id order; None means all ids.
 
-    A weight is 1 for the best token and 0 outside the limits; NaN throughout a row with broken logits. Where reading
-    flags stalls nothing, the few best tokens are tried, then more. How far a row goes depends on that row only.
+    A weight is 1 for the best token and 0 outside the limits; NaN in all of a row with invalid logits. If reading
+    flags causes no stall, few best tokens are tried first, then more. Each row's path depends on that row only.
     """
     vocab = group.logits.shape[-1]
     left = torch.arange(len(group.logits), device=group.logits.device)
@@ -170,7 +170,7 @@ def _choices(group: _Group) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
 
 
 def _best(group: _Group) -> Tensor:
-    """The best logits [G, K], descending, more of them than the limits can keep or all."""
+    """The best logits [G, K], descending: more than the limits can keep, or all."""
     most = _TRIES[group.draw][-1]
     if group.draw == Draw.NUCLEUS or most >= group.logits.shape[-1]:
         return group.logits.sort(-1, descending=True).values
@@ -178,14 +178,14 @@ def _best(group: _Group) -> Tensor:
 
 
 def _weights(logits: Tensor, group: _Group) -> Tensor:
-    """logits [G, *] that hold the best of each row."""
+    """Weights of logits [G, *] that include the best of each row."""
     return (logits - logits.amax(-1, keepdim=True)).div_(group.temperature).exp_()
 
 
 def _limit(best: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
-    """The lowest logit that top_k and top_p keep [G, 1], and how many of the logits that equal it [G, 1].
+    """The lowest logit that top_k and top_p keep [G, 1], and the number of kept logits equal to it [G, 1].
 
-    best [G, K] are the best logits, descending. If they are fewer than the limits keep, it is the last of them.
+    best [G, K] are the best logits, descending. If the limits keep more than these, it is the last of them.
     """
     few = _weights(best, group).double()
     allowed = torch.arange(best.shape[-1], device=best.device) < group.top_k
@@ -202,7 +202,7 @@ def _limit(best: Tensor, group: _Group) -> tuple[Tensor, Tensor]:
 
 
 def _kept(group: _Group, value: Tensor, ties: Tensor) -> Tensor:
-    """Weights [G, V], 0 for logits below `value`, for those equal to it all but the first `ties`, and below min_p."""
+    """Weights [G, V], 0 for logits below `value`, for ties after the first `ties`, and below min_p."""
     weights = _weights(group.logits, group)
     weights.masked_fill_((group.logits < value) | (weights < group.min_p), 0.0)
     equal = group.logits == value
@@ -219,7 +219,7 @@ def _kept(group: _Group, value: Tensor, ties: Tensor) -> Tensor:
 def invert(weights: Tensor, uniform: Tensor) -> Tensor:
     """The index [G, 1] where the running sum of weights [G, V] first passes uniform [G, 1] times their total.
 
-    By blocks and then inside one, because a running sum over the vocabulary is scalar code on a CPU.
+    By blocks, then inside one block: a running sum over the vocabulary is scalar code on a CPU.
     """
     if weights.shape[-1] % _BLOCK:
         weights = F.pad(weights, (0, -weights.shape[-1] % _BLOCK))

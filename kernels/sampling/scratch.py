@@ -1,15 +1,15 @@
-"""Scratch memory of sampling kernels written in torch: how many logits they work on at once. Imports no torch."""
+"""Scratch memory of sampling kernels written in torch: logits processed at once. Imports no torch."""
 
 from __future__ import annotations
 
 MAX_ELEMENTS = 1 << 22
-"""Logits worked on at once where a draw needs several copies of them, on an accelerator."""
+"""Max logits processed at once on an accelerator; sampling needs several copies of them."""
 
 CACHED_ELEMENTS = 1 << 20
-"""The same where there is no launch to save: copies that fit the cache (measured on a CPU: half the time)."""
+"""The same on a CPU, without launch overhead: copies that fit the cache (measured: half the time)."""
 
 HOST_SCRATCH_BYTES = 40 * CACHED_ELEMENTS
-"""Of the largest draw in the host's memory: 36 bytes a logit, by a sort."""
+"""Bytes of the largest sampling pass in host memory: 36 bytes per logit, for a sort."""
 
 DEVICE_SCRATCH_BYTES = 48 * MAX_ELEMENTS
-"""The same on an accelerator, and what sorting itself takes there."""
+"""The same on an accelerator, including the sort's own memory."""

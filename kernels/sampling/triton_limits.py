@@ -1,11 +1,11 @@
-"""What limits the choice of a row, found without a sort: one program a row.
+"""Sampling filters (top_k, top_p, min_p) as a limit logit, found without a sort: one program per row.
 
-Two passes over the logits: the best logit and the best of every chunk; then the weights' sum and the candidates, those
-logits that reach the k-th best chunk (k distinct chunks reach it, so at least k logits do). The limit is then a
-bisection over the 2^32 ordered bit patterns of float32, among the candidates or, where these turn out to be too many or
-too few, over the row. Sums are float64: the order of addition must not decide a token.
+Two passes over the logits: the best logit and the best of every chunk; then the weights' sum and the candidates, the
+logits >= the k-th best chunk (k distinct chunks reach it, so at least k logits do). The limit is then a bisection over
+the 2^32 ordered bit patterns of float32, among the candidates or, if there are too many or too few, over the whole row.
+Sums are float64, so that the order of addition does not decide a token.
 
-Legend: S rows, V vocabulary, C chunks of a row, M candidates at most.
+Legend: S rows, V vocabulary, C chunks of a row, M max candidates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
-"""Elements of a tile, chunks of a row and candidates at most: each fits one tile."""
+"""Elements of a tile; also the max chunks of a row and max candidates, which fit one tile."""
 
 _LOWEST_KEY = tl.constexpr(-2139095041)  # of -inf
 _INFINITY = tl.constexpr(float("inf"))
@@ -22,14 +22,14 @@ _INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit
 def ordered_key(x):
-    """int64 that orders float32 as the numbers do; -0.0 and 0.0 are one."""
+    """int64 keys in float32 order; -0.0 and 0.0 are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def from_key(key):
-    """The float32 of a key."""
+    """The float32 value of a key."""
     bits = key.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -42,7 +42,7 @@ def weight_of(x, best, temperature):
 
 @triton.jit
 def best_of_row(row, chunk_best, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr):
-    """(largest logit, its lowest index, 1 where the row can be drawn from); STORE: the best of every chunk, too."""
+    """(largest logit, its lowest index, 1 if the row is valid); STORE: also stores the best of every chunk."""
     best = float("-inf")
     index = 0
     broken = 0
@@ -63,7 +63,7 @@ def best_of_row(row, chunk_best, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK
 
 @triton.jit
 def _above(values, length, key, best, temperature, BLOCK: tl.constexpr):
-    """How many of values [length] lie above `key`, how many equal it, and the weight of those above."""
+    """(number of values [length] above `key`, number equal to it, weight of those above)."""
     count = 0
     equal = 0
     weight = tl.zeros((1,), tl.float64)
@@ -95,9 +95,9 @@ def _lowest_kept(values, length, top_k, bound, best, temperature, BLOCK: tl.cons
 
 @triton.jit
 def _limit(values, length, top_k, top_p, whole, best, temperature, BLOCK: tl.constexpr, VOCAB: tl.constexpr):
-    """(lowest logit kept, how many of its equals are kept, how many there are) among values [length].
+    """(lowest kept logit, number of its ties kept, number of its ties) among values [length].
 
-    whole is the weight of all, used where top_k does not limit.
+    whole is the total weight, used if top_k is unlimited.
     """
     key = tl.full((), _LOWEST_KEY, tl.int64)
     if top_k < VOCAB:
@@ -110,14 +110,14 @@ def _limit(values, length, top_k, top_p, whole, best, temperature, BLOCK: tl.con
     count, equal, weight = _above(values, length, key, best, temperature, BLOCK)
     ties = tl.minimum(equal.to(tl.int64), top_k - count)
     own = weight_of(from_key(key), best, temperature).to(tl.float64)
-    if (top_p < 1.0) & (own > 0.0):  # tie j is kept while the weight before it is less than the bound
+    if (top_p < 1.0) & (own > 0.0):  # tie j is kept while the weight before it is below the bound
         ties = tl.minimum(ties, tl.ceil((bound - weight) / own).to(tl.int64))
     return from_key(key), tl.maximum(ties, 1), equal.to(tl.int64)
 
 
 @triton.jit
 def _kth_chunk(chunk_best, k, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """A logit that at least k logits reach: the k-th best chunk; -inf where there are fewer chunks."""
+    """A lower bound of the k-th best logit: the k-th best chunk; -inf if there are fewer chunks."""
     column = tl.arange(0, BLOCK)
     key = ordered_key(tl.load(chunk_best + column, column < CHUNKS, float("-inf")))
     low = tl.full((), _LOWEST_KEY, tl.int64)
@@ -132,7 +132,7 @@ def _kth_chunk(chunk_best, k, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gather(row, candidates, reach, best, temperature, min_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes the logits from `reach` on, in order; (how many, their weight, all weight, weight that min_p leaves)."""
+    """Writes the logits >= `reach`, in order; returns (count, their weight, total weight, weight after min_p)."""
     number = 0
     weight = tl.zeros((1,), tl.float64)
     whole = tl.zeros((1,), tl.float64)
@@ -154,7 +154,7 @@ def _gather(row, candidates, reach, best, temperature, min_p, VOCAB: tl.constexp
 
 @triton.jit
 def _kept_weight(values, length, limit, ties, best, temperature, min_p, BLOCK: tl.constexpr):
-    """The weight of values [length] above the limit and of `ties` that equal it, of those that min_p leaves."""
+    """The weight of values [length] above the limit, plus `ties` equal to it, after min_p."""
     total = tl.zeros((1,), tl.float64)
     for begin in range(0, length, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -184,7 +184,7 @@ def _limits_of_row(
     row, candidates, chunk_best, best, temperature, top_p, min_p, top_k,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(lowest logit kept, last token id kept of those that equal it, weight of all that is kept)."""
+    """(lowest kept logit, last kept token id among its ties, total kept weight)."""
     limited = (top_k < VOCAB) | (top_p < 1.0)
     tl.debug_barrier()  # other threads wrote the chunks
     reach = _INFINITY
@@ -212,10 +212,10 @@ def limits_kernel(
     logits, temperature, top_p, min_p, top_k, chunk_best, candidates, best_out, limit_out, last_out, total_out, stride,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """best, limit [S] float32, last [S] int32, total [S] float64, NaN for a row that cannot be drawn from.
+    """best, limit [S] float32, last [S] int32, total [S] float64, NaN for an invalid row.
 
     Token v of a row is kept if its logit is above the limit, or equals it and v <= last. Scratch: chunk_best
-    [S, BLOCK], candidates [S, BLOCK]. A greedy row (temperature 0) keeps its best token alone.
+    [S, BLOCK], candidates [S, BLOCK]. A greedy row (temperature 0) keeps only its best token.
     """
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride

@@ -1,8 +1,8 @@
-"""`SamplingKernel` in Triton: limits of a row without a sort, then the draw by inverse CDF in vocabulary order.
+"""`SamplingKernel` in Triton: filters without a sort, then inverse-CDF sampling in vocabulary order.
 
-Every row goes the same way whatever its parameters, so the host needs to know none of them and nothing waits.
+All rows take the same path whatever their parameters, so the host reads none of them and never waits.
 
-Legend: S sampled rows, V vocabulary, J tokens asked about.
+Legend: S sampled rows, V vocabulary, J queried tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from moe_engine.kernels.triton.launch import stride_of, with_contiguous_rows
 
 _WARPS = 16
 _MOST = 2048
-"""Chunks whose best is a candidate where top_k does not say how many: of 4096 chunks half, about 2800 logits."""
+"""Candidate chunks if top_k is unlimited: half of 4096 chunks, about 2800 logits."""
 
 _INVALID = tl.constexpr(INVALID_TOKEN)
 
 
 class _Limits(NamedTuple):
-    """What `limits_kernel` writes, by row."""
+    """Output of `limits_kernel`, per row."""
 
     best: Tensor  # [S] float32
     limit: Tensor  # [S] float32
@@ -38,7 +38,7 @@ class _Limits(NamedTuple):
 
 @triton.jit
 def greedy_kernel(logits, tokens, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """tokens [S] int64: the best of each row."""
+    """tokens [S] int64: the best token of each row."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     _best, at, valid = best_of_row(row, row, VOCAB, 1, BLOCK, False)
@@ -47,7 +47,7 @@ def greedy_kernel(logits, tokens, stride, VOCAB: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def _kept(x, token, best, limit, last, temperature, min_p):
-    """float64 weights of logits x of those ids, 0 outside the limits."""
+    """float64 weights of logits x with ids `token`, 0 outside the limits."""
     weight = weight_of(x, best, tl.where(temperature > 0.0, temperature, 1.0))
     inside = (x > limit) | ((x == limit) & (token <= last))
     return tl.where(inside & (weight >= min_p), weight, 0.0).to(tl.float64)
@@ -58,7 +58,7 @@ def draw_kernel(
     logits, temperature, min_p, uniform, best_in, limit_in, last_in, total_in, tokens, stride,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """tokens [S] int64: where the running weight of a row first passes uniform times the total."""
+    """tokens [S] int64: the token where the row's running weight first exceeds uniform times the total."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * stride
     best, limit, last = tl.load(best_in + index), tl.load(limit_in + index), tl.load(last_in + index)
@@ -67,7 +67,7 @@ def draw_kernel(
     valid = total > 0.0  # false for NaN
     target = tl.load(uniform + index).to(tl.float64) * total
     token = tl.full((), -1, tl.int64)
-    fallback = tl.full((), -1, tl.int64)  # rounding may leave the running weight at the target
+    fallback = tl.full((), -1, tl.int64)  # rounding may leave the running weight below the target
     before = tl.zeros((), tl.float64)
     begin = 0
     while (begin < VOCAB) & (token < 0) & valid:
@@ -91,7 +91,7 @@ def look_up_kernel(
     logits, temperature, min_p, tokens, best_in, limit_in, last_in, total_in, found, stride,
     ASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """found [S, J] float32: the probability of tokens [S, J] int64, 0 for negative ids and broken rows."""
+    """found [S, J] float32: the probability of tokens [S, J] int64, 0 for negative ids and invalid rows."""
     index = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     token = tl.load(tokens + index * ASKED + column, column < ASKED, -1)
@@ -99,7 +99,7 @@ def look_up_kernel(
     best, limit, last = tl.load(best_in + index), tl.load(limit_in + index), tl.load(last_in + index)
     weight = _kept(x, token, best, limit, last, tl.load(temperature + index), tl.load(min_p + index))
     total = tl.load(total_in + index)
-    share = tl.where(token >= 0, weight, 0.0) / tl.where(total > 0.0, total, float("inf"))  # a broken row's is NaN
+    share = tl.where(token >= 0, weight, 0.0) / tl.where(total > 0.0, total, float("inf"))  # NaN in an invalid row
     tl.store(found + index * ASKED + column, share.to(tl.float32), column < ASKED)
 
 
@@ -140,11 +140,11 @@ class TritonSampling:
 
 
 def _limits(logits: Tensor, p: SamplingParameters) -> _Limits:
-    """Runs `limits_kernel`; its scratch is 32 KiB a row."""
+    """Runs `limits_kernel`; its scratch is 32 KiB per row."""
     count, vocab = logits.shape
 
     def column(dtype: torch.dtype, *width: int) -> Tensor:
-        """An allocation of its own, so aligned whatever the count."""
+        """A separate allocation, so aligned for any count."""
         return torch.empty((count, *width), dtype=dtype, device=logits.device)
 
     limits = _Limits(column(torch.float32), column(torch.float32), column(torch.int32), column(torch.float64))
@@ -163,7 +163,7 @@ def _constants(vocab: int) -> dict[str, int]:
 
 
 def vocabulary_cases(label: str, vocab: int) -> list[AotCase]:
-    """The specialisations for a vocabulary; `look_up` for one token a row, and for 16 drafts."""
+    """The specialisations for a vocabulary; `look_up` for one token per row, and for 16 drafts."""
     columns = dict.fromkeys(("temperature", "top_p", "min_p", "uniform"), "*fp32:1") | {"top_k": "*i64:1"}
     limits = {"best": "*fp32", "limit": "*fp32", "last": "*i32", "total": "*fp64"}
     shared = {"logits": "*fp32", "stride": "i32:16" if vocab % 16 == 0 else "i32"}

@@ -1,1 +1,1 @@
-"""Kernels that write into the memory of other ranks over plain pointers, and what they agree on."""
+"""Symmetric memory kernels: notify, dispatch and combine between ranks over plain pointers, and their memory layout."""

@@ -1,6 +1,6 @@
-"""Tokens to experts and results back through memory that the ranks give to each other: what a host launches.
+"""Dispatch and combine through symmetric memory: the launches of a rank.
 
-Legend: T tokens, K experts per token, M most tokens of a rank, El experts of a rank, R ranks, C rows for each expert,
+Legend: T tokens, K experts per token, M max tokens of a rank, El experts of a rank, R ranks, C rows per expert,
 D hidden.
 """
 
@@ -38,19 +38,19 @@ from moe_engine.kernels.symm_mem.triton_dispatch import (
     send_kernel,
 )
 
-STATE_WORDS = 16  # of a slot: the epoch, and a ticket for each kernel that raises flags; slots in lines of their own
+STATE_WORDS = 16  # per slot: the epoch, and a ticket per kernel that raises flags; slots in separate cache lines
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """What came of one dispatch, valid until its slot's next.
+    """Result of a dispatch, valid until the next dispatch of its slot.
 
     Attributes:
-        rows: [El, C, D] in the activation dtype, the first counts[e] of expert e; empty where FP8 rows are read as they
-            travelled.
-        sent: the same as they travelled, e4m3 [El, C, D], and their scales float32 [El, C, D / 128]; None without FP8.
+        rows: [El, C, D] in the activation dtype, the first counts[e] of expert e; empty if FP8 rows are passed on
+            quantized.
+        sent: the rows as dispatched, e4m3 [El, C, D], and their scales float32 [El, C, D / 128]; None without FP8.
         counts: int32 [El].
-        positions: int32 [M * K]: where each of this rank's pairs lies among its expert's rows, -1: it was not sent.
+        positions: int32 [M * K]: row index of each of this rank's pairs at its expert, -1: not sent.
     """
 
     rows: Tensor
@@ -60,14 +60,14 @@ class Arrival:
 
 
 class SymmMemExchange:
-    """The launches of one rank. Collective: every rank of the memory calls alike, in one order.
+    """The launches of one rank. Collective: all ranks make the same calls in the same order.
 
     Args:
-        regions: of every slot; alike on all ranks.
-        memory: uint8, `regions.num_bytes(num_slots)` zeroed bytes that all ranks reach.
-        addresses: where this rank reaches every rank's, its own included.
-        lost: int32 [R], zeros that the device writes and the host reads without waiting: ranks that did not come.
-        limit_s: how long a kernel waits for them.
+        regions: of every slot; the same on all ranks.
+        memory: uint8, `regions.num_bytes(num_slots)` zeroed bytes, accessible to all ranks.
+        addresses: this rank's addresses of every rank's memory, its own included.
+        lost: int32 [R], initially zero, written by the device and read by the host without waiting: timed-out ranks.
+        limit_s: timeout of a kernel's wait for other ranks.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SymmMemExchange:
     ) -> None:  # fmt: skip
         self._regions = regions
         self._rank = rank
-        self._memory = memory  # held: its address is all that kernels have of it
+        self._memory = memory  # kept alive: kernels hold only its address
         self._lost = lost
         self._limit_ns = int(limit_s * 1e9)
         device = memory.device
@@ -96,7 +96,7 @@ class SymmMemExchange:
 
         sent = None
         if regions.fp8:
-            rows = torch.empty(0, dtype=dtype, device=device)  # made when somebody wants them
+            rows = torch.empty(0, dtype=dtype, device=device)  # allocated on demand
             sent = part(slot.rows, shape, FP8), part(slot.scales, (*shape[:2], shape[2] // BLOCK), torch.float32)
         else:
             rows = part(slot.rows, shape, dtype)
@@ -104,15 +104,15 @@ class SymmMemExchange:
         return Arrival(rows, sent, counts, torch.full((regions.max_pairs,), -1, dtype=torch.int32, device=device))
 
     def lost_ranks(self) -> list[int]:
-        """Ranks that some kernel has given up, as far as the device has said so."""
+        """Ranks that a kernel timed out on, as far as visible to the host."""
         return self._lost.nonzero().flatten().tolist()
 
     def dispatch(self, x: Activation, ids: Tensor, number: int, format: ActivationFormat = UNQUANTIZED) -> Arrival:
-        """Sends x [T, D] to the experts that ids int32 [T, K] name, through slot `number`.
+        """Dispatches x [T, D] to experts ids int32 [T, K], through slot `number`.
 
         Args:
-            x: may be quantised where rows travel in FP8.
-            format: how experts read; FP8 rows get such scales, and are widened unless it names rows.
+            x: may be quantized if dispatch is FP8.
+            format: the experts' activation format: sets the FP8 scales; FP8 rows are dequantized unless it has `rows`.
         """
         ids = ids.contiguous()
         self.notify(ids, number)
@@ -124,19 +124,19 @@ class SymmMemExchange:
         self.combine_send(rows.contiguous(), number)
         return self.sum(weights.float().contiguous(), rows.dtype, number)
 
-    # -- the same in parts, a launch each; tensors contiguous
+    # -- the same in single launches; tensors contiguous
 
     def notify(self, ids: Tensor, number: int) -> None:
-        """Begins the slot's next use and waits for nobody."""
+        """Sends this rank's row counts and begins the slot's next epoch. Does not wait."""
         regions, slot, ranks = self._regions, self._slots[number], self._regions.num_ranks
         notify_kernel[(ranks,)](
             ids, self._peers, self._state[number], self._numbers[number], ids.numel(), self._rank, slot.counts,
             slot.flags[COUNTED], **notify_constants(regions.num_local, ranks),
-            num_warps=TILES.announce_warps,
+            num_warps=TILES.notify_warps,
         )  # fmt: skip
 
     def send(self, x: Activation, ids: Tensor, number: int, power_of_two: bool = False) -> None:
-        """Waits for every rank's announcement."""
+        """Dispatches rows, after waiting for the counts of all ranks."""
         regions, slot = self._regions, self._slots[number]
         data, scales, stride = x, None, 0
         if isinstance(x, QuantizedActivation):
@@ -153,7 +153,7 @@ class SymmMemExchange:
         )  # fmt: skip
 
     def receive(self, number: int, widen: bool = True) -> Arrival:
-        """Waits until every rank has sent. `widen`: FP8 rows become numbers."""
+        """Waits for the rows of all ranks. `widen`: dequantizes FP8 rows."""
         regions, slot, arrival = self._regions, self._slots[number], self._arrivals[number]
         widens = regions.fp8 and widen
         if widens and not arrival.rows.numel():
@@ -169,7 +169,7 @@ class SymmMemExchange:
         return arrival
 
     def combine_send(self, rows: Tensor, number: int) -> None:
-        """Waits for nobody."""
+        """Sends the experts' results to the tokens' ranks. Does not wait."""
         regions, slot = self._regions, self._slots[number]
         combine_send_kernel[(regions.num_local, TILES.return_parts)](
             rows, self._arrivals[number].counts, self._peers, self._state[number], self._failed, self._rank,
@@ -178,7 +178,7 @@ class SymmMemExchange:
         )  # fmt: skip
 
     def sum(self, weights: Tensor, dtype: torch.dtype, number: int) -> Tensor:
-        """Waits until every rank has given back."""
+        """Weighted sum, after waiting for the results of all ranks."""
         regions, slot, (num_tokens, top_k) = self._regions, self._slots[number], weights.shape
         out = torch.empty(num_tokens, regions.hidden, dtype=dtype, device=weights.device)
         sum_kernel[(max(num_tokens, 1), triton.cdiv(regions.hidden, TILES.sum_cols))](

@@ -1,8 +1,8 @@
-"""Where the parts of an exchange lie in the memory that each rank gives to its peers. Imports no torch.
+"""Symmetric memory layout of dispatch and combine. Imports no torch.
 
-All ranks have the same regions at the same offsets, so a rank reaches any part of a peer with that peer's address.
-Legend: R ranks, E experts over all ranks, El experts of a rank, C rows for each expert, M most tokens of a rank,
-K experts per token, D hidden, S slots (results that may be alive).
+All ranks have the same regions at the same offsets, so a peer's base address is enough to access any region.
+Legend: R ranks, E experts over all ranks, El experts of a rank, C rows per expert, M max tokens of a rank,
+K experts per token, D hidden, S slots (concurrent results).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 ALIGNMENT = 256  # of every region in bytes: vectors of 16 bytes, and no flag in the cache line of data
-FLAG_BYTES = 8  # flags count the uses of a slot for ever
+FLAG_BYTES = 8  # flags count the uses of a slot and are never reset
 COUNTED, SENT, RETURNED = range(3)
-"""Kinds of flags: a rank's counts are there, its rows are there, the results for this rank's tokens are there."""
+"""Kinds of flags: a rank's counts have arrived, its rows, its results for this rank's tokens."""
 NUM_KINDS = 3
 
 
@@ -22,12 +22,12 @@ class Slot:
     """Offsets in bytes of one slot's regions.
 
     Attributes:
-        flags: int64 [R] of each kind: how often the rank has come so far.
-        counts: int32 [R, E]: rows that each rank sends to each expert.
-        origins: int32 [El, C]: where a row came from, rank * M * K + token * K + choice.
-        rows: [El, C, D] as they travelled. scales: float32 [El, C, D / 128] of FP8 rows, else empty.
-        returned: [M * K, D] results of the experts for this rank's tokens.
-        end: the first byte behind them.
+        flags: int64 [R] of each kind: last epoch of the rank.
+        counts: int32 [R, E]: rows sent by each rank to each expert.
+        origins: int32 [El, C]: origin of a row, rank * M * K + token * K + choice.
+        rows: [El, C, D] as dispatched. scales: float32 [El, C, D / 128] of FP8 rows, else empty.
+        returned: [M * K, D] expert results for this rank's tokens.
+        end: end of the slot's regions.
     """
 
     flags: tuple[int, ...]
@@ -41,7 +41,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Regions:
-    """Sizes of an exchange; `item_bytes` of an activation."""
+    """Sizes of the regions; `item_bytes`: bytes of an activation element."""
 
     num_ranks: int
     num_local: int
@@ -67,5 +67,5 @@ class Regions:
         return Slot(tuple(begins[:NUM_KINDS]), *begins[NUM_KINDS:])
 
     def num_bytes(self, num_slots: int) -> int:
-        """Of so many slots."""
+        """Bytes of `num_slots` slots."""
         return self.slot(num_slots - 1).end

@@ -1,6 +1,6 @@
-"""Tile sizes of the kernels that write to peers, and the shapes that they are compiled for ahead of time.
+"""Tile sizes of the symmetric memory kernels, and the shapes of their ahead-of-time compilation.
 
-Imports no torch. Rows of several KB cross NVLink in stores of 16 bytes a thread; a program that writes one row keeps
+Imports no torch. Rows of several KB cross NVLink in 16-byte stores per thread; a program that writes one row uses
 few registers, and many programs keep the links busy.
 """
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PeerTiles:
-    """`origin` says where the numbers come from.
+    """`origin`: source of the values.
 
     Attributes:
-        announce_step: pairs that are compared with each other at a time.
-        row_cols: numbers of a row at a time; row_blocks: blocks of 128 of an FP8 row.
-        receive_parts: programs that share an expert's FP8 rows; return_parts: that send an expert's results back.
-        copy_programs: that share the rows of one copy.
-        sum_cols: numbers of a token that a program sums.
+        notify_step: pairs compared with each other at once.
+        row_cols: row elements per iteration; row_blocks: blocks of 128 of an FP8 row.
+        receive_parts: programs per expert for dequantizing FP8 rows; return_parts: the same for sending results.
+        copy_programs: programs of one row copy.
+        sum_cols: elements of a token per summing program.
     """
 
     origin: str
-    announce_step: int
-    announce_warps: int
+    notify_step: int
+    notify_warps: int
     row_cols: int
     row_blocks: int
     row_warps: int
@@ -35,9 +35,9 @@ class PeerTiles:
 
 
 TILES = PeerTiles(
-    "unmeasured default: 8 numbers of bf16 a thread, programs for several waves of 132 SMs at 128 tokens of 8 choices",
-    announce_step=64,
-    announce_warps=8,
+    "unmeasured default: 8 bf16 elements per thread, programs for several waves of 132 SMs at 128 tokens of 8 choices",
+    notify_step=64,
+    notify_warps=8,
     row_cols=1024,
     row_blocks=8,
     row_warps=4,
@@ -51,7 +51,7 @@ TILES = PeerTiles(
 
 @dataclass(frozen=True)
 class CompiledShape:
-    """A model on so many ranks."""
+    """A model on `num_ranks` ranks."""
 
     name: str
     num_ranks: int

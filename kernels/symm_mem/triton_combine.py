@@ -1,9 +1,9 @@
-"""Results of experts back to the ranks of their tokens, and summed there, in Triton over plain pointers.
+"""Combine in Triton over symmetric memory: results are sent to the tokens' ranks and summed there.
 
-    combine_send: every result is written where its token's rank expects it: [M * K, D], a row for each pair
-    sum:       waits for all ranks and weighs a token's results, in float32 and in the order of its choices
+    combine_send: writes every result to its token's rank: [M * K, D], one row per pair
+    sum:          waits for all ranks, then the weighted sum of a token's results, in float32, in choice order
 
-Legend: T tokens, K experts per token, M most tokens of a rank, El experts of a rank, R ranks, C rows for each expert.
+Legend: T tokens, K experts per token, M max tokens of a rank, El experts of a rank, R ranks, C rows per expert.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ def combine_send_kernel(
     origins_at: tl.int64, returned_at: tl.int64, flags_at: tl.int64,
     WIDTH: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """rows [El, C, WIDTH], of which counts [El] matter, to the ranks that the slot's origins name.
+    """Sends rows [El, C, WIDTH], the first counts [El] of each expert, to the ranks in the slot's origins.
 
-    Says nothing once a peer was given up: the others must not take its missing rows for sent ones.
-    Grid (El, programs that share an expert's rows).
+    Raises no flag after a timeout: peers must not take missing rows for sent ones. Grid (El, programs per expert).
     """
     expert, part = tl.program_id(0), tl.program_id(1)
     origins = part_of(peers, rank, origins_at, tl.int32)
@@ -54,10 +53,10 @@ def sum_kernel(
     limit_ns: tl.int64, returned_at: tl.int64, flags_at: tl.int64,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, WIDTH] = sum_k weights[t, k] * returned[t, k] over choices that were sent (positions [T, K] >= 0).
+    """out [T, WIDTH] = sum_k weights[t, k] * returned[t, k] over sent choices (positions [T, K] >= 0).
 
-    Zeros once a peer was given up. Grid (max(T, 1), WIDTH / COLS): a rank without tokens waits too, for what it does
-    next needs all others to have come here.
+    Zeros after a timeout. Grid (max(T, 1), WIDTH / COLS): a rank without tokens waits too, since its next launches
+    require that all other ranks have reached this point.
     """
     token = tl.program_id(0)
     flags = part_of(peers, rank, flags_at, tl.int64)
@@ -86,7 +85,7 @@ def sum_constants(top_k: int, hidden: int, num_ranks: int) -> dict[str, Any]:
 
 
 def aot_cases() -> list[AotCase]:
-    """Of the shapes in `tiles.SHAPES`; results travel in bf16 whatever tokens travel in."""
+    """Cases of the shapes in `tiles.SHAPES`; combine is bf16 for any dispatch dtype."""
     own = {"peers": "*i64", "state": "*i64", "failed": "*i64", "lost": "*i32", "limit_ns": "i64"}
     arguments = own | dict.fromkeys(_SIZES[:3], "i32") | {"num_tokens": "i32"} | dict.fromkeys(_OFFSETS, "i64")
     arguments |= {"rows": "*bf16", "counts": "*i32", "positions": "*i32", "weights": "*fp32:1", "out": "*bf16"}

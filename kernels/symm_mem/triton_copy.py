@@ -1,4 +1,4 @@
-"""The first rows of a tensor, as many as the device says, copied to where peers fetch them."""
+"""Copies the first rows of a tensor, their number read on the device, to memory that peers read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_engine.kernels.triton.aot import AotCase
 
 @triton.jit(do_not_specialize_on_alignment=["end"])
 def copy_rows_kernel(rows, out, end, WIDTH: tl.constexpr, COLS: tl.constexpr):
-    """out[row] = rows[row] of WIDTH numbers, for rows below *end. Any grid."""
+    """out[row] = rows[row] of WIDTH elements, for rows below *end. Any grid."""
     for row in range(tl.program_id(0), tl.load(end), tl.num_programs(0)):
         line = tl.cast(row, tl.int64) * WIDTH
         for begin in range(0, WIDTH, COLS):
@@ -21,14 +21,14 @@ def copy_rows_kernel(rows, out, end, WIDTH: tl.constexpr, COLS: tl.constexpr):
 
 
 def copy_rows(rows: Tensor, out: Tensor, end: Tensor) -> None:
-    """rows, out [M, D] contiguous, of one dtype; end int32 [1]. Waits for nothing."""
+    """rows, out [M, D] contiguous, of one dtype; end int32 [1]. No host synchronisation."""
     copy_rows_kernel[(TILES.copy_programs,)](
         rows, out, end, WIDTH=rows.shape[1], COLS=TILES.row_cols, num_warps=TILES.row_warps
     )
 
 
 def aot_cases() -> list[AotCase]:
-    """Rows as wide as those of `tiles.SHAPES`."""
+    """Row widths of `tiles.SHAPES`."""
     signature = {"rows": "*bf16", "out": "*bf16", "end": "*i32:1"}
     return [
         AotCase(

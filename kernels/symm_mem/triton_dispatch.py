@@ -1,13 +1,13 @@
-"""Tokens to the ranks of their experts, in Triton over plain pointers: three launches, and no copy on arrival.
+"""Dispatch in Triton over symmetric memory: three launches, and no copy on arrival.
 
-    notify: how many rows this rank has for each expert, told to every rank
-    send:     with everybody's counts a rank knows where its rows begin among an expert's: it writes them there
-    receive:  waits for the rows, sums the counts; FP8 rows may be widened on the way
+    notify:  sends this rank's row counts per expert to every rank
+    send:    from all counts a rank computes the position of its rows at each expert and writes them there
+    receive: waits for the rows, sums the counts; FP8 rows may be dequantized
 
-Rows of an expert lie by rank, by token inside a rank: equal inputs give equal bits. Nothing waits for the host; `send`
-waits for the counts of all ranks, `receive` for their rows. Offsets are int64 whatever their value, for the sizes of a
-launch must not choose the kernel. Legend: T tokens, K experts per token, P = T * K pairs (token, choice), E experts
-over all ranks, El of a rank, R ranks, C rows for each expert, D hidden.
+Rows of an expert are ordered by rank, then by token: equal inputs give equal bits. No host synchronisation; `send`
+waits for the counts of all ranks, `receive` for their rows. Offsets are int64 whatever their value, so that launch
+sizes do not select the kernel. Legend: T tokens, K experts per token, P = T * K pairs (token, choice), E experts over
+all ranks, El of a rank, R ranks, C rows per expert, D hidden.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def notify_kernel(
     ids, peers, state, numbers, num_pairs, rank, counts_at: tl.int64, counted_at: tl.int64,
     NUM_LOCAL: tl.constexpr, LOCAL: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Program d counts the pairs for the experts of rank d and numbers them: numbers [P], within their expert.
+    """Program d counts the pairs for the experts of rank d and indexes them within their expert: numbers [P].
 
     Begins the slot's next epoch. Grid (R,).
     """
@@ -64,8 +64,8 @@ def _write_row(
     x, x_scales, row, scales, scale_stride,
     WIDTH: tl.constexpr, COLS: tl.constexpr, FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """x [WIDTH] -> row [WIDTH], maybe another rank's; with FP8 quantised on the way, scales [WIDTH / 128]. CARRIES: x
-    was quantised before, its scales lie `scale_stride` apart."""
+    """Copies x [WIDTH] to row [WIDTH], possibly of another rank; with FP8 quantized in the same pass, scales
+    [WIDTH / 128]. CARRIES: x is already quantized, with scales `scale_stride` apart."""
     if FP8:
         blocks = tl.arange(0, COLS)
         places = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
@@ -94,9 +94,9 @@ def send_kernel(
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, NUM_LOCAL: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     COLS: tl.constexpr, FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Program p writes pair p's row of x [T, WIDTH] where its expert takes it; positions [P] gets the expert's row, -1
-    where nothing was sent: no such expert, or more rows than C. CARRIES: x is bytes of e4m3 numbers, whose scales are
-    x_scales [WIDTH / 128, T]. Grid (max(P, 1),)."""
+    """Program p writes pair p's row of x [T, WIDTH] to its expert; positions [P] receives the expert's row index, -1 if
+    not sent: no such expert, or more than C rows. CARRIES: x is bytes of e4m3 values, with scales x_scales
+    [WIDTH / 128, T]. Grid (max(P, 1),)."""
     pair = tl.program_id(0)
     epoch = tl.load(state)
     flags = part_of(peers, rank, counted_at, tl.int64)
@@ -124,11 +124,11 @@ def send_kernel(
             rows = part_of(peers, owner, rows_at, x.dtype.element_ty)
         scales = part_of(peers, owner, scales_at, tl.float32) + line * (WIDTH // _BLOCK)
         token = pair // TOP_K
-        theirs = x_scales
+        token_scales = x_scales
         if CARRIES:
-            theirs += token
+            token_scales += token
         _write_row(
-            x + token.to(tl.int64) * WIDTH, theirs, rows + line * WIDTH, scales, scale_stride,
+            x + token.to(tl.int64) * WIDTH, token_scales, rows + line * WIDTH, scales, scale_stride,
             WIDTH, COLS, FP8, POWER_OF_TWO, CARRIES,
         )  # fmt: skip
     if is_last(state + 2, tl.num_programs(0)) & complete:
@@ -142,9 +142,9 @@ def receive_kernel(
     WIDTH: tl.constexpr, NUM_LOCAL: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
     FP8: tl.constexpr,
 ):  # fmt: skip
-    """counts_out [El] rows have come for each expert; with FP8 they are widened into out [El, C, WIDTH].
+    """counts_out [El]: rows received per expert; with FP8 they are dequantized into out [El, C, WIDTH].
 
-    A peer that is late brings nothing: all counts are 0. Grid (El, programs that share an expert's rows).
+    After a timeout all counts are 0. Grid (El, programs per expert).
     """
     expert, part = tl.program_id(0), tl.program_id(1)
     flags = part_of(peers, rank, sent_at, tl.int64)
@@ -172,7 +172,7 @@ def receive_kernel(
 
 def notify_constants(num_local: int, num_ranks: int) -> dict[str, Any]:
     local = triton.next_power_of_2(num_local)
-    return {"NUM_LOCAL": num_local, "LOCAL": local, **rank_constants(num_ranks), "STEP": TILES.announce_step}
+    return {"NUM_LOCAL": num_local, "LOCAL": local, **rank_constants(num_ranks), "STEP": TILES.notify_step}
 
 
 def send_constants(
@@ -189,7 +189,7 @@ def receive_constants(hidden: int, num_local: int, num_ranks: int, fp8: bool) ->
 
 
 def aot_cases() -> list[AotCase]:
-    """Of the shapes in `tiles.SHAPES`."""
+    """Cases of the shapes in `tiles.SHAPES`."""
     return [case for shape in SHAPES for case in _cases_of(shape)]
 
 
@@ -202,7 +202,7 @@ def _cases_of(shape: CompiledShape) -> list[AotCase]:
     sizes_of = (shape.hidden, shape.num_local, shape.num_ranks, shape.fp8)
     found = []
     kernels = [
-        (notify_kernel, "notify", notify_constants(shape.num_local, shape.num_ranks), TILES.announce_warps),
+        (notify_kernel, "notify", notify_constants(shape.num_local, shape.num_ranks), TILES.notify_warps),
         (send_kernel, "send", send_constants(shape.top_k, *sizes_of) | {"x_scales": None}, TILES.row_warps),
         (receive_kernel, "receive", receive_constants(*sizes_of), TILES.row_warps),
     ]

@@ -1,9 +1,9 @@
-"""Flags between ranks, in Triton: raised with release semantics, awaited with acquire, for a bounded time.
+"""Flags between ranks, in Triton: raised with release semantics, awaited with acquire and a timeout.
 
-A flag is an int64 in the waiting rank's memory and counts how often its writer has come so far (the epoch of a slot):
-nothing is ever reset, so a captured graph may be replayed for ever. What a rank wrote anywhere before it raised a flag
-is visible to whoever has seen the flag. Source: PTX ISA, "Memory consistency model" (release and acquire patterns at
-system scope are cumulative over barriers of a block and over the tickets below).
+A flag is an int64 in the waiting rank's memory that counts its writer's epochs of a slot: flags are never reset, so a
+captured graph can be replayed indefinitely. All writes of a rank before it raises a flag are visible to a rank that has
+read the flag. Source: PTX ISA, "Memory consistency model" (release and acquire patterns at system scope are cumulative
+over barriers of a block and over the tickets below).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import triton.language as tl
 
 @triton.jit
 def part_of(peers, rank, offset, ELEMENT: tl.constexpr):
-    """Pointer to byte `offset` of a rank's memory, where this rank reaches it. Regions are aligned, which the compiler
-    must be told: it would move numbers one by one."""
+    """Pointer to byte `offset` of a rank's memory, in this rank's address space. Regions are aligned; the compiler
+    needs this hint: otherwise it would copy element by element."""
     return tl.multiple_of((tl.load(peers + rank) + offset).to(tl.pointer_type(ELEMENT)), 16)
 
 
@@ -27,7 +27,7 @@ def nanoseconds():
 
 @triton.jit
 def _some_are_late(flags, epoch, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """By a plain look: many programs wait for the same flags, and atomics would hold up whoever raises them."""
+    """Plain volatile loads: many programs poll the same flags, and atomics would slow the rank that raises them."""
     lanes = tl.arange(0, LANES)
     seen = tl.load(flags + lanes, mask=lanes < RANKS, other=epoch, volatile=True)
     return tl.sum((seen < epoch).to(tl.int32), axis=0) > 0
@@ -35,9 +35,9 @@ def _some_are_late(flags, epoch, RANKS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def await_flags(flags, epoch, failed, lost, limit_ns, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Whether every rank has raised its flag [R] to `epoch`; gives up after the limit, or once `failed` is not 0.
+    """True if every rank has raised its flag [R] to `epoch`; gives up after the limit, or once `failed` is not 0.
 
-    Whoever gives up first names the late ranks in `lost` [R] and sets `failed`, so that nobody waits a second time.
+    The first program to give up marks the late ranks in `lost` [R] and sets `failed`, so that later waits end at once.
     """
     begin = nanoseconds()
     waited = begin - begin
@@ -58,8 +58,8 @@ def await_flags(flags, epoch, failed, lost, limit_ns, RANKS: tl.constexpr, LANES
 
 @triton.jit
 def is_last(ticket, num_programs):
-    """Whether all other programs of this launch have come here too; what they wrote is then visible to this one, and
-    goes along with the flags that it raises. The ticket is 0 again for the next launch."""
+    """True if all other programs of this launch have arrived; their writes are then visible to this program and covered
+    by the flags it raises. Resets the ticket to 0 for the next launch."""
     tl.debug_barrier()
     last = tl.atomic_add(ticket, 1, sem="acq_rel", scope="sys") == num_programs - 1
     if last:
@@ -69,7 +69,7 @@ def is_last(ticket, num_programs):
 
 @triton.jit
 def raise_flags(peers, rank, offset, epoch, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """This rank has come to `epoch`: told to every rank, in its flags at byte `offset`."""
+    """Writes this rank's `epoch` to the flags at byte `offset` of every rank."""
     lanes = tl.arange(0, LANES)
     present = lanes < RANKS
     flags = (tl.load(peers + lanes, mask=present, other=0) + offset + rank * 8).to(tl.pointer_type(tl.int64))

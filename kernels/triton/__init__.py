@@ -1,1 +1,1 @@
-"""What the Triton kernels of all families share: compilation ahead of time, the guard, the list of modules."""
+"""Shared by all Triton kernels: ahead-of-time compilation, the compilation guard, the list of modules."""

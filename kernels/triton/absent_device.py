@@ -1,9 +1,9 @@
-"""Launching kernels for a GPU that is not here: everything happens but the work.
+"""Launching kernels for an absent GPU: everything happens except execution.
 
-Triton decides what to compile from the arguments of a launch (types, alignments, values of 1). So the surest way to
-compile what a GPU will ask for is to make the same launches: the driver below stands for a GPU of an architecture,
-kernels are compiled for it into Triton's cache under the very keys the GPU will look for, and running them does
-nothing. Tensors may lie on torch's ``meta`` device. Not under the interpreter (TRITON_INTERPRET=1).
+Triton specialises kernels by launch arguments (types, alignments, values of 1). The surest way to compile the kernels
+that a GPU will request is therefore to make the same launches: the driver below stands in for a GPU of an architecture,
+kernels are compiled for it into Triton's cache under the same keys, and execution does nothing. Tensors may be on
+torch's ``meta`` device. Not under the interpreter (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_engine.kernels.triton.aot import SHARED_LIMIT, AotReport, report_of
 
 
 class _Utilities:
-    """What Triton asks of a device when it loads a kernel."""
+    """The device functions that Triton calls when it loads a kernel."""
 
     def __init__(self, arch: int) -> None:
         self._arch = arch
@@ -35,7 +35,7 @@ class _Utilities:
         return None, None, 0, 0, 1024
 
     def unload_module(self, module: Any) -> None:
-        """Nothing was loaded."""
+        """No-op: nothing was loaded."""
 
 
 class AbsentDevice(DriverBase):
@@ -59,20 +59,20 @@ class AbsentDevice(DriverBase):
         return "meta"
 
     def get_current_device(self) -> int:
-        return self._arch  # kernels are remembered by device: those of two architectures stay apart
+        return self._arch  # kernels are cached per device index: keeps two architectures apart
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
     def get_benchmarker(self) -> Any:
-        raise RuntimeError("a device that is absent cannot be measured; give kernels fixed configurations")
+        raise RuntimeError("an absent device cannot be benchmarked; give kernels fixed configurations")
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         return lambda *arguments: None
 
 
 class Compilations:
-    """The kernels compiled, or found in the cache, in the order of their first launches. Tells `following` as well."""
+    """The kernels compiled, or found in the cache, in the order of their first launches. Forwards to `following`."""
 
     def __init__(self, following: Any = None) -> None:
         self._following = following
@@ -93,8 +93,8 @@ class Compilations:
 
 @contextmanager
 def listed(arch: int) -> Iterator[set[tuple[str, str]]]:
-    """Inside, launches for an absent device neither compile nor run: what each would need is added to the set, as
-    (kernel, specialisation). So what a warm-up makes can be held against what all steps ask for, in seconds."""
+    """Inside, launches for an absent device neither compile nor run: the needed (kernel, specialisation) pairs are
+    added to the set. Compares a warm-up's kernels with those of all possible steps, in seconds."""
     needed: set[tuple[str, str]] = set()
 
     def note(*, key: Any, fn: Any, **rest: Any) -> bool:
@@ -112,7 +112,7 @@ def listed(arch: int) -> Iterator[set[tuple[str, str]]]:
 
 @contextmanager
 def absent_device(arch: int, cache: str | Path | None = None) -> Iterator[Compilations]:
-    """Inside, launches compile for `arch` into the folder `cache` (Triton's own if None) and do nothing else."""
+    """Inside, launches only compile for `arch` into the folder `cache` (default: Triton's cache)."""
     before, listener = driver._active, knobs.compilation.listener
     compilations = Compilations(listener)
     with knobs.cache.scope():

@@ -1,7 +1,7 @@
-"""Ahead-of-time compilation of Triton kernels for a GPU that is not here, and what the compiler says of the result.
+"""Ahead-of-time compilation of Triton kernels for an absent GPU, with the compiler's resource report.
 
-Triton lowers to PTX and cubin without a GPU; the cubin states registers and stack, the metadata shared memory, the PTX
-which tensor-core instructions were chosen. Sources: triton/tools/compile.py; CUDA C programming guide, "Technical
+Triton lowers to PTX and cubin without a GPU; the cubin gives registers and stack, the metadata shared memory, the PTX
+the selected tensor-core instructions. Sources: triton/tools/compile.py; CUDA C programming guide, "Technical
 specifications per compute capability".
 """
 
@@ -24,13 +24,13 @@ from triton.compiler import ASTSource
 from moe_engine.kernels.triton.availability import version
 
 if hasattr(knobs.language, "default_fp_fusion"):
-    knobs.language.default_fp_fusion = True  # the default of Triton up to 3.9, which says that 3.10 will change it
+    knobs.language.default_fp_fusion = True  # the default up to Triton 3.9, announced to change in 3.10
 
 NAMES_CONSTANTS = (3, 7)
-"""The Triton since which launches list constants among the attributes of arguments."""
+"""First Triton version whose launches list constants among the argument attributes."""
 
 SHARED_LIMIT = {90: 232448, 100: 232448}
-"""Bytes of shared memory that one block may have, by architecture (227 KiB of the SM's 228)."""
+"""Max shared memory bytes of a block, by architecture (227 KiB of the SM's 228)."""
 
 TENSOR_MEMORY_LIMIT = 512
 """Columns of tensor memory of an sm_100 SM."""
@@ -44,14 +44,14 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 class AotCase:
     """One specialisation of a kernel.
 
-    signature: type by name of every argument that is not constexpr, as Triton writes them: ``*bf16``, ``*fp8e4nv``,
+    signature: Triton type by name of every argument that is not constexpr: ``*bf16``, ``*fp8e4nv``,
     ``*i32``, ``i32``, ``i64``, ``fp32``. Pointers count as 16-byte aligned, as torch's allocations are, unless
     written ``*bf16:1``; integers count as divisible by 16 only where written ``i32:16``.
-    Arguments that are slices of one upload (positions, slots, parameters of rows) are aligned or not as the counts of a
-    step happen to be: a kernel must exclude them with ``do_not_specialize_on_alignment``, and counts that vary by step
-    with ``do_not_specialize``; otherwise requests wait for the compiler.
+    Arguments that are slices of one upload (positions, slots, parameters of rows) have an alignment that depends on the
+    step's counts: a kernel must list them in ``do_not_specialize_on_alignment``, and counts that vary by step in
+    ``do_not_specialize``; otherwise requests wait for the compiler.
     constants: value by name of every constexpr argument, and of arguments known to be 1 or None.
-    matrix: the kernel multiplies matrices, so tensor-core instructions must appear.
+    matrix: the kernel has matrix products, so tensor-core instructions must appear.
     """
 
     name: str
@@ -65,7 +65,7 @@ class AotCase:
 
 @dataclass(frozen=True)
 class AotReport:
-    """What became of a case on one architecture. `spill_bytes` is the stack frame of a thread: ptxas spills there."""
+    """Result of a case on one architecture. `spill_bytes` is a thread's stack frame, where ptxas spills."""
 
     name: str
     arch: int
@@ -79,21 +79,21 @@ class AotReport:
     seconds: float
 
     def problems(self) -> list[str]:
-        """Why this kernel must not be shipped; empty when it may."""
+        """Reasons why this kernel must not ship; empty if it may."""
         found = []
         if self.shared_bytes > SHARED_LIMIT[self.arch]:
-            found.append(f"{self.shared_bytes} bytes of shared memory, a block may have {SHARED_LIMIT[self.arch]}")
+            found.append(f"{self.shared_bytes} bytes of shared memory, limit per block {SHARED_LIMIT[self.arch]}")
         if self.tensor_memory_columns > TENSOR_MEMORY_LIMIT:
             found.append(f"{self.tensor_memory_columns} tensor memory columns of {TENSOR_MEMORY_LIMIT}")
         if self.spill_bytes:
-            found.append(f"spills: {self.spill_bytes} bytes of stack a thread")
+            found.append(f"spills: {self.spill_bytes} bytes of stack per thread")
         if self.matrix and not self.instructions:
-            found.append("multiplies matrices without tensor cores")
+            found.append("matrix products without tensor cores")
         return found
 
 
 def source_of(case: AotCase) -> ASTSource:
-    """The case as Triton's compiler takes it, arguments in the kernel's order.
+    """The case as Triton's compiler input, arguments in the kernel's order.
 
     Raises:
         TypeError: under the interpreter (TRITON_INTERPRET=1), where kernels are not compilable objects.
@@ -107,7 +107,7 @@ def source_of(case: AotCase) -> ASTSource:
         raise ValueError(f"{case.name}: missing {sorted(set(names) - given)}, unknown {sorted(given - set(names))}")
     signature: dict[str, str] = {}
     attrs: dict[tuple[int, ...], list[list[Any]]] = {}
-    for parameter in case.kernel.params:  # the dictionaries that a launch makes, for they are part of the cache key
+    for parameter in case.kernel.params:  # the same dictionaries as a launch: they are part of the cache key
         name, place = parameter.name, (parameter.num,)
         if name in case.constants:
             signature[name] = "constexpr"
@@ -124,7 +124,7 @@ def source_of(case: AotCase) -> ASTSource:
 
 
 def compile_case(case: AotCase, arch: int) -> AotReport:
-    """Compiles for compute capability `arch` (90: H100, H200; 100: B200), or takes it from Triton's cache.
+    """Compiles for compute capability `arch` (90: H100, H200; 100: B200), or loads it from Triton's cache.
 
     Raises what the compiler raises, with the case's name as a note.
     """
@@ -139,7 +139,7 @@ def compile_case(case: AotCase, arch: int) -> AotReport:
 
 
 def report_of(name: str, kernel: Any, arch: int, matrix: bool, seconds: float) -> AotReport:
-    """The report of a kernel that `triton.compile` returned."""
+    """The report of a `triton.compile` result."""
     registers, stack = resource_usage(kernel.asm["cubin"])
     ptx = kernel.asm["ptx"]
     return AotReport(
@@ -157,7 +157,7 @@ def report_of(name: str, kernel: Any, arch: int, matrix: bool, seconds: float) -
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers, stack bytes) a thread of the one kernel in a cubin, as cuobjdump reads them."""
+    """(registers, stack bytes) per thread of the single kernel in a cubin, from cuobjdump."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
@@ -165,5 +165,5 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = _USAGE.search(text)
     if found is None:
-        raise RuntimeError(f"cuobjdump states no resource usage:\n{text}")
+        raise RuntimeError(f"cuobjdump printed no resource usage:\n{text}")
     return int(found[1]), int(found[2])

@@ -1,4 +1,4 @@
-"""Whether Triton rows can serve on a device; imports neither torch nor Triton."""
+"""Availability of Triton rows on a device; imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ OLDEST_WITH_BLACKWELL_MLA = (3, 9)
 
 @lru_cache
 def installed() -> bool:
-    """Whether ``import triton`` would find a module."""
+    """True if ``import triton`` would find a module."""
     return find_spec("triton") is not None
 
 
 def why_not(device: Device, dtype: str) -> str | None:
-    """The reason Triton rows cannot serve, or None."""
+    """The reason Triton rows are unavailable, or None."""
     if device.kind != "cuda":
         return f"needs a CUDA device, this one is {device.kind}"
     if not installed():
@@ -37,7 +37,7 @@ def why_not(device: Device, dtype: str) -> str | None:
 
 @lru_cache
 def version() -> tuple[int, int]:
-    """Of the installed Triton, (0, 0) where there is none or it does not say."""
+    """Version of the installed Triton; (0, 0) if missing or unknown."""
     try:
         major, minor, *_ = metadata.version("triton").split(".")
         return int(major), int(minor)
@@ -46,16 +46,16 @@ def version() -> tuple[int, int]:
 
 
 def why_not_latent(device: Device) -> str | None:
-    """The reason Triton's MLA cannot serve, or None: before 3.9 the compiler asks for 273 KiB of shared memory for its
-    128-row tile on sm_100, where a block has 227."""
+    """The reason Triton's MLA is unavailable, or None: before 3.9 the compiler needs 273 KiB of shared memory for its
+    128-row tile on sm_100, where the limit per block is 227."""
     if device.capability is not None and device.capability >= BLACKWELL and version() < OLDEST_WITH_BLACKWELL_MLA:
         return "needs Triton 3.9 for MLA on Blackwell, Triton {}.{} is installed".format(*version())
     return None
 
 
 def why_not_cache(device: Device, kv_dtype: str) -> str | None:
-    """The reason Triton rows cannot read and write such a KV cache, or None."""
+    """The reason Triton rows do not support this KV cache dtype, or None."""
     capability = device.capability
     if kv_dtype == E4M3 and capability is not None and capability < OLDEST_WITH_E4M3:
-        return f"converts e4m3 numbers from compute capability 8.9 on, this device has {capability[0]}.{capability[1]}"
+        return f"converts e4m3 from compute capability 8.9 on, this device has {capability[0]}.{capability[1]}"
     return None

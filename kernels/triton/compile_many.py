@@ -1,4 +1,4 @@
-"""Many ahead-of-time cases compiled by several processes; one that fails is reported and the rest goes on."""
+"""Compiles many ahead-of-time cases in several processes; a failed case is reported and the rest continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_engine.kernels.triton.aot import AotCase, AotReport, compile_case
 
 @dataclass(frozen=True)
 class AotFailure:
-    """A case that the compiler refused."""
+    """A case that failed to compile."""
 
     name: str
     arch: int
@@ -27,9 +27,9 @@ Job = tuple[AotCase, int]
 
 
 def compile_many(jobs: Sequence[Job], processes: int = 1) -> Iterator[Result]:
-    """Results in the order of the jobs, (case, architecture) each, as they are ready.
+    """Results in the order of the jobs, (case, architecture) each, as they complete.
 
-    The processes are forked, for kernels cannot be pickled: call it before torch or Triton have started threads.
+    The processes are forked, since kernels cannot be pickled: call it before torch or Triton start threads.
     """
     if processes <= 1 or len(jobs) <= 1:
         yield from map(_compile, jobs)
@@ -59,13 +59,13 @@ def _compile(job: Job) -> Result:
 
 
 def _last_line(error: Any) -> str:
-    """Compilers explain themselves over pages; the last line with text says what is wrong."""
+    """The last non-empty line: compiler errors are long, the cause is at the end."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else ""
 
 
 def one_of_each(cases: Sequence[AotCase]) -> list[AotCase]:
-    """The first case of every kernel, and the last of those that multiply matrices: small tiles and large ones."""
+    """The first case of every kernel, and the last of those with matrix products: small and large tiles."""
     found: dict[Any, AotCase] = {}
     for case in cases:
         found.setdefault((id(case.kernel), "first"), case)

@@ -1,7 +1,7 @@
-"""Watches that nothing is compiled while requests wait: counts compilations, before READY and after.
+"""Compilation guard: counts compilations before and after READY, to detect compiler stalls while serving.
 
-Triton has one listener a process, so the counts are the process's. Whoever starts the engine calls `watch` before the
-first kernel and `ready` when warm-up is over; metrics read `compilations_after_ready`. Other compilers (torch.compile)
+Triton has one listener per process, so the counts are per process. The engine's start calls `watch` before the first
+kernel and `ready` at the end of warm-up; metrics read `compilations_after_ready`. Other compilers (torch.compile)
 report to `note`.
 """
 
@@ -32,7 +32,7 @@ _counts = _Counts()
 
 
 def watch() -> None:
-    """Starts counting; further calls change nothing. Another listener that is there already is told as well."""
+    """Starts counting; idempotent. Events are forwarded to a listener that was already installed."""
     if _counts.watching or not installed():
         return
     from triton import knobs
@@ -49,13 +49,13 @@ def watch() -> None:
 
 
 def ready() -> None:
-    """From now on a compilation is a stall: it is counted as late and logged as a warning with the kernel's name."""
+    """From now on a compilation is a stall: counted as late and logged as a warning with the kernel's name."""
     with _counts.lock:
         _counts.is_ready = True
 
 
 def reset() -> None:
-    """Counts from zero, before READY, as a new engine in this process does."""
+    """Resets all counts to the state before READY, for a new engine in this process."""
     with _counts.lock:
         _counts.is_ready = False
         _counts.compiled = _counts.cached = 0
@@ -63,7 +63,7 @@ def reset() -> None:
 
 
 def note(name: str, seconds: float, cache_hit: bool) -> None:
-    """Something was compiled, or loaded for the first time."""
+    """Records a compilation, or a first load from the cache."""
     with _counts.lock:
         if not _counts.is_ready:
             _counts.cached += cache_hit
@@ -76,15 +76,15 @@ def note(name: str, seconds: float, cache_hit: bool) -> None:
 
 
 def compilations_after_ready() -> int:
-    """Kernels that were compiled, or loaded for the first time, while requests could be waiting."""
+    """Number of kernels compiled, or first loaded, after READY."""
     return len(_counts.late)
 
 
 def seconds_after_ready() -> float:
-    """How long these took."""
+    """Total seconds of these."""
     return _counts.late_seconds
 
 
 def compilations_before_ready() -> tuple[int, int]:
-    """(compiled, taken from the cache) since `watch` or `reset`."""
+    """(compiled, loaded from the cache) since `watch` or `reset`."""
     return _counts.compiled, _counts.cached

@@ -1,4 +1,4 @@
-"""Small helpers of the modules that launch Triton kernels: names of types, tile and warp counts, strides of rows."""
+"""Helpers for launching Triton kernels: type names, tile and warp counts, row strides."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ _ELEMENTS = {
 }
 
 UNALIGNED = ("positions", "slots")
-"""Arguments that are slices of one upload: aligned or not as the step's token count happens to be. A kernel excludes
-them with ``do_not_specialize_on_alignment``, or an odd count would compile it anew; `AotCase` writes ``*i64:1``."""
+"""Arguments that are slices of one upload: their alignment depends on the step's token count. A kernel lists them in
+``do_not_specialize_on_alignment``, or an odd count would recompile it; `AotCase` writes ``*i64:1``."""
 
 
 def element(dtype: torch.dtype) -> str:
-    """Triton's name of an element type, as signatures of `AotCase` write it."""
+    """Triton's name of an element type, as in `AotCase` signatures."""
     return _ELEMENTS[dtype]
 
 
 def stride_of(x: Tensor, dim: int) -> int:
-    """x's stride, 0 where the dimension has one element: its stride means nothing and must not become a new kernel."""
+    """x's stride, 0 where the dimension has one element: its stride is arbitrary and must not compile a new kernel."""
     return x.stride(dim) if x.shape[dim] > 1 else 0
 
 
 def warps_for(elements: int) -> int:
-    """Warps of an element-wise program with a tile of `elements`: about eight elements a thread, 1 to 16 warps."""
+    """Warps of an element-wise program with a tile of `elements`: about eight elements per thread, 1 to 16 warps."""
     return min(16, max(1, next_power_of_2(elements) // 256))
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:
-    """x, or a copy where its last dimension is strided."""
+    """x, or a copy if its last dimension is strided."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, int, tuple[int, int]]:
     """x [..., D] as rows of D: (tensor, inner count H, strides); row n starts at (n // H) and (n % H) strides.
 
-    Copies only where the rows have more than two strides or are not contiguous themselves.
+    Copies only if the rows have more than two strides or are not contiguous.
     """
     if x.stride(-1) != 1 or x.dim() > 3:
         x = x.contiguous().view(-1, x.shape[-1])

@@ -1,6 +1,6 @@
-"""The modules that hold Triton kernels. Each exposes ``aot_cases() -> list[AotCase]``.
+"""The modules with Triton kernels. Each exposes ``aot_cases() -> list[AotCase]``.
 
-Importing this imports no Triton. A module that is added to a family is added here; a test compares the list with the
+Importing this imports no Triton. New kernel modules must be added here; a test compares the list with the
 ``triton_*.py`` files.
 """
 
@@ -37,10 +37,10 @@ MODULES: tuple[str, ...] = (
 
 
 def all_cases(modules: tuple[str, ...] = MODULES) -> list[AotCase]:
-    """The cases of all modules, in the order of the list.
+    """The cases of all modules, in list order.
 
     Raises:
-        ValueError: when two cases have the same name.
+        ValueError: if two cases have the same name.
     """
     cases = [case for module in modules for case in import_module(module).aot_cases()]
     names = [case.name for case in cases]

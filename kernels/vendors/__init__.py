@@ -1,1 +1,1 @@
-"""What the adapters of vendor libraries share: probing, paging, draft trees, scale layouts. Imports no library."""
+"""Shared by the vendor library adapters: probing, availability, warm-up. Imports no library."""

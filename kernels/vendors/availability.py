@@ -1,4 +1,4 @@
-"""Why a vendor row cannot run here. Looks for modules and imports none; no torch."""
+"""Refusal reasons of vendor rows. Finds modules without importing them; no torch."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def flashinfer_sampling(device: Device, need: Need) -> str | None:
 
 
 def _promises(name: str, need: Need) -> str | None:
-    """Attention libraries cut contexts by what else is in the batch, products are cut by their rows."""
+    """Vendor kernels are not batch-invariant: attention splits depend on the batch, product tiling on the row count."""
     if not need.deterministic:
         return None
-    return f"{name} does not promise that a token's bits are the same in every batch (--enable-deterministic-inference)"
+    return f"{name} is not batch-invariant (--enable-deterministic-inference)"
 
 
 def _flashinfer(device: Device, need: Need) -> str | None:

@@ -1,6 +1,5 @@
-"""Which vendor libraries are here. Versions tell nothing (forks number their own way): modules and attributes do.
-
-`why_not` looks and imports nothing; `load` imports, and says which attribute is missing. The doctor shows both sides.
+"""Vendor libraries: detection and loading. Version numbers are unreliable (forks number differently), so modules and
+attributes are checked. `why_not` imports nothing; `load` imports, and names a missing attribute. The doctor shows both.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from moe_engine.kernels.device import Device, Need
 
 @dataclass(frozen=True)
 class Library:
-    """A library that the project can use.
+    """A supported vendor library.
 
-    modules: import names, the first one found is taken. provides: attributes that an adapter calls (dotted).
-    majors: compute capabilities (major) that it has kernels for. dtypes: activation dtypes.
+    modules: import names, the first one found is used. provides: attributes that an adapter calls (dotted).
+    majors: compute capabilities (major) with kernels. dtypes: activation dtypes.
     """
 
     name: str
@@ -33,11 +32,11 @@ class Library:
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
 
     def installed(self) -> str | None:
-        """The import name that is here, or None; imports nothing."""
+        """The installed import name, or None; imports nothing."""
         return next((name for name in self.modules if _found(name)), None)
 
     def why_not(self, device: Device, need: Need) -> str | None:
-        """The reason why it cannot serve here, or None."""
+        """The refusal reason, or None."""
         if device.kind != "cuda":
             return f"{self.name} needs a CUDA device, this one is {device.kind}"
         major = device.capability[0] if device.capability else 0
@@ -54,7 +53,7 @@ class Library:
         """The module.
 
         Raises:
-            ImportError: it is not here, does not load, or lacks what the adapters call.
+            ImportError: if it is missing, fails to load, or lacks a required attribute.
         """
         name = self.installed()
         if name is None:
@@ -62,7 +61,7 @@ class Library:
         return self.check(importlib.import_module(name))
 
     def check(self, module: Any) -> Any:
-        """The module itself. Raises ImportError where an attribute is missing."""
+        """Returns the module. Raises ImportError if an attribute is missing."""
         missing = [name for name in self.provides if not _has(module, name)]
         if missing:
             where = getattr(module, "__file__", None) or getattr(module, "__name__", "the module")
@@ -121,15 +120,15 @@ LIBRARIES = (DEEP_GEMM, FLASHINFER, FLASH_MLA, FA3, DEEP_EP, NVSHMEM)
 
 
 def accepts(function: Callable[..., Any], argument: str) -> bool:
-    """Whether a function takes a keyword: by its signature, or by what pybind11 writes into its docstring."""
+    """True if a function takes a keyword, by its signature or by pybind11's docstring."""
     try:
         return argument in inspect.signature(function).parameters
     except (TypeError, ValueError):
         return f"{argument}:" in (function.__doc__ or "")
 
 
-def takes_nothing(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called without arguments."""
+def needs_no_arguments(function: Callable[..., Any]) -> bool:
+    """True if a function can be called without arguments."""
     try:
         inspect.signature(function).bind()
     except TypeError:
@@ -138,7 +137,7 @@ def takes_nothing(function: Callable[..., Any]) -> bool:
 
 
 def report(libraries: Sequence[Library] = LIBRARIES) -> dict[str, str]:
-    """Of each library: the import name that was found, or how to install it. Imports nothing."""
+    """Per library: the import name found, or how to install it. Imports nothing."""
     return {
         library.name: f"found as {found}" if (found := library.installed()) else f"missing: {library.install}"
         for library in libraries
@@ -146,7 +145,7 @@ def report(libraries: Sequence[Library] = LIBRARIES) -> dict[str, str]:
 
 
 def _found(name: str) -> bool:
-    """Of a submodule only its file is looked for: finding it properly would import its package."""
+    """For a submodule only its file is searched: find_spec would import its package."""
     package, *parts = name.split(".")
     try:
         spec = importlib.util.find_spec(package)

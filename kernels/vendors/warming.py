@@ -1,7 +1,7 @@
-"""Compiling before READY what a library compiles at first use.
+"""Warm-up of libraries that compile kernels at first use.
 
-DeepGEMM compiles a product for its weight's sizes and for a tile that it picks from the number of rows. So every weight
-shape is run with row counts close enough together that each tile it may pick comes up.
+DeepGEMM compiles a product for its weight's sizes and for a tile selected by the number of rows. So every weight shape
+is run with row counts dense enough to select each possible tile.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class StepShapes:
-    """The largest sizes that a step of a launch plan has on one rank; 0: does not occur.
+    """Max sizes of a launch plan's steps on one rank; 0: does not occur.
 
     tokens: rows of a dense product. expert_rows: rows of all local experts together (`grouped` batches).
-    expert_capacity: rows of one expert's part of a `padded` batch. dispatched: tokens travel to their experts' ranks.
+    expert_capacity: rows of one expert's part of a `padded` batch. dispatched: tokens are dispatched between ranks.
     """
 
     tokens: int
@@ -26,10 +26,10 @@ class StepShapes:
 
 @runtime_checkable
 class WarmsUp(Protocol):
-    """A kernel that compiles at first use, and can do so before."""
+    """A kernel that compiles at first use, and can be warmed up."""
 
     def warm_up(self, shapes: StepShapes) -> int:
-        """Runs every weight prepared so far at the row counts up to `shapes`; returns the number of products run."""
+        """Runs every prepared weight at row counts up to `shapes`; returns the number of products run."""
 
 
 def row_counts(most: int) -> list[int]:

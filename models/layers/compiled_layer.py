@@ -1,7 +1,7 @@
-"""A decoder layer in few compiled calls: what lies between its attention, its experts and the next layer.
+"""A decoder layer in few compiled calls: the code between its attention, its experts and the next layer.
 
-Decodes of few tokens run so; other steps run as `DecoderLayer` does. Functions here see objects that hold weights, and
-tensors: nothing that changes from step to step, and nothing that differs between layers of the same kind.
+Used for decodes of few tokens; other steps run `DecoderLayer`. Functions here take weight-holding objects and tensors:
+nothing that changes between steps, and nothing that differs between layers of the same kind.
 
 Legend: T tokens, D hidden, K experts per token.
 """
@@ -21,7 +21,7 @@ from moe_engine.models.layers.moe import MoE
 
 
 class CompiledLayer:
-    """As `DecoderLayer`, whose parts it takes."""
+    """`DecoderLayer` with compiled regions, built from its parts."""
 
     shares_out = False
     passes_on = True
@@ -52,8 +52,8 @@ class CompiledLayer:
 
 
 def for_regions(batch: ForwardBatch, regions: Regions) -> ForwardBatch:
-    """The batch as compiled regions want it, once a step: its positions and slots are cuts of some upload or buffer,
-    and torch compiles anew for tensors that begin elsewhere or were made in another mode."""
+    """The batch for compiled regions, once per step: positions and slots are copied, since they are slices of
+    uploads or buffers, and torch recompiles for tensors with another storage offset or inference mode."""
     if not regions.serves(batch.num_tokens):
         return batch
     return replace(batch, positions=batch.positions.clone(), slots=batch.slots.clone())
@@ -64,12 +64,12 @@ def _before_attention(attention: Any, hidden: Tensor, positions: Tensor, slots: 
 
 
 def _to_next_layer(layer: CompiledLayer, mixed: Tensor, residual: Tensor) -> Tensor:
-    """What attention found -> norm'd hidden [T, D] of the next layer; `residual` [T, D] is added to in place."""
+    """Attention output -> norm'd hidden [T, D] of the next layer; `residual` [T, D] is added to in place."""
     hidden = layer.post_norm.add(layer.attention.after(mixed), residual)
     return layer.next_norm.add(layer.feed_forward.forward(hidden), residual)
 
 
 def _to_experts(layer: CompiledLayer, mixed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """What attention found -> what `MoE.after` takes; `residual` [T, D] is added to in place."""
+    """Attention output -> input of `MoE.after`; `residual` [T, D] is added to in place."""
     hidden = layer.post_norm.add(layer.attention.after(mixed), residual)
     return hidden, *layer.feed_forward.before(hidden)  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""The decoder that all families share: embedding, layers on a residual stream, final norm, head.
+"""The decoder common to all families: embedding, layers on a residual stream, final norm, head.
 
 Legend: T tokens, S rows of logits, D hidden, V vocabulary.
 
-The residual stream is one tensor [T, D] that every layer adds to in place; each norm is fused with the addition before
-it, so a layer ends with the norm that the next one (or the head) starts from.
+The residual stream is one tensor [T, D] that every layer adds to in place; each norm is fused with the preceding
+addition, so a layer ends with the next layer's (or the head's) input norm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, interleave
 from moe_engine.models.layers.rope import make_rotary_table
-from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_moves, with_sizes
+from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communication, with_sizes
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 class Decoder:
-    """`Model` of `models.batch` for every family; a subclass says what attention and feed-forward of a layer are.
+    """`Model` of `models.batch` for every family; subclasses define a layer's attention and feed-forward.
 
-    Tensors are pulled in the order of the layers, and each is handed to its kernel before the next is read.
+    Tensors are read in layer order, and each is passed to its kernel before the next is read.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class Decoder:
     ) -> None:
         self.config = config
         self.passes = 0
-        """Forwards begun so far: the number of the last one, the same on all ranks."""
+        """Number of forwards started so far, the same on all ranks."""
         self.at_layer = 0
-        """The layer that a forward is at, or ended with; for whoever asks where a rank is."""
+        """The current (or last) layer of a forward; for progress reports."""
         self.backends = backends
         self.parallel = parallel
         self.rotary = make_rotary_table(config.rope, max_positions or config.context_length, reader.device)
@@ -72,7 +72,7 @@ class Decoder:
         self._stack = self.make_stack(norms[0])
         self.head = Head(config, reader, backends.linear, self.embedding, parallel)
         self.weight_bytes = held_bytes(self, shared=parallel)
-        """What weights and tables take, as the kernels keep them."""
+        """Bytes of weights and tables in the kernels' layouts."""
 
     def make_norm(self, reader: WeightSource, prefix: str) -> RMSNorm:
         return RMSNorm(self.backends.ops, reader, prefix, self.config.hidden_size, self.config.norm_eps)
@@ -80,9 +80,9 @@ class Decoder:
     def make_layer(
         self, layer_index: int, reader: WeightSource, next_norm: RMSNorm, shared_out: bool = False
     ) -> DecoderLayer | CompiledLayer | ShardedLayer:
-        """Loads ``model.layers.{layer_index}`` but for its input norm, which the layer before it applies.
+        """Loads ``model.layers.{layer_index}`` except its input norm, which the previous layer applies.
 
-        `shared_out`: the layer before it has left each rank with its share of the residual stream.
+        `shared_out`: the previous layer leaves each rank with its rows of the residual stream only.
         """
         attention = self.make_attention(layer_index, reader, self.rotary)
         post = self.make_norm(reader, f"model.layers.{layer_index}.post_attention_layernorm")
@@ -91,16 +91,16 @@ class Decoder:
             layer = DecoderLayer(attention, post, feed_forward, next_norm)
             regions = self.backends.regions
             return layer if regions is None else CompiledLayer(layer, regions)
-        moves = choose_moves(self.parallel, feed_forward.tokens, shared_out)
-        return ShardedLayer(attention, post, feed_forward, next_norm, moves)
+        comm = choose_communication(self.parallel, feed_forward.tokens, shared_out)
+        return ShardedLayer(attention, post, feed_forward, next_norm, comm)
 
     @property
     def moes(self) -> list[MoE]:
-        """The feed-forwards with experts, in the order of the layers."""
+        """The MoE feed-forwards, in layer order."""
         return [layer.feed_forward for layer in self.layers if isinstance(layer.feed_forward, MoE)]
 
     def record(self, recorder: ExpertRecorder | None) -> None:
-        """Between passes: lets the recorder know what every layer with experts chooses; None: nobody."""
+        """Between passes: sets the recorder of all MoE layers' expert choices; None: no recording."""
         for moe in self.moes:
             moe.record(recorder)
         if self._stack is not None:
@@ -108,11 +108,11 @@ class Decoder:
 
     @property
     def stack(self) -> LayerStack | None:
-        """All layers as one call, where the kernels have it."""
+        """All layers as one call, if the kernels support it."""
         return self._stack
 
     def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
-        """All layers as one call, where a family's kernels have it."""
+        """All layers as one call, if the family's kernels support it."""
         return None
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
@@ -122,11 +122,11 @@ class Decoder:
         raise NotImplementedError
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        """What every layer's attention is given besides the hidden states; host work of a step belongs here."""
+        """Attention arguments besides the hidden states; computed once per step on the host."""
         return (batch,)
 
     def step_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        """`attention_args` of the batch, whose sizes are known afterwards where there are many ranks."""
+        """`attention_args` of the batch; on many ranks with the step's sizes set."""
         if self.parallel.world_size > 1:
             batch = with_sizes(batch, self.parallel)
         elif self.backends.regions is not None:
@@ -147,7 +147,7 @@ class Decoder:
         return hidden
 
     def forward_overlapped(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
-        """`forward` of parts of a step, each computing while tokens of another are on their way to experts."""
+        """`forward` of parts of a step (two-batch overlap): one part computes while another communicates."""
         self.passes += 1
         return interleave([self._stages(batch) for batch in batches])
 

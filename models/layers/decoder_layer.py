@@ -17,14 +17,14 @@ from moe_engine.parallel.dp_gather_scatter import TokenLayout
 
 class FeedForward(Protocol):
     tokens: TokenLayout
-    """Which tokens it takes, and whether it returns summands, on many ranks."""
+    """Input tokens, and whether the result is a partial sum, on many ranks."""
 
     @property
     def input_format(self) -> ActivationFormat:
-        """In which form it wants x."""
+        """Activation format of x."""
 
     def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
-        """x [T, D] -> [T, D], new memory. `phase`: the step's, on every rank the same."""
+        """x [T, D] -> [T, D], new memory. `phase`: the step's phase, the same on every rank."""
 
 
 class DecoderLayer:
@@ -32,7 +32,7 @@ class DecoderLayer:
 
     shares_out = False
     passes_on = True
-    """What its last norm gives is what the next layer is handed."""
+    """The result of its last norm is the next layer's input."""
 
     def __init__(self, attention: Any, post_norm: RMSNorm, feed_forward: FeedForward, next_norm: RMSNorm) -> None:
         self.attention = attention
@@ -42,6 +42,6 @@ class DecoderLayer:
         post_norm.feed(feed_forward.input_format)
 
     def forward(self, hidden: Activation, residual: Tensor, *attention_args: Any) -> Tensor:
-        """`attention_args` follow `hidden` in the attention's forward: the batch, and what it was planned into."""
+        """`attention_args` are passed to the attention after `hidden`: the batch, and its plan."""
         hidden = self.post_norm.add(self.attention.forward(hidden, *attention_args), residual)
         return self.next_norm.add(self.feed_forward.forward(hidden), residual)

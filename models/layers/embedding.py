@@ -1,4 +1,4 @@
-"""Tokens in, logits out; on many ranks each holds a part of the vocabulary's rows.
+"""Embedding and head (vocabulary parallel on many ranks).
 
 Legend: T tokens, S rows, D hidden, V vocabulary, W rows of the vocabulary on a rank, N rows of all groups, R ranks.
 """
@@ -47,8 +47,8 @@ class Embedding:
 class Head:
     """hidden [S, D] -> logits [S, V] float32. A tied head shares the embedding's memory if its kernel allows.
 
-    The vocabulary is cut over all ranks, or inside an attention group (`enable_dp_lm_head`). Over all, ranks multiply
-    the rows of every group by their part, and each group gets its own rows back.
+    The vocabulary is sharded over all ranks, or inside an attention group (`enable_dp_lm_head`). Over all ranks, each
+    rank multiplies the rows of all groups by its part, and each group gets its own rows back.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Head:
     def _load(self, config: ModelConfig, reader: WeightSource, embedding: Embedding) -> Tensor:
         if not config.tie_word_embeddings:
             return load_vocabulary(partial(reader.linear, "lm_head"), reader, config, self._group)
-        if self._spans:  # cut in other parts than the embedding
+        if self._spans:  # sharded differently from the embedding
             return load_vocabulary(partial(reader.tensor, EMBEDDING), reader, config, self._group)
         return embedding.weight
 
@@ -91,23 +91,23 @@ class Head:
     def _of_all(self, hidden: Tensor, step: StepSizes | None) -> Tensor:
         if step is None:
             raise ValueError(
-                "the head is cut over ranks of several attention groups: logits needs the step's sizes; or "
+                "the head is sharded over several attention groups: logits needs the step's sizes; or "
                 "--enable-dp-lm-head"
             )
         if not any(step.logits):
             return hidden.new_empty(0, self._vocab_size)
-        everybody = gather_rows(self._group, hidden[step.own_logits], step.logit_shares)  # [N, D]
-        columns = self._linear(everybody)  # [N, W]
+        all_rows = gather_rows(self._group, hidden[step.own_logits], step.logit_shares)  # [N, D]
+        columns = self._linear(all_rows)  # [N, W]
         if self._repeats > 1:  # every rank of a group gets the group's rows
             columns = torch.cat([rows for rows in columns.split(list(step.logits)) for _ in range(self._repeats)])
         return exchange_columns(self._group, columns, _repeat(step.logits, self._repeats))
 
 
 def load_vocabulary(read: Callable[..., Tensor], reader: WeightSource, config: ModelConfig, group: Group) -> Tensor:
-    """This rank's rows [W, D] of an embedding or head; every rank's W is the same, rows behind the last are zero.
+    """This rank's rows [W, D] of an embedding or head; W is the same on all ranks, padding rows are zero.
 
     Args:
-        read: `reader`'s `tensor` or `linear`, of the weight.
+        read: `reader`'s `tensor` or `linear` for the weight.
     """
     shape = (config.vocab_size, config.hidden_size)
     if group.size == 1:

@@ -27,7 +27,7 @@ Groups = list[tuple[slice, PagedQueries]]
 class GQAttention:
     """hidden [T, D] -> [T, D]. q, k and v come out of one product; q and k are rotated in place in one call.
 
-    On many ranks H and G count this rank's heads, and the result is their summand.
+    On many ranks H and G count this rank's heads, and the result is their partial sum.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class GQAttention:
 
     @property
     def input_format(self) -> ActivationFormat:
-        """How it reads the hidden states."""
+        """Activation format of the hidden states."""
         return self._qkv.input_format
 
     def forward(self, hidden: Activation, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
@@ -74,7 +74,7 @@ class GQAttention:
         groups = query_groups(batch) if groups is None else groups
         return self.after(self._attend(q, k_cache, v_cache, batch, groups))
 
-    # -- the layer cut where attention begins and ends; `before` and `after` know tensors only
+    # -- the layer split around attention; `before` and `after` take tensors only
 
     def before(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
         """hidden [T, D] -> rotated q [T, H, Dh]; writes the tokens' keys and values to the caches' slots."""
@@ -83,7 +83,7 @@ class GQAttention:
         return q
 
     def cache_of(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """This layer's, [num_slots, G, Dh] each."""
+        """This layer's caches, [num_slots, G, Dh] each."""
         return batch.kv[self._layer_index]
 
     def attend(self, query: Tensor, batch: ForwardBatch, groups: Groups) -> Tensor:
@@ -95,7 +95,7 @@ class GQAttention:
         """[T, H, Dh] -> [T, D]."""
         return self._o(mixed.flatten(1))
 
-    # -- pieces
+    # -- internals
 
     def _project(self, hidden: Activation, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [T, D] -> rotated q [T, H, Dh], rotated k and v [T, G, Dh]."""
@@ -112,7 +112,7 @@ class GQAttention:
         return q, k, v
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, groups: Groups) -> Tensor:
-        """q [T, H, Dh] -> [T, H, Dh], the decode group and the prefill group one behind the other."""
+        """q [T, H, Dh] -> [T, H, Dh], the decode group, then the prefill group."""
         paged, plan = self._backend.paged, batch.attention_plan
         if len(groups) == 1:
             return paged(q, k_cache, v_cache, groups[0][1], self._scale, plan)
@@ -123,7 +123,7 @@ class GQAttention:
 
 
 def query_groups(batch: ForwardBatch) -> Groups:
-    """The groups of a step that hold tokens, and where; host work once a step, the same for every layer."""
+    """The non-empty groups of a step, and their tokens; host work once per step, the same for every layer."""
     groups: Groups = []
     start = 0
     for queries in (batch.attention.decode, batch.attention.prefill):

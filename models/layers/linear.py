@@ -1,4 +1,4 @@
-"""A weight and the kernel that multiplies by it.
+"""A weight and its linear kernel.
 
 Legend: T tokens, K in-features, N out-features.
 """
@@ -28,7 +28,7 @@ class Linear:
         else:
             self.weight = kernel.prepare(weight, bias)
         self.input_format = kernel.input_format(self.weight) if isinstance(kernel, BlockScaledLinear) else UNQUANTIZED
-        """In which form it wants x."""
+        """Activation format of x."""
 
     @property
     def num_bytes(self) -> int:
@@ -48,16 +48,16 @@ def load_linear(
     out_shares: Sequence[Share] = (),
     in_share: Share = WHOLE,
 ) -> Linear:
-    """One product out of several projections of the same input: their rows stacked in the order given.
+    """Merges several projections of the same input into one product: rows stacked in the given order.
 
-    Block-FP8 weights stay as they are stored where the kernel multiplies with them and no block is cut, by a share or
-    by stacking; else they are dequantised.
+    Block-FP8 weights stay FP8 if the kernel supports it and no block is split, by sharding or by stacking; else they
+    are dequantized.
 
     Args:
-        out_features, in_features: of the whole projections.
-        out_shares: the part of each one's rows that this rank holds (column parallel); default whole.
-        in_share: the part of the columns (row parallel): products are summands, and the first rank's alone have the
-            bias.
+        out_features, in_features: of the unsharded projections.
+        out_shares: this rank's part of each projection's rows (column parallel); default: all.
+        in_share: this rank's part of the columns (row parallel): products are partial sums, and only the first rank has
+            the bias.
     """
     shares = out_shares or [WHOLE] * len(prefixes)
     counts = [share.width(rows) for share, rows in zip(shares, out_features)]

@@ -3,7 +3,7 @@
 Legend: T tokens, D hidden, H heads, N qk_nope, R rotary width, V v_head, C kv_lora_rank, Q q_lora_rank,
 S context tokens. A token's cache row is [normed latent (C) | rotated k_rope (R)].
 
-Absorbed (decode): W_UK is multiplied into the query and W_UV into the output, attention runs over the latent itself.
+Absorbed (decode): W_UK is absorbed into the query and W_UV into the output, attention runs over the latent itself.
 Expanded (prefill): the context's latent becomes keys and values by kv_b, attention runs per head over N+R and V.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import ExpandsParts, FusedMLA, MLABackend, MLALayer, PagedQueries
+from moe_engine.kernels.attention.protocol import ExpandsChunks, FusedMLA, MLABackend, MLALayer, PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
@@ -33,18 +33,18 @@ from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share
 
 LATENT_NORM_EPS = 1e-6
-"""Of q_a_layernorm and kv_a_layernorm, whatever rms_norm_eps says."""
+"""Epsilon of q_a_layernorm and kv_a_layernorm, independent of rms_norm_eps."""
 
 
 class MLAAttention:
-    """hidden [T, D] -> [T, D]; on many ranks H counts this rank's heads, and the result is their summand.
+    """hidden [T, D] -> [T, D]; on many ranks H counts this rank's heads, and the result is their partial sum.
 
-    kv_b is held twice, as the linear of the expanded form and split per head for the absorbed one:
-    2 * H * (N + V) * C elements a layer (DeepSeek V3 in bf16: 67 MB).
+    kv_b is kept twice, as the linear of the expanded form and split per head for the absorbed form:
+    2 * H * (N + V) * C elements per layer (DeepSeek V3 in bf16: 67 MB).
 
     Args:
-        max_expanded_tokens: context tokens whose keys and values are held at once, S * H * (N + V) elements. A request
-            with a longer context is expanded in parts, or runs its prefill in the absorbed form.
+        max_expanded_tokens: context tokens with expanded keys and values at once, S * H * (N + V) elements. A request
+            with a longer context is expanded in chunks, or runs its prefill in the absorbed form.
         layer_name: prefix of the layer's tensors; default ``model.layers.{layer_index}``.
     """
 
@@ -77,7 +77,7 @@ class MLAAttention:
         self._fuse()
 
     def _fuse(self) -> None:
-        """Sets `_run_whole` where the backend runs a step of few absorbed tokens in one call."""
+        """Sets `_run_whole` if the backend runs a step of few absorbed tokens in one call."""
         self._run_whole: Callable[..., Tensor] | None = None
         self.fused: Any | None = None
         backend = self._backend
@@ -102,7 +102,7 @@ class MLAAttention:
             self._run_whole, self._max_fused_tokens = partial(backend.run_layer, layer), backend.max_fused_tokens
 
     def _load_query(self, config: ModelConfig, mla: MLAConfig, reader: WeightSource, prefix: str) -> None:
-        """The products of the layer's input: q_a and kv_a in one where q has a latent, else q and kv_a."""
+        """The products of the layer's input: q_a and kv_a in one if q has a latent, else q and kv_a."""
         hidden, kernel, shares = config.hidden_size, self._linear, [self._share]
         query, kv_a = mla.num_heads * mla.qk_head_dim, f"{prefix}.kv_a_proj_with_mqa"
         rank = mla.q_lora_rank
@@ -131,55 +131,55 @@ class MLAAttention:
 
     @property
     def input_format(self) -> ActivationFormat:
-        """How it reads the hidden states."""
+        """Activation format of the hidden states."""
         if self._q_norm is not None:
             return self._kv_a.input_format
         return common_format(self._kv_a.input_format, self._q.input_format)
 
-    def pieces(self, batch: ForwardBatch) -> list[AttentionChunk]:
-        """Host work of a step, the same for every layer: compute it once and hand it to each `forward`."""
+    def chunks(self, batch: ForwardBatch) -> list[AttentionChunk]:
+        """Host work of a step, the same for every layer: compute it once and pass it to each `forward`."""
         return mla_chunks.cut(batch.attention, self._backend, batch.attention_plan, *self._limits)
 
-    def forward(self, hidden: Activation, batch: ForwardBatch, pieces: list[AttentionChunk] | None = None) -> Tensor:
+    def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
         mla, cache = self._mla, batch.kv[self._layer_index]
-        pieces = self.pieces(batch) if pieces is None else pieces
-        run, absorbed = self._run_whole, len(pieces) == 1 and pieces[0].absorbed
+        chunks = self.chunks(batch) if chunks is None else chunks
+        run, absorbed = self._run_whole, len(chunks) == 1 and chunks[0].absorbed
         if run is not None and absorbed and len(hidden) <= self._max_fused_tokens:
-            return run(hidden, batch.positions, batch.slots, cache, pieces[0].queries, pieces[0].plan)
+            return run(hidden, batch.positions, batch.slots, cache, chunks[0].queries, chunks[0].plan)
         q = self._enter(hidden, batch.positions, batch.slots, cache)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
-        for piece in pieces:
-            attend = self._absorbed if piece.absorbed else self._expanded
-            attend(q[piece.tokens], cache, piece, out[piece.tokens])
+        for chunk in chunks:
+            attend = self._absorbed if chunk.absorbed else self._expanded
+            attend(q[chunk.tokens], cache, chunk, out[chunk.tokens])
         return self._o(out.flatten(1))
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
-        """Writes what `forward` would write to the cache, and nothing else."""
+        """Writes the cache rows of `forward` without computing its result."""
         kv_a = self._kv_a(hidden)[:, -self._mla.cache_width :]
         norm, cache = self._kv_norm, batch.kv[self._layer_index]
         self._ops.write_latent(kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache)
 
-    # -- a step of one absorbed piece, cut where attention begins and ends; `before` and `after` know tensors only
+    # -- a step of one absorbed chunk, split around attention; `before` and `after` take tensors only
 
     def before(self, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
         """hidden [T, D] -> queries against the latent [T, H, C+R]; writes the tokens' rows to cache[slots]."""
         return self._absorb(self._enter(hidden, positions, slots, cache))
 
     def cache_of(self, batch: ForwardBatch) -> Tensor:
-        """This layer's, [num_slots, C+R]."""
+        """This layer's cache, [num_slots, C+R]."""
         return batch.kv[self._layer_index]
 
-    def attend(self, query: Tensor, batch: ForwardBatch, pieces: list[AttentionChunk]) -> Tensor:
+    def attend(self, query: Tensor, batch: ForwardBatch, chunks: list[AttentionChunk]) -> Tensor:
         """[T, H, C+R] -> [T, H, C]."""
-        (piece,) = pieces
+        (chunk,) = chunks
         cache, width = batch.kv[self._layer_index], self._mla.kv_lora_rank
-        return self._backend.absorbed(query, cache, piece.queries, self._scale, piece.plan, width)
+        return self._backend.absorbed(query, cache, chunk.queries, self._scale, chunk.plan, width)
 
     def after(self, mixed: Tensor) -> Tensor:
         """[T, H, C] -> [T, D]."""
         return self._o(self._linear.run_heads(mixed, self._w_uv).flatten(1))
 
-    # -- pieces
+    # -- internals
 
     def _enter(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
         """hidden [T, D] -> rotated q [T, H, N+R]; writes the tokens' rows to cache[slots]."""
@@ -200,10 +200,10 @@ class MLAAttention:
             q = self._q(self._q_norm(down))
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
 
-    def _absorbed(self, q: Tensor, cache: Tensor, piece: AttentionChunk, out: Tensor) -> None:
+    def _absorbed(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over the latent itself."""
         mixed = self._backend.absorbed(
-            self._absorb(q), cache, piece.queries, self._scale, piece.plan, self._mla.kv_lora_rank
+            self._absorb(q), cache, chunk.queries, self._scale, chunk.plan, self._mla.kv_lora_rank
         )  # [T, H, C]
         self._linear.run_heads(mixed, self._w_uv, out=out)
 
@@ -215,39 +215,39 @@ class MLAAttention:
         latent[..., mla.kv_lora_rank :] = q[..., mla.qk_nope_head_dim :]
         return latent
 
-    def _expanded(self, q: Tensor, cache: Tensor, piece: AttentionChunk, out: Tensor) -> None:
+    def _expanded(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over keys and values of the whole context."""
-        backend, queries, shared = self._backend, piece.queries, piece.shared
-        if piece.parts:
-            self._expanded_in_parts(q, cache, piece, out)
+        backend, queries, shared = self._backend, chunk.queries, chunk.shared
+        if chunk.context_chunks:
+            self._expanded_in_chunks(q, cache, chunk, out)
             return
-        gathered, plan = (queries, piece.plan) if shared is None else (shared.queries, shared.plan)
+        gathered, plan = (queries, chunk.plan) if shared is None else (shared.queries, shared.plan)
         kv, rope = self._expand(q, cache, gathered, plan, gathered.num_context_tokens)
         attend = backend.expanded if shared is None else backend.expanded_shared  # type: ignore[attr-defined]
-        out.copy_(attend(q, kv, rope, queries, self._scale, piece.plan))
+        out.copy_(attend(q, kv, rope, queries, self._scale, chunk.plan))
 
-    def _expanded_in_parts(self, q: Tensor, cache: Tensor, piece: AttentionChunk, out: Tensor) -> None:
-        """The same, of one part of the context after the other; keys and values of two are never there at once."""
+    def _expanded_in_chunks(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
+        """`_expanded` in context chunks; at most one chunk's keys and values exist at a time."""
         backend = self._backend
-        assert isinstance(backend, ExpandsParts)
-        first, *others = piece.parts
-        mixed, lse = self._expanded_part(q, cache, piece, first)
+        assert isinstance(backend, ExpandsChunks)
+        first, *others = chunk.context_chunks
+        mixed, lse = self._expanded_chunk(q, cache, chunk, first)
         out.copy_(mixed)
         del mixed
         for part in others:
-            backend.merge_parts(out, lse, *self._expanded_part(q, cache, piece, part))
+            backend.merge_chunks(out, lse, *self._expanded_chunk(q, cache, chunk, part))
 
-    def _expanded_part(
-        self, q: Tensor, cache: Tensor, piece: AttentionChunk, part: ContextChunk
+    def _expanded_chunk(
+        self, q: Tensor, cache: Tensor, chunk: AttentionChunk, part: ContextChunk
     ) -> tuple[Tensor, Tensor]:
-        """q [T, H, N+R] -> [T, H, V] and its log-sum-exp [T, H], over one part."""
-        kv, rope = self._expand(q, cache, piece.queries, part.plan, part.num_tokens)
-        return self._backend.expanded_part(q, kv, rope, self._scale, part.plan)  # type: ignore[attr-defined]
+        """q [T, H, N+R] -> [T, H, V] and its log-sum-exp [T, H], over one context chunk."""
+        kv, rope = self._expand(q, cache, chunk.queries, part.plan, part.num_tokens)
+        return self._backend.expanded_chunk(q, kv, rope, self._scale, part.plan)  # type: ignore[attr-defined]
 
     def _expand(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, plan: Any, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, H, N+V] of so many tokens that the plan gathers, and their rotary channels [S, R]."""
+        """Keys and values [S, H, N+V] of the plan's `num_tokens` gathered tokens, and their rotary channels [S, R]."""
         mla, rows = self._mla, None
         if cache.dtype != q.dtype or num_tokens != queries.num_context_tokens:
             rows = q.new_empty(num_tokens, mla.cache_width)

@@ -1,7 +1,7 @@
-"""A step's queries, cut so that MLA never expands more than a bounded number of context tokens at once, and tokens that
-several contexts begin with only once.
+"""Chunked MLA prefill: a step's queries, cut so that MLA expands a bounded number of context tokens at once, and
+expands shared prefixes only once.
 
-Host work once a step, shared by all layers. In the common case nothing is cut and the step's own plan serves.
+Host work once per step, shared by all layers. In the common case nothing is cut and the step's own plan is used.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from moe_engine.kernels.attention.parts import part_lens
+from moe_engine.kernels.attention.parts import chunk_lens
 from moe_engine.kernels.attention.protocol import (
     AttentionBatch,
-    ExpandsParts,
+    ExpandsChunks,
     MLABackend,
     PagedQueries,
     SharedRun,
@@ -25,7 +25,7 @@ from moe_engine.kernels.attention.protocol import (
 
 @dataclass(frozen=True)
 class SharedContext:
-    """The context tokens of some requests, each once: `queries` gathers them as if they were one request's."""
+    """The context tokens of some requests, without duplicates: `queries` gathers them like those of one request."""
 
     queries: PagedQueries
     plan: Any
@@ -33,7 +33,7 @@ class SharedContext:
 
 @dataclass(frozen=True)
 class ContextChunk:
-    """Some tokens of a context, and the backend's plan to gather them and attend to them."""
+    """A chunk of a context, and the backend's plan to gather and attend to it."""
 
     num_tokens: int
     plan: Any
@@ -41,60 +41,60 @@ class ContextChunk:
 
 @dataclass(frozen=True)
 class AttentionChunk:
-    """Some queries of a step, the tokens they are, and the form in which MLA runs them."""
+    """Some queries of a step, their tokens, and their MLA form."""
 
     tokens: slice
     queries: PagedQueries
     plan: Any
     absorbed: bool
     shared: SharedContext | None = None
-    """Of an expanded piece whose requests share tokens; `queries.slot_table` then names rows of what it gathers."""
-    parts: tuple[ContextChunk, ...] = ()
-    """Of an expanded piece of one request whose context is too long to be expanded at once."""
+    """For an expanded chunk with a shared prefix; `queries.slot_table` then has indices of the gathered rows."""
+    context_chunks: tuple[ContextChunk, ...] = ()
+    """For an expanded chunk of one request whose context is too long to be expanded at once."""
 
 
 def cut(
     batch: AttentionBatch, backend: MLABackend, plan: Any, max_expanded_tokens: int, max_absorbed_tokens: int
 ) -> list[AttentionChunk]:
-    """The pieces of a step, in token order.
+    """The chunks of a step, in token order.
 
     Args:
-        plan: the step's own; pieces that had to be cut get plans of their own.
-        max_expanded_tokens: context tokens that are expanded at once. A request with more is expanded in parts where
-            the backend can put these together (half as many query tokens at once, half as long), else it runs in the
-            absorbed form.
+        plan: the step's plan; chunks that were cut get separate plans.
+        max_expanded_tokens: context tokens expanded at once. A request with more is expanded in context chunks if the
+            backend can merge these (with half as many query tokens at once, chunks of half the size), else it runs in
+            the absorbed form.
         max_absorbed_tokens: query tokens of an absorbed request run at once.
 
     Raises:
         ValueError: if the prefill group is a draft tree; verification belongs to the decode group.
     """
-    pieces: list[AttentionChunk] = []
+    chunks: list[AttentionChunk] = []
     start = 0
     if batch.decode is not None and batch.decode.num_tokens:
         start = batch.decode.num_tokens
-        pieces.append(AttentionChunk(slice(0, start), batch.decode, plan, True))
+        chunks.append(AttentionChunk(slice(0, start), batch.decode, plan, True))
     prefill = batch.prefill
     if prefill is None or not prefill.num_tokens:
-        return pieces
+        return chunks
     prefill.refuse_tree("expanded")
     runs = _worth_sharing(prefill, backend, max_expanded_tokens)
     if not runs and prefill.num_context_tokens <= max_expanded_tokens:
-        pieces.append(AttentionChunk(slice(start, start + prefill.num_tokens), prefill, plan, False))
-        return pieces
+        chunks.append(AttentionChunk(slice(start, start + prefill.num_tokens), prefill, plan, False))
+        return chunks
     for queries, absorbed, shared in _cut_runs(prefill, runs, backend, max_expanded_tokens, max_absorbed_tokens):
         stop, own = start + queries.num_tokens, None
-        parts: tuple[ContextChunk, ...] = ()
+        context_chunks: tuple[ContextChunk, ...] = ()
         if not absorbed and shared is None and queries.num_context_tokens > max_expanded_tokens:
-            parts = _parts(queries, backend, max_expanded_tokens)
+            context_chunks = _context_chunks(queries, backend, max_expanded_tokens)
         else:
             own = backend.plan(AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries))
-        pieces.append(AttentionChunk(slice(start, stop), queries, own, absorbed, shared, parts))
+        chunks.append(AttentionChunk(slice(start, stop), queries, own, absorbed, shared, context_chunks))
         start = stop
-    return pieces
+    return chunks
 
 
 def _worth_sharing(prefill: PagedQueries, backend: MLABackend, limit: int) -> list[SharedRun]:
-    """The runs that the backend makes use of and that do not exceed the limit."""
+    """The shared prefixes that the backend supports and that fit the limit."""
     if not isinstance(backend, SharesContext):
         return []
     return [
@@ -107,12 +107,12 @@ def _worth_sharing(prefill: PagedQueries, backend: MLABackend, limit: int) -> li
 def _cut_runs(
     prefill: PagedQueries, runs: list[SharedRun], backend: MLABackend, limit: int, max_absorbed: int
 ) -> Iterator[tuple[PagedQueries, bool, SharedContext | None]]:
-    """Each run as it is, and what lies between them cut within the limits."""
+    """Each shared run unchanged, and the requests in between cut within the limits."""
     start = 0
     for run in [*runs, SharedRun(prefill.num_requests, prefill.num_requests, 0)]:
         if start < run.first:
             between = _requests(prefill, start, run.first)
-            for queries, absorbed in _cut_prefill(between, limit, max_absorbed, isinstance(backend, ExpandsParts)):
+            for queries, absorbed in _cut_prefill(between, limit, max_absorbed, isinstance(backend, ExpandsChunks)):
                 yield queries, absorbed, None
         if run.first < run.last:
             queries, shared = _share(prefill, run, backend)
@@ -121,7 +121,7 @@ def _cut_runs(
 
 
 def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[PagedQueries, SharedContext]:
-    """The run's shared tokens stand first, then what each request has behind them."""
+    """The shared tokens come first, then the remaining tokens of each request."""
     queries, length = _requests(prefill, run.first, run.last), run.length
     rows, device = queries.rows.tolist(), queries.rows.device
     own = [context - length for context in queries.context_lens]
@@ -140,34 +140,34 @@ def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[
     return queries, SharedContext(gathered, backend.plan(AttentionBatch(None, gathered)))
 
 
-def _parts(queries: PagedQueries, backend: MLABackend, limit: int) -> tuple[ContextChunk, ...]:
-    """Of one request."""
-    assert isinstance(backend, ExpandsParts)
-    (count,), (context,), parts = queries.query_lens, queries.context_lens, []
+def _context_chunks(queries: PagedQueries, backend: MLABackend, limit: int) -> tuple[ContextChunk, ...]:
+    """The context chunks of one request."""
+    assert isinstance(backend, ExpandsChunks)
+    (count,), (context,), context_chunks = queries.query_lens, queries.context_lens, []
     first = 0
-    for length in part_lens(context, count, _half(limit)):
-        parts.append(ContextChunk(length, backend.plan_part(queries, [first], [length])))
+    for length in chunk_lens(context, count, _half(limit)):
+        context_chunks.append(ContextChunk(length, backend.plan_chunk(queries, [first], [length])))
         first += length
-    return tuple(parts)
+    return tuple(context_chunks)
 
 
 def _half(limit: int) -> int:
-    """Tokens of a part, and query tokens that ask for it at once: where only one context is expanded, the results of a
-    part and what it is merged with take the other half of the memory."""
+    """Tokens of a context chunk, and query tokens per pass: with one expanded context, the other half of the memory is
+    for the results of a chunk and of its merge partner."""
     return max(1, limit // 2)
 
 
 def _cut_prefill(
-    queries: PagedQueries, limit: int, max_absorbed: int, in_parts: bool
+    queries: PagedQueries, limit: int, max_absorbed: int, in_chunks: bool
 ) -> Iterator[tuple[PagedQueries, bool]]:
-    """`in_parts`: a request beyond the limit stays expanded."""
+    """`in_chunks`: a request beyond the limit is expanded in context chunks."""
     first, context = 0, 0
     for i, length in enumerate(queries.context_lens):
         if length > limit:
             if first < i:
                 yield _requests(queries, first, i), False
-            for tokens in _tokens(queries, i, _half(limit) if in_parts else max_absorbed):
-                yield tokens, not in_parts
+            for tokens in _tokens(queries, i, _half(limit) if in_chunks else max_absorbed):
+                yield tokens, not in_chunks
             first, context = i + 1, 0
         elif context + length > limit:
             yield _requests(queries, first, i), False
@@ -193,7 +193,7 @@ def _requests(queries: PagedQueries, first: int, last: int) -> PagedQueries:
 
 
 def _tokens(queries: PagedQueries, i: int, size: int) -> Iterator[PagedQueries]:
-    """Request i, `size` query tokens at a time; each part sees the context up to its own last token."""
+    """Request i, `size` query tokens at a time; each part sees the context up to its last token."""
     total, end = queries.query_lens[i], queries.context_lens[i]
     whole = _requests(queries, i, i + 1)
     for start in range(0, total, size):

@@ -24,9 +24,9 @@ class MLP:
     """x [T, D] -> [T, D].
 
     Args:
-        width: of the whole.
-        share: the part of the width that this rank holds; the result is then this rank's summand.
-        tokens: which tokens a layer hands in.
+        width: of the unsharded MLP.
+        share: this rank's part of the width; the result is then a partial sum.
+        tokens: input tokens.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class MLP:
         self._down = load_linear(kernel, reader, [f"{prefix}.down_proj"], [hidden], width, bias, in_share=share)
         self._silu_and_mul = backends.ops.silu_and_mul
         self.input_format = self._gate_up.input_format
-        """In which form it wants x."""
+        """Activation format of x."""
         fuses = isinstance(kernel, FusedMLP) and self._fuses(kernel)
         self._run_mlp: Callable[..., Tensor] | None = kernel.run_mlp if fuses else None  # type: ignore[attr-defined]
 
@@ -58,7 +58,7 @@ class MLP:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the kernel runs it in one call."""
+        """True if the kernel runs it in one call."""
         return self._run_mlp is not None
 
     def _fuses(self, kernel: FusedMLP) -> bool:
@@ -75,7 +75,7 @@ class MLP:
         width: int,
         bias: bool = False,
     ) -> MLP:
-        """A dense layer's: cut over all ranks, or whole on each, as the topology says."""
+        """The MLP of a dense layer: sharded over all ranks, or replicated, depending on the topology."""
         if parallel.topology.cuts_dense:
             return cls(backends, reader, prefix, hidden, width, bias, Share.of(parallel.world))
         return cls(backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What a family calls the projections of an expert."""
+    """Tensor names of an expert's projections in a family."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -50,7 +50,7 @@ class ExpertNames:
 
 
 def router_spec(moe: MoEConfig) -> RouterSpec:
-    """The router's part of the config, as the kernels take it."""
+    """The router settings for the kernels."""
     return RouterSpec(
         num_experts=moe.num_experts,
         top_k=moe.top_k,
@@ -64,13 +64,13 @@ def router_spec(moe: MoEConfig) -> RouterSpec:
     )
 
 
-class ChoiceCounter(Protocol):
-    """Who is told what a layer's router chose."""
+class ExpertIdsRecorder(Protocol):
+    """Receives the expert ids chosen by a layer's router."""
 
     counting: bool
 
-    def room_for(self, num_tokens: int) -> Tensor:
-        """int32 [T, K] that a layer run in one call may fill and give to `on_select`."""
+    def ids_buffer(self, num_tokens: int) -> Tensor:
+        """int32 [T, K] buffer that a fused layer call may fill and pass to `on_select`."""
 
     def on_select(self, layer_index: int, topk_ids: Tensor) -> None:
         """topk_ids int [T, K] slots; only while `counting`."""
@@ -79,9 +79,9 @@ class ChoiceCounter(Protocol):
 class MoE:
     """x [T, D] -> sum_k w_k expert_k(x) + shared(x), [T, D]. Gate and bias stay in float32.
 
-    On many ranks, where tokens travel, x is this rank's share and each rank holds whole experts, and the shared one
-    whole. Else x is everybody's tokens, each rank holds some of the experts, cut by width, and a part of the shared
-    one, and the result is its summand.
+    On many ranks with all-to-all, x is this rank's tokens; each rank holds full experts and the full shared expert.
+    Otherwise x is the tokens of all ranks; each rank holds some of the experts, sharded by width, and a part of the
+    shared expert, and the result is a partial sum.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MoE:
             backends.experts, f"{prefix}.experts", moe, hidden, names or ExpertNames(), Share.of(parallel.moe_tp)
         )
         self.weights = self.stored.load(reader, held_experts(moe, layer_index, parallel))
-        """Of the experts in this rank's slots."""
+        """Weights of the experts in this rank's slots."""
         self._routed = make_routed_experts(backends.experts, self.weights, parallel)
         share, shared = WHOLE if travels else Share.of(parallel.world), f"{prefix}.shared_experts"
         self._shared = None
@@ -122,17 +122,17 @@ class MoE:
             self._whole = self._routed.whole_layer(self._gate, self._bias, self._spec, shared_weights)
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
         self._counting = backends.experts if self._whole is not None else None
-        self._recorder: ChoiceCounter | None = None
+        self._recorder: ExpertIdsRecorder | None = None
         self._counted_at: CountPlace | None = None
 
     @property
     def fused(self) -> Any | None:
-        """What the kernel runs the whole layer with, where it does so in one call."""
+        """Handle of the kernel's whole-layer call, if supported."""
         return None if self._whole is None else self._whole.args[0]
 
     def record(self, recorder: ExpertRecorder | None) -> None:
-        """Lets the recorder know the choices of every pass, or what arrives here, while it counts; None: nobody. They
-        are counted within the call where the layer is one call, and where that will do."""
+        """Sets the recorder of every pass's choices, or of received tokens, while it counts; None: no recording.
+        Counted inside the fused call if the layer is one call and counts suffice."""
         self.count(recorder)
         if isinstance(self._counting, CountsChoices):
             place = None if recorder is None else recorder.count_place(self.layer_index)
@@ -148,31 +148,31 @@ class MoE:
             if recorder.counting:
                 recorder.on_dispatch(self.layer_index, counts)
 
-        return arrived if recorder.wants_arrivals else None
+        return arrived if recorder.counts_dispatched else None
 
     @property
     def records_experts(self) -> bool:
-        """Whether somebody is told the choices. Else nobody wants them, or they are counted where they are made."""
+        """True if the choices must be recorded on the host. Otherwise unused, or counted inside the fused call."""
         return self._recorder is not None
 
     def expert_ids_buffer(self, num_tokens: int) -> Tensor | None:
-        """int32 [T, K] for a call that runs the whole layer, then an argument of `record_expert_ids`; None while no
-        recording runs."""
+        """int32 [T, K] buffer for a whole-layer call, then an argument of `record_expert_ids`; None while not
+        recording."""
         recorder = self._recorder
-        return recorder.room_for(num_tokens) if recorder is not None and recorder.counting else None
+        return recorder.ids_buffer(num_tokens) if recorder is not None and recorder.counting else None
 
     def record_expert_ids(self, ids: Tensor) -> None:
-        """The experts [T, K] of a pass while somebody counts."""
+        """Records the experts [T, K] of a pass while a counter is active."""
         assert self._recorder is not None
         self._recorder.on_select(self.layer_index, ids)
 
-    def count(self, counter: ChoiceCounter | None) -> None:
-        """Tells it of the choices while it counts; None: nobody."""
+    def count(self, counter: ExpertIdsRecorder | None) -> None:
+        """Sets the counter of expert choices; None: no counter."""
         self._recorder = counter
 
     @property
     def input_format(self) -> ActivationFormat:
-        """How the router, the shared expert and the routed ones read x."""
+        """Common activation format of the router, the shared expert and the routed experts."""
         shared = () if self._shared is None else (self._shared.input_format,)
         return common_format(UNQUANTIZED, self._routed.input_format, *shared)
 
@@ -190,16 +190,16 @@ class MoE:
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared, phase)
 
-    # -- a pass that nobody counts over experts in their own slots, cut where these begin; `before` knows tensors only
+    # -- an unrecorded pass over experts in their own slots, split before the experts; `before` takes tensors only
 
     @property
     def is_plain(self) -> bool:
-        """Whether `before` and `after` do now what `forward` does."""
+        """True if `before` and `after` are currently equivalent to `forward`."""
         counted = self._recorder is not None and self._recorder.counting
         return self._whole is None and self._overlap is None and self._tables is None and not counted
 
     def before(self, x: Activation) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x [T, D] -> weights and experts [T, K], and what the shared expert adds [T, D]."""
+        """x [T, D] -> weights and experts [T, K], and the shared expert's result [T, D]."""
         shared = None if self._shared is None else self._shared.forward(x)
         return *self._route(unquantized(x), self._gate, self._bias, self._spec), shared
 
@@ -217,15 +217,15 @@ class MoE:
         return weights, ids
 
     def stages(self, x: Activation, phase: Phase = "prefill") -> Stages:
-        """`forward`, stopping where tokens are on their way and something else can be computed."""
+        """`forward` as a generator that yields during dispatch and combine, for overlap."""
         routed, overlap = self._routed, self._overlap
         if overlap is None or not isinstance(routed, DispatchedExperts):
             return self.forward(x, phase)
         weights, ids = self._choose(x)
-        sent = routed.send(overlap.lane, x, weights, ids, phase)
+        sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         yield
-        back = routed.compute(overlap.lane, sent, weights)
+        back = routed.compute(overlap.comm_stream, sent, weights)
         yield
         out = back.wait()
         return out if shared is None else out.add_(shared)
@@ -240,7 +240,7 @@ def held_experts(moe: MoEConfig, layer_index: int, parallel: ParallelContext) ->
 
 
 class Projection(NamedTuple):
-    """A weight of an expert: its name, its whole shape, and the part of it that is wanted."""
+    """A weight of an expert: its name, its full shape, and the requested slice."""
 
     name: str
     shape: tuple[int, int]
@@ -248,10 +248,10 @@ class Projection(NamedTuple):
 
 
 class StoredExperts:
-    """The experts of a layer where they are stored, and how one rank's `part` of them is put into its slots.
+    """The stored experts of a layer, and loading of a rank's `part` of them into its slots.
 
-    Block-FP8 experts stay as they are stored where the kernel multiplies with them and the part cuts no block; others
-    go through one expert's worth of scratch memory (a thread).
+    Block-FP8 experts stay FP8 if the kernel supports it and the part splits no block; others use scratch memory for one
+    expert per thread.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class StoredExperts:
         self._width, self._cut = part.width(moe.width), part.cut(moe.width)
 
     def load(self, reader: WeightSource, held: Sequence[int]) -> ExpertWeights:
-        """New weights with a slot for each of the experts `held`; each is read once, however many slots hold it."""
+        """New weights with a slot for each of the experts `held`; each expert is read once for all its slots."""
         slots: dict[int, list[int]] = {}
         for slot, expert in enumerate(held):
             slots.setdefault(expert, []).append(slot)
@@ -280,7 +280,7 @@ class StoredExperts:
         return weights
 
     def fill(self, reader: WeightSource, weights: ExpertWeights, slots: Mapping[int, Sequence[int]]) -> None:
-        """Reads experts into the slots that they are to have, by expert."""
+        """Reads experts into their slots, by expert."""
         experts, kernel, width, hidden = list(slots), self._kernel, self._width, self._hidden
 
         def scratch() -> tuple[Tensor, Tensor, Tensor]:

@@ -1,5 +1,5 @@
-"""RMSNorm, alone, fused with the residual stream, and with the quantisation that those ask for who read it. Weights are
-kept in float32.
+"""RMSNorm, alone, fused with the residual stream, and with quantization for its consumers. Weights are kept in
+float32.
 
 Legend: T tokens, D hidden.
 """
@@ -29,17 +29,17 @@ class RMSNorm:
         self._add_rms_norm: Callable[..., Any] = ops.add_rms_norm
 
     def feed(self, *readers: ActivationFormat) -> None:
-        """From now on gives `QuantizedActivation` if any reader wants rows and the kernels of this device make them; to
-        be called only if all that read this norm take them (`as_format`)."""
+        """Enables `QuantizedActivation` results if any consumer reads rows and this device's kernels produce them; call
+        only if all consumers of this norm accept them (`as_format`)."""
         format = common_format(*readers)
         if format.rows and isinstance(self._ops, QuantizingNorms):
             self._rms_norm = partial(self._ops.rms_norm_quantized, format=format)
             self._add_rms_norm = partial(self._ops.add_rms_norm_quantized, format=format)
 
     def __call__(self, x: Tensor) -> Any:
-        """x [T, D] -> its norm, a Tensor unless it feeds FP8 products."""
+        """x [T, D] -> its norm, a Tensor unless its consumers are FP8 products."""
         return self._rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Any:
-        """residual [T, D] += x in place; returns the norm of the sum, as `__call__`."""
+        """residual [T, D] += x in place; returns the norm of the sum, see `__call__`."""
         return self._add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,7 +1,7 @@
-"""Work that stops where it waits for other ranks, so that something else can be done meanwhile.
+"""Two-batch overlap (TBO) stages: work that yields where it waits for other ranks.
 
-A part of a model with such places has, beside `forward`, a generator `stages` that yields at each and returns what
-`forward` returns. Run alone it is `forward`; two of them in turns are the two halves of a step.
+A module with such points has, in addition to `forward`, a generator `stages` that yields at each and returns
+`forward`'s result. Run alone it equals `forward`; two interleaved generators are the two halves of a step.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Stages = Generator[None, None, Tensor]
 
 @runtime_checkable
 class Staged(Protocol):
-    """A feed-forward part with stages."""
+    """A feed-forward module with stages."""
 
     def stages(self, x: Activation, phase: Phase = "prefill") -> Stages: ...
 
 
 def finish(stages: Generator[None, None, T]) -> T:
-    """All stages at once."""
+    """Runs all stages."""
     return interleave([stages])[0]
 
 
 def interleave(works: Sequence[Generator[None, None, T]]) -> list[T]:
-    """Runs each to its next stop, in turns, until all have ended; the order is the same on every rank."""
+    """Runs each to its next yield, round-robin, until all have ended; the order is the same on every rank."""
     results: dict[int, T] = {}
     while len(results) < len(works):
         for i, work in enumerate(works):

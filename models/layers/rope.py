@@ -18,7 +18,7 @@ _ROWS_AT_ONCE = 1 << 15
 
 
 def make_rotary_table(rope: RopeConfig, max_positions: int, device: torch.device | str = "cpu") -> RotaryTable:
-    """The table [max_positions, R] float32 that every layer of a model shares."""
+    """The table [max_positions, R] float32 shared by all layers of a model."""
     inverse = inverse_frequencies(rope).float()  # [R/2]
     table = torch.empty(max_positions, rope.width)
     for start in range(0, max_positions, _ROWS_AT_ONCE):
@@ -43,14 +43,14 @@ def inverse_frequencies(rope: RopeConfig) -> Tensor:
 
 
 def _llama3(base: Tensor, rope: RopeConfig) -> Tensor:
-    """Long waves slowed by the factor, short ones kept, a linear passage between."""
+    """Low frequencies divided by the factor, high ones kept, a linear ramp between."""
     turns = rope.original_max_position * base / (2 * math.pi)  # turns within the original context
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return base * kept + base / rope.factor * (1 - kept)
 
 
 def _yarn(base: Tensor, rope: RopeConfig) -> Tensor:
-    """As `_llama3`, but the passage is linear in the index of the pair."""
+    """As `_llama3`, but the ramp is linear in the index of the pair."""
 
     def pair_of(turns: float) -> float:
         length = math.log(rope.original_max_position / (turns * 2 * math.pi))

@@ -1,4 +1,4 @@
-"""A decoder layer on one of many ranks: the same parts, and tokens on the move between them.
+"""A decoder layer on one of many ranks: the same modules, with communication in between.
 
 Legend: T tokens of the attention group, S of them kept by this rank, D hidden.
 """
@@ -15,32 +15,32 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Staged, Stages, finish
 from moe_engine.parallel.context import ParallelContext
-from moe_engine.parallel.dp_gather_scatter import Shares, TokenLayout, TokenMoves, Whole
+from moe_engine.parallel.dp_gather_scatter import AllReduce, DPCommunication, GatherScatter, TokenLayout
 from moe_engine.parallel.step_sizes import StepSizes
 
 
 class ShardedLayer:
-    """As `DecoderLayer`, with the same arguments.
+    """`DecoderLayer` on many ranks, with the same arguments.
 
-    `shares_out`: the layer leaves each rank with its share of the residual stream only. `passes_on`: what its last norm
-    gives stays where it is until the next layer reads it.
+    `shares_out`: the layer leaves each rank with its rows of the residual stream only. `passes_on`: the result of its
+    last norm is not communicated before the next layer reads it.
 
-    Of `residual` [T, D] each rank keeps the rows that `moves` says. A group without tokens leaves its attention out,
-    and takes part in the rest.
+    Each rank keeps the rows of `residual` [T, D] given by its `DPCommunication`. An idle group skips its attention, and
+    takes part in the rest.
     """
 
     def __init__(
-        self, attention: Any, post_norm: RMSNorm, feed_forward: Any, next_norm: RMSNorm, moves: TokenMoves
+        self, attention: Any, post_norm: RMSNorm, feed_forward: Any, next_norm: RMSNorm, comm: DPCommunication
     ) -> None:
         self.attention = attention
         self.post_norm = post_norm
         self.feed_forward = feed_forward
         self.next_norm = next_norm
-        self.shares_out = isinstance(moves, Shares)
-        self.passes_on = not moves.moves_out
-        if not moves.moves_in:
+        self.shares_out = isinstance(comm, GatherScatter)
+        self.passes_on = not comm.gathers_for_attention
+        if not comm.gathers_for_ffn:
             post_norm.feed(feed_forward.input_format)
-        self._moves = moves
+        self._comm = comm
 
     def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
         return finish(self.stages(hidden, residual, batch, *more, staged=False))
@@ -48,39 +48,39 @@ class ShardedLayer:
     def stages(
         self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any, staged: bool = True
     ) -> Stages:
-        """`forward`, stopping where tokens are on their way to and from experts."""
-        step, moves = batch.sizes, self._moves
+        """`forward` as a generator that yields during dispatch and combine."""
+        step, comm = batch.sizes, self._comm
         assert step is not None
         mixed = residual[:0]
         if len(hidden):
-            mixed = moves.after_attention(self.attention.forward(hidden, batch, *more), step)
-        rows = moves.residual_rows(residual, step)  # [S, D]
-        hidden = moves.enter(self.post_norm.add(mixed, rows), step)
+            mixed = comm.after_attention(self.attention.forward(hidden, batch, *more), step)
+        rows = comm.residual_rows(residual, step)  # [S, D]
+        hidden = comm.gather(self.post_norm.add(mixed, rows), step)
         if staged and isinstance(self.feed_forward, Staged):
             mixed = yield from self.feed_forward.stages(hidden, step.phase)
         else:
             mixed = self.feed_forward.forward(hidden, step.phase)
-        mixed = moves.leave(mixed, step)
-        return moves.to_attention(self.next_norm.add(mixed, rows), step)
+        mixed = comm.reduce(mixed, step)
+        return comm.to_attention(self.next_norm.add(mixed, rows), step)
 
 
-def choose_moves(parallel: ParallelContext, layout: TokenLayout, shared_out: bool) -> TokenMoves:
-    """How a layer moves tokens.
+def choose_communication(parallel: ParallelContext, layout: TokenLayout, shared_out: bool) -> DPCommunication:
+    """Selects a layer's communication.
 
     Args:
-        layout: what its feed-forward part takes.
-        shared_out: a layer before this one has left each rank with its share of the residual stream only.
+        layout: input tokens of its feed-forward part.
+        shared_out: an earlier layer leaves each rank with its rows of the residual stream only.
     """
     if parallel.attn_dp_size == 1 and layout is TokenLayout.ALL and not shared_out:
-        return Whole(parallel)
-    return Shares(parallel, layout)
+        return AllReduce(parallel)
+    return GatherScatter(parallel, layout)
 
 
 def with_sizes(batch: ForwardBatch, parallel: ParallelContext) -> ForwardBatch:
-    """The batch with its `sizes`: those that were exchanged, or its own, where the model has one attention group.
+    """The batch with its `sizes`: the exchanged sizes, or its own if the model has one attention group.
 
     Raises:
-        ValueError: sizes are missing, or are not those of the batch.
+        ValueError: sizes are missing, or do not match the batch.
     """
     if batch.sizes is None:
         if parallel.attn_dp_size > 1:
@@ -89,5 +89,5 @@ def with_sizes(batch: ForwardBatch, parallel: ParallelContext) -> ForwardBatch:
         sizes = StepSizes.known(parallel, [batch.num_tokens], [len(batch.logits_rows)], prefills)
         return replace(batch, sizes=sizes)
     if batch.sizes.tokens[parallel.attn_dp_rank] != batch.num_tokens:
-        raise ValueError(f"the batch has {batch.num_tokens} tokens, its sizes say {batch.sizes.tokens}")
+        raise ValueError(f"the batch has {batch.num_tokens} tokens, its sizes have {batch.sizes.tokens}")
     return batch

@@ -1,4 +1,4 @@
-"""A decoder of MLA layers run whole by its attention backend, where that has one call for it.
+"""A decoder of MLA layers in one call of its attention backend, if supported.
 
 Legend: T tokens, D hidden, V vocabulary.
 """
@@ -20,7 +20,7 @@ from moe_engine.models.layers.norm import RMSNorm
 
 
 class LayerStack:
-    """Steps of few tokens, all of them in the absorbed form, with the bits of the layers' own `forward`."""
+    """Runs steps of few tokens, all in the absorbed form; bit-identical to the layers' own `forward`."""
 
     def __init__(self, backend: FusedStack, fused: Any, feed_forwards: Sequence[Any]) -> None:
         self._backend = backend
@@ -28,11 +28,11 @@ class LayerStack:
         self._max_tokens = backend.max_fused_tokens
         self._moes = [part if isinstance(part, MoE) else None for part in feed_forwards]
         self.records_experts = False
-        """Whether layers are asked if somebody is to be told what they choose."""
+        """True if layers record expert choices."""
 
     @classmethod
     def of(cls, backend: Any, embedding: Tensor, first_norm: RMSNorm, layers: Sequence[Any]) -> LayerStack | None:
-        """The layers of one rank as one; None where the attention backend has no call for one of them.
+        """The layers of one rank as one call; None if the attention backend does not support one of them.
 
         `embedding` [V, D] and `first_norm` come before the first layer; each layer ends with the norm of the next.
         """
@@ -46,33 +46,33 @@ class LayerStack:
 
     @property
     def fused(self) -> Any:
-        """What `FusedStack.fuse_stack` gave."""
+        """Handle from `FusedStack.fuse_stack`."""
         return self._fused
 
-    def takes(self, batch: ForwardBatch, pieces: Sequence[AttentionChunk]) -> bool:
-        return len(pieces) == 1 and pieces[0].absorbed and batch.num_tokens <= self._max_tokens
+    def takes(self, batch: ForwardBatch, chunks: Sequence[AttentionChunk]) -> bool:
+        return len(chunks) == 1 and chunks[0].absorbed and batch.num_tokens <= self._max_tokens
 
-    def forward(self, batch: ForwardBatch, pieces: Sequence[AttentionChunk]) -> Tensor:
-        """`Model.forward` of a step that it takes."""
-        piece = pieces[0]
-        rooms = self._rooms(batch.num_tokens) if self.records_experts else None
+    def forward(self, batch: ForwardBatch, chunks: Sequence[AttentionChunk]) -> Tensor:
+        """`Model.forward` of a supported step."""
+        chunk = chunks[0]
+        buffers = self._ids_buffers(batch.num_tokens) if self.records_experts else None
         out = self._backend.run_stack(
-            self._fused, batch.input_ids, batch.positions, batch.slots, batch.kv, piece.queries, piece.plan, rooms
+            self._fused, batch.input_ids, batch.positions, batch.slots, batch.kv, chunk.queries, chunk.plan, buffers
         )
-        if rooms is not None:
-            for moe, ids in zip(self._moes, rooms):
+        if buffers is not None:
+            for moe, ids in zip(self._moes, buffers):
                 if moe is not None and ids is not None:
                     moe.record_expert_ids(ids)
         return out
 
-    def _rooms(self, num_tokens: int) -> list[Tensor | None] | None:
-        """For the choices of each layer; None while nobody counts."""
-        rooms = [None if moe is None else moe.expert_ids_buffer(num_tokens) for moe in self._moes]
-        return None if all(room is None for room in rooms) else rooms
+    def _ids_buffers(self, num_tokens: int) -> list[Tensor | None] | None:
+        """Buffers for the choices of each layer; None while not recording."""
+        buffers = [None if moe is None else moe.expert_ids_buffer(num_tokens) for moe in self._moes]
+        return None if all(buffer is None for buffer in buffers) else buffers
 
 
 def stacked(layer: Any) -> StackedLayer | None:
-    """The layer as the backend wants it, from what its own parts are run by."""
+    """The layer as the backend's input, from the handles of its modules."""
     attention, part = layer.attention, layer.feed_forward
     if not isinstance(attention, MLAAttention) or attention.fused is None:
         return None

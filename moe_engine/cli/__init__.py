@@ -1,1 +1,1 @@
-"""The commands of `moe-engine`, one file a command."""
+"""The commands of `moe-engine`, one module per command."""

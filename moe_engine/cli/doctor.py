@@ -1,5 +1,5 @@
-"""``moe-engine doctor``: what this machine offers, which kernels run here and why the others do not. Imports no torch
-where there is no GPU."""
+"""``moe-engine doctor``: reports the machine's hardware and software, which kernels run here, and problems. Imports no
+torch on machines without a GPU."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FAMILIES = {
     "attention (MLA)": "MLA",
     "attention (GQA)": "GQA",
     "sampling": "SAMPLING",
-    "token rows": "TOKEN_ROWS",
+    "permutation": "PERMUTATION",
 }
 LEAST_FILES = 4096
 
 
 def examine() -> dict[str, Any]:
-    """All findings, as JSON would show them. `problems` are sentences with what to do."""
+    """All findings as JSON-compatible values. `problems`: sentences with the fix."""
     machine = probe_machine()
     host = machine if machine.device == "cpu" else probe_machine("cpu")
     cpu = cpu_device()
@@ -71,7 +71,7 @@ def _device(kind: str, cpu: Device) -> Device:
 
 
 def _kernels(device: Device) -> dict[str, dict[str, str]]:
-    """For each family and row: ``runs``, or ``does not run`` with the reason, in bfloat16."""
+    """By family and row: ``runs``, or ``does not run`` with the reason, for bfloat16."""
     found: dict[str, dict[str, str]] = {}
     for family, table in FAMILIES.items():
         kind = "gqa" if table == "GQA" else "mla"
@@ -101,16 +101,16 @@ def _version(package: str) -> str | None:
 def _problems(cpu: Device) -> list[str]:
     found = []
     if cpu.compiler is None:
-        found.append("no C++ compiler: the slower torch kernels will run; install g++ (Debian: apt install g++)")
+        found.append("no C++ compiler: the slower torch kernels will be used; install g++ (Debian: apt install g++)")
     free = shutil.disk_usage(tempfile.gettempdir()).free
     if free < 1 << 30:
-        found.append(f"only {gb(free)} free in {tempfile.gettempdir()}: compiled kernels and sockets live there")
+        found.append(f"only {gb(free)} free in {tempfile.gettempdir()}: compiled kernels and sockets are stored there")
     shm = Path("/dev/shm")
     if shm.exists() and shutil.disk_usage(shm).free < 64 << 20:
         found.append("/dev/shm is nearly full; start the container with --shm-size 1g")
     limit = _open_files()
     if limit is not None and limit < LEAST_FILES:
-        found.append(f"at most {limit} open files: many connections need more; run `ulimit -n 65536` first")
+        found.append(f"at most {limit} open files: too few for many connections; run `ulimit -n 65536` first")
     for package in ("torch", "tokenizers", "fastapi", "uvicorn"):
         if _version(package) is None:
             found.append(f"{package} is not installed: pip install {package}")
@@ -133,8 +133,8 @@ def as_text(found: dict[str, Any]) -> str:
     rows = [
         ("device", f"{found['device']['name']}, {used}"),
         ("memory", f"{gb(memory['available_bytes'])} of {gb(memory['total_bytes'])} available, {memory['source']}"),
-        ("cpu", f"{cpu['name']}: {cpu['cores']} cores to use of {cpu['logical_cpus']} logical"),
-        ("cpu flags", " ".join(cpu["flags"]) or "none that matter here"),
+        ("cpu", f"{cpu['name']}: {cpu['cores']} usable cores, {cpu['logical_cpus']} logical CPUs"),
+        ("cpu flags", " ".join(cpu["flags"]) or "no relevant ones"),
         ("compiler", found["compiler"]["version"] or found["compiler"]["path"] or "none"),
         ("system", f"{found['system']['os']}, Python {found['system']['python']}"),
         ("packages", ", ".join(f"{name} {version or 'missing'}" for name, version in found["packages"].items())),
@@ -144,8 +144,8 @@ def as_text(found: dict[str, Any]) -> str:
     lines = [f"{name:<11} {text}" for name, text in rows]
     lines += ["", "kernels (bfloat16):"]
     for family, table in found["kernels"].items():
-        lines += [f"  {family:<16} {name:<10} {verdict}" for name, verdict in table.items()]
-    lines += ["", "GPU libraries:", *(f"  {name:<18} {verdict}" for name, verdict in found["libraries"].items())]
+        lines += [f"  {family:<16} {name:<10} {status}" for name, status in table.items()]
+    lines += ["", "GPU libraries:", *(f"  {name:<18} {status}" for name, status in found["libraries"].items())]
     problems = found["problems"]
     lines += ["", "problems:" if problems else "no problems found", *(f"  {text}" for text in problems)]
     return "\n".join(lines)

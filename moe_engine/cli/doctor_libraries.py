@@ -1,4 +1,4 @@
-"""What ``moe-engine doctor`` says of vendor libraries: which are here, and whether they load."""
+"""Vendor libraries in ``moe-engine doctor``: which are installed, and whether they load."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from moe_engine.kernels.vendors.probe import LIBRARIES, Library
 
 SECONDS_TO_LOAD = 120
-"""A first import may compile or fetch kernels."""
+"""Import timeout; a first import may compile or download kernels."""
 
 BROKEN = "does not load"
 
 
 def libraries(device_kind: str) -> dict[str, str]:
-    """Of each library: ``missing`` and how to get it, or where it was found, and on a GPU whether it loads.
+    """By library: ``missing`` with the install command, or what is installed, and with a GPU whether it loads.
 
-    Loading happens in a process of its own: a broken build must not take the doctor down.
+    Loading runs in a subprocess: a broken build must not crash the doctor.
     """
     return {library.name: _verdict(library, device_kind == "cuda") for library in LIBRARIES}
 
@@ -32,7 +32,7 @@ def _verdict(library: Library, try_it: bool) -> str:
 
 
 def _load_error(library: Library) -> str | None:
-    """The last line of what its import raises, or None."""
+    """The last line of the import's error, or None."""
     code = (
         "from moe_engine.kernels.vendors import probe\n"
         f"next(x for x in probe.LIBRARIES if x.name == {library.name!r}).load()\n"
@@ -41,7 +41,7 @@ def _load_error(library: Library) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_LOAD)
     except subprocess.TimeoutExpired:
-        return f"no answer in {SECONDS_TO_LOAD} s"
+        return f"import not finished within {SECONDS_TO_LOAD} s"
     except OSError as error:
         return str(error)
     if done.returncode == 0:
@@ -51,5 +51,5 @@ def _load_error(library: Library) -> str | None:
 
 
 def problems(found: dict[str, str]) -> list[str]:
-    """Sentences about libraries that are installed and broken."""
+    """Sentences about libraries that are installed but broken."""
     return [f"{name}: {text}; its kernels are not used" for name, text in found.items() if BROKEN in text]

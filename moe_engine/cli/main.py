@@ -1,7 +1,7 @@
 """``moe-engine serve | generate | bench | plan | doctor | experts | demo``. Each command imports only what it needs.
 
-Exit codes: 0 done; 2 the command line, the configuration or the checkpoint is at fault (one message on stderr); 1 the
-engine failed.
+Exit codes: 0 success; 1 the engine failed; 2 the command line, the configuration or the checkpoint is invalid (one
+message on stderr).
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 
 USAGE_ERROR = 2
 BENCH_TOOLS = ("agreeing_checkpoint", "checkpoints", "readme_figures")
-"""What of benchmarks/ prepares or checks for others, and measures nothing."""
+"""Scripts of benchmarks/ that prepare or check data and measure nothing."""
 
 HELP = """\
 usage: moe-engine COMMAND [options]
 
-An inference engine for DeepSeek-style mixture-of-experts models. Runs on a laptop's CPU, too.
+An inference engine for DeepSeek-style mixture-of-experts models, for GPUs and CPUs.
 
 commands:
   serve      HTTP server with the OpenAI API and SGLang's /generate
-  generate   one prompt, one answer, no server
-  plan       what `serve` would do with the same flags: every value and why, memory, kernels; starts nothing
-  doctor     what this machine offers: memory, cores, compiler, which kernels run here and why others do not
-  cluster-check  whether the nodes of a job reach each other and can serve together: run it on each of them
-  compile    the GPU kernels of a launch, compiled ahead into a folder for all its nodes; needs no GPU
-  bench      measurements; `moe-engine bench` lists them, for instance one_batch, offline_throughput, serving
-  experts    how unevenly recorded traffic used the experts, and what balancing would gain: moe-engine experts DUMP
+  generate   generate text for one prompt, without a server
+  plan       show what `serve` would do with the same flags (all values with reasons, memory, kernels); starts nothing
+  doctor     show memory, cores, compiler, libraries, which kernels run on this machine and why others do not
+  cluster-check  check that a job's nodes reach each other and can serve together; run it on every node
+  compile    compile the GPU kernels of a launch ahead of time into a folder for its nodes; needs no GPU
+  bench      run a benchmark; `moe-engine bench` lists them, e.g. one_batch, offline_throughput, serving
+  experts    report expert load imbalance of recorded traffic and the gain of EPLB: moe-engine experts DUMP
   demo       print the folder of the model embedded in this package
 
-try it, without downloading anything:
+examples without any download:
   moe-engine generate --prompt "What is the capital of France?"
   moe-engine serve --port 30000
   curl http://127.0.0.1:30000/v1/chat/completions -H 'Content-Type: application/json' \\
        -d '{"model": "demo", "messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
 
-a model of your own; the flags are SGLang's:
+with your own model; the flags are SGLang's:
   moe-engine plan --model-path /models/DeepSeek-V2-Lite --hardware h200
   moe-engine serve --model-path /models/DeepSeek-V2-Lite --context-length 8192 --port 30000
 
@@ -60,23 +60,23 @@ examples:
   moe-engine serve --model-path /models/V2-Lite --context-length 8192 --max-running-requests 16
   moe-engine serve --config serve.yaml --log-level debug  flags from a file; the command line wins
 
-Flags of SGLang that this engine does not have yet are refused by name, never ignored."""
+SGLang flags that are not implemented yet are rejected by name, never ignored."""
 
 PLAN_EPILOG = """\
 examples:
   moe-engine plan                                         the model embedded in this package
   moe-engine plan --model-path /models/V2-Lite --tp 2 --ep 2
-  moe-engine plan --config serve.yaml --json              for programs
+  moe-engine plan --config serve.yaml --json              machine-readable
 
-Takes all flags of `moe-engine serve`."""
+Accepts all flags of `moe-engine serve`."""
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Runs a command; returns the exit code.
 
     Args:
-        argv: arguments after the program's name; those of the process when None.
-        prog: what the usage line of ``serve`` shows as the program.
+        argv: arguments after the program's name; None: those of the process.
+        prog: program name in the usage line of ``serve``.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -110,7 +110,7 @@ def _unknown_command(command: str) -> str:
     from moe_engine.config.values import did_you_mean
 
     if command.startswith("-"):
-        return f"{command}: name a command first, for instance `moe-engine serve {command} ...`"
+        return f"{command}: give a command first, for example `moe-engine serve {command} ...`"
     return f"{command}: unknown command{did_you_mean(command, tuple(COMMANDS))}; `moe-engine --help` lists them"
 
 
@@ -129,14 +129,14 @@ def _serve(argv: Sequence[str], prog: str, explain: bool) -> int:
     from moe_engine.config.args import EngineArgs
     from moe_engine.config.flags import parse_flags
 
-    description = "Prints what `serve` would do and starts nothing." if explain else "Serves a model over HTTP."
+    description = "Shows what `serve` would do; starts nothing." if explain else "Serves a model over HTTP."
     parser = _engine_parser(prog, description, PLAN_EPILOG if explain else SERVE_EPILOG)
     if explain:
         parser.add_argument(
-            "--hardware", metavar="[Nx]GPU", help="plan for GPUs that are not here: h200, or 8xH200 for eight of them"
+            "--hardware", metavar="[Nx]GPU", help="plan for GPUs of another machine: h200, or 8xH200 for eight"
         )
     else:
-        parser.add_argument("--explain", action="store_true", help="print what would run and why, then exit")
+        parser.add_argument("--explain", action="store_true", help="print what would run and why; exit")
     parser.add_argument("--json", action="store_true", help="print JSON" if explain else "with --explain: print JSON")
     values = parse_flags(parser, argv)
     as_json = _pop_switch(values, "json")
@@ -158,14 +158,14 @@ def _serve(argv: Sequence[str], prog: str, explain: bool) -> int:
 
 
 def _machine(values: dict[str, Any]) -> Machine | None:
-    """The one that --hardware names; the launch is then for GPUs."""
+    """The machine of --hardware, or None. Sets the device to cuda."""
     from moe_engine.planning.hardware import parse_hardware
 
     text = values.pop("hardware", None)
     if text is None:
         return None
     if values.setdefault("device", "cuda") != "cuda":
-        raise ConfigError(f"--hardware {text} names GPUs, and --device is {values['device']}; drop one")
+        raise ConfigError(f"--hardware {text} is for GPUs, but --device is {values['device']}; drop one of them")
     return parse_hardware(text)
 
 
@@ -202,18 +202,18 @@ def _pop_switch(values: dict[str, Any], name: str) -> bool:
 
 
 def generate(argv: Sequence[str], prog: str) -> int:
-    """One prompt through the offline engine; the text goes to stdout, everything else to stderr."""
+    """Runs one prompt on the offline engine; text on stdout, everything else on stderr."""
     from moe_engine.config.flags import parse_flags
 
-    parser = _engine_parser(prog, "Answers one prompt and exits. The chat template is applied unless --raw.")
+    parser = _engine_parser(prog, "Generates text for one prompt. Applies the chat template unless --raw is given.")
     group = parser.add_argument_group("prompt and sampling")
-    group.add_argument("--prompt", metavar="TEXT", help="the prompt; read from standard input when left out")
-    group.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer, in tokens (128)")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 (the default) takes the likeliest token")
-    group.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens of this total")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="text that ends the answer; may be repeated")
-    group.add_argument("--json", action="store_true", help="print the whole answer with its meta_info as JSON")
+    group.add_argument("--prompt", metavar="TEXT", help="the prompt (default: read from standard input)")
+    group.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum number of new tokens (128)")
+    group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature (0: greedy, the default)")
+    group.add_argument("--top-p", type=float, metavar="P", help="top-p sampling (nucleus)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop string; may be repeated")
+    group.add_argument("--json", action="store_true", help="print the output with meta_info as JSON")
     values = {"prompt": None, "raw": False, "json": False, **parse_flags(parser, argv)}
     prompt, raw, as_json = (values.pop(name) for name in ("prompt", "raw", "json"))
     sampling = {"temperature": 0.0}
@@ -223,7 +223,7 @@ def generate(argv: Sequence[str], prog: str) -> int:
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
     if not prompt:
-        raise ConfigError("--prompt: nothing to answer; give --prompt TEXT or pipe the text in")
+        raise ConfigError("--prompt: the prompt is empty; give --prompt TEXT or pipe the text in")
     from moe_engine.frontend.engine import Engine
 
     with Engine(**values) as engine:
@@ -235,13 +235,13 @@ def generate(argv: Sequence[str], prog: str) -> int:
 
 
 def _chat_prompt(config: ResolvedConfig, prompt: str) -> list[int] | None:
-    """Token ids of a conversation with this one message; None where the model has no chat template."""
+    """Token ids of the prompt rendered as a user message; None if the model has no chat template."""
     from moe_engine.tokenizer.chat_template import load_chat_template
     from moe_engine.tokenizer.tokenizer import load_tokenizer
 
     flags = config.args.model
     if flags.skip_tokenizer_init:
-        raise ConfigError("--skip-tokenizer-init: generate works on text")
+        raise ConfigError("--skip-tokenizer-init: generate needs the tokenizer")
     tokenizer = load_tokenizer(
         config.tokenizer_path, mode=flags.tokenizer_mode, trust_remote_code=flags.trust_remote_code
     )
@@ -259,8 +259,8 @@ def doctor(argv: Sequence[str], prog: str) -> int:
     from moe_engine.cli import doctor as report
     from moe_engine.config.flags import Parser
 
-    parser = Parser(prog=prog, description="Looks at this machine: what runs here, what does not, and why.")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser = Parser(prog=prog, description="Reports this machine's hardware and software, and which kernels run here.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(list(argv))
     found = report.examine()
     print(json.dumps(found, indent=2) if options.json else report.as_text(found))
@@ -295,13 +295,13 @@ def demo(argv: Sequence[str], prog: str) -> int:
 
 
 def bench(argv: Sequence[str], prog: str) -> int:
-    """Runs benchmarks/NAME.py, or the package of that name, of the source checkout; further arguments are its own."""
+    """Runs benchmarks/NAME.py, or the package benchmarks/NAME, of the source checkout with the remaining arguments."""
     import runpy
 
     found = _benchmarks()
     if not argv or argv[0] in ("-h", "--help"):
         listed = "\n".join(f"  {name:20} {what}" for name, what in found.items() if name not in BENCH_TOOLS)
-        listed = listed or "  none: benchmarks/ comes with the source checkout"
+        listed = listed or "  none: benchmarks/ is only in the source checkout"
         print(f"usage: {prog} NAME [options of the benchmark]\n\nbenchmarks:\n{listed}")
         return 0 if argv else USAGE_ERROR
     name = _benchmark(argv[0], list(found))
@@ -320,18 +320,18 @@ def bench(argv: Sequence[str], prog: str) -> int:
 
 
 def _benchmark(asked: str, names: list[str]) -> str:
-    """The benchmark of that name, or the only one that begins so."""
+    """The benchmark of that name, or the only one with that prefix."""
     wanted = asked.replace("-", "_").removeprefix("bench_")
     matching = [name for name in names if name == wanted] or [name for name in names if name.startswith(wanted)]
     if len(matching) == 1:
         return matching[0]
     if not names:
-        raise ConfigError(f"{asked}: the benchmarks are not installed with the package; run it in a source checkout")
+        raise ConfigError(f"{asked}: benchmarks are not installed with the package; run it in a source checkout")
     raise ConfigError(f"{asked}: no such benchmark; there are {', '.join(matching or names)}")
 
 
 def _benchmarks() -> dict[str, str]:
-    """The modules and packages of benchmarks/ that can be run, each with the first line of its docstring."""
+    """Runnable modules and packages of benchmarks/, with the first line of their docstrings."""
     import ast
 
     folder = Path(__file__).resolve().parents[2] / "benchmarks"

@@ -1,1 +1,1 @@
-"""Processes and nodes: start, rendezvous, heartbeats, failure detection, supervision."""
+"""Processes and nodes: startup, rendezvous, heartbeats, failure detection, supervision."""

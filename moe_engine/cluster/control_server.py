@@ -1,4 +1,4 @@
-"""The leader's end of the control channel: a thread that answers ranks, feeds the watch and ends a lost group."""
+"""Control channel, leader side: a thread that serves ranks, feeds the failure detector and stops a failed group."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ logger = logging.getLogger("moe_engine")
 
 PING_SECONDS = 0.5
 MAX_RECEIVED = 1024
-"""Messages read in one turn, so that a flood of them does not keep this thread from the watch and from its answers."""
+"""Max messages read in one iteration, so that a flood of them cannot block the failure detector or the replies."""
 
 
 @dataclass
 class RankCall:
-    """A call under way: who has answered."""
+    """A pending call and the replies received."""
 
     future: Future[list[Any]]
     asked: list[int]
@@ -43,11 +43,11 @@ class RankCall:
 
 
 class ControlServer:
-    """Serves one address until `close`. Every rank is told when the watch has a verdict.
+    """Serves one address until `close`. Sends `Leave` to every rank when the detector has found a failure.
 
     Args:
-        address: to bind: ``ipc://PATH`` or ``tcp://HOST:PORT``.
-        on_board: told what a scheduler on another node shows on its status board: group and values.
+        address: bind address: ``ipc://PATH`` or ``tcp://HOST:PORT``.
+        on_status: called with group and values when a scheduler on another node has sent its shared status.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -57,12 +57,12 @@ class ControlServer:
         self,
         address: str,
         options: RankGroupOptions,
-        watch: FailureDetector,
-        on_board: Callable[[int, list[float]], None] = lambda group, values: None,
+        detector: FailureDetector,
+        on_status: Callable[[int, list[float]], None] = lambda group, values: None,
     ) -> None:
         self._options = options
-        self._on_board = on_board
-        self._watch = watch
+        self._on_status = on_status
+        self._detector = detector
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._socket.setsockopt(zmq.LINGER, 500)
@@ -75,27 +75,27 @@ class ControlServer:
         self._answers: queue.SimpleQueue[tuple[int, messages.Answers]] = queue.SimpleQueue()
         self._calls: dict[int, RankCall] = {}
         self._call_ids = itertools.count()
-        watch.on_verdict(self._fail_calls)
-        watch.on_survivors(self._regroup)
+        detector.on_failure(self._fail_calls)
+        detector.on_survivors(self._regroup)
         self._welcome: messages.Welcome | None = None
-        self._uninvited: set[int] = set()  # ranks that wait for their welcome
+        self._uninvited: set[int] = set()  # ranks that wait for `Welcome`
         self._closing = threading.Event()
-        self._thread = start_watched("rank control", self._run, watch.give_up)
+        self._thread = start_watched("rank control", self._run, detector.give_up)
 
     def invite(self, welcome: messages.Welcome) -> None:
-        """Sends the welcome to every rank, now and to those that come later, each with its group's plan address."""
+        """Sends `Welcome` to every rank, present or later, with its group's plan address."""
         self._welcome = welcome
 
     def call_all(self, method: str, asking: int = 0) -> Future[list[Any]]:
-        """Has every rank but the one `asking` run one of `worker.calls`; their answers in order. `RankLost` if one is
-        lost; where the others go on, theirs count."""
+        """Runs one of `worker.calls` on every rank except `asking`; replies in rank order. Fails with `RankLost` if a
+        rank is lost; if the others continue, the result has only their replies."""
         future: Future[list[Any]] = Future()
         self._asked.put((method, future, asking))
         return future
 
     @property
     def num_dropped(self) -> int:
-        """Messages that were no member's."""
+        """Messages dropped because their sender is not a member."""
         return self._reader.num_dropped
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class ControlServer:
 
     def _run(self) -> None:
         began = last = time.monotonic()
-        told, released, dismissed = began, False, False
+        logged_at, released, dismissed = began, False, False
         while not self._closing.is_set():
             if self._socket.poll(int(TICK_SECONDS * 1000)):
                 self._receive()
@@ -112,36 +112,36 @@ class ControlServer:
                 self._reader.drop(f"{failed} connections were refused in their handshake: {SECRET_HINT}")
             now = time.monotonic()
             if now - last >= TICK_SECONDS:
-                self._watch.tick(now - last)
+                self._detector.tick(now - last)
                 last = now
             self._ping(now)
-            self._invite_those_that_can_come()
+            self._send_welcomes()
             self._begin_calls()
             while not self._answers.empty():
-                self._tell_rank(*self._answers.get())
-            if self._watch.all_loaded and not released:
+                self._send_rank(*self._answers.get())
+            if self._detector.all_loaded and not released:
                 released = True
-                self._tell_all(messages.Go(self._watch.step_addresses))
-            if self._watch.verdict is not None and not dismissed:
+                self._send_all(messages.Go(self._detector.step_addresses))
+            if self._detector.failure is not None and not dismissed:
                 dismissed = True
-                self._tell_all(messages.Leave(str(self._watch.verdict)))
-            if not self._watch.all_loaded and self._watch.verdict is None:
-                told = self._wait_patiently(now, began, told)
+                self._send_all(messages.Leave(str(self._detector.failure)))
+            if not self._detector.all_loaded and self._detector.failure is None:
+                logged_at = self._check_start(now, began, logged_at)
         self._monitor.close()
         self._socket.close()
 
-    def _wait_patiently(self, now: float, began: float, told: float) -> float:
-        """Says who is waited for from time to time; gives up at the end. Returns when it last said something."""
+    def _check_start(self, now: float, began: float, logged_at: float) -> float:
+        """Periodically logs the ranks that are not ready; fails at the time limit. Returns the time of the last log."""
         limits, waited = self._options.limits, now - began
         if waited > limits.start:
-            self._watch.give_up(f"not ready after {waited:.0f} s: {self._watch.waited_for()}")
-        elif now - told >= limits.progress:
-            logger.info("Waiting for ranks, %.0f of %.0f s: %s", waited, limits.start, self._watch.waited_for())
+            self._detector.give_up(f"not ready after {waited:.0f} s: {self._detector.waited_for()}")
+        elif now - logged_at >= limits.progress:
+            logger.info("Waiting for ranks, %.0f of %.0f s: %s", waited, limits.start, self._detector.waited_for())
             return now
-        return told
+        return logged_at
 
     def _receive(self) -> None:
-        """What has arrived, up to `MAX_RECEIVED` messages. Whatever is no message of a member is dropped."""
+        """Handles up to `MAX_RECEIVED` queued messages; drops those of non-members."""
         for _ in range(MAX_RECEIVED):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -149,7 +149,7 @@ class ControlServer:
                 return
             if (echo := echoed(identity)) is not None:
                 if (rank := self._peers.rank_of(echo)) is not None:
-                    self._watch.runs(rank)
+                    self._detector.runs(rank)
             elif (message := self._reader.take(frames)) is not None:
                 if (refusal := self._refusal(identity, message)) is not None:
                     self._reader.drop(refusal)
@@ -158,45 +158,47 @@ class ControlServer:
                     self._acknowledge(identity)
 
     def _refusal(self, identity: bytes, message: messages.ToLeader) -> str | None:
-        """Why a message does not count; None for those of members. A Hello or NodeHere makes its sender a
-        member, or is answered by `Leave` with the reason."""
+        """Why a message is refused; None for messages of members. A Hello or NodeHere makes its sender a member, or is
+        answered by `Leave` with the reason."""
         if isinstance(message, messages.Hello):
             refusal = self._peers.join_rank(identity, message.rank)
         elif isinstance(message, messages.NodeHere):
             refusal = self._peers.join_node(identity, message.node_rank)
         elif isinstance(message, messages.NodeRefused):
-            refusal = "the start is over" if self._watch.armed else None
+            refusal = "startup is over" if self._detector.armed else None
         else:
             return self._peers.refusal(identity, message)
         if refusal is None:
             return None
-        self._tell(identity, messages.Leave(str(self._watch.verdict or refusal)))
-        return f"{message.host} (pid {message.pid}) asks to join, and {refusal}"
+        self._send(identity, messages.Leave(str(self._detector.failure or refusal)))
+        return f"{message.host} (pid {message.pid}) may not join: {refusal}"
 
     def _acknowledge(self, identity: bytes) -> None:
-        verdict = self._watch.verdict
-        self._tell(identity, messages.Leave(str(verdict)) if verdict is not None else messages.Alive())
+        failure = self._detector.failure
+        self._send(identity, messages.Leave(str(failure)) if failure is not None else messages.Alive())
 
     def _ping(self, now: float) -> None:
-        """During the start, when beats may be missing from ranks that are well."""
-        if self._watch.armed or now - self._pinged < PING_SECONDS:
+        """Pings the ranks' echoes during startup, when healthy ranks may miss beats."""
+        if self._detector.armed or now - self._pinged < PING_SECONDS:
             return
         self._pinged = now
         for identity in self._peers.of_ranks:
             self._socket.send_multipart([echo_of(identity), b""])
 
     def _take(self, message: messages.ToLeader) -> None:
-        watch = self._watch
+        detector = self._detector
         if isinstance(message, messages.Hello):
-            self._greet(message)
+            self._on_hello(message)
         elif isinstance(message, messages.Beat):
-            watch.beat(message.rank, message.position)
-            if message.board:
-                self._on_board(self._options.places[message.rank].group, message.board)
+            detector.beat(message.rank, message.position)
+            if message.status:
+                self._on_status(self._options.places[message.rank].group, message.status)
         elif isinstance(message, messages.Loaded):
-            watch.loaded(message.rank, message.kernels, message.core_address, message.step_address, facts=message.facts)
+            detector.loaded(
+                message.rank, message.kernels, message.core_address, message.step_address, facts=message.facts
+            )
         elif isinstance(message, messages.Failed):
-            watch.failed(
+            detector.failed(
                 message.rank,
                 message.message,
                 peer_lost=message.peer_lost,
@@ -206,32 +208,34 @@ class ControlServer:
         elif isinstance(message, messages.Answer):
             self._answered(message)
         elif isinstance(message, messages.Ask):
-            self._ask_for(message)
+            self._relay_ask(message)
         elif isinstance(message, messages.Ended):
-            watch.end()
+            detector.end()
         elif isinstance(message, messages.NodeRefused):
-            watch.give_up(f"on {message.host} (pid {message.pid}): {message.message}", config_error=True)
+            detector.give_up(f"on {message.host} (pid {message.pid}): {message.message}", config_error=True)
         elif isinstance(message, messages.Died):
-            watch.died(message.rank, message.how)
+            detector.died(message.rank, message.how)
 
-    def _greet(self, hello: messages.Hello) -> None:
+    def _on_hello(self, hello: messages.Hello) -> None:
         self._uninvited.add(hello.rank)
-        self._watch.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
+        self._detector.joined(hello.rank, hello.host, hello.pid, hello.plan_address)
         if hello.fingerprint != self._options.fingerprint:
-            who = self._watch.describe(hello.rank)
-            self._watch.give_up(f"{who} on {hello.host} was started with other flags than rank 0: start all alike")
+            who = self._detector.describe(hello.rank)
+            self._detector.give_up(
+                f"{who} on {hello.host} was started with flags different from rank 0's: use the same on all nodes"
+            )
 
     def _begin_calls(self) -> None:
         while not self._asked.empty():
             method, future, asking = self._asked.get()
-            number, asked = next(self._call_ids), [rank for rank in self._living if rank != asking]
+            number, asked = next(self._call_ids), [rank for rank in self._alive if rank != asking]
             self._calls[number] = RankCall(future, asked)
             for rank in asked:
-                self._tell_rank(rank, messages.Run(number, method))
+                self._send_rank(rank, messages.Run(number, method))
             self._end_if_answered(number)
 
-    def _ask_for(self, ask: messages.Ask) -> None:
-        """A rank that leads no other asks all others by way of this process."""
+    def _relay_ask(self, ask: messages.Ask) -> None:
+        """Relays a call from a rank to all others."""
 
         def answered(done: Future[list[Any]]) -> None:
             error = done.exception()
@@ -245,8 +249,8 @@ class ControlServer:
         if call is None or answer.rank not in call.asked:
             return
         if answer.error:
-            if self._calls.pop(answer.id, None) is not None:  # else a verdict on another thread was quicker
-                call.future.set_exception(EngineDeadError(f"{self._watch.describe(answer.rank)}: {answer.error}"))
+            if self._calls.pop(answer.id, None) is not None:  # else already failed by another thread
+                call.future.set_exception(EngineDeadError(f"{self._detector.describe(answer.rank)}: {answer.error}"))
             return
         call.answers[answer.rank] = answer.value
         self._end_if_answered(answer.id)
@@ -255,17 +259,17 @@ class ControlServer:
         call = self._calls.get(number)
         if call is None or not all(rank in call.answers for rank in call.asked):
             return
-        if self._calls.pop(number, None) is not None:  # else a verdict on another thread was quicker
+        if self._calls.pop(number, None) is not None:  # else already failed by another thread
             call.future.set_result([call.answers[rank] for rank in call.asked])
 
     @property
-    def _living(self) -> list[int]:
-        return [rank for rank, alive in enumerate(self._watch.survivors.alive) if alive]
+    def _alive(self) -> list[int]:
+        return [rank for rank, alive in enumerate(self._detector.survivors.alive) if alive]
 
     def _regroup(self, survivors: Survivors) -> None:
-        for rank in self._living:
-            self._tell_rank(rank, messages.Regroup(survivors))
-        for number, call in list(self._calls.items()):  # nobody waits for the lost, nor forgets what they have told
+        for rank in self._alive:
+            self._send_rank(rank, messages.Regroup(survivors))
+        for number, call in list(self._calls.items()):  # do not wait for lost ranks; keep their replies
             call.asked = [rank for rank in call.asked if survivors.alive[rank] or rank in call.answers]
             self._end_if_answered(number)
 
@@ -274,24 +278,24 @@ class ControlServer:
         for call in calls.values():
             call.future.set_exception(error)
 
-    def _invite_those_that_can_come(self) -> None:
+    def _send_welcomes(self) -> None:
         if self._welcome is None or not self._uninvited:
             return
         places = self._options.places
         for rank in list(self._uninvited):
             group = places[rank].group
-            address = self._watch.plan_address_of(group) if group else self._welcome.plan_address
+            address = self._detector.plan_address_of(group) if group else self._welcome.plan_address
             if address or self._options.group_size == 1:
                 self._uninvited.discard(rank)
-                self._tell_rank(rank, msgspec.structs.replace(self._welcome, plan_address=address))
+                self._send_rank(rank, msgspec.structs.replace(self._welcome, plan_address=address))
 
-    def _tell_all(self, message: messages.ToRank) -> None:
+    def _send_all(self, message: messages.ToRank) -> None:
         for identity in self._peers.all:
-            self._tell(identity, message)
+            self._send(identity, message)
 
-    def _tell_rank(self, rank: int, message: messages.ToRank) -> None:
+    def _send_rank(self, rank: int, message: messages.ToRank) -> None:
         if (identity := self._peers.identity_of(rank)) is not None:
-            self._tell(identity, message)
+            self._send(identity, message)
 
-    def _tell(self, identity: bytes, message: messages.ToRank) -> None:
+    def _send(self, identity: bytes, message: messages.ToRank) -> None:
         self._socket.send_multipart([identity, messages.encode(message)])

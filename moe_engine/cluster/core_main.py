@@ -1,5 +1,5 @@
-"""The engine core process: builds worker and scheduler from the resolved configuration and serves until told to stop;
-where ranks may be lost, it watches over their processes instead.
+"""Engine core process: builds worker and scheduler from the resolved configuration and serves until shutdown. With
+--elastic-ep it only supervises the rank processes.
 
 Run as ``python -m moe_engine.cluster.core_main`` by `core_process`, with the specification on standard input.
 """
@@ -38,14 +38,14 @@ logger = logging.getLogger("moe_engine")
 
 
 def main() -> int:
-    # torch's OpenMP threads would spin for milliseconds after each of its operators and take the cores from our own
-    # threads, the front end and everybody else. Read when torch is imported, so it is set before.
+    # torch's OpenMP threads would spin for milliseconds after each operator and take the CPU cores from our own
+    # threads, the front end and other processes. Read at torch's import, so it must be set before.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     spec: CoreSpec = read_spec()
     config: ResolvedConfig = spec.config
     logs.setup_logging(config.logging.log_level)
     sys.path.extend(entry for entry in spec.import_path if entry not in sys.path)
-    for architecture in spec.outside_models:  # before there are ranks, which get them from here
+    for architecture in spec.outside_models:  # before the ranks start, which get them from here
         registry.register(*architecture)
     ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     connect(ready, spec.ready_address)
@@ -54,10 +54,10 @@ def main() -> int:
         ranks = _ranks(spec)
         if isinstance(ranks, RankSupervisor):
             info = ranks.start()
-            port = ZmqTransport(spec.to_core_of("hub"), spec.from_core_address)
-            run: Callable[[], None] = partial(ranks.run, port.send)
+            transport = ZmqTransport(spec.to_core_of("supervisor"), spec.from_core_address)
+            run: Callable[[], None] = partial(ranks.run, transport.send)
         else:
-            core, port, info = _build(spec, ranks)
+            core, transport, info = _build(spec, ranks)
             run = core.run
     except Exception as error:
         kind = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
@@ -67,24 +67,24 @@ def main() -> int:
         return _leave(ranks, 1)
     ready.send(messages.encode(messages.CoreReady(info)))
     ready.close(5000)
-    # What start-up left behind lives as long as the process: the collector need not walk it in the middle of a step.
+    # Objects created at startup live as long as the process: keep the garbage collector from scanning them in a step.
     gc.collect()
     gc.freeze()
-    return _leave(ranks, _serve(run, port))
+    return _leave(ranks, _serve(run, transport))
 
 
 def _ranks(spec: CoreSpec) -> MultiprocExecutor | RankSupervisor | None:
-    """Starts those of this process's model, where it has several."""
+    """Starts the ranks of this process's model; None with a single rank."""
     config, options = spec.config, spec.ranks
     if options is None:
         return None
-    level, is_hub = config.logging.log_level, options.coverage is not None
-    logs.setup_logging(level, "hub" if is_hub else options.places[0].name)
-    return (RankSupervisor if is_hub else MultiprocExecutor)(config, options, spec, level)
+    level, supervised = config.logging.log_level, options.coverage is not None
+    logs.setup_logging(level, "supervisor" if supervised else options.places[0].name)
+    return (RankSupervisor if supervised else MultiprocExecutor)(config, options, spec, level)
 
 
 def _leave(ranks: MultiprocExecutor | RankSupervisor | None, code: int) -> int:
-    """Ends the other ranks, if there are any, and this process with them: a thread may hang in a lost collective."""
+    """Stops the other ranks, if any, and exits this process: one of its threads may hang in a collective."""
     if ranks is None:
         return code
     ranks.close()
@@ -93,39 +93,39 @@ def _leave(ranks: MultiprocExecutor | RankSupervisor | None, code: int) -> int:
 
 
 def _details(error: Exception) -> str:
-    """The traceback, but of a lost rank, for the cause is elsewhere, and of what is the user's to mend."""
+    """The traceback; empty for lost ranks, whose cause is in another process, and for user errors."""
     return "" if isinstance(error, EngineDeadError | ConfigError) else "".join(traceback.format_exception(error))
 
 
-def _serve(run: Callable[[], None], port: ZmqTransport) -> int:
+def _serve(run: Callable[[], None], transport: ZmqTransport) -> int:
     try:
         run()
     except Exception as error:
         logger.error("engine core stops: %s\n%s", error, _details(error))
         named = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
-        port.send(messages.CoreFailed(named))
-        port.close()
+        transport.send(messages.CoreFailed(named))
+        transport.close()
         return 1
-    port.close()
+    transport.close()
     return 0
 
 
 def _build(spec: CoreSpec, group: MultiprocExecutor | None) -> tuple[EngineCore, ZmqTransport, dict[str, Any]]:
     config: ResolvedConfig = spec.config
-    board = SharedStatus(spec.board_path)
+    status = SharedStatus(spec.status_path)
     if group is None:
         worker = make_worker(config)
-        port = ZmqTransport(spec.to_core_address, spec.from_core_address, keys=spec.keys)
-        core = make_core(config, worker, worker, port, board)
-        addresses = [port.address]
+        transport = ZmqTransport(spec.to_core_address, spec.from_core_address, keys=spec.keys)
+        core = make_core(config, worker, worker, transport, status)
+        addresses = [transport.address]
     else:
         driver, worker = group.start()
         dp_sync = group.dp_sync()
-        port = ZmqTransport(spec.to_core_address, spec.from_core_address, group.mesh_socket, spec.keys)
-        core = make_core(config, driver, worker, port, board, check=group.check, dp_sync=dp_sync)
-        addresses = [port.address, *group.watch.core_addresses[1:]]
-    board.write(ready=1, last_turn=time.monotonic())
-    return core, port, {**core_info(config, worker), "core_addresses": addresses}
+        transport = ZmqTransport(spec.to_core_address, spec.from_core_address, group.exchange_socket, spec.keys)
+        core = make_core(config, driver, worker, transport, status, check=group.check, dp_sync=dp_sync)
+        addresses = [transport.address, *group.detector.core_addresses[1:]]
+    status.write(ready=1, last_turn=time.monotonic())
+    return core, transport, {**core_info(config, worker), "core_addresses": addresses}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A rank whose process schedules for its attention group: a core of its own, in step with the others.
+"""DP rank: a rank process that runs the scheduler (engine core) of its attention group, in lockstep with the others.
 
-Rank 0, or the hub where ranks may be lost, watches it as a follower, and it ends with the world as one; requests come
-from the front end directly.
+Rank 0, or the supervisor with --elastic-ep, monitors it like a follower and stops it with the group; its requests come
+directly from the front end.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from moe_engine.processes.addresses import own_address_towards
 from moe_engine.processes.runtime_dir import RuntimeDir
 from moe_engine.processes.zmq_sockets import connect
 
-FAREWELL_MS = 500
-"""For a last word to the front end."""
+LAST_MESSAGE_MS = 500
+"""Linger of a last message to the front end."""
 
 
 class SchedulingRank:
@@ -47,89 +47,92 @@ class SchedulingRank:
         group = spec.place.group
         self._folder = None if front is not None else RuntimeDir()
         if front is not None:
-            folder = front.board_path.parent
+            folder = front.status_path.parent
             plans, steps = f"ipc://{folder}/plans-{group}", f"ipc://{folder}/steps-{group}"
             self._core_address = front.to_core_of(group)
-            self._board = SharedStatus(front.board_of(group))
+            self._status = SharedStatus(front.status_path_of(group))
         else:
             assert self._folder is not None
             own = own_address_towards(options.leader_host)
             plans = steps = self._core_address = f"tcp://{own}:*"
-            self._board = SharedStatus(self._folder.path / "board", create=True)
+            self._status = SharedStatus(self._folder.path / "status", create=True)
         self._sender = PlanSender(plans, options.keys)
-        self._mesh = StepExchange(group, options.num_groups, steps, options.keys)
-        self._progress = Progress(lambda: "starting", on_stride=lambda: self._link.hurry())
-        self._watch = _LinkedWatch(self)
+        self._exchange = StepExchange(group, options.num_groups, steps, options.keys)
+        self._progress = Progress(lambda: "starting", on_stride=lambda: self._heartbeat.beat_now())
+        self._detector = _RemoteDetector(self)
         hello = messages.Hello(
             spec.place.rank, socket.gethostname(), os.getpid(), options.fingerprint, self._sender.address
         )
         self._own: Future[LocalWorker] = Future()
-        self._link = HeartbeatClient(
+        self._heartbeat = HeartbeatClient(
             spec.control_address,
             identity_of_process(f"rank{spec.place.rank}"),
             hello,
-            self._sign,
+            self._beat,
             options.limits,
             self._leave,
             self._call,
-            self._watch.regroup,
+            self._detector.regroup,
             options.keys,
         )
 
     def run(self) -> int:
-        """Returns the exit code after an orderly end; a lost world ends the process from the link's thread."""
+        """Returns the exit code of an orderly shutdown; on a failure the heartbeat thread exits the process."""
         try:
             core, worker, port = self._start()
             core.run()
         except Exception as error:
-            self._link.send_failure(self._place.rank, error)
-            time.sleep(LEAVE_SECONDS)  # the leader ends this process
+            self._heartbeat.send_failure(self._place.rank, error)
+            time.sleep(LEAVE_SECONDS)  # until the leader stops this process
             return 1
-        self._link.send(messages.Ended(self._place.rank))
+        self._heartbeat.send(messages.Ended(self._place.rank))
         worker.close()
         self._sender.close()
-        self._mesh.close()
+        self._exchange.close()
         port.close()
-        self._link.close(heard=self._spec.options.coverage is not None)  # a hub stays to the end, rank 0 may be gone
+        # a supervisor outlives its ranks; rank 0 may have exited
+        self._heartbeat.close(acknowledged=self._spec.options.coverage is not None)
         if self._folder is not None:
             self._folder.remove()
         return 0
 
     def _start(self) -> tuple[Any, LeaderWorker, ZmqTransport]:
         spec, options = self._spec, self._spec.options
-        welcome = self._link.welcome.result()
+        welcome = self._heartbeat.welcome.result()
         own, followers = self._prepare(welcome), options.followers_of(self._place.group)
         if not self._sender.wait_subscribed(followers, options.limits.silent + options.limits.progress):
-            raise EngineDeadError(f"{self._place.name}: a rank of the group does not listen for plans")
+            raise EngineDeadError(f"{self._place.name}: a rank of the group did not subscribe to plans")
         self._own.set_result(own)
         self._progress.ready = True
         self._front_address = spec.front.from_core_address if spec.front is not None else welcome.front_address
-        port = ZmqTransport(self._core_address, self._front_address, self._mesh.socket, options.keys)
+        port = ZmqTransport(self._core_address, self._front_address, self._exchange.socket, options.keys)
         facts = core_info(spec.config, own) if options.coverage else {}
-        self._link.send(messages.Loaded(self._place.rank, kernels_of(own), port.address, self._mesh.address, facts))
-        self._mesh.connect(self._link.go.result().step_addresses)
+        self._heartbeat.send(
+            messages.Loaded(self._place.rank, kernels_of(own), port.address, self._exchange.address, facts)
+        )
+        self._exchange.connect(self._heartbeat.go.result().step_addresses)
         worker = LeaderWorker(
             own,
             self._sender,
-            self._watch,
+            self._detector,
             self._progress,
-            partial(self._link.ask_others, self._place.rank) if options.coverage else None,
+            partial(self._heartbeat.ask_others, self._place.rank) if options.coverage else None,
             rank=self._place.rank,
             regroups=RankSurvival.of(self._world, own),
         )
-        dp_sync = DPSync(self._mesh, worker.check)
+        dp_sync = DPSync(self._exchange, worker.check)
         core = make_core(
             spec.config,
             worker,
             own,
             port,
-            self._board,
+            self._status,
             check=worker.check,
             dp_sync=dp_sync,
             group=self._place.group,
             regroup=worker.regroup,
         )
-        self._board.write(ready=1, last_turn=time.monotonic())
+        self._status.write(ready=1, last_turn=time.monotonic())
         return core, worker, port
 
     def _prepare(self, welcome: messages.Welcome) -> Any:
@@ -142,34 +145,34 @@ class SchedulingRank:
     def world_size(self) -> int:
         return self._place.size
 
-    def tell_failed(self, message: str, *, peer_lost: bool, generation: int) -> None:
-        """Tells the leader of a failed step."""
-        self._link.send(messages.Failed(self._place.rank, message, peer_lost, generation=generation))
+    def report_failure(self, message: str, *, peer_lost: bool, generation: int) -> None:
+        """Reports a failed step to the leader."""
+        self._heartbeat.send(messages.Failed(self._place.rank, message, peer_lost, generation=generation))
 
     def _leave(self, reason: str) -> NoReturn:
-        """Tells the front end, too: where the leader has stopped, nobody else will."""
-        if self._link.go.done():
+        """Reports to the front end as well: if the leader has stopped, no other process does."""
+        if self._heartbeat.go.done():
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             with context.socket(zmq.PUSH) as front:
                 connect(front, self._front_address, self._spec.options.keys)
                 front.send(encode(CoreFailed(reason)))
-                front.close(FAREWELL_MS)
+                front.close(LAST_MESSAGE_MS)
             context.term()  # waits for what was sent
         leave(reason)
 
     def _call(self, method: str) -> Future[Any]:
-        """Calls come when all ranks are ready."""
+        """Calls arrive only after all ranks are ready."""
         return call_one(self._own.result(), method)
 
-    def _sign(self) -> messages.Beat:
-        board = self._board.pack() if self._folder is not None else []
-        return messages.Beat(self._place.rank, self._progress.position(), board)
+    def _beat(self) -> messages.Beat:
+        status = self._status.pack() if self._folder is not None else []
+        return messages.Beat(self._place.rank, self._progress.position(), status)
 
 
-class _LinkedWatch:
-    """Implements `Watch` of `executor.leader_worker` by messages to the leader, which names the ranks that are left."""
+class _RemoteDetector:
+    """Implements `executor.leader_worker.Detector` by messages to the leader, which announces the surviving ranks."""
 
-    verdict: RankLost | None = None
+    failure: RankLost | None = None
 
     def __init__(self, rank: SchedulingRank) -> None:
         self._rank = rank
@@ -180,18 +183,18 @@ class _LinkedWatch:
         return 1 << 60  # the collectives of each step keep the group together
 
     def failed(self, rank: int, message: str, *, peer_lost: bool, generation: int = 0) -> None:
-        self._rank.tell_failed(message, peer_lost=peer_lost, generation=generation)
+        self._rank.report_failure(message, peer_lost=peer_lost, generation=generation)
 
     def stepped(self, seconds: float) -> None: ...
 
-    def on_verdict(self, listener: Any) -> None: ...
+    def on_failure(self, listener: Any) -> None: ...
 
     def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
         self._listeners.append(listener)
 
     def regroup(self, survivors: Survivors) -> None:
         if survivors.generation <= self.survivors.generation or len(survivors.alive) != self._rank.world_size:
-            return  # an announcement that came twice, or is of another world
+            return  # a duplicate announcement, or one of another world
         self.survivors = survivors
         for listener in self._listeners:
             listener(survivors)

@@ -1,7 +1,7 @@
-"""Who of a group's ranks lives, who is late and who is lost: every sign of them comes here, and one verdict goes out.
+"""Failure detector of a rank group: from heartbeats, exits and reported errors it finds late and lost ranks.
 
-Silence is counted in this process's own ticks, not by comparing clocks: a time in which the watching process was itself
-held up counts for two ticks at most, so a machine that sleeps or swaps does not lose its ranks.
+Silence is measured in this process's own ticks, not by comparing clocks: an interval in which this process was itself
+blocked counts as two ticks at most, so that a machine that sleeps or swaps does not lose its ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_engine.core.executor import RankLost, Survivors
-from moe_engine.executor.options import RankPlace, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankPlace
 from moe_engine.executor.progress import Position
 from moe_engine.parallel.placement.coverage import Coverage
 
@@ -23,24 +23,24 @@ logger = logging.getLogger("moe_engine")
 TICK_SECONDS = 0.1
 RECENT_STEPS = 32
 GATHER_SECONDS = 0.15
-"""After a loss, for others that go at the same moment: the ranks that are left regroup once."""
-NOBODY_BEHIND = 1 << 60
+"""After a loss, wait this long for simultaneous losses, so that the survivors regroup only once."""
+NO_FOLLOWERS = 1 << 60
 NO_FACTS: Mapping[str, Any] = {}
 SUSPECT_SILENT_SECONDS = 0.8
-"""Silence enough to be the one, when a collective has failed and so somebody is lost."""
+"""Silence limit once a collective has failed, which means that some rank is lost."""
 
 
 class Silence:
-    """Seconds since something was last heard, as far as this process was awake."""
+    """Seconds since the last event, not counting time in which this process was blocked."""
 
     def __init__(self, tick: float = TICK_SECONDS) -> None:
         self._tick = tick
         self.seconds = 0.0
 
-    def heard(self) -> None:
+    def reset(self) -> None:
         self.seconds = 0.0
 
-    def pass_time(self, elapsed: float) -> None:
+    def add(self, elapsed: float) -> None:
         self.seconds += min(elapsed, 2 * self._tick)
 
 
@@ -58,36 +58,39 @@ class RankState:
     position: Position = field(default_factory=Position)
     silence: Silence = field(default_factory=Silence)
     still: Silence = field(default_factory=Silence)
-    """Since it last moved on."""
-    told: bool = False
-    """That it is late where it is now, or in its start silent, was logged."""
+    """Since its position last changed."""
+    reported: bool = False
+    """The 'late' or 'silent during startup' warning for this position was already logged."""
 
 
 class FailureDetector:
-    """Gathers signs from any thread; `tick` belongs to one. Implements `executor.leader_worker.Watch`.
+    """Receives events from any thread; `tick` belongs to one. Implements `executor.leader_worker.Detector`.
+
+    Attributes:
+        failure: the error that stops the group, or None.
 
     Args:
-        position: where rank 0 is, where this process is it; None where rank 0 is watched like any other.
-        own: (host, pid) of rank 0, where this process is it.
-        coverage: where ranks may be lost without a verdict, as long as it covers those that are left.
+        position: position of rank 0 if this process is rank 0; None if rank 0 is monitored like any other.
+        own: (host, pid) of rank 0 if this process is rank 0.
+        coverage: if set, ranks may be lost without failing the group as long as it covers the survivors.
     """
 
     def __init__(
         self,
         places: Sequence[RankPlace],
-        limits: WatchLimits,
+        limits: DetectorLimits,
         position: Callable[[], Position] | None = None,
         own: tuple[str, int] = ("", 0),
         coverage: Coverage | None = None,
     ) -> None:
-        self.verdict: RankLost | None = None
+        self.failure: RankLost | None = None
         self.survivors = Survivors((True,) * len(places))
         self._coverage = coverage
-        self._missing: dict[int, str] = {}  # ranks lost since the last announcement, and how
+        self._newly_lost: dict[int, str] = {}  # ranks lost since the last announcement, with causes
         self._gathering = Silence()
         self._on_survivors: list[Callable[[Survivors], None]] = []
         self.config_error = False
-        """Whether the verdict is about a flag or a checkpoint, which is for the user to mend."""
+        """Whether the failure is a user error: a flag or a checkpoint."""
         self._limits = limits
         self._position = position
         self._ranks = [RankState(place) for place in places]
@@ -96,30 +99,30 @@ class FailureDetector:
         self._listeners: list[Callable[[RankLost], None]] = []
         self._seconds: deque[float] = deque([0.0], RECENT_STEPS)
         self.armed = False
-        """Whether all are ready, so that a beat that is missing tells something."""
+        """Whether all ranks are ready: from then on missing beats count."""
         self.ending = False
-        """Whether ranks were told to end, or have: their going is no loss."""
-        self._suspicion: tuple[int, str] | None = None
-        self._suspected = Silence()
-        self._slow_told = -1
+        """Whether shutdown has begun: exits of ranks are no failures."""
+        self._suspected: tuple[int, str] | None = None
+        self._suspected_time = Silence()
+        self._slow_reported = -1
 
-    # -- signs
+    # -- events
 
     def joined(self, rank: int, host: str, pid: int, plan_address: str = "") -> None:
         state = self._ranks[rank]
         state.host, state.pid, state.plan_address = host, pid, plan_address
-        state.silence.heard()
+        state.silence.reset()
 
     def beat(self, rank: int, position: Position) -> None:
         self.runs(rank)
         self._moved(self._ranks[rank], position)
 
     def runs(self, rank: int) -> None:
-        """Its process lives and can be reached."""
+        """Its process is alive and reachable."""
         state = self._ranks[rank]
-        state.silence.heard()
+        state.silence.reset()
         if not self.armed:
-            state.told = False
+            state.reported = False
 
     def loaded(
         self,
@@ -129,7 +132,7 @@ class FailureDetector:
         step_address: str = "",
         facts: Mapping[str, Any] = NO_FACTS,
     ) -> None:
-        """Ranks with other kernels would differ in the last bits and so, some day, in a token."""
+        """Fails if ranks chose different kernels: results would differ in the last bits and eventually in a token."""
         with self._lock:
             state = self._ranks[rank]
             state.core_address, state.step_address, state.facts = core_address, step_address, facts
@@ -137,9 +140,9 @@ class FailureDetector:
             expected = self._ranks[0].kernels
             for other in self._ranks:
                 if None not in (expected, other.kernels) and other.kernels != expected:
-                    self._decide(
+                    self._fail(
                         f"{self.describe(other.place.rank)} chose the kernels {other.kernels}, rank 0 {expected}: "
-                        "name the same for all with --attention-backend and its like",
+                        "set the same for all with --attention-backend and the other backend flags",
                         config_error=True,
                     )
             state.loaded = True
@@ -147,43 +150,43 @@ class FailureDetector:
     def died(self, rank: int, how: str) -> None:
         """`how` names the process."""
         if not self.ending:
-            self._lose([rank], f"{how} ({self._seen(rank)})")
+            self._lose([rank], f"{how} ({self._last_position(rank)})")
 
     def failed(
         self, rank: int, message: str, *, peer_lost: bool = False, config_error: bool = False, generation: int = 0
     ) -> None:
-        """With `peer_lost` the rank at fault is another, which gets time to show; else it is this one. In groups that
-        were given up since, failing is no news."""
-        if generation != self.survivors.generation or self._missing:
+        """A rank failed. With `peer_lost` another rank is at fault, which the detector then waits to identify. Failures
+        in process groups that were abandoned since are ignored."""
+        if generation != self.survivors.generation or self._newly_lost:
             return
         if not peer_lost:
-            self._decide(f"{self.describe(rank)} failed: {message}", config_error)
+            self._fail(f"{self.describe(rank)} failed: {message}", config_error)
             return
         with self._lock:
-            if self._suspicion is None:
-                self._suspicion = (rank, message)
+            if self._suspected is None:
+                self._suspected = (rank, message)
 
     def stepped(self, seconds: float) -> None:
         self._seconds.append(seconds)
 
-    # -- answers
+    # -- queries
 
     @property
     def all_loaded(self) -> bool:
         return all(state.loaded for state in self._ranks)
 
     def plan_address_of(self, group: int) -> str:
-        """Where a group's plans come from; empty until its scheduler is up."""
+        """Address of a group's plan channel; empty until its scheduler has started."""
         return self._scheduler_of(group).plan_address
 
     @property
     def core_addresses(self) -> list[str]:
-        """Of all schedulers, by group, when all have loaded; empty for this process's own."""
+        """Of all schedulers, by group, once all have loaded; empty for this process's own."""
         return [state.core_address for state in self._ranks if state.place.leads]
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What rank 0's core told of itself, where this process is not it."""
+        """The facts sent by rank 0's core, if that is another process."""
         return dict(self._ranks[0].facts)
 
     @property
@@ -194,159 +197,159 @@ class FailureDetector:
         return next(state for state in self._ranks if state.place.leads and state.place.group == group)
 
     @property
-    def _living(self) -> list[RankState]:
+    def _alive(self) -> list[RankState]:
         return [state for state in self._ranks if self.survivors.alive[state.place.rank]]
 
     def slowest_steps_done(self) -> int:
-        return min((state.position.steps_done for state in self._ranks[1:]), default=NOBODY_BEHIND)
+        return min((state.position.steps_done for state in self._ranks[1:]), default=NO_FOLLOWERS)
 
     def describe(self, rank: int) -> str:
         """``DP0 TP3 (pid 4242 on node7)``."""
         state = self._ranks[rank]
         several = any(other.place.node_rank for other in self._ranks)
         host = f" on {state.host or f'node {state.place.node_rank}'}" if several else ""
-        return f"{state.place.name} (pid {state.pid}{host})" if state.pid else f"{state.place.name} (not there{host})"
+        return f"{state.place.name} (pid {state.pid}{host})" if state.pid else f"{state.place.name} (not joined{host})"
 
     def waited_for(self) -> str:
-        """The ranks that are not ready: whom a start waits for."""
+        """The ranks that are not ready, with their startup phases."""
         return ", ".join(
             self.describe(state.place.rank) + (f" {state.position.phase}" if state.pid else "")
             for state in self._ranks
             if not state.loaded
         )
 
-    def on_verdict(self, listener: Callable[[RankLost], None]) -> None:
-        """Calls `listener(verdict)` once, at once if it is known already."""
+    def on_failure(self, listener: Callable[[RankLost], None]) -> None:
+        """Calls `listener(failure)` once; at once if the group has failed already."""
         with self._lock:
             self._listeners.append(listener)
-            verdict = self.verdict
-        if verdict is not None:
-            listener(verdict)
+            failure = self.failure
+        if failure is not None:
+            listener(failure)
 
     def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
-        """Calls `listener` each time ranks were lost and the others go on."""
+        """Calls `listener` whenever ranks were lost and the others continue."""
         self._on_survivors.append(listener)
 
     # -- time
 
     def arm(self) -> None:
-        """The start is over: from now on lateness counts, and silence sooner."""
+        """Startup is over: late ranks are reported from now on, and the silence limit is shorter."""
         for state in self._ranks:
-            state.silence.heard()
-            state.still.heard()
+            state.silence.reset()
+            state.still.reset()
         self.armed = True
 
     def end(self) -> None:
-        """From now on the going of a rank is no loss."""
+        """Shutdown has begun: exits of ranks are no failures."""
         self.ending = True
 
     def give_up(self, message: str, *, config_error: bool = False) -> None:
-        """A verdict that names its ranks itself."""
-        self._decide(message, config_error)
+        """Fails the group with this message, which names the ranks itself."""
+        self._fail(message, config_error)
 
     def tick(self, elapsed: float) -> None:
-        if self.ending or self.verdict is not None:
+        if self.ending or self.failure is not None:
             return
         if self._position is not None:
             self._moved(self._ranks[0], self._position())
-            self._ranks[0].silence.heard()
-        if self._missing:
-            self._gathering.pass_time(elapsed)
+            self._ranks[0].silence.reset()
+        if self._newly_lost:
+            self._gathering.add(elapsed)
             if self._gathering.seconds >= GATHER_SECONDS:
                 self._announce()
             return
-        if self._suspicion is not None:
-            self._suspected.pass_time(elapsed)
-            if self._suspected.seconds > self._limits.silent + 1:
-                self._decide_suspicion(*self._suspicion)
-        for state in self._living:
-            state.silence.pass_time(elapsed)
-            state.still.pass_time(elapsed)
+        if self._suspected is not None:
+            self._suspected_time.add(elapsed)
+            if self._suspected_time.seconds > self._limits.silent + 1:
+                self._fail_suspected(*self._suspected)
+        for state in self._alive:
+            state.silence.add(elapsed)
+            state.still.add(elapsed)
         if self.armed:
             self._find_silent()
-            self._tell_late()
+            self._report_late()
         else:
             self._find_silent_start()
 
-    def _seen(self, rank: int) -> str:
-        """Where a rank was by its last sign, and, as that may be a moment old, where this process is."""
+    def _last_position(self, rank: int) -> str:
+        """A rank's last reported position and, because that may be outdated, rank 0's current one."""
         where = f"last sign: {self._ranks[rank].position.describe()}"
         if self._position is None or not self.armed:
             return where
         return f"{where}; rank 0 now: {self._position().describe()}"
 
     def _find_silent(self) -> None:
-        limit = self._limits.silent if self._suspicion is None else min(self._limits.silent, SUSPECT_SILENT_SECONDS)
-        self._decide_silent([state for state in self._living if state.silence.seconds > limit])
+        limit = self._limits.silent if self._suspected is None else min(self._limits.silent, SUSPECT_SILENT_SECONDS)
+        self._lose_silent([state for state in self._alive if state.silence.seconds > limit])
 
     def _find_silent_start(self) -> None:
-        """Of those that have been there; the others are named while they are waited for."""
+        """Checks ranks that have joined; `waited_for` lists the others."""
         joined = [state for state in self._ranks if state.pid]
         for state in joined:
-            if state.silence.seconds > self._limits.start_late and not state.told:
-                state.told = True
-                name, where = self.describe(state.place.rank), self._seen(state.place.rank)
-                logger.warning("%s gives no sign for %.1f s of the start (%s)", name, state.silence.seconds, where)
-        self._decide_silent([state for state in joined if state.silence.seconds > self._limits.start_silent])
+            if state.silence.seconds > self._limits.start_late and not state.reported:
+                state.reported = True
+                name, where = self.describe(state.place.rank), self._last_position(state.place.rank)
+                logger.warning("%s silent for %.1f s during startup (%s)", name, state.silence.seconds, where)
+        self._lose_silent([state for state in joined if state.silence.seconds > self._limits.start_silent])
 
-    def _decide_silent(self, silent: list[RankState]) -> None:
+    def _lose_silent(self, silent: list[RankState]) -> None:
         if silent:
             ranks = [state.place.rank for state in silent]
             names = ", ".join(map(self.describe, ranks))
-            seconds, seen = silent[0].silence.seconds, self._seen(ranks[0])
+            seconds, seen = silent[0].silence.seconds, self._last_position(ranks[0])
             self._lose(ranks, f"{names} silent for {seconds:.1f} s: stopped, or its machine or link is down ({seen})")
 
-    def _tell_late(self) -> None:
-        """Ranks that others are ahead of and that do not move; or, where all stand still together, the step."""
-        limit, living = max(self._limits.late, self._limits.late_factor * max(self._seconds)), self._living
-        front = max(state.position.order for state in living)
-        if all(state.position.step < 0 and state.position.order == front for state in living):
-            for state in living:
-                state.still.heard()  # at rest
+    def _report_late(self) -> None:
+        """Logs ranks that are stuck behind others; or the step, if all ranks are stuck at the same position."""
+        limit, alive = max(self._limits.late, self._limits.late_factor * max(self._seconds)), self._alive
+        front = max(state.position.order for state in alive)
+        if all(state.position.step < 0 and state.position.order == front for state in alive):
+            for state in alive:
+                state.still.reset()  # idle
             return
-        still = [state for state in living if state.still.seconds > limit]
+        still = [state for state in alive if state.still.seconds > limit]
         for state in still:
-            if state.position.order < front and not state.told:
-                state.told = True
+            if state.position.order < front and not state.reported:
+                state.reported = True
                 name, where = self.describe(state.place.rank), state.position.describe()
                 logger.warning("%s is late: %s, %.1f s", name, where, state.still.seconds)
-        leader = living[0].position
-        together = len(still) == len(living) and all(state.position.order == front for state in still)
-        if together and leader.step >= 0 and self._slow_told != leader.step:
-            self._slow_told = leader.step
+        leader = alive[0].position
+        together = len(still) == len(alive) and all(state.position.order == front for state in still)
+        if together and leader.step >= 0 and self._slow_reported != leader.step:
+            self._slow_reported = leader.step
             seconds = min(state.still.seconds for state in still)
             logger.warning("Every rank is slow: %s, %.1f s", leader.describe(), seconds)
 
-    def _decide_suspicion(self, rank: int, message: str) -> None:
-        """A collective failed and nobody died or fell silent: the rank that is furthest behind did not come to it."""
-        last = min(self._living, key=lambda state: state.position.order)
-        if last.position.order < max(state.position.order for state in self._living):
+    def _fail_suspected(self, rank: int, message: str) -> None:
+        """A collective failed and no rank died or fell silent: the rank furthest behind never entered it."""
+        last = min(self._alive, key=lambda state: state.position.order)
+        if last.position.order < max(state.position.order for state in self._alive):
             name, where = self.describe(last.place.rank), last.position.describe()
-            self._decide(f"{name} did not come along: {where}; on {self._ranks[rank].place.name}: {message}")
+            self._fail(f"{name} never entered the collective: {where}; on {self._ranks[rank].place.name}: {message}")
         else:
-            self._decide(f"{self.describe(rank)} failed: {message}")
+            self._fail(f"{self.describe(rank)} failed: {message}")
 
     def _moved(self, state: RankState, position: Position) -> None:
         if (position.order, position.step) != (state.position.order, state.position.step):
-            state.still.heard()
-            state.told = False
+            state.still.reset()
+            state.reported = False
         state.position = position
 
     def _lose(self, ranks: Sequence[int], message: str) -> None:
-        """These are gone. A verdict, unless the others can do without."""
+        """Ranks are lost: fails the group unless the others can continue."""
         with self._lock:
-            gone = [rank for rank in ranks if self.survivors.alive[rank] and rank not in self._missing]
-            if not gone:
+            new = [rank for rank in ranks if self.survivors.alive[rank] and rank not in self._newly_lost]
+            if not new:
                 return
-            left = sum(self.survivors.alive) - len(self._missing) - len(gone)
+            left = sum(self.survivors.alive) - len(self._newly_lost) - len(new)
             if self._coverage is None or not self.armed:
-                self._decide(message)
+                self._fail(message)
             elif left == 0 or not self._coverage.covers(left):
-                lost = "; ".join(dict.fromkeys([*self._missing.values(), message]))
-                self._decide(f"{lost}; {self._uncovered(self._coverage, left)}")
+                lost = "; ".join(dict.fromkeys([*self._newly_lost.values(), message]))
+                self._fail(f"{lost}; {self._uncovered(self._coverage, left)}")
             else:
-                self._missing |= dict.fromkeys(gone, message)
-                self._gathering.heard()
+                self._newly_lost |= dict.fromkeys(new, message)
+                self._gathering.reset()
 
     def _uncovered(self, coverage: Coverage, left: int) -> str:
         needed = coverage.redundant_needed(left, len(self._ranks))
@@ -356,24 +359,24 @@ class FailureDetector:
         )
 
     def _announce(self) -> None:
-        """Those that were lost a moment ago, all at once, to everybody."""
+        """Announces all recent losses to the survivors at once."""
         with self._lock:
-            alive = tuple(lives and rank not in self._missing for rank, lives in enumerate(self.survivors.alive))
-            lost = "; ".join(dict.fromkeys(self._missing.values()))
-            self._missing, self._suspicion, self._suspected = {}, None, Silence()
+            alive = tuple(lives and rank not in self._newly_lost for rank, lives in enumerate(self.survivors.alive))
+            lost = "; ".join(dict.fromkeys(self._newly_lost.values()))
+            self._newly_lost, self._suspected, self._suspected_time = {}, None, Silence()
             self.survivors = Survivors(alive, (*self.survivors.losses, lost))
-            for state in self._living:
-                state.position, state.told = Position(), False
-                state.still.heard()
+            for state in self._alive:
+                state.position, state.reported = Position(), False
+                state.still.reset()
         for listener in list(self._on_survivors):
             listener(self.survivors)
 
-    def _decide(self, message: str, config_error: bool = False) -> None:
+    def _fail(self, message: str, config_error: bool = False) -> None:
         with self._lock:
-            if self.verdict is not None:
+            if self.failure is not None:
                 return
             self.config_error = config_error
-            self.verdict = RankLost(message)
+            self.failure = RankLost(message)
             listeners = list(self._listeners)
         for listener in listeners:
-            listener(self.verdict)
+            listener(self.failure)

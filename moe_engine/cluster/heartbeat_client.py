@@ -1,4 +1,4 @@
-"""A follower's end of the control channel: a thread that sends signs of life and ends the process with the group."""
+"""Heartbeat client (control channel, follower side): a thread that sends beats and stops the process with its group."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from moe_engine.core.executor import Survivors
 from moe_engine.errors import EngineDeadError
 from moe_engine.executor import messages
 from moe_engine.executor.leader_worker import Failure
-from moe_engine.executor.options import WatchLimits
+from moe_engine.executor.options import DetectorLimits
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.processes.zmq_sockets import HandshakeMonitor, JobKeys, connect
 
 BEAT_SECONDS = 0.2
 MAX_RECEIVED = 1024
-"""Messages read in one turn, so that beats go out whatever comes in."""
+"""Max messages read in one iteration, so that a flood of them cannot delay beats."""
 LEAVE_SECONDS = 10.0
-"""For the leader to end this process after it has learnt of a failure here."""
-HEARD_SECONDS = 5.0
-"""For the leader to answer the last word of a process that has served to the end."""
+"""Time for the leader to stop this process after a reported failure."""
+ACK_SECONDS = 5.0
+"""Time for the leader to acknowledge the last message of a process that shuts down."""
 
 logger = logging.getLogger("moe_engine")
 
 
 def leave(reason: str) -> NoReturn:
-    """Ends a rank's process at once: a thread of it may hang in a collective."""
-    logger.error("This rank leaves: %s", reason)
+    """Exits a rank's process at once: one of its threads may hang in a collective."""
+    logger.error("This rank exits: %s", reason)
     os._exit(1)
 
 
@@ -48,13 +48,13 @@ class HeartbeatClient:
     """Connects to the leader and stays connected.
 
     Args:
-        hello: sent first; `sign` makes the sign of life sent every `BEAT_SECONDS`.
-        limits: without an answer, after the first one, the leader is lost after `silent` seconds, during the start
-            after `start_silent`.
-        leave: called from the link's thread, once, with the reason why this process must end now.
-        run: begins a call that the leader asks for; its future holds the answer.
-        keys: of sockets between nodes.
-        regroup: told, from the link's thread, that ranks were lost and the others go on.
+        hello: sent first; `make_beat` creates the beat sent every `BEAT_SECONDS`.
+        limits: after its first reply, a leader that is silent for `silent` seconds (`start_silent` during startup) is
+            lost.
+        leave: called once, from this client's thread, with the reason why this process must exit now.
+        run: begins a call that the leader requests; its future holds the reply.
+        keys: CURVE keys of sockets between nodes.
+        regroup: called from this client's thread when ranks were lost and the others continue.
     """
 
     decode: Callable[[bytes], Any] = staticmethod(messages.decode_to_rank)
@@ -64,8 +64,8 @@ class HeartbeatClient:
         address: str,
         identity: str,
         hello: msgspec.Struct,
-        sign: Callable[[], msgspec.Struct],
-        limits: WatchLimits,
+        make_beat: Callable[[], msgspec.Struct],
+        limits: DetectorLimits,
         leave: Callable[[str], None],
         run: Callable[[str], Future[Any]] | None = None,
         regroup: Callable[[Survivors], None] = lambda survivors: None,
@@ -74,7 +74,7 @@ class HeartbeatClient:
         self.welcome: Future[messages.Welcome] = Future()
         self.go: Future[messages.Go] = Future()
         self.address = address
-        self._identity, self._hello, self._sign = identity, hello, sign
+        self._identity, self._hello, self._make_beat = identity, hello, make_beat
         self._limits, self._leave = limits, leave
         self._run_call, self._regroup = run, regroup
         self._keys = keys
@@ -84,46 +84,46 @@ class HeartbeatClient:
         self._outbox: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
         self._wake = threading.Event()
         self.met = threading.Event()
-        """Set when the leader has answered."""
+        """Set once the leader has replied."""
         self.refused_since: float | None = None
-        """When the leader's end first refused the handshake of this connection; None where it never did."""
-        self._closing = self._until_heard = False
-        self._unheard = 0  # messages that the leader has not answered yet
+        """When the leader first refused this connection's handshake; None if it never did."""
+        self._closing = self._wait_for_acks = False
+        self._unacknowledged = 0  # messages without an acknowledgement
         if isinstance(hello, messages.Hello):
             start_echo(address, identity, keys)
         self._reader = FrameReader(f"{identity}, from the leader", self.decode)
-        self._thread = start_watched("rank link", self._run, leave)
+        self._thread = start_watched("heartbeat", self._run, leave)
 
     def send(self, message: msgspec.Struct) -> None:
         self._outbox.put(message)
         self._wake.set()
 
     def send_failure(self, rank: int, error: BaseException) -> None:
-        """Tells the leader that a rank cannot go on; its answer ends this process."""
+        """Reports to the leader that a rank cannot continue; the reply stops this process."""
         failure = Failure.of(error)
         if not failure.peer_lost and not failure.config_error:
             logger.error("%s", "".join(traceback.format_exception(error)))
         self.send(messages.Failed(rank, failure.message, failure.peer_lost, failure.config_error))
 
     def ask_others(self, rank: int, method: str) -> Future[list[Any]]:
-        """Has every other rank run one of `worker.calls`, by way of the leader; their answers in order."""
+        """Runs one of `worker.calls` on every other rank, through the leader; replies in rank order."""
         future: Future[list[Any]] = Future()
         number = next(self._ask_ids)
         self._asked[number] = future
         self.send(messages.Ask(rank, number, method))
         return future
 
-    def hurry(self) -> None:
-        """The next sign of life goes out now."""
+    def beat_now(self) -> None:
+        """Sends the next beat now."""
         self._wake.set()
 
-    def close(self, *, heard: bool = False) -> None:
-        """After what was sent has left; with `heard`, when the leader has answered it, and so knows why this process
-        goes before it can miss it."""
-        self._until_heard = heard
+    def close(self, *, acknowledged: bool = False) -> None:
+        """Stops after sending queued messages; with `acknowledged`, after the leader has acknowledged them, so that it
+        does not take the exit for a failure."""
+        self._wait_for_acks = acknowledged
         self._closing = True
         self._wake.set()
-        self._thread.join(HEARD_SECONDS if heard else 1.0)
+        self._thread.join(ACK_SECONDS if acknowledged else 1.0)
 
     def _run(self) -> None:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -131,7 +131,7 @@ class HeartbeatClient:
         socket.setsockopt(zmq.LINGER, 500)
         monitor = HandshakeMonitor(socket)
         connect(socket, self.address, self._keys)
-        self._say(socket, self._hello)
+        self._send(socket, self._hello)
         silence, last = Silence(BEAT_SECONDS), time.monotonic()
         while not self._closing:
             if monitor.num_failed() and self.refused_since is None:
@@ -139,15 +139,15 @@ class HeartbeatClient:
             for _ in range(MAX_RECEIVED):
                 if not socket.poll(0):
                     break
-                if self._hear(socket):
+                if self._receive(socket):
                     self.met.set()
-                    silence.heard()
-            self._say(socket, self._sign())
+                    silence.reset()
+            self._send(socket, self._make_beat())
             self._flush(socket)
             self._wake.wait(BEAT_SECONDS)
             self._wake.clear()
             now = time.monotonic()
-            silence.pass_time(now - last)
+            silence.add(now - last)
             last = now
             limit = self._limits.silent if self.go.done() else self._limits.start_silent
             if self.met.is_set() and silence.seconds > limit and not socket.poll(0):
@@ -155,26 +155,26 @@ class HeartbeatClient:
                 self._leave(f"{self._leader} silent for {silence.seconds:.1f} s ({why})")
                 return
         self._flush(socket)
-        while self._until_heard and self._unheard and socket.poll(int(HEARD_SECONDS * 1000)):
-            self._hear(socket)
+        while self._wait_for_acks and self._unacknowledged and socket.poll(int(ACK_SECONDS * 1000)):
+            self._receive(socket)
         monitor.close()
         socket.close()
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
         while not self._outbox.empty():
-            self._say(socket, self._outbox.get())
+            self._send(socket, self._outbox.get())
 
-    def _say(self, socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
+    def _send(self, socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
         socket.send(messages.encode(message))
-        self._unheard += 1
+        self._unacknowledged += 1
 
-    def _hear(self, socket: zmq.Socket[bytes]) -> bool:
-        """Whether what came is a message."""
+    def _receive(self, socket: zmq.Socket[bytes]) -> bool:
+        """Handles one frame; whether it was a valid message."""
         message = self._reader.take(socket.recv_multipart())
         if message is None:
             return False
-        if isinstance(message, messages.Alive):  # the answer to each
-            self._unheard -= 1
+        if isinstance(message, messages.Alive):  # acknowledges one message
+            self._unacknowledged -= 1
         self._take(message)
         return True
 
@@ -189,7 +189,7 @@ class HeartbeatClient:
         elif isinstance(message, messages.Answers):
             asked = self._asked.pop(message.id, None)
             if asked is None:
-                self._reader.drop(f"answers to call {message.id}, which was not made")
+                self._reader.drop(f"replies to unknown call {message.id}")
             elif message.error:
                 asked.set_exception(EngineDeadError(message.error))
             else:

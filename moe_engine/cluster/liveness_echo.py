@@ -1,8 +1,8 @@
-"""An echo that needs no Python: it shows that a process runs while its interpreter is held by an import or a compiler.
+"""Liveness echo without Python: shows that a process is alive while an import or a compiler holds its GIL.
 
-A beat is sent by a Python thread, and loading a library can hold the interpreter for many seconds, so that during the
-start missing beats tell little. Pings are answered here by libzmq alone: a process that does not answer is stopped, or
-it or its link is gone.
+Beats are sent by a Python thread, and loading a library can hold the GIL for many seconds, so missing beats during
+startup mean little. libzmq alone answers the pings here: a process that does not answer is stopped or dead, or its
+network link is down.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PREFIX = b"echo "
 
 
 def start_echo(address: str, identity: str, keys: JobKeys | None = None) -> None:
-    """Answers pings of the leader at `address` from now on, for as long as the process runs.
+    """Answers pings of the leader at `address` until the process exits.
 
     Args:
-        identity: of the process's link to the leader (`peers.identity_of_process`).
+        identity: socket identity of the process's heartbeat client (`peers.identity_of_process`).
     """
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, _PREFIX + identity.encode())
@@ -29,18 +29,18 @@ def start_echo(address: str, identity: str, keys: JobKeys | None = None) -> None
     connect(socket, address, keys)
 
     def answer() -> None:
-        with contextlib.suppress(zmq.ContextTerminated):  # the process ends
+        with contextlib.suppress(zmq.ContextTerminated):  # the process exits
             zmq.proxy(socket, socket)
 
-    # Beats go on without the echo, so its failure matters during the start only, and there the leader notices it.
+    # A failed echo matters only during startup, where the leader detects it; beats continue without it.
     start_watched("echo", answer, lambda message: None)
 
 
 def echo_of(identity: bytes) -> bytes:
-    """The identity of the echo of a process."""
+    """Socket identity of a process's echo."""
     return _PREFIX + identity
 
 
 def echoed(identity: bytes) -> bytes | None:
-    """The identity of the process whose echo a message is; None for other messages."""
+    """Identity of the process whose echo sent a message; None for other messages."""
     return identity.removeprefix(_PREFIX) if identity.startswith(_PREFIX) else None

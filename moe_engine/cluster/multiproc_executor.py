@@ -1,5 +1,5 @@
-"""Rank 0's side of a world that needs all of its ranks: brings them up, hands out the worker that drives its own group,
-takes all down. Where ranks may be lost, a `RankSupervisor` stands above them instead.
+"""Multi-process executor on rank 0 for a world that needs all of its ranks: starts them, provides the leader worker of
+rank 0's group, stops them. With --elastic-ep a `RankSupervisor` replaces it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("moe_engine")
 
 STOP_SECONDS = 5.0
-"""For followers to finish the steps that they were sent."""
+"""Time for followers to finish the steps sent to them."""
 LEAVE_SECONDS = 0.6
-"""For followers to hear and to say why they leave."""
+"""Time for followers to receive the reason and log it."""
 
 
 class MultiprocExecutor:
-    """The ranks of one model. The process that holds it ends by `os._exit` after a `RankLost`: a thread of it may
-    hang in a collective.
+    """The ranks of one model replica. After a `RankLost` the owning process must exit by `os._exit`: one of its threads
+    may hang in a collective.
 
     Args:
-        spec: of this core, whose folder has the sockets of a single node.
+        spec: of this core; its folder holds the sockets of a single node.
     """
 
     def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
@@ -57,26 +57,26 @@ class MultiprocExecutor:
         self._progress = Progress(lambda: "starting")
         host = socket.gethostname()
         own = host, os.getpid()
-        self.watch = FailureDetector(options.places, options.limits, self._progress.position, own)
+        self.detector = FailureDetector(options.places, options.limits, self._progress.position, own)
         self._lost = threading.Event()
-        self.watch.on_verdict(lambda verdict: self._lost.set())
-        folder = spec.board_path.parent
+        self.detector.on_failure(lambda failure: self._lost.set())
+        folder = spec.status_path.parent
         if options.leader_address is None:
             control, plans, steps = (f"ipc://{folder}/{name}" for name in ("ranks", "plans-0", "steps-0"))
         else:
             control, plans, steps = options.leader_bind(), options.leader_bind("*"), options.leader_bind("*")
         self._front_address = spec.front_address
-        self._boards = {
-            place.group: SharedStatus(spec.board_of(place.group))
+        self._statuses = {
+            place.group: SharedStatus(spec.status_path_of(place.group))
             for place in options.places
             if place.leads and place.node_rank != options.node_rank
         }
-        self._control = ControlServer(control, options, self.watch, self._show)
+        self._control = ControlServer(control, options, self.detector, self._update_status)
         self.address = self._control.address
-        """Where ranks join."""
+        """Address at which ranks join."""
         self._sender = PlanSender(plans, options.keys)
-        self._mesh = StepExchange(0, options.num_groups, steps, options.keys) if options.num_groups > 1 else None
-        self._ranks = LocalRanks(config, options, self.address, self.watch.died, log_level, spec)
+        self._exchange = StepExchange(0, options.num_groups, steps, options.keys) if options.num_groups > 1 else None
+        self._ranks = LocalRanks(config, options, self.address, self.detector.died, log_level, spec)
         self._worker: LeaderWorker | None = None
 
     @property
@@ -85,92 +85,92 @@ class MultiprocExecutor:
         return self._ranks.pids
 
     def start(self) -> tuple[LeaderWorker, Any]:
-        """Returns when every rank is ready: the worker of rank 0's group, and its own inside it.
+        """Blocks until every rank is ready. Returns the worker of rank 0's group, and rank 0's own worker inside it.
 
         Raises:
-            ConfigError: a rank refused the configuration or the checkpoint.
-            RankLost: a rank failed, died or did not come; names it.
+            ConfigError: a rank rejected the configuration or the checkpoint.
+            RankLost: a rank failed, died or did not join; names it.
         """
         began = time.monotonic()
         prepared: list[Any] = []
-        start_watched("rank-start", partial(self._prepare, prepared), self.watch.give_up)
-        while not (self.watch.all_loaded and prepared):
-            self._ranks.find_held(self.watch.died)
+        start_watched("rank-start", partial(self._prepare, prepared), self.detector.give_up)
+        while not (self.detector.all_loaded and prepared):
+            self._ranks.find_held(self.detector.died)
             if self._lost.wait(0.01):
                 self._raise()
         if not self._sender.wait_subscribed(self._options.followers_of(0), self._options.limits.silent):
-            self.watch.give_up("a rank is ready but does not listen for plans")
+            self.detector.give_up("a rank is ready but did not subscribe to plans")
             self._raise()
-        self.watch.arm()
+        self.detector.arm()
         logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
         own = prepared[0]
-        self._worker = LeaderWorker(own, self._sender, self.watch, self._progress, self._control.call_all)
+        self._worker = LeaderWorker(own, self._sender, self.detector, self._progress, self._control.call_all)
         return self._worker, own
 
     def dp_sync(self) -> DPSync | None:
-        """With the schedulers of the other groups, after `start`; None with a single group."""
-        if self._mesh is None:
+        """Step sync with the schedulers of the other groups, after `start`; None with a single group."""
+        if self._exchange is None:
             return None
-        self._mesh.connect(self.watch.step_addresses)
-        return DPSync(self._mesh, self.check)
+        self._exchange.connect(self.detector.step_addresses)
+        return DPSync(self._exchange, self.check)
 
     @property
-    def mesh_socket(self) -> zmq.Socket[bytes] | None:
+    def exchange_socket(self) -> zmq.Socket[bytes] | None:
         """Readable when another scheduler has begun a step."""
-        return None if self._mesh is None else self._mesh.socket
+        return None if self._exchange is None else self._exchange.socket
 
     def check(self) -> None:
-        """Raises `RankLost` when a rank is lost."""
+        """Raises `RankLost` if a rank is lost."""
         if self._worker is not None:
             self._worker.check()
 
     def close(self) -> None:
-        """Ends all ranks: after the steps in work, or at once if the group lost one."""
-        if self.watch.verdict is None and self._worker is not None:
-            self.watch.end()
+        """Stops all ranks: after the steps in flight, or at once if a rank was lost."""
+        if self.detector.failure is None and self._worker is not None:
+            self.detector.end()
             self._worker.close()
             self._ranks.stop(STOP_SECONDS)
         else:
-            self.watch.give_up("the start was broken off")
+            self.detector.give_up("startup was aborted")
             self._ranks.stop(LEAVE_SECONDS)
         self._sender.close()
-        if self._mesh is not None:
-            self._mesh.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self._control.close()
 
     def _prepare(self, prepared: list[Any]) -> None:
         options, place = self._options, self._options.places[0]
         try:
             if options.size > 1:
-                self._meet()
+                self._rendezvous()
             worker = options.make_worker(self._config, place, self._progress)
         except Exception as error:
             logger.debug("rank 0 failed to start", exc_info=True)
             failure = Failure.of(error)
-            self.watch.failed(0, failure.message, peer_lost=failure.peer_lost, config_error=failure.config_error)
+            self.detector.failed(0, failure.message, peer_lost=failure.peer_lost, config_error=failure.config_error)
             return
         self._progress.ready = True
         prepared.append(worker)
-        steps = self._mesh.address if self._mesh is not None else ""
-        self.watch.loaded(0, kernels_of(worker), step_address=steps)
+        steps = self._exchange.address if self._exchange is not None else ""
+        self.detector.loaded(0, kernels_of(worker), step_address=steps)
 
-    def _meet(self) -> None:
-        """Opens the store, tells the others where it is, and joins them."""
+    def _rendezvous(self) -> None:
+        """Opens the store, sends its address to the other ranks, and joins them."""
         options = self._options
         host = LOOPBACK if options.leader_address is None else host_of(self.address)
         self._store = open_store(options, host)
         welcome = messages.Welcome(
-            self._sender.address, host, self._store.port, self.watch.describe(0), self._front_address
+            self._sender.address, host, self._store.port, self.detector.describe(0), self._front_address
         )
         self._control.invite(welcome)
         RankWorld(options, options.places[0], host, self._store.port, self._store).join()
 
-    def _show(self, group: int, values: list[float]) -> None:
-        if group in self._boards:  # else its board is on this node
-            self._boards[group].unpack(values)
+    def _update_status(self, group: int, values: list[float]) -> None:
+        if group in self._statuses:  # else its status file is on this node
+            self._statuses[group].unpack(values)
 
     def _raise(self) -> None:
-        verdict = self.watch.verdict or RankLost("a rank is lost")
-        if self.watch.config_error:
-            raise ConfigError(str(verdict))
-        raise verdict
+        failure = self.detector.failure or RankLost("a rank is lost")
+        if self.detector.config_error:
+            raise ConfigError(str(failure))
+        raise failure

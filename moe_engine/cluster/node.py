@@ -1,7 +1,7 @@
-"""A node without the leader: starts its ranks, says when one of them dies, and leaves with the leader.
+"""Launcher of a node without the leader (--node-rank > 0): starts its ranks, reports deaths, exits with the leader.
 
-SIGTERM is left to the leader, which drains first: a cluster's scheduler sends it to every node at once. A second one,
-or Ctrl-C, ends this node's ranks at once.
+The first SIGTERM is ignored, because a cluster scheduler sends it to every node at once and the leader drains first. A
+second one, or Ctrl-C, stops this node's ranks at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_engine.cluster.peers import identity_of_process
 from moe_engine.cluster.rank_process import LocalRanks
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.executor import messages
-from moe_engine.executor.options import RankGroupOptions, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.processes.rendezvous_address import RendezvousAddress
 from moe_engine.processes.zmq_sockets import SECRET_HINT, JobKeys, connect
 
@@ -30,17 +30,17 @@ logger = logging.getLogger("moe_engine")
 
 POLL_SECONDS = 0.1
 LAST_RANK_SECONDS = 5.0
-"""For the other ranks of a node to leave once the first has."""
+"""Time for the other ranks of a node to exit after the first one."""
 LEAVE_SECONDS = 1.0
 REPORT_SECONDS = 20.0
-"""For node 0 to come up and to learn that this node cannot take part."""
+"""Time for node 0 to start and to receive this node's refusal."""
 
 
 class _NodeRanks:
-    """The ranks of a replica on this node, where another node leads it.
+    """This node's ranks of a replica led by another node.
 
     Args:
-        lost: called once, from another thread, when the replica is lost, with the reason.
+        lost: called once, from another thread, with the reason when the replica is lost.
 
     Raises:
         ConfigError: the leader's host is unknown.
@@ -51,20 +51,20 @@ class _NodeRanks:
         here = messages.NodeHere(options.node_rank, host, os.getpid())
 
         def rank_exited(rank: int, how: str) -> None:
-            self.link.send(messages.Died(rank, f"{how} on {host}"))
+            self.heartbeat.send(messages.Died(rank, f"{how} on {host}"))
 
         self._rank_exited = rank_exited
         name, limits = identity_of_process(f"node{options.node_rank}"), options.limits
-        self.link = HeartbeatClient(self._address, name, here, lambda: here, limits, lost, keys=options.keys)
+        self.heartbeat = HeartbeatClient(self._address, name, here, lambda: here, limits, lost, keys=options.keys)
         self._ranks = LocalRanks(config, options, self._address, rank_exited, log_level)
 
     @property
     def returncodes(self) -> list[int | None]:
-        """Of each rank; None for one that runs."""
+        """Exit code per rank; None while it runs."""
         return self._ranks.returncodes
 
     def poll(self) -> None:
-        """Tells the leader of ranks that a signal holds. To be called often."""
+        """Reports ranks stopped by a signal to the leader. To be called often."""
         self._ranks.find_held(self._rank_exited)
 
     def kill(self) -> None:
@@ -72,69 +72,69 @@ class _NodeRanks:
 
     def close(self) -> None:
         self._ranks.kill()
-        self.link.close()
+        self.heartbeat.close()
 
 
 def run_node(config: Any, options: RankGroupOptions, log_level: str = "info") -> int:
-    """Runs the ranks of node `options.node_rank` until the leader ends them; returns this process's exit code.
+    """Runs the ranks of node `options.node_rank` until the leader stops them; returns this process's exit code.
 
     Raises:
         ConfigError: the leader's host is unknown, or the leader refuses the connection.
-        EngineDeadError: the leader did not answer in time.
+        EngineDeadError: the leader did not reply in time.
     """
     ranks: _NodeRanks
 
     def leave(reason: str) -> NoReturn:
-        logger.error("Node %d leaves: %s", options.node_rank, reason)
+        logger.error("Node %d exits: %s", options.node_rank, reason)
         ranks.kill()
         os._exit(1)
 
     ranks = _NodeRanks(config, options, leave, log_level)
     try:
         with _first_sigterm_ignored():
-            wait_for_leader(ranks.link, options.node_rank, options.limits)
+            wait_for_leader(ranks.heartbeat, options.node_rank, options.limits)
             _wait_for_ranks(ranks)
         if any(ranks.returncodes):
-            time.sleep(LEAVE_SECONDS)  # the leader says why and `leave` logs it
+            time.sleep(LEAVE_SECONDS)  # the leader sends the reason and `leave` logs it
     finally:
         ranks.close()
     return int(any(ranks.returncodes))
 
 
 def report_refusal(address: str, keys: JobKeys | None, message: str) -> bool:
-    """Ends the start on node 0, for a reason that only this node sees; whether node 0 has answered in time."""
+    """Aborts the startup on node 0 for a reason that only this node knows; whether node 0 replied in time."""
     report = messages.NodeRefused(socket.gethostname(), os.getpid(), message)
-    link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-    link.setsockopt(zmq.LINGER, 0)
-    connect(link, RendezvousAddress(address).tcp(), keys)
-    link.send(messages.encode(report))
-    answered = bool(link.poll(int(REPORT_SECONDS * 1000)))
-    link.close()
+    heartbeat: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    heartbeat.setsockopt(zmq.LINGER, 0)
+    connect(heartbeat, RendezvousAddress(address).tcp(), keys)
+    heartbeat.send(messages.encode(report))
+    answered = bool(heartbeat.poll(int(REPORT_SECONDS * 1000)))
+    heartbeat.close()
     return answered
 
 
-def wait_for_leader(link: HeartbeatClient, node_rank: int, limits: WatchLimits) -> None:
-    """Until node 0 has answered.
+def wait_for_leader(heartbeat: HeartbeatClient, node_rank: int, limits: DetectorLimits) -> None:
+    """Blocks until node 0 has replied.
 
     Raises:
-        ConfigError: it refuses the connection: this node has another secret, or one of the two has none.
-        EngineDeadError: it did not answer in time.
+        ConfigError: it refuses the connection: the two nodes' secrets differ, or only one of them has one.
+        EngineDeadError: it did not reply in time.
     """
-    began = told = time.monotonic()
-    while not link.met.wait(min(POLL_SECONDS, limits.progress)):
+    began = logged_at = time.monotonic()
+    while not heartbeat.met.wait(min(POLL_SECONDS, limits.progress)):
         now = time.monotonic()
-        if link.refused_since is not None and now - link.refused_since > limits.refused:
+        if heartbeat.refused_since is not None and now - heartbeat.refused_since > limits.refused:
             raise ConfigError(
-                f"node {node_rank}: the leader (node 0) at {link.address} refuses the connection: {SECRET_HINT}"
+                f"node {node_rank}: the leader (node 0) at {heartbeat.address} refuses the connection: {SECRET_HINT}"
             )
         if now - began > limits.start:
             raise EngineDeadError(
-                f"node {node_rank} has waited {now - began:.0f} s for the leader (node 0) at {link.address}: "
-                "is it started, and is --dist-init-addr its address?"
+                f"node {node_rank} has waited {now - began:.0f} s for the leader (node 0) at {heartbeat.address}: "
+                "check that it is running and that --dist-init-addr is its address"
             )
-        if now - told >= limits.progress:
-            told = now
-            logger.info("Waiting for the leader at %s, %.0f of %.0f s", link.address, now - began, limits.start)
+        if now - logged_at >= limits.progress:
+            logged_at = now
+            logger.info("Waiting for the leader at %s, %.0f of %.0f s", heartbeat.address, now - began, limits.start)
 
 
 def _wait_for_ranks(ranks: _NodeRanks) -> None:
@@ -148,10 +148,10 @@ def _wait_for_ranks(ranks: _NodeRanks) -> None:
 
 @contextlib.contextmanager
 def _first_sigterm_ignored() -> Iterator[None]:
-    """As the head of this file has it."""
+    """See the module docstring."""
 
     def once(number: int, frame: object) -> None:
-        logger.info("SIGTERM: the leader drains and then ends this node; a second one ends it at once")
+        logger.info("SIGTERM: the leader drains and then stops this node; a second SIGTERM stops it at once")
         signal.signal(signal.SIGTERM, lambda number, frame: signal.raise_signal(signal.SIGINT))
 
     before = signal.signal(signal.SIGTERM, once)

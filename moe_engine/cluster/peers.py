@@ -1,7 +1,7 @@
-"""Which process is which rank or node: the leader's record of the processes that have joined.
+"""Membership: the leader's map from joined processes to ranks and nodes.
 
-A process is known by the identity of its socket, which names its host and process id. The first process to join as a
-rank or a node is that rank or node for the life of the group; messages of other processes in its name are refused.
+A process is identified by its socket identity, which contains its host and process id. The first process to join as a
+rank or node keeps that role for the group's lifetime; messages of other processes in its name are refused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from moe_engine.executor.options import RankGroupOptions
 
 
 def identity_of_process(name: str) -> str:
-    """Of this process as `name` (``rank3``, ``node1``)."""
+    """Socket identity of this process as `name` (``rank3``, ``node1``)."""
     return f"{name} {socket.gethostname()} {os.getpid()}"
 
 
 class Peers:
-    """Belongs to one thread.
+    """Not thread-safe.
 
     Args:
-        options: of the group. Without `coverage` rank 0 is the leader's own process, which no other may join as.
+        options: of the group. Without `coverage` rank 0 is the leader's own process and cannot be joined.
     """
 
     def __init__(self, options: RankGroupOptions) -> None:
@@ -35,17 +35,17 @@ class Peers:
         self._identities: dict[int, bytes] = {}
 
     def join_rank(self, identity: bytes, rank: int) -> str | None:
-        """Why the process may not be this rank; None where it now is."""
+        """Why the process may not join as this rank; None if it has joined."""
         if rank not in self._ranks_to_come:
             ranks = self._ranks_to_come
-            return f"there is no rank {rank} to join as, only {ranks.start} to {ranks.stop - 1}: start all nodes alike"
+            return f"there is no rank {rank}, only {ranks.start} to {ranks.stop - 1}: use the same flags on all nodes"
         if self._identities.setdefault(rank, identity) != identity:
             return f"rank {rank} has joined already, as {_text(self._identities[rank])}"
         self._ranks[identity] = rank
         return None
 
     def join_node(self, identity: bytes, node: int) -> str | None:
-        """Why the process may not be this node's launcher; None where it now is."""
+        """Why the process may not join as this node's launcher; None if it has joined."""
         if node not in self._nodes_to_come:
             return f"there is no node {node}, only {self._nodes_to_come.start} to {self._nodes_to_come.stop - 1}"
         known = next((other for other, number in self._nodes.items() if number == node), identity)
@@ -55,7 +55,7 @@ class Peers:
         return None
 
     def refusal(self, identity: bytes, message: messages.ToLeader) -> str | None:
-        """Why a process may not send this; None where it may."""
+        """Why a process may not send this message; None if it may."""
         rank = getattr(message, "rank", -1)
         if isinstance(message, messages.Died):
             place = self._places.get(rank)
@@ -82,6 +82,6 @@ class Peers:
 
 
 def _text(identity: bytes) -> str:
-    """An identity in a message: ``rank3 host 4242``, or libzmq's own number in hexadecimal."""
+    """An identity for a log message: ``rank3 host 4242``, or libzmq's own number in hexadecimal."""
     text = identity.decode("ascii", "replace")
     return text if text.isprintable() else identity.hex()

@@ -1,8 +1,8 @@
-"""The process of a follower rank: joins the others, builds its worker and runs the leader's plans until told to stop.
+"""Rank process (follower): joins the group, builds its worker and runs the leader's plans until stopped.
 
 Run as ``python -m moe_engine.cluster.rank_main`` by `cluster.rank_process`, specification on standard input. Three
-things go on at once: this thread receives plans, the worker's thread runs them, the link's thread shows that the
-process lives and ends it when the leader says so or is gone.
+threads: this one receives plans, the worker's thread runs them, the heartbeat thread sends beats and exits the process
+when the leader requests it or is lost.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ class Follower:
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
         self._rank = spec.place.rank
-        self._said_idle = False
-        self._progress = Progress(lambda: "starting", on_stride=lambda: self._link.hurry())
+        self._reported_idle = False
+        self._progress = Progress(lambda: "starting", on_stride=lambda: self._heartbeat.beat_now())
         hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
         limits = spec.options.limits
         self._worker: Future[LocalWorker] = Future()
-        self._link = HeartbeatClient(
+        self._heartbeat = HeartbeatClient(
             spec.control_address,
             identity_of_process(f"rank{self._rank}"),
             hello,
-            self._sign,
+            self._beat,
             limits,
             leave,
             self._call,
@@ -82,17 +82,17 @@ class Follower:
         )
 
     def run(self) -> int:
-        """Returns the exit code after an orderly end; a lost group ends the process from the link's thread."""
+        """Returns the exit code of an orderly shutdown; on a failure the heartbeat thread exits the process."""
         try:
             self._run()
         except Exception as error:
-            self._link.send_failure(self._rank, error)
-            time.sleep(LEAVE_SECONDS)  # the leader ends this process
+            self._heartbeat.send_failure(self._rank, error)
+            time.sleep(LEAVE_SECONDS)  # until the leader stops this process
             return 1
         return 0
 
     def _run(self) -> None:
-        welcome = self._link.welcome.result()
+        welcome = self._heartbeat.welcome.result()
         receiver = PlanReceiver(welcome.plan_address, plan_name(self._rank), self._spec.options.keys)
         preparing = ThreadPoolExecutor(1, "rank-start").submit(self._prepare, welcome)
         preparing.add_done_callback(self._prepared)
@@ -100,18 +100,18 @@ class Follower:
             try:
                 message = receiver.receive(RECEIVE_SECONDS)
             except MoeEngineError as error:
-                self._link.send_failure(self._rank, error)
+                self._heartbeat.send_failure(self._rank, error)
                 continue
             if isinstance(message, Stop):
                 break
-            if message is not None:  # plans come when all ranks are ready
+            if message is not None:  # plans arrive only after all ranks are ready
                 self._progress.begin(message.plan)
-                if self._said_idle:
-                    self._link.hurry()  # so that the leader knows where we are if this is our last step
+                if self._reported_idle:
+                    self._heartbeat.beat_now()  # so that the leader knows our position if this step hangs
                 preparing.result().execute(message.plan).add_done_callback(self._stepped)
         if preparing.done() and not preparing.exception():
             preparing.result().close()
-        self._link.close()
+        self._heartbeat.close()
 
     def _prepare(self, welcome: messages.Welcome) -> LocalWorker:
         spec = self._spec
@@ -119,26 +119,26 @@ class Follower:
         worker: LocalWorker = spec.options.make_worker(spec.config, spec.place, self._progress)
         self._progress.ready = True
         self._worker.set_result(worker)
-        self._link.send(messages.Loaded(self._rank, kernels_of(worker)))
+        self._heartbeat.send(messages.Loaded(self._rank, kernels_of(worker)))
         return worker
 
     def _prepared(self, future: Future[LocalWorker]) -> None:
         if (error := future.exception()) is not None:
-            self._link.send_failure(self._rank, error)
+            self._heartbeat.send_failure(self._rank, error)
 
     def _stepped(self, future: Future[Any]) -> None:
         self._progress.done(future)
         error = future.exception()
         if error is not None:
-            self._link.send_failure(self._rank, error)
+            self._heartbeat.send_failure(self._rank, error)
 
     def _call(self, method: str) -> Future[Any]:
-        """Calls come when all ranks are ready."""
+        """Calls arrive only after all ranks are ready."""
         return call_one(self._worker.result(), method)
 
-    def _sign(self) -> messages.Beat:
+    def _beat(self) -> messages.Beat:
         position = self._progress.position()
-        self._said_idle = position.step < 0
+        self._reported_idle = position.step < 0
         return messages.Beat(self._rank, position)
 
 

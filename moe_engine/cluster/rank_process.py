@@ -1,4 +1,4 @@
-"""The rank processes of this node, as their parent sees them: that is rank 0, or a hub where ranks may be lost."""
+"""Parent-side handles of this node's rank processes. The parent is rank 0 or, with --elastic-ep, the supervisor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANK_MODULE = "moe_engine.cluster.rank_main"
 
 @dataclass(frozen=True)
 class RankSpec:
-    """All a rank's process needs; travels as a pickle from its parent, never over the network."""
+    """Everything a rank's process needs; sent as a pickle by its parent, never over the network."""
 
     config: Any
     options: RankGroupOptions
@@ -32,15 +32,15 @@ class RankSpec:
     outside_models: list[tuple[str, str, str]]
     import_path: list[str]
     front: CoreSpec | None = None
-    """On the leader's node: the front end's folder, with sockets and boards."""
+    """On the leader's node: the core's specification, with the folder of sockets and status files."""
 
 
 class LocalRanks:
-    """Starts this node's ranks and watches them; not rank 0, unless ranks may be lost: it is their parent.
+    """Starts this node's ranks and monitors them; rank 0 only with --elastic-ep, otherwise it is the parent.
 
     Args:
-        front: of the core that leads, on its node.
-        on_exit: called from a watcher thread with the rank and a sentence that names its process and how it ended.
+        front: specification of the leading core, on its node.
+        on_exit: called from a watcher thread with the rank and a sentence: its process and how it ended.
     """
 
     def __init__(
@@ -66,24 +66,24 @@ class LocalRanks:
 
     @property
     def returncodes(self) -> list[int | None]:
-        """None for a process that runs."""
+        """None for a running process."""
         return [child.returncode for child in self._children.values()]
 
     def find_held(self, lost: Callable[[int, str], None]) -> None:
-        """Calls `lost` as `on_exit` for those that a signal has held for too long. To be called often."""
+        """Calls `lost` (like `on_exit`) for ranks stopped by a signal for too long. To be called often."""
         for rank, held in self._held.items():
             if (seconds := held.seconds()) > self._silent:
                 child = self._children[rank]
                 lost(rank, f"{child.name} (pid {child.pid}) has been stopped by a signal for {seconds:.1f} s")
 
     def stop(self, grace: float) -> None:
-        """Waits up to `grace` seconds for processes that were told to end, kills those that do not."""
+        """Waits up to `grace` seconds for processes that should exit; kills the others."""
         deadline = time.monotonic() + grace
         for child in self._children.values():
             child.stop(max(0.0, deadline - time.monotonic()))
 
     def end(self, ranks: Iterable[int]) -> None:
-        """Kills those that were lost: one that only stopped must not come back."""
+        """Kills lost ranks: a process that was only stopped must not resume."""
         for rank in ranks:
             if rank in self._children:
                 self._children[rank].kill()

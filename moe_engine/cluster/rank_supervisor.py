@@ -1,7 +1,7 @@
-"""The process above ranks that may be lost: it has no model, so that each of them is one like the others.
+"""Rank supervisor of --elastic-ep: parent process of all ranks, without a model, so that any rank may be lost.
 
-All that a world hangs on is here: the watch, the control channel, the store through which ranks meet. Every rank is a
-child with a scheduler of its own, which the front end reaches directly.
+It holds everything the world depends on: failure detector, control channel, rendezvous store. Every rank is a child
+process with its own scheduler, which the front end reaches directly.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("moe_engine")
 
 STOP_SECONDS = 5.0
-"""For ranks that have served to the end to leave."""
+"""Time for ranks to exit after an orderly shutdown."""
 LEAVE_SECONDS = 0.6
-"""For ranks to hear and to say why they leave."""
+"""Time for ranks to receive the reason and log it."""
 LOOK_SECONDS = 0.01
 
 
@@ -41,77 +41,81 @@ class RankSupervisor:
     """The ranks of one model on one node, each an attention group.
 
     Args:
-        spec: of this process, whose folder has the sockets and boards.
+        spec: of this process; its folder holds the sockets and status files.
     """
 
     def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
         quieten_torch()
         self._options = options
-        self._news: queue.SimpleQueue[RankLost | Survivors] = queue.SimpleQueue()
-        self._watch = FailureDetector(options.places, options.limits, coverage=options.coverage)
-        self._watch.on_verdict(self._news.put)
-        self._watch.on_survivors(self._news.put)
-        control = f"ipc://{spec.board_path.parent}/ranks"
-        self._control = ControlServer(control, options, self._watch)
-        self._ranks = LocalRanks(config, options, control, self._watch.died, log_level, spec)
-        self._watch.on_survivors(
+        self._events: queue.SimpleQueue[RankLost | Survivors] = queue.SimpleQueue()
+        self._detector = FailureDetector(options.places, options.limits, coverage=options.coverage)
+        self._detector.on_failure(self._events.put)
+        self._detector.on_survivors(self._events.put)
+        control = f"ipc://{spec.status_path.parent}/ranks"
+        self._control = ControlServer(control, options, self._detector)
+        self._ranks = LocalRanks(config, options, control, self._detector.died, log_level, spec)
+        self._detector.on_survivors(
             lambda survivors: self._ranks.end(rank for rank, alive in enumerate(survivors.alive) if not alive)
         )
         self._served = False
 
     def start(self) -> dict[str, Any]:
-        """Returns when every rank is ready: the facts of `messages.CoreReady`.
+        """Blocks until every rank is ready; returns the facts of `messages.CoreReady`.
 
         Raises:
-            ConfigError: a rank refused the configuration or the checkpoint.
-            RankLost: a rank failed, died or did not come; names it.
+            ConfigError: a rank rejected the configuration or the checkpoint.
+            RankLost: a rank failed, died or did not join; names it.
         """
         began = time.monotonic()
-        start_watched("store", self._open, self._watch.give_up)
-        while not self._watch.all_loaded:
-            if self._watch.verdict is not None:
-                raise ConfigError(str(self._watch.verdict)) if self._watch.config_error else self._watch.verdict
-            self._ranks.find_held(self._watch.died)
+        start_watched("store", self._open, self._detector.give_up)
+        while not self._detector.all_loaded:
+            if self._detector.failure is not None:
+                raise (
+                    ConfigError(str(self._detector.failure)) if self._detector.config_error else self._detector.failure
+                )
+            self._ranks.find_held(self._detector.died)
             time.sleep(LOOK_SECONDS)
-        self._watch.arm()
+        self._detector.arm()
         logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
-        return {**self._watch.facts, "core_addresses": self._watch.core_addresses}
+        return {**self._detector.facts, "core_addresses": self._detector.core_addresses}
 
-    def run(self, tell: Callable[[GroupsLost], None]) -> None:
-        """Until the ranks have served to the end.
+    def run(self, report: Callable[[GroupsLost], None]) -> None:
+        """Blocks until the orderly shutdown of the ranks.
 
         Args:
-            tell: told which groups are lost, each time the others go on.
+            report: called with the lost groups, each time the others continue.
 
         Raises:
-            RankLost: they cannot go on.
+            RankLost: the survivors cannot continue.
         """
         alive = (True,) * self._options.size
-        while not self._watch.ending:
+        while not self._detector.ending:
             try:
-                news = self._news.get(timeout=LOOK_SECONDS)
+                event = self._events.get(timeout=LOOK_SECONDS)
             except queue.Empty:
                 continue
-            if isinstance(news, RankLost):
-                raise news
-            tell(GroupsLost([group for group, lives in enumerate(alive) if lives > news.alive[group]], news.losses[-1]))
-            alive = news.alive
+            if isinstance(event, RankLost):
+                raise event
+            report(
+                GroupsLost([group for group, lives in enumerate(alive) if lives > event.alive[group]], event.losses[-1])
+            )
+            alive = event.alive
         self._served = True
 
     def close(self) -> None:
-        """Ends all ranks: those that have served to the end leave by themselves."""
+        """Stops all ranks; after an orderly shutdown they exit by themselves."""
         if not self._served:
-            self._watch.give_up("the start was broken off")
+            self._detector.give_up("startup was aborted")
         self._ranks.stop(STOP_SECONDS if self._served else LEAVE_SECONDS)
         self._control.close()
 
     def _open(self) -> None:
-        """Opens the store and tells the ranks where it is."""
+        """Opens the store and sends its address to the ranks."""
         options = self._options
         try:
             self._store = open_store(options, LOOPBACK)
         except Exception as error:
-            self._watch.give_up(f"the store through which ranks meet cannot be opened: {error}")
+            self._detector.give_up(f"the rendezvous store cannot be opened: {error}")
             return
-        leader = f"the hub of all ranks (pid {os.getpid()})"
+        leader = f"the rank supervisor (pid {os.getpid()})"
         self._control.invite(rank_messages.Welcome("", LOOPBACK, self._store.port, leader))

@@ -1,4 +1,4 @@
-"""Flags: a field is a flag, a key of the offline API and a line of --help. `planning` makes them concrete."""
+"""Server arguments: a field is a flag, a keyword of the offline API and a line of --help. `planning` resolves them."""
 
 from moe_engine.config.args import EngineArgs, build_parser
 

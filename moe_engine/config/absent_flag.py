@@ -1,4 +1,4 @@
-"""A flag of SGLang without a field here: what it means when it is given, and how it is refused."""
+"""A flag of SGLang that has no field here: which values are accepted, and the error for the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moe_engine.errors import ConfigError
 
 SWITCH = False
 IN_FORCE = (False, 0, 1, "", "{}", "none", "null", "disabled", "auto", "default", "lru")
-"""Values of absent parts that describe this engine as it is: off, one of something, or its only policy."""
+"""Values of absent features that match this engine's behaviour: off, a count of one, or its only policy."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class AbsentFlag:
     Attributes:
         name: SGLang's field.
         default: its value when left out; False makes it a switch.
-        reason: the part that brings the flag, or what to do instead of it.
+        reason: the missing feature, or the replacement of the flag.
         spellings: further spellings.
-        harmless: values that ask for nothing, besides the default.
+        harmless: values besides the default that request nothing.
     """
 
     name: str
@@ -40,7 +40,7 @@ class AbsentFlag:
         return self.default is SWITCH
 
     def asks_nothing(self, value: Any) -> bool:
-        """Whether the value, or each of a list of values, is what the flag means when left out."""
+        """Whether the value, or each value of a list, means the same as leaving the flag out."""
         if isinstance(value, (list, tuple)):
             return all(map(self.asks_nothing, value))
         if value is None:
@@ -50,17 +50,17 @@ class AbsentFlag:
         return any(_same(value, known) for known in (self.default, *self.harmless))
 
     def needs_a_note(self, value: Any) -> bool:
-        """Whether a value that asks for nothing still names something that this engine does not have."""
+        """Whether a value that requests nothing still names a feature that this engine lacks."""
         values = value if isinstance(value, (list, tuple)) else [value]
         return not all(item is None or any(_same(item, known) for known in IN_FORCE) for item in values)
 
     def refusal(self, keyword: str, value: Any) -> ConfigError:
-        """The error for a value that asks for something; `keyword` is the spelling that was given."""
+        """The error for a value that requests the feature; `keyword` is the spelling that the user gave."""
         raise NotImplementedError
 
 
 class UnsupportedFlag(AbsentFlag):
-    """A flag that a later part (`reason`) brings."""
+    """A flag that is not supported yet; `reason` names the missing feature."""
 
     def refusal(self, keyword: str, value: Any) -> ConfigError:
         if self.is_switch:
@@ -73,14 +73,14 @@ class UnsupportedFlag(AbsentFlag):
 
 
 class DroppedFlag(AbsentFlag):
-    """A flag that SGLang itself has no more; `reason` says what to do instead."""
+    """A flag that SGLang itself has removed; `reason` names the replacement."""
 
     def refusal(self, keyword: str, value: Any) -> ConfigError:
         return ConfigError(f"{option_of(keyword)}: removed from SGLang too; {self.reason}")
 
 
 def _same(value: Any, known: Any) -> bool:
-    """Equal as text or as numbers: the command line gives ``1``, a keyword 1. A switch is no number."""
+    """Equal as text or as numbers: the command line passes ``1``, a keyword 1. A bool never equals a number."""
     if isinstance(value, bool) != isinstance(known, bool):
         return False
     if str(value).strip().lower() == str(known).lower():

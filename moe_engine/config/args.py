@@ -1,4 +1,4 @@
-"""`EngineArgs`: what the user asked for, from a command line, a YAML file or keywords; all three read alike."""
+"""`EngineArgs`: the server arguments, from a command line, a YAML file or keywords; the same checks for all three."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
 from moe_engine.config.speculative import SpeculativeArgs
 from moe_engine.config.unknown_flag import keyword_of, unknown_flag
-from moe_engine.config.unsupported_flags import LATER
+from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.config.values import to_field_value
 from moe_engine.errors import ConfigError
 
@@ -45,9 +45,9 @@ REMOVED = "removed from SGLang too"
 
 @dataclass(frozen=True)
 class EngineArgs:
-    """Every flag, checked one by one and not yet resolved: None and ``auto`` still stand where nothing was said.
+    """Every flag, checked one by one and not yet resolved: flags left out are still None or ``auto``.
 
-    `given` names the fields that the user set; `notes` are remarks on flags that need nothing.
+    `given` names the fields that the user set; `notes` are remarks on flags without effect.
     """
 
     model: ModelArgs = field(default_factory=ModelArgs)
@@ -69,13 +69,13 @@ class EngineArgs:
 
         Raises:
             ConfigError: naming the flag.
-            NotAvailableYet: for what a later part brings.
+            NotAvailableYet: the flag or value is not supported yet.
         """
         table = _by_spelling()
         notes: list[str] = []
         chosen: dict[str, Any] = {}
         spelled: dict[str, str] = {}  # field -> the keyword that set it
-        idle: list[tuple[AbsentFlag, Any]] = []  # settings of parts that are absent
+        idle: list[tuple[AbsentFlag, Any]] = []  # settings of unsupported features
         for keyword, value in values.items():
             known = table.get(keyword)
             if isinstance(known, AbsentFlag):
@@ -91,7 +91,7 @@ class EngineArgs:
                 chosen[known.name] = made
             elif keyword in SATISFIED:
                 if _switched_on(keyword, value):
-                    notes.append(f"{option_of(keyword)}: nothing to do ({SATISFIED[keyword]})")
+                    notes.append(f"{option_of(keyword)}: no effect ({SATISFIED[keyword]})")
             else:
                 wrong = unknown_flag(keyword, (*table, *SATISFIED))
                 raise ConfigError(f"{keyword}: {wrong}; `moe-engine serve --help` lists all flags")
@@ -120,7 +120,7 @@ class EngineArgs:
 
 
 def build_parser(prog: str | None = None, **options: Any) -> Parser:
-    """A parser with every flag of every part."""
+    """The command-line parser with every flag."""
     parser = Parser(prog=prog, **options)
     add_flags(parser, list(PARTS.values()))
     return parser
@@ -128,28 +128,29 @@ def build_parser(prog: str | None = None, **options: Any) -> Parser:
 
 @lru_cache
 def _by_spelling() -> dict[str, AbsentFlag | FieldInfo]:
-    """Field or absent flag for each name and each other spelling, as Python writes it (``model``, ``tp``)."""
+    """Field or absent flag by each of its spellings, as a Python identifier (``model``, ``tp``)."""
     table: dict[str, AbsentFlag | FieldInfo] = {}
     for cls in PARTS.values():
         for info in fields_of(cls):
             for spelling in info.spellings:
                 table[keyword_of(spelling)] = info
-    for row in (*LATER.values(), *DROPPED.values()):
+    for row in (*UNSUPPORTED_FLAGS.values(), *DROPPED.values()):
         for spelling in (row.option, *row.spellings):
             table[keyword_of(spelling)] = row
     return table
 
 
 def _idle_note(idle: list[tuple[AbsentFlag, Any]]) -> list[str]:
-    """One note for all settings of absent parts: a dump of SGLang's flags holds dozens."""
+    """One note for all settings of unsupported features: a dump of SGLang's flags holds dozens."""
     by_reason: dict[str, list[str]] = {}
     for flag, value in idle:
         text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        by_reason.setdefault(flag.reason if flag.name in LATER else REMOVED, []).append(f"{flag.option} {text}")
+        reason = flag.reason if flag.name in UNSUPPORTED_FLAGS else REMOVED
+        by_reason.setdefault(reason, []).append(f"{flag.option} {text}")
     if not by_reason:
         return []
     parts = "; ".join(f"{', '.join(given)} ({reason})" for reason, given in by_reason.items())
-    return [f"nothing to do, as these belong to parts that are not available here: {parts}"]
+    return [f"no effect, as these belong to features that are not supported yet: {parts}"]
 
 
 def _switched_on(keyword: str, value: Any) -> bool:

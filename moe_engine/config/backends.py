@@ -1,4 +1,4 @@
-"""Which kernels compute. The names are the rows of `kernels.tables`; `--explain` says why each was taken or refused."""
+"""Kernel backends. The names are the rows of `kernels.tables`; `--explain` prints why each was chosen or rejected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe_engine.config.field import flag
 from moe_engine.kernels import tables
 
 TENSORRT = "TensorRT-LLM kernels"
-MORE_GPU = "more kernels for GPUs"
+MORE_GPU = "more GPU kernels"
 OTHER_DEVICES = "other accelerators"
 
 
@@ -44,8 +44,8 @@ CPU_SYNONYMS = {"torch_native": "torch", "intel_amx": "cpu"}
 class BackendArgs:
     attention_backend: str = flag(
         "auto",
-        "Attention kernels. auto: the preferred backend among those that run here. A named backend that cannot run is "
-        "an error.",
+        "Attention kernels. auto: the most preferred backend that can run on this device. A named backend that cannot "
+        "run is an error.",
         choices=_attention,
         synonyms=CPU_SYNONYMS,
         unsupported={
@@ -57,7 +57,7 @@ class BackendArgs:
     )  # fmt: skip
     moe_runner_backend: str = flag(
         "auto",
-        "Grouped matrix products of the routed experts.",
+        "Grouped GEMM of the routed experts.",
         choices=_experts,
         synonyms=CPU_SYNONYMS,
         unsupported={
@@ -68,33 +68,34 @@ class BackendArgs:
             ),
         },
     )
-    linear_backend: str = flag("auto", "Matrix products with dense weights.", choices=_linear)
-    ops_backend: str = flag("auto", "Norms, rotary embedding, activation, cache writes and routing.", choices=_ops)
+    linear_backend: str = flag("auto", "GEMM of dense weights.", choices=_linear)
+    ops_backend: str = flag("auto", "Norms, rotary embedding, activation, KV cache writes and routing.", choices=_ops)
     sampling_backend: str = flag(
         "auto",
-        "Drawing tokens from logits. pytorch means the torch row.",
+        "Sampling of tokens from logits. pytorch is another name of torch.",
         choices=_sampling,
         synonyms={"pytorch": "torch"},
         unsupported=dict.fromkeys(("ascend", "intel_xpu"), OTHER_DEVICES),
     )
     enable_deterministic_inference: bool = flag(
         False,
-        "Answers that do not depend on what else runs: only backends whose sums have a fixed order are taken.",
+        "Batch-invariant results: an answer does not depend on the other requests of its batch. Only backends with a "
+        "fixed order of summation are used.",
     )
     enable_torch_compile: bool = flag(
         False,
-        "Have torch compile what lies between attention and experts in decodes: norms, projections, rotary, routing. "
-        "Small operators and products are then torch's own, in place of this engine's.",
+        "Compile the operators between attention and experts of decode steps with torch.compile: norms, projections, "
+        "rotary, routing. torch's operators and GEMMs then replace this engine's.",
     )
-    torch_compile_max_bs: int = flag(32, "Requests of the largest step that is compiled.", metavar="N")
+    torch_compile_max_bs: int = flag(32, "Largest batch size, in requests, that is compiled.", metavar="N")
     torch_compile_cache_dir: str | None = flag(
         None,
-        "Folder that keeps what torch compiled, for the next start. Left out: torch_compile in this engine's cache "
-        "folder, or what TORCHINDUCTOR_CACHE_DIR says.",
+        "Folder of torch.compile's cache, reused by the next start. Left out: TORCHINDUCTOR_CACHE_DIR if set, else "
+        "torch_compile in this engine's cache folder.",
         metavar="DIR",
     )
     cpu_threads: int | None = flag(
         None,
-        "Threads that compute on a CPU. Left out: the cores this process may use (affinity and container quota).",
+        "Compute threads on a CPU. Left out: the cores this process may use (affinity and container quota).",
         metavar="N",
     )

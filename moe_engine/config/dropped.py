@@ -1,7 +1,7 @@
-"""Flags of SGLang that need nothing here, flags that SGLang has dropped, and flags of other programs.
+"""Flags of SGLang without effect here, flags that SGLang has removed, and flags of other programs.
 
-`SATISFIED` switches turn off something that this engine does not do: they are accepted and noted. `DROPPED` flags are
-accepted with the value they had when left out, else the message names what replaced them.
+`SATISFIED` switches disable a feature that this engine does not have: they are accepted with a remark. `DROPPED` flags
+are accepted with their old default; for other values the error names the replacement.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from moe_engine.config.absent_flag import SWITCH, DroppedFlag
 SATISFIED: dict[str, str] = {
     "disable_outlines_disk_cache": "there is no grammar cache",
     "disable_fast_image_processor": "there is no image processor: prompts are text",
-    "disable_piecewise_cuda_graph": "prompts run without CUDA graphs",
-    "skip_server_warmup": "the server sends itself no request: kernels are warm before it listens",
-    "show_time_cost": "the log always says how long the parts of a start took",
+    "disable_piecewise_cuda_graph": "prefill runs without CUDA graphs",
+    "skip_server_warmup": "the server sends itself no warm-up request: kernels are warmed up before it listens",
+    "show_time_cost": "the log always shows the time of each startup phase",
     "disable_shared_experts_fusion": "shared experts are never fused into the routed ones",
 }
 
@@ -33,9 +33,7 @@ _DROPPED = (
     DroppedFlag("ds_heavy_channel_type", "qk", _NO_SPARSITY),
     DroppedFlag("ds_sparse_decode_threshold", 4096, _NO_SPARSITY),
     DroppedFlag("torchao_config", "", "leave it out: weights are quantised in the checkpoint (--quantization)"),
-    DroppedFlag(
-        "enable_nan_detection", SWITCH, "leave it out: logits that are not numbers always end their request with a 500"
-    ),
+    DroppedFlag("enable_nan_detection", SWITCH, "leave it out: a request with NaN logits always ends with status 500"),
     DroppedFlag("file_storage_pth", "sglang_storage", "leave it out: there is no files API"),
     DroppedFlag("debug_tensor_dump_inject", SWITCH, "leave it out: no tensors are dumped"),
     DroppedFlag("num_continuous_decode_steps", 1, "leave it out: SGLang never read it either"),
@@ -44,4 +42,4 @@ DROPPED: dict[str, DroppedFlag] = {row.name: row for row in _DROPPED}
 
 _DOCKER = "a flag of `docker run`, not of the server"
 FOREIGN: dict[str, str] = dict.fromkeys(("shm_size", "gpus", "ipc", "ulimit", "runtime", "privileged"), _DOCKER)
-"""Flags of other programs that commands copied from guides hold beside the server's."""
+"""Flags of other programs, which users copy from guides together with the server's flags."""

@@ -1,4 +1,4 @@
-"""How a field of a part config says what its flag is: the metadata that `flags` turns into a command line."""
+"""The metadata that makes a dataclass field a flag; `flags` turns it into the command line."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ METADATA_KEY = "flag"
 
 @dataclass(frozen=True)
 class Flag:
-    """What the command line knows of a field beyond its name, type and default.
+    """A flag: the metadata of a field beyond its name, type and default.
 
     Attributes:
-        help: one or two sentences one can learn from, with the unit and what the default means.
-        aliases: further spellings that are as good as the first (``--model``).
+        help: one or two sentences with the unit and the meaning of the default.
+        aliases: further spellings, equal to the first (``--model``).
         old: spellings of earlier SGLang releases; accepted with a one-line note.
         choices: allowed values, or a function that lists them (so that a table can own them).
-        synonyms: values of SGLang that mean one of ours (``half`` -> ``float16``).
+        synonyms: values of SGLang that map to one of ours (``half`` -> ``float16``).
         unsupported: values of SGLang that this engine does not support, each with the missing feature.
         many: takes several words (``1 2 4``), which are joined by spaces.
-        parse: turns the text of the command line into the value; the type's own parser when None.
+        parse: parser of the command line's text; the type's own parser when None.
     """
 
     help: str

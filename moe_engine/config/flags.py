@@ -1,4 +1,4 @@
-"""The command line, derived from the fields of the part configs: one argparse parser, no flag written twice."""
+"""The command line: one argparse parser, derived from the fields of the config dataclasses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.field import FieldInfo, fields_of, option_of
 from moe_engine.config.unknown_flag import accepted_matches, keyword_of, unknown_flag
-from moe_engine.config.unsupported_flags import LATER
+from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.errors import ConfigError
 
 GROUPS = {
@@ -28,7 +28,7 @@ GROUPS = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose mistakes are ConfigErrors: one clear message, no usage page in front of it."""
+    """An argument parser that raises ConfigError with one message, without argparse's usage page."""
 
     def error(self, message: str) -> NoReturn:
         message = accepted_matches(message)
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Store(argparse.Action):
-    """Stores the text; says once what an old spelling is called now."""
+    """Stores the text; prints a note with the current name of an old spelling."""
 
     def __init__(self, *args: Any, info: FieldInfo, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -55,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
-        help="YAML file with flags (`page-size: 16`); what stands on the command line wins.",
+        help="YAML file with flags (`page-size: 16`). Flags on the command line override it.",
     )
     for part in parts:
         group = parser.add_argument_group(GROUPS.get(part.__name__, part.__name__))
@@ -80,13 +80,14 @@ def _add_field(group: argparse._ArgumentGroup, info: FieldInfo) -> None:
 
 
 def _add_hidden(parser: argparse.ArgumentParser) -> None:
-    """Flags of SGLang that are refused or need nothing: known to the parser so that abbreviations find them."""
-    for row in (*LATER.values(), *DROPPED.values()):
+    """Flags of SGLang that are refused or have no effect: known to the parser so that abbreviations find them."""
+    for row in (*UNSUPPORTED_FLAGS.values(), *DROPPED.values()):
         names = (row.option, *row.spellings)
         if row.is_switch:
             _hide(parser, names, row.name, action="store_true")
         else:
-            _hide(parser, names, row.name, **({"nargs": "+"} if row.name in LATER else {"nargs": "?", "const": True}))
+            one_or_more = row.name in UNSUPPORTED_FLAGS
+            _hide(parser, names, row.name, **({"nargs": "+"} if one_or_more else {"nargs": "?", "const": True}))
     for name in SATISFIED:
         _hide(parser, (option_of(name),), name, action="store_true")
 
@@ -96,7 +97,7 @@ def _hide(parser: argparse.ArgumentParser, names: tuple[str, ...], dest: str, **
 
 
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """The flags that were given, by field name, still as text; those of a `--config` file included.
+    """The given flags by field name, still as text; flags of a `--config` file included.
 
     Raises:
         ConfigError: for an unknown flag (with the nearest spelling), a missing value or a bad file.
@@ -109,7 +110,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
 
 
 def _canonical(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:
-    """The same values under the field names, so that a file's `tp: 4` and a command line's `--tp-size 1` meet."""
+    """The same values by field name, so that the command line's `--tp-size 1` overrides a file's `tp: 4`."""
     fields = {keyword_of(spelling): action.dest for action in parser._actions for spelling in action.option_strings}
     return {fields.get(key, key): value for key, value in values.items()}
 

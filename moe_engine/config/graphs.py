@@ -1,4 +1,4 @@
-"""Which decode steps are recorded as CUDA graphs before the first request."""
+"""Flags of CUDA graphs: which decode steps are captured before the first request."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ def parse_sizes(text: str) -> str:
 
 @dataclass(frozen=True)
 class GraphArgs:
-    disable_cuda_graph: bool = flag(False, "Launch every kernel of a decode step by itself.")
+    disable_cuda_graph: bool = flag(False, "Run decode steps without CUDA graphs, kernel by kernel.")
     disable_cuda_graph_padding: bool = flag(
-        False, "Replay a CUDA graph only for steps of exactly its size; others are not padded but run without one."
+        False,
+        "Replay a CUDA graph only for steps of exactly its batch size; other steps run without a graph instead "
+        "of being padded.",
     )
     cuda_graph_max_bs_decode: int | None = flag(
         None,
-        "Requests of the largest decode step that is recorded; larger ones run without a graph. Left out: 8 to 512 by "
-        "memory of the GPU, at most the running requests.",
+        "Largest decode batch size, in requests, that is captured; larger batches run without a graph. Left out: 8 to "
+        "512 by memory of the GPU, at most the running requests.",
         old=("--cuda-graph-max-bs",),
         parse=parse_count,
         metavar="N",
     )
     cuda_graph_bs_decode: str | None = flag(
         None,
-        "The sizes that are recorded, in requests. Left out: SGLang's list up to --cuda-graph-max-bs-decode.",
+        "Batch sizes to capture, in requests. Left out: SGLang's list up to --cuda-graph-max-bs-decode.",
         old=("--cuda-graph-bs",),
         parse=parse_sizes,
         many=True,
@@ -40,7 +42,7 @@ class GraphArgs:
     )
     cuda_graph_backend_decode: str | None = flag(
         None,
-        "full: steps are recorded whole; disabled: as --disable-cuda-graph. Left out: full.",
+        "full: decode steps are captured whole; disabled: as --disable-cuda-graph. Left out: full.",
         choices=("full", "disabled"),
-        unsupported={"breakable": "graphs with gaps", "tc_piecewise": "torch.compile"},
+        unsupported={"breakable": "piecewise CUDA graphs", "tc_piecewise": "piecewise CUDA graphs of torch.compile"},
     )

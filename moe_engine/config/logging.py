@@ -1,4 +1,4 @@
-"""What is written to the log and to /metrics."""
+"""Flags of logging and metrics."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ LEVELS = ("debug", "info", "warning", "error", "critical")
 @dataclass(frozen=True)
 class LoggingArgs:
     log_level: str = flag(
-        "info", "Least severe messages that are printed.", choices=LEVELS, synonyms={"warn": "warning"}
+        "info", "Lowest severity of log lines that are printed.", choices=LEVELS, synonyms={"warn": "warning"}
     )
     log_level_http: str | None = flag(
         None,
-        "The same for lines of the HTTP server. Left out: --log-level.",
+        "Log level of the HTTP server. Left out: --log-level.",
         choices=LEVELS,
         synonyms={"warn": "warning"},
     )
     uvicorn_access_log_exclude_prefixes: str = flag(
         "",
-        "Requests whose path begins with one of these get no line in the log, for instance /health /metrics. Left "
-        "out: all get one.",
+        "Path prefixes that are excluded from the access log, for instance /health /metrics. Left out: none.",
         many=True,
         metavar="PATH",
     )
     log_requests: bool = flag(False, "Log each request when it arrives and when it ends.")
     log_requests_level: int = flag(
         2,
-        "What --log-requests writes. 0: metadata; 1: and sampling parameters; 2: and the beginning of texts; "
-        "3: everything.",
+        "Detail of --log-requests. 0: metadata; 1: also sampling parameters; 2: also the beginning of texts; 3: full "
+        "texts.",
         metavar="0..3",
     )
     enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.")

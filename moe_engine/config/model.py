@@ -1,4 +1,4 @@
-"""Which model is served and how its files are read."""
+"""Flags of the model, its checkpoint and its tokenizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class ModelArgs:
     model_path: str | None = flag(
         None,
         "Folder of the checkpoint (config.json, *.safetensors, tokenizer.json) or a hub id such as "
-        "deepseek-ai/DeepSeek-V2-Lite. Left out: the small model embedded in this package, to try the engine at once.",
+        "deepseek-ai/DeepSeek-V2-Lite. Left out: the small model embedded in this package.",
         aliases=("--model",),
         metavar="PATH",
     )
@@ -24,14 +24,14 @@ class ModelArgs:
         None, "Folder or hub id of the tokenizer. Left out: the model's own.", metavar="PATH"
     )
     tokenizer_mode: str = flag(
-        "auto", "auto takes the fast tokenizer where there is one; slow the Python one.", choices=("auto", "slow")
+        "auto", "auto: the fast tokenizer if the model has one; slow: the Python tokenizer.", choices=("auto", "slow")
     )
     skip_tokenizer_init: bool = flag(
         False, "Load no tokenizer: clients send input_ids and read output_ids; requests with text are refused."
     )
     load_format: str = flag(
         "auto",
-        "auto and safetensors read *.safetensors; dummy fills the weights with random values (for measurements).",
+        "auto and safetensors read *.safetensors; dummy fills the weights with random values (for benchmarks).",
         choices=("auto", "safetensors", "dummy"),
         unsupported=dict.fromkeys(
             ("pt", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered", "remote", "presharded", "mistral",
@@ -40,11 +40,11 @@ class ModelArgs:
         ),
     )  # fmt: skip
     trust_remote_code: bool = flag(
-        False, "Let the tokenizer run Python code that lies in the checkpoint. Model code of a checkpoint never runs."
+        False, "Allow the tokenizer to run Python code of the checkpoint. Model code of a checkpoint never runs."
     )
     dtype: str = flag(
         "auto",
-        "Number format of weights and activations. auto: the checkpoint's (bfloat16 or float32 on a CPU, where a "
+        "Data type of weights and activations. auto: the checkpoint's (bfloat16 or float32 on a CPU, where a "
         "float16 checkpoint becomes bfloat16; float32 becomes float16 on a GPU, as in SGLang). half is float16, "
         "float is float32.",
         choices=("auto", "float16", "bfloat16", "float32"),
@@ -52,8 +52,8 @@ class ModelArgs:
     )
     quantization: str | None = flag(
         None,
-        "How the weights are quantised. Left out: as config.json says. fp8: DeepSeek's 128x128 blocks; on a GPU "
-        "they stay as they are where a kernel multiplies with them, a CPU dequantises them while loading.",
+        "Quantisation of the weights. Left out: from config.json. fp8: DeepSeek's 128x128 blocks; a GPU keeps them in "
+        "FP8 where a kernel supports it, a CPU dequantises them while loading.",
         choices=("fp8",),
         unsupported=dict.fromkeys(
             ("awq", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp8",
@@ -64,14 +64,14 @@ class ModelArgs:
     )  # fmt: skip
     context_length: int | None = flag(
         None,
-        "Longest prompt plus answer, in tokens. Left out: what config.json says. Smaller saves slot tables and, on a "
-        "CPU, KV memory.",
+        "Max length of prompt plus answer, in tokens. Left out: from config.json. A smaller value saves memory of the "
+        "block table and, on a CPU, of the KV cache.",
         parse=parse_count,
         metavar="TOKENS",
     )
     device: str | None = flag(
         None,
-        "cpu or cuda. Left out: cuda where torch can use one, cpu elsewhere.",
+        "cpu or cuda. Left out: cuda if torch can use one, else cpu.",
         choices=("cpu", "cuda"),
         unsupported=dict.fromkeys(("xpu", "hpu", "npu", "musa", "mps"), "other accelerators"),
     )
@@ -85,9 +85,7 @@ class ModelArgs:
         metavar="FILE",
     )
     revision: str | None = flag(None, "Branch, tag or commit of a hub model.", metavar="REV")
-    download_dir: str | None = flag(
-        None, "Folder that hub models are downloaded to. Left out: the hub's cache.", metavar="DIR"
-    )
+    download_dir: str | None = flag(None, "Download folder of hub models. Left out: the hub's cache.", metavar="DIR")
     json_model_override_args: str = flag(
         "{}",
         "JSON object that replaces values of config.json, for instance '{\"max_position_embeddings\": 8192}'.",

@@ -1,4 +1,4 @@
-"""Which request runs next, and how much of it."""
+"""Flags of the scheduler."""
 
 from __future__ import annotations
 
@@ -23,29 +23,27 @@ class SchedulingArgs:
     )
     schedule_conservativeness: float = flag(
         1.0,
-        "Above 1 admits fewer requests at a time (fewer are thrown back when KV runs out), below 1 more. Scales the "
-        "share of max_new_tokens that is reserved on admission (0.7 at first).",
+        "Above 1 admits fewer requests (fewer retractions when the KV cache is full), below 1 more. Scales the share "
+        "of max_new_tokens that is reserved on admission (0.7 at first).",
         metavar="FACTOR",
     )
-    enable_mixed_chunk: bool = flag(
-        False, "Let running requests take their next token in the same step as a prompt chunk."
-    )
+    enable_mixed_chunk: bool = flag(False, "Mix decodes of running requests with a prefill chunk in one step.")
     disable_overlap_schedule: bool = flag(
-        False, "Wait for each step before the next is scheduled. Slower; for debugging."
+        False, "Schedule a step only after the previous one has finished. Slower; for debugging."
     )
-    disable_radix_cache: bool = flag(False, "Keep no KV of finished requests: no prompt prefix is reused.")
+    disable_radix_cache: bool = flag(False, "Disable the radix cache (prefix cache): no prompt prefix is reused.")
     enable_priority_scheduling: bool = flag(
-        False, "Order by the requests' priority first; larger is more urgent. Works with fcfs and lof."
+        False, "Order the waiting queue by request priority first; larger is more urgent. Works with fcfs and lof."
     )
     schedule_low_priority_values_first: bool = flag(False, "With priority scheduling: smaller numbers are more urgent.")
     priority_scheduling_preemption_threshold: int = flag(
-        10, "A waiting request displaces a running one when its priority is better by more than this.", metavar="N"
+        10, "A waiting request preempts a running one if its priority is better by more than this.", metavar="N"
     )
     max_queued_requests: int | None = flag(
-        None, "Longest waiting queue; requests beyond it get status 503. Left out: no limit.", metavar="N"
+        None, "Max length of the waiting queue; further requests get status 503. Left out: no limit.", metavar="N"
     )
-    prefill_max_requests: int | None = flag(None, "Most prompts started in one step. Left out: no limit.", metavar="N")
+    prefill_max_requests: int | None = flag(None, "Max prompts started in one step. Left out: no limit.", metavar="N")
     stream_interval: int = flag(
-        1, "Tokens between two pieces of a streamed answer. Larger saves work on the host.", metavar="TOKENS",
+        1, "Tokens per chunk of a streamed answer. Larger values save host work.", metavar="TOKENS",
         parse=parse_count,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The HTTP front end."""
+"""Flags of the HTTP server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _tool_call_parsers() -> tuple[str, ...]:
 @dataclass(frozen=True)
 class ServerArgs:
     host: str = flag(
-        "127.0.0.1", "Address to listen on. 0.0.0.0 serves other machines too: then set --api-key.", metavar="ADDRESS"
+        "127.0.0.1", "Address to listen on. 0.0.0.0 also serves other machines: set --api-key then.", metavar="ADDRESS"
     )
     port: int = flag(30000, "Port to listen on; 0 takes a free one.", metavar="PORT")
     api_key: str | None = flag(
@@ -39,8 +39,8 @@ class ServerArgs:
     )
     reasoning_parser: str | None = flag(
         None,
-        "Splits the model's thinking from its answer into `reasoning_content`. Left out: it stays in the text; the "
-        "embedded model gets its own.",
+        "Parser that moves the model's reasoning into `reasoning_content`. Left out: reasoning stays in the text; the "
+        "embedded model gets its own parser.",
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
             ("auto", "minimax", "minimax-append-think", "gpt-oss", "step3", "deepseek-v4", "deepseek-v41", "mistral",
@@ -50,8 +50,8 @@ class ServerArgs:
     )  # fmt: skip
     tool_call_parser: str | None = flag(
         None,
-        "Turns the model's tool calls into `tool_calls`; the name says the format. Left out: they stay in the text; "
-        "the embedded model gets its own.",
+        "Parser that turns the model's tool calls into `tool_calls`, by format. Left out: tool calls stay in the text; "
+        "the demo model gets its own parser.",
         choices=_tool_call_parsers,
         unsupported=dict.fromkeys(
             ("auto", "deepseekv32", "deepseekv4", "deepseekv41", "qwen", "qwen25", "qwen3_coder", "llama3", "mistral",
@@ -62,13 +62,13 @@ class ServerArgs:
     )  # fmt: skip
     incremental_streaming_output: bool = flag(
         False,
-        "Stream on /generate only the new text of each piece instead of all text so far.",
+        "Stream on /generate only the new text of each chunk instead of all text so far.",
         old=("--stream-output",),
     )
     sampling_defaults: str = flag(
         "model",
-        "Where the OpenAI endpoints take sampling fields from that a request leaves out. model: generation_config.json "
-        "of the checkpoint; openai: OpenAI's own defaults.",
+        "Defaults of sampling fields on the OpenAI endpoints. model: generation_config.json of the checkpoint; openai: "
+        "OpenAI's own defaults.",
         choices=("model", "openai"),
     )
     preferred_sampling_params: str = flag(
@@ -79,22 +79,22 @@ class ServerArgs:
     )
     max_logprobs: int = flag(
         20,
-        "Most log-probabilities that a request may ask for at each token, best ones or by token id. -1: no limit.",
+        "Max log-probabilities per token that a request may ask for, top ones or by token id. -1: no limit.",
         metavar="COUNT",
     )
-    allow_auto_truncate: bool = flag(False, "Cut prompts that are too long instead of refusing them.")
+    allow_auto_truncate: bool = flag(False, "Truncate prompts that are too long instead of refusing them.")
     weight_version: str = flag(
         "default",
         "Name of the weights in the `meta_info` and `metadata` of answers and in /model_info.",
         metavar="NAME",
     )
     watchdog_timeout: float = flag(
-        300.0, "Seconds after which a step that does not end is reported and the engine is stopped.", metavar="SECONDS"
+        300.0, "Seconds after which a hanging step is reported and the engine is stopped.", metavar="SECONDS"
     )
-    timeout_keep_alive: int = flag(60, "Seconds that a connection stays open between two requests.", metavar="SECONDS")
+    timeout_keep_alive: int = flag(60, "Seconds that an idle connection stays open.", metavar="SECONDS")
     timeout_graceful_shutdown: int | None = flag(
         None,
-        "Seconds that running requests have to end after SIGTERM; then they are cancelled. Left out: they all end. A "
-        "second SIGTERM ends the wait too.",
+        "Seconds that running requests may still run after SIGTERM before they are cancelled. Left out: no limit. A "
+        "second SIGTERM cancels them at once.",
         metavar="SECONDS",
     )

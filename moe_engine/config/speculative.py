@@ -1,4 +1,4 @@
-"""Speculative decoding: a drafter guesses tokens, the model checks them all in one step and keeps what it agrees with.
+"""Flags of speculative decoding: a drafter proposes tokens, and the model verifies them in one step.
 
 `resolve_speculation` turns these flags into a `SpeculationConfig`.
 """
@@ -27,9 +27,9 @@ def parse_steps(text: str) -> str:
 class SpeculativeArgs:
     speculative_algorithm: str | None = flag(
         None,
-        "Guess tokens ahead and check them in one step: the same answers, fewer steps. NEXTN (or EAGLE): the "
-        "checkpoint's own multi-token-prediction layers; STANDALONE: a small model with the same vocabulary; NGRAM: "
-        "what followed the last words earlier in the text, without any model. Left out: one token a step.",
+        "Speculative decoding: draft tokens and verify them in one step; the same answers in fewer steps. NEXTN (or "
+        "EAGLE): drafts of the checkpoint's own multi-token-prediction (MTP) layers; STANDALONE: of a small model with "
+        "the same vocabulary; NGRAM: of earlier text that followed the same tokens, without a model. Left out: off.",
         aliases=("--speculative-algo",),
         choices=("NEXTN", "EAGLE", "STANDALONE", "NGRAM"),
         unsupported={"EAGLE3": EAGLE_HEADS, **dict.fromkeys(("DFLASH", "DSPARK", "UNO"), "other drafters")},
@@ -37,14 +37,14 @@ class SpeculativeArgs:
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "Folder or hub id of the drafter. STANDALONE needs one: a small model with the same tokens. NEXTN takes the "
-        "MTP layers of the model's own checkpoint: leave it out.",
+        "Folder or hub id of the draft model. STANDALONE needs one: a small model with the same vocabulary. NEXTN uses "
+        "the MTP layers of the model's own checkpoint: leave it out.",
         aliases=("--speculative-draft-model",),
         metavar="PATH",
     )
     speculative_num_steps: str | None = flag(
         None,
-        "Drafts in a row, the depth of the draft tree. auto: the engine chooses 0 to 6 for each step (0 to "
+        "Draft steps, the depth of the draft tree. auto: the engine chooses 0 to 6 for each step (0 to "
         "--speculative-num-draft-tokens minus 1 where that is given). Left out, with topk and draft tokens: 3, 1, 4 "
         "(NGRAM: 4, 1, 5).",
         parse=parse_steps,
@@ -52,30 +52,31 @@ class SpeculativeArgs:
     )
     speculative_eagle_topk: int | None = flag(
         None,
-        "Rival guesses kept at each depth. 1 drafts a chain; more draft a tree, which pays where drafts often fail and "
-        "few requests run.",
+        "Branches kept at each depth of the draft tree. 1 drafts a chain; a tree pays off where drafts are often "
+        "rejected and few requests run.",
         metavar="K",
     )
     speculative_num_draft_tokens: int | None = flag(
         None,
-        "Tokens checked in one step for each request, the last known one included; with topk 1 always the steps + 1. "
+        "Tokens verified per request in one step, the last accepted token included; with topk 1 always the steps + 1. "
         "At most 64.",
         metavar="N",
     )
     speculative_accept_threshold_single: float = flag(
         1.0,
-        "Keep a draft to which the model gives at least this probability. Below 1, answers are no longer exactly the "
-        "model's own.",
+        "Accept a draft to which the model gives at least this probability. Below 1, answers may differ from those "
+        "without speculation.",
         metavar="P",
     )
     speculative_accept_threshold_acc: float = flag(
         1.0,
-        "Keep a draft of probability p with min(1, p / this). Below 1, answers are no longer exactly the model's own.",
+        "Accept a draft of probability p with probability min(1, p / this). Below 1, answers may differ from those "
+        "without speculation.",
         metavar="P",
     )
     speculative_ngram_min_match_window_size: int = flag(
-        1, "NGRAM: fewest last tokens that must stand earlier in the text.", metavar="TOKENS"
+        1, "NGRAM: fewest last tokens that must match earlier text.", metavar="TOKENS"
     )
     speculative_ngram_max_match_window_size: int = flag(
-        12, "NGRAM: most last tokens that are looked for; the longest match wins.", metavar="TOKENS"
+        12, "NGRAM: most last tokens that are matched; the longest match is used.", metavar="TOKENS"
     )

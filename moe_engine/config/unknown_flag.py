@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from moe_engine.config.dropped import DROPPED, FOREIGN
-from moe_engine.config.unsupported_flags import LATER
+from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.config.values import nearest
 
 
@@ -16,10 +16,10 @@ def keyword_of(option: str) -> str:
 
 
 def unknown_flag(word: str, known: Iterable[str]) -> str:
-    """What is wrong with `word`, in words; with the nearest flag where that one is accepted.
+    """The error text for `word`; names the nearest flag if that one is accepted.
 
     Args:
-        known: every spelling that the parser knows, refused ones included, written as `word` is.
+        known: every spelling that the parser knows, refused ones included, in the same form as `word`.
     """
     keyword = keyword_of(word)
     if keyword in FOREIGN:
@@ -40,5 +40,5 @@ def accepted_matches(message: str) -> str:
 
 @lru_cache
 def _refused() -> frozenset[str]:
-    rows = (*LATER.values(), *DROPPED.values())
+    rows = (*UNSUPPORTED_FLAGS.values(), *DROPPED.values())
     return frozenset(keyword_of(spelling) for row in rows for spelling in (row.option, *row.spellings))

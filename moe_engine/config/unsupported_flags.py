@@ -1,7 +1,7 @@
-"""Flags of SGLang that this engine does not have yet: each is refused with the part that will bring it.
+"""Flags of SGLang that are not supported yet: the error names the missing feature.
 
-A flag that is given the value it has when left out (``--pp-size 1``) asks for nothing and is accepted. When a part
-arrives, its rows move from here into a field of a part config.
+A flag with its default value (``--pp-size 1``) requests nothing and is accepted. When a feature is added, its rows move
+from here into fields of a config dataclass.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 from moe_engine.config.absent_flag import SWITCH, UnsupportedFlag
 
 
-def _rows(part: str, *flags: tuple[Any, ...]) -> list[UnsupportedFlag]:
-    return [UnsupportedFlag(flag[0], flag[1], part, *flag[2:]) for flag in flags]
+def _rows(feature: str, *flags: tuple[Any, ...]) -> list[UnsupportedFlag]:
+    return [UnsupportedFlag(flag[0], flag[1], feature, *flag[2:]) for flag in flags]
 
 
-def _switches(part: str, *names: str) -> list[UnsupportedFlag]:
-    return [UnsupportedFlag(name, SWITCH, part) for name in names]
+def _switches(feature: str, *names: str) -> list[UnsupportedFlag]:
+    return [UnsupportedFlag(name, SWITCH, feature) for name in names]
 
 
-MANY_RANKS = "more forms of parallelism"
-PROMPT_GRAPHS = "CUDA graphs of prompts"
+MANY_RANKS = "further forms and settings of parallelism"
+PROMPT_GRAPHS = "CUDA graphs of prefill"
 
 _PARALLEL = [
     *_rows(
@@ -44,7 +44,7 @@ _PARALLEL = [
 _SPECULATION = [
     *_rows("EAGLE draft heads", ("speculative_token_map", None)),
     *_rows(
-        "kernels of their own for drafting",
+        "separate backends and formats for the draft model",
         ("speculative_attention_mode", "prefill"),
         ("speculative_draft_attention_backend", None),
         ("speculative_moe_runner_backend", None),
@@ -54,7 +54,7 @@ _SPECULATION = [
         ("speculative_draft_model_revision", None),
     ),
     *_rows(
-        "trees of n-grams",
+        "n-gram draft trees",
         ("speculative_ngram_min_bfs_breadth", 1),
         ("speculative_ngram_max_bfs_breadth", 10, (), (1,)),
         ("speculative_ngram_match_type", "BFS"),
@@ -76,7 +76,7 @@ _MEMORY = [
         ("hicache_storage_backend_extra_config", None),
     ),
     UnsupportedFlag("enable_hierarchical_cache", SWITCH, "the hierarchical KV cache", ("--enable-hicache",)),
-    *_rows("weights kept in RAM", ("cpu_offload_gb", 0)),
+    *_rows("weights offloaded to RAM", ("cpu_offload_gb", 0)),
     *_rows("FP8 scales from a file", ("quantization_param_path", None)),
     *_rows(
         "other eviction and retraction policies",
@@ -84,19 +84,19 @@ _MEMORY = [
         ("retraction_policy", None, (), ("default",)),
     ),
     *_switches("releasing memory at run time", "enable_memory_saver"),
-    *_switches("weights that are removed after the start", "delete_ckpt_after_loading"),
+    *_switches("deleting the checkpoint after loading", "delete_ckpt_after_loading"),
 ]
 
 _SPLIT = [
     *_rows(
-        "prefill and decode on separate engines",
+        "prefill-decode disaggregation",
         ("disaggregation_mode", "null"),
         ("disaggregation_bootstrap_port", 8998),
         ("disaggregation_transfer_backend", "mooncake"),
         ("disaggregation_ib_device", None),
         ("num_reserved_decode_tokens", 512),
     ),
-    *_switches("prefill and decode on separate engines", "disaggregation_decode_enable_offload_kvcache"),
+    *_switches("prefill-decode disaggregation", "disaggregation_decode_enable_offload_kvcache"),
 ]
 
 _TEXT = [
@@ -124,8 +124,8 @@ _TEXT = [
     *_rows("several tokenizer processes", ("tokenizer_worker_num", 1), ("detokenizer_worker_num", 1)),
     *_rows("the files API", ("file_storage_path", None, (), ("sglang_storage",))),
     *_rows("a watchdog that only warns", ("soft_watchdog_timeout", None)),
-    *_switches("an engine that sleeps when idle", "sleep_on_idle"),
-    *_switches("traces", "enable_trace"),
+    *_switches("sleeping when idle", "sleep_on_idle"),
+    *_switches("tracing", "enable_trace"),
 ]  # fmt: skip
 
 _KERNELS = [
@@ -138,17 +138,17 @@ _KERNELS = [
     ),
     *_switches(PROMPT_GRAPHS, "enable_piecewise_cuda_graph"),
     *_switches("profiling", "enable_profile_cuda_graph"),
-    *_rows("settings of single Triton kernels", ("triton_attention_num_kv_splits", 8)),
-    *_switches("settings of single Triton kernels", "triton_attention_reduce_in_fp32"),
+    *_rows("settings of individual Triton kernels", ("triton_attention_num_kv_splits", 8)),
+    *_switches("settings of individual Triton kernels", "triton_attention_reduce_in_fp32"),
     *_rows(
-        "separate kernels for prompts and for decodes",
+        "separate attention backends for prefill and decode",
         ("prefill_attention_backend", None),
         ("decode_attention_backend", None),
     ),
-    *_rows("separate kernels for FP8 products", ("fp8_gemm_runner_backend", "auto", ("--fp8-gemm-backend",))),
+    *_rows("separate FP8 GEMM backends", ("fp8_gemm_runner_backend", "auto", ("--fp8-gemm-backend",))),
     *_switches("shared experts fused into the routed ones", "enforce_shared_experts_fusion"),
     *_switches(
-        "a choice of the form of prompt attention", "flashinfer_mla_disable_ragged", "disable_chunked_prefix_cache"
+        "a choice of the form of prefill attention", "flashinfer_mla_disable_ragged", "disable_chunked_prefix_cache"
     ),
 ]
 
@@ -203,7 +203,7 @@ _MORE = [
         "enable_layerwise_nvtx_marker",
     ),
     *_rows(
-        "more of the HTTP server",
+        "further settings of the HTTP server",
         ("fastapi_root_path", None, (), ("",)),
         ("ssl_keyfile", None),
         ("ssl_certfile", None),
@@ -214,6 +214,6 @@ _MORE = [
     *_rows("process placement", ("numa_node", None), ("scheduler_recv_interval", 1)),
 ]
 
-LATER: dict[str, UnsupportedFlag] = {
+UNSUPPORTED_FLAGS: dict[str, UnsupportedFlag] = {
     row.name: row for group in (_PARALLEL, _SPECULATION, _MEMORY, _SPLIT, _TEXT, _KERNELS, _MORE) for row in group
 }

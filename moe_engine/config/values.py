@@ -1,4 +1,4 @@
-"""From the text of a flag, or the value of a keyword, to the value of its field; every refusal names the flag."""
+"""Parses and checks the value of a flag, from text or from a keyword; every error names the flag."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def parse_json_object(text: str) -> str:
     return text
 
 
-def refuse_unsupported(given: str, part: str, instead: str) -> NotAvailableYet:
-    """The one wording for what a later part brings."""
-    return NotAvailableYet(f"{given}: not available yet in moe-engine (comes with {part}); {instead}")
+def refuse_unsupported(given: str, feature: str, instead: str) -> NotAvailableYet:
+    """The error for a flag or value that is not supported yet; `feature` is the missing one."""
+    return NotAvailableYet(f"{given}: not supported yet: {feature}; {instead}")
 
 
 def nearest(word: str, known: Sequence[str], cutoff: float = 0.75) -> str | None:
-    """The known word that is most like `word`, where one is like it enough."""
+    """The known word that is most similar to `word`, or None below the cutoff."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return close[0] if close else None
 
@@ -66,7 +66,7 @@ def to_field_value(info: FieldInfo, value: Any) -> Any:
         if info.optional:
             return None
         if info.default == "auto":
-            return info.default  # SGLang's name for it in a dump of flags
+            return info.default  # a dump of SGLang's flags has None for auto
         raise ConfigError(f"{info.option}: needs a value")
     converted = _convert(info, value)
     return _choose(info.option, info.flag, converted, info.default) if isinstance(converted, str) else converted

@@ -1,1 +1,1 @@
-"""One scheduler's process: the loop, its messages to the front end, the step agreement between DP ranks."""
+"""Engine core, one per scheduler: its loop, its messages to the front end, DP attention step sync."""

@@ -1,9 +1,9 @@
-"""How the schedulers of several attention groups agree on each step: one small message from each to all, once a step.
+"""DP attention step sync (idle batch): the schedulers of all attention groups exchange one small message per step.
 
-A step begins when any scheduler has something to run. It tells the others what (`StepFacts`), which wakes those that
-rest; they answer with what they have, perhaps nothing. When all have spoken, every group runs its part of the step with
-the same list of facts, so sizes, phases and the number of forwards are equal on all ranks by construction. Steps are
-numbered, and a message of a later step waits until its turn.
+A step begins when any scheduler has work. It sends its facts (`StepFacts`) to the others, which wakes idle ones; these
+reply with their own facts, with an idle batch if they have no work. Once all facts have arrived, every group runs its
+part of the step with the same list of facts: sizes, phases and the number of forwards are equal on all ranks by
+construction. Steps are numbered; a message of a later step is kept until that step.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moe_engine.types import StepFacts, StepPlan
 
 POLL_MS = 50
 MAX_EARLY = 2
-"""Steps beyond the last complete one that a peer can be at: it waits there for this group's part of the first."""
-GONE = StepFacts(leaving=True)
-"""What a lost group brings."""
+"""Max distance of a peer from the last complete step: it cannot pass a step before this group has sent its facts."""
+LOST = StepFacts(leaving=True)
+"""Facts of a lost group."""
 
 
 class StepFactsMessage(msgspec.Struct, array_like=True):
-    """What group `group` brings to step `number` of a generation: steps count anew when groups were lost."""
+    """Facts of group `group` for step `number`. A loss of groups starts a new generation with step numbers from 1."""
 
     number: int
     group: int
@@ -35,11 +35,11 @@ class StepFactsMessage(msgspec.Struct, array_like=True):
 
 
 class StepExchange:
-    """Messages between schedulers: every one sends to every other, directly.
+    """All-to-all messages between schedulers.
 
     Args:
-        address: to bind, ``ipc://PATH`` or ``tcp://IP:*``; `address` afterwards is the one to connect to.
-        keys: of sockets between nodes.
+        address: bind address, ``ipc://PATH`` or ``tcp://IP:*``; the attribute `address` is the one to connect to.
+        keys: CURVE keys of sockets between nodes.
     """
 
     def __init__(self, group: int, num_groups: int, address: str, keys: JobKeys | None = None) -> None:
@@ -53,11 +53,11 @@ class StepExchange:
         self._peers: dict[int, zmq.Socket[bytes]] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._reader = FrameReader(f"steps of group {group}", msgspec.msgpack.Decoder(StepFactsMessage).decode)
-        self._complete = 0  # the last step of this generation that is agreed on
-        self._told: dict[tuple[int, int], dict[int, StepFacts]] = {}  # by generation and step, by group
+        self._complete = 0  # last complete step of this generation
+        self._facts: dict[tuple[int, int], dict[int, StepFacts]] = {}  # (generation, step) -> group -> facts
 
     def connect(self, addresses: list[str]) -> None:
-        """To all schedulers, by group."""
+        """Connects to all other schedulers; `addresses` by group."""
         for group, address in enumerate(addresses):
             if group == self.group:
                 continue
@@ -68,41 +68,42 @@ class StepExchange:
             self._peers[group] = peer
 
     def regroup(self, generation: int, alive: Sequence[bool]) -> None:
-        """Goes on with the groups alive. What was told before is forgotten; what others have told already is not."""
+        """Continues with the groups alive. Drops facts of earlier generations; keeps facts that already arrived for
+        this one."""
         self._generation, self._alive, self._complete = generation, list(alive), 0
-        self._told = {key: told for key, told in self._told.items() if key[0] >= generation}
+        self._facts = {key: facts for key, facts in self._facts.items() if key[0] >= generation}
         for group in [group for group in self._peers if not alive[group]]:
             self._peers.pop(group).close(0)
 
     def send(self, number: int, facts: StepFacts) -> None:
-        self._told.setdefault((self._generation, number), {})[self.group] = facts
+        self._facts.setdefault((self._generation, number), {})[self.group] = facts
         message = self._encode(StepFactsMessage(number, self.group, facts, self._generation))
         for peer in self._peers.values():
             peer.send(message)
 
     def begun(self, number: int) -> bool:
-        """Whether another scheduler has told its part of this step."""
+        """Whether facts of another scheduler for this step have arrived."""
         self._receive(0)
-        return bool(self._told.get((self._generation, number)))
+        return bool(self._facts.get((self._generation, number)))
 
     def gather(self, number: int, check: Callable[[], None]) -> tuple[StepFacts, ...]:
-        """All parts of a step, by group; waits for them. A lost group brings nothing.
+        """Waits for the facts of all groups; returns them by group, `LOST` for a lost one.
 
         Args:
-            check: called from time to time; raises when a rank is lost.
+            check: polled while waiting; raises if a rank is lost.
         """
         key = (self._generation, number)
-        told = self._told.setdefault(key, {})
-        while len(told) < sum(self._alive):
+        facts = self._facts.setdefault(key, {})
+        while len(facts) < sum(self._alive):
             if not self._receive(POLL_MS):
                 check()
-        del self._told[key]
+        del self._facts[key]
         self._complete = number
-        return tuple(told.get(group, GONE) for group in range(self.num_groups))
+        return tuple(facts.get(group, LOST) for group in range(self.num_groups))
 
     @property
     def num_dropped(self) -> int:
-        """Messages that were no other group's part of a step that is due."""
+        """Messages dropped because they were not another group's facts for a due step."""
         return self._reader.num_dropped
 
     def close(self) -> None:
@@ -112,32 +113,34 @@ class StepExchange:
     def _receive(self, timeout_ms: int) -> bool:
         if not self.socket.poll(timeout_ms):
             return False
-        for told in self._reader.drain(self.socket):
-            if told.generation < self._generation:
+        for message in self._reader.drain(self.socket):
+            if message.generation < self._generation:
                 continue  # from before a loss
-            facts = self._told.setdefault((told.generation, told.number), {}) if self._is_due(told) else None
-            if facts is None or told.group in facts:
+            facts = self._facts.setdefault((message.generation, message.number), {}) if self._is_due(message) else None
+            if facts is None or message.group in facts:
                 self._reader.drop(
-                    f"group {told.group}'s part of step {told.number}, generation {told.generation}, after step "
-                    f"{self._complete} of generation {self._generation}"
+                    f"group {message.group}'s part of step {message.number}, generation {message.generation}, after "
+                    f"step {self._complete} of generation {self._generation}"
                 )
             else:
-                facts[told.group] = told.facts
+                facts[message.group] = message.facts
         return True
 
-    def _is_due(self, told: StepFactsMessage) -> bool:
-        """Whether another group can be at this step. Each generation begins with the loss of a group."""
-        if not 0 <= told.group < self.num_groups or told.group == self.group or not self._alive[told.group]:
+    def _is_due(self, message: StepFactsMessage) -> bool:
+        """Whether another group can be at this step. Each new generation means the loss of at least one group."""
+        group = message.group
+        if not 0 <= group < self.num_groups or group == self.group or not self._alive[group]:
             return False
-        complete = self._complete if told.generation == self._generation else 0
-        return told.generation < self.num_groups and complete < told.number <= complete + MAX_EARLY
+        complete = self._complete if message.generation == self._generation else 0
+        return message.generation < self.num_groups and complete < message.number <= complete + MAX_EARLY
 
 
 class PrefillTurns:
-    """Which steps may hold prompts: all groups wait for the one that prefills, so prompts are gathered for a few steps.
+    """Decides which steps may contain prefills. A prefill of one group delays all groups, so prompts are held back for
+    a few steps to coincide.
 
-    Decided from what everybody has told, hence alike for all. Prompts go ahead when nobody decodes, when half of the
-    groups have some, or when they were held back for `patience` steps.
+    Deterministic in the exchanged facts, hence equal on all schedulers. Prefills may run if no group decodes, if at
+    least half of the groups have waiting prompts, or after they were held back for `patience` steps.
     """
 
     def __init__(self, patience: int = 4) -> None:
@@ -145,17 +148,17 @@ class PrefillTurns:
         self._held = 0
         self.open = True
 
-    def after(self, everybody: tuple[StepFacts, ...]) -> None:
-        """Settles the step that follows one with these facts."""
-        waiting = sum(bool(facts.num_waiting) for facts in everybody)
-        prefilled = any(facts.prefills for facts in everybody)
+    def after(self, groups: tuple[StepFacts, ...]) -> None:
+        """Decides for the step after one with these facts."""
+        waiting = sum(bool(facts.num_waiting) for facts in groups)
+        prefilled = any(facts.prefills for facts in groups)
         self._held = 0 if prefilled or not waiting else self._held + 1
-        nobody_decodes = not any(facts.num_running for facts in everybody)
-        self.open = nobody_decodes or 2 * waiting >= len(everybody) or self._held >= self._patience
+        none_decodes = not any(facts.num_running for facts in groups)
+        self.open = none_decodes or 2 * waiting >= len(groups) or self._held >= self._patience
 
 
 class DPSync:
-    """One scheduler's part in the common steps. `last` holds everybody's facts of the step agreed on last."""
+    """One scheduler's side of the step sync. `last` holds all groups' facts of the last step."""
 
     def __init__(self, exchange: StepExchange, check: Callable[[], None]) -> None:
         self._exchange = exchange
@@ -165,27 +168,28 @@ class DPSync:
         self.last: tuple[StepFacts, ...] = ()
         self.generation = 0
         self.alive = [True] * exchange.num_groups
-        """Of all groups, those that were not lost."""
+        """By group: not lost."""
 
     def regroup(self, generation: int, alive: Sequence[bool]) -> None:
-        """From now on steps are agreed on with the groups alive; they all begin at the first again."""
+        """Continues with the groups alive; step numbers restart at 1."""
         self._exchange.regroup(generation, alive)
         self._number, self._turns, self.last = 0, PrefillTurns(), ()
         self.generation, self.alive = generation, list(alive)
 
     def may_prefill(self) -> bool:
-        """Whether the next step may hold prompts; the same for every scheduler."""
+        """Whether the next step may contain prefills; equal on all schedulers."""
         return self._turns.open
 
     def is_due(self) -> bool:
-        """Whether another scheduler waits for this one."""
+        """Whether another scheduler has begun the next step and waits for this one."""
         return self._exchange.begun(self._number + 1)
 
     def sync_step(self, plan: StepPlan, facts: StepFacts) -> StepPlan:
-        """The plan, which may be empty, with everybody's facts. Waits for the other schedulers.
+        """Exchanges facts with the other schedulers and waits for theirs; returns the plan (may be empty) with
+        `dp_facts`.
 
         Raises:
-            EngineDeadError: a rank is lost meanwhile.
+            EngineDeadError: a rank was lost while waiting.
         """
         self._number += 1
         self._exchange.send(self._number, facts)
@@ -194,5 +198,5 @@ class DPSync:
         return replace(plan, dp_facts=self.last)
 
     def all_leave(self) -> bool:
-        """Whether nobody had anything left in the last step, and never will have."""
+        """Whether all groups were idle and shutting down in the last step."""
         return bool(self.last) and all(facts.leaving for facts in self.last)

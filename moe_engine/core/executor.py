@@ -1,4 +1,4 @@
-"""What a core needs of the ranks behind it: plans in, results out, and the errors that name a lost rank."""
+"""Executor interface: how a core runs plans on its ranks, and the errors that name a lost rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_engine.types import StepPlan, StepResult
 
 
 class StepWorker(Protocol):
-    """The part of `worker.Worker` the loop uses."""
+    """The part of `worker.Worker` that the loop uses."""
 
     def execute(self, plan: StepPlan) -> Future[StepResult]: ...
 
@@ -20,11 +20,11 @@ class StepWorker(Protocol):
 
 
 class RankLost(EngineDeadError):
-    """A rank of the group died, hangs or failed; names it and where it was. The group cannot go on."""
+    """A rank of the group died, hangs or failed; names the rank and its position. The group cannot continue."""
 
 
 class Survivors(msgspec.Struct, frozen=True):
-    """Who of a world is left. `losses` says who went and how, time after time."""
+    """The surviving ranks of a world. `losses`: one sentence per loss, naming ranks and causes, in order."""
 
     alive: tuple[bool, ...] = ()
     losses: tuple[str, ...] = ()
@@ -35,4 +35,4 @@ class Survivors(msgspec.Struct, frozen=True):
 
 
 class RanksChanged(MoeEngineError):
-    """Ranks were lost, and the others go on without them: what is under way must begin anew."""
+    """Ranks were lost and the others continue: steps in flight must be restarted."""

@@ -1,14 +1,14 @@
-"""Control calls about experts, as an engine core answers them: it asks all of its ranks. One core writes dumps for all.
+"""Expert-recording control calls of an engine core, forwarded to all of its ranks. One core writes the dump of all.
 
-    call                 answer
+    call                 reply
     expert_start         {} when every rank records, or an error
     expert_stop          {}
-    expert_take          {"parts": [...]}: what was recorded, which is forgotten here; {"parts": [], "lost": sentence}
-                         where a rank was lost meanwhile, and with it what others had answered
-    expert_write         {"paths": [...]}: the files that hold the argument `parts`, of all cores
-    expert_snapshot      {"view": {...}}: the live view, summed over the ranks; None where nothing can be recorded
+    expert_take          {"parts": [...]}: the recorded counts, which the core drops; {"parts": [], "lost": sentence}
+                         if a rank was lost meanwhile, and with it the replies of other ranks
+    expert_write         {"paths": [...]}: files written from the argument `parts` (of all cores)
+    expert_snapshot      {"view": {...}}: the live view, summed over the ranks; None if recording is off
 
-An answer may be {"error": sentence} instead, with "off" where nothing can be recorded.
+A reply may be {"error": sentence} instead, with "off" if recording is off.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ NOT_RECORDED = (
 
 
 class Ranks(Protocol):
-    """The part of a worker that reaches all ranks of a core."""
+    """The part of a worker that calls all ranks of a core."""
 
     def call_all(self, method: str) -> Future[list[Any]]:
-        """Calls one of `worker.CALLS` on every rank, between two of its steps; answers in the order of the ranks."""
+        """Calls one of `worker.CALLS` on every rank, between two of its steps; replies by rank."""
 
 
 NO_ARGUMENTS: Mapping[str, Any] = {}
@@ -39,27 +39,27 @@ OFF = {"error": NOT_RECORDED, "off": True}
 
 
 class ExpertCalls:
-    """Begins calls; a call's future holds its answer. Waiting and writing happen on a thread beside the core's loop.
+    """Begins calls; a call's future holds its reply. Waiting and writing happen on a separate thread.
 
     Args:
-        ranks: asked on the thread that calls `begin`.
-        directory: of dumps.
+        ranks: called on the thread that calls `begin`.
+        directory: output directory of dumps.
     """
 
     def __init__(self, ranks: Ranks, directory: Path) -> None:
         self._ranks = ranks
         self._directory = directory
         self._thread = ThreadPoolExecutor(1, "expert-calls")
-        # method -> what the ranks are asked, and what becomes of their answers
+        # method -> the ranks' method, and the conversion of their replies
         self._known: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]]]] = {
-            "expert_start": ("start_experts", self._told),
-            "expert_stop": ("stop_experts", self._told),
+            "expert_start": ("start_experts", self._acknowledged),
+            "expert_stop": ("stop_experts", self._acknowledged),
             "expert_take": ("dump_experts", self._taken),
             "expert_snapshot": ("view_experts", self._viewed),
         }
 
     def begin(self, method: str, args: Mapping[str, Any] = NO_ARGUMENTS) -> Future[dict[str, Any]] | None:
-        """None if the call is not about experts."""
+        """None if `method` is not an expert call."""
         if method == "expert_write":
             written: Future[list[Any]] = Future()
             written.set_result(args["parts"])
@@ -70,7 +70,7 @@ class ExpertCalls:
         failed: dict[str, Any] = {"parts": []} if method == "expert_take" else {}
         return self._thread.submit(_finish, self._ranks.call_all(ask), finish, failed)
 
-    def _told(self, able: list[bool]) -> dict[str, Any]:
+    def _acknowledged(self, able: list[bool]) -> dict[str, Any]:
         return {} if all(able) else OFF
 
     def _taken(self, of_ranks: list[Any]) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class ExpertCalls:
 def _finish(
     asked: Future[list[Any]], finish: Callable[[list[Any]], dict[str, Any]], failed: Mapping[str, Any] = NO_ARGUMENTS
 ) -> dict[str, Any]:
-    """Args: failed: what a failure answers all the same; the reason is then called a loss, as no new try mends it."""
+    """Args: failed: reply fields in case of a failure; the reason is then "lost", not "error": a retry cannot help."""
     try:
         return finish(asked.result())
     except MoeEngineError as error:

@@ -1,7 +1,7 @@
-"""The loop of one rank: inbox -> scheduler -> worker -> events. One step in flight unless told otherwise.
+"""Engine core loop (overlap schedule): messages -> scheduler -> worker -> events. One step in flight by default.
 
-While step N runs on the worker's thread, this thread plans step N+1 (tokens that N will sample stay on the device),
-then takes N's result, appends its tokens and sends one message. The core never sees a tensor.
+While step N runs on the worker's thread, this thread plans step N+1 (tokens sampled by N stay on the device), then
+takes N's result, appends its tokens and sends one message. The core never handles tensors.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ if TYPE_CHECKING:
     from moe_engine.worker.eplb.expert_recovery import Recovered
 
 Regroup = Callable[[Callable[[], None]], "tuple[Survivors, Recovered]"]
-"""After `RanksChanged`: goes on with the ranks that are left. What it is given it calls from time to time."""
+"""After `RanksChanged`: regroups the surviving ranks. Polls its argument while waiting."""
 
 logger = logging.getLogger("moe_engine")
 
 IDLE_POLL_SECONDS = 0.2
-"""How often an idle core shows on the board that it is alive."""
+"""Interval of an idle core's liveness updates in the shared status."""
 CALL_POLL_SECONDS = 0.005
-"""How often an idle core looks whether its ranks have answered a call."""
-BOARD_INTERVAL_SECONDS = 0.05
+"""Poll interval of an idle core for its ranks' replies to a call."""
+STATUS_INTERVAL_SECONDS = 0.05
 SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
 
 
-class Port(Protocol):
+class CoreTransport(Protocol):
     """Messages to and from the front end."""
 
     def receive(self, timeout: float) -> list[messages.Message]:
-        """Everything that has arrived; waits up to `timeout` seconds for a first message."""
+        """All queued messages; waits up to `timeout` seconds for the first one."""
 
     def send(self, message: messages.Message) -> None: ...
 
 
 class EngineCore:
-    """Drives a scheduler and a worker until told to shut down."""
+    """Drives a scheduler and a worker until shutdown."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         worker: StepWorker,
-        port: Port,
-        board: SharedStatus,
+        transport: CoreTransport,
+        status: SharedStatus,
         reporter: StepReporter,
         *,
         eos_token_ids: frozenset[int],
@@ -84,19 +84,19 @@ class EngineCore:
     ) -> None:
         """
         Args:
-            check: called every turn; raises `EngineDeadError` when a rank behind the worker is lost, `RanksChanged`
-                when the others go on without it.
-            first_half: tokens of a plan's first half, where steps are cut in two.
-            problem_of: why a plan must not run; it then fails before any rank has begun it.
-            dp_sync: with the schedulers of the other attention groups, where there are any.
-            experts: answers control calls about them.
+            check: called every iteration; raises `EngineDeadError` if a rank behind the worker is lost, `RanksChanged`
+                if the other ranks continue without it.
+            first_half: tokens of a plan's first half for two-batch overlap; 0: not split.
+            problem_of: why a plan must not run, or None; such a plan fails before any rank has begun it.
+            dp_sync: step sync with the schedulers of the other attention groups; None with a single group.
+            experts: handles expert-recording calls.
             group: attention group that this core serves.
-            regroup: where ranks may be lost.
+            regroup: set if the engine survives lost ranks.
         """
         self._scheduler = scheduler
         self._worker = worker
-        self._port = port
-        self._board = board
+        self._transport = transport
+        self._status = status
         self._reporter = reporter
         self._eos = eos_token_ids
         self._overlap = overlap
@@ -107,17 +107,17 @@ class EngineCore:
         self._problem_of = problem_of
         self._experts = experts
         self._group, self._regroup_ranks = group, regroup
-        self._calls: list[tuple[int, Future[Any]]] = []  # begun, not answered yet
+        self._calls: list[tuple[int, Future[Any]]] = []  # begun, without a reply yet
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
         self._stopping: messages.Shutdown | None = None
         self._ended = False
         self._last_turn = time.monotonic()
         self._busy = False
         self._step_number = 0
-        self._board_written = 0.0
+        self._status_written = 0.0
 
     def run(self) -> None:
-        """Serves until a `Shutdown`. Raises what makes it impossible to go on; the front end tells all requests."""
+        """Serves until a `Shutdown`. Raises unrecoverable errors; the front end then fails all requests."""
         while not self._ended:
             try:
                 self._loop()
@@ -125,15 +125,14 @@ class EngineCore:
                 self._regroup()
 
     def _regroup(self) -> None:
-        """Ranks were lost: what ran here waits again, and goes on as soon as those that are left have found each
-        other."""
+        """Ranks were lost: running requests return to the queue and resume once the survivors have regrouped."""
         dp_sync, since = self._dp_sync, self._last_turn
         assert dp_sync is not None and self._regroup_ranks is not None
         known = dp_sync.generation
         self._in_flight = None
         self._publish(self._scheduler.start_over())
         self._reporter.restart()
-        survivors, recovered = self._regroup_ranks(lambda: self._board.write(last_turn=time.monotonic()))
+        survivors, recovered = self._regroup_ranks(lambda: self._status.write(last_turn=time.monotonic()))
         dp_sync.regroup(survivors.generation, survivors.alive)
         if self._group != survivors.alive.index(True):
             return
@@ -158,16 +157,16 @@ class EngineCore:
                 return
             self._note_busy(not idle)
             self._last_turn = time.monotonic()
-            self._board.write(last_turn=self._last_turn)
-            rests = idle and not self._stopping
-            patience = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
-            for message in self._port.receive(patience if rests else 0.0):
+            self._status.write(last_turn=self._last_turn)
+            may_wait = idle and not self._stopping
+            timeout = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
+            for message in self._transport.receive(timeout if may_wait else 0.0):
                 self._handle(message)
             self._answer_calls()
             self._step()
 
     def _has_ended(self, idle: bool) -> bool:
-        """Told to stop, and nothing is left to do, for the other attention groups either."""
+        """Whether shutdown was requested and no work is left, in the other attention groups either."""
         if self._stopping is None:
             return False
         if self._dp_sync is None:
@@ -177,7 +176,7 @@ class EngineCore:
             return True
         return False
 
-    # -- one turn
+    # -- one iteration
 
     def _step(self) -> None:
         hold = self._dp_sync is not None and not self._dp_sync.may_prefill()
@@ -200,9 +199,9 @@ class EngineCore:
         self._collect(behind=launched)
 
     def _agree(self, dp_sync: DPSync, plan: StepPlan | None) -> StepPlan | None:
-        """The plan with everybody's facts; an empty one to join a step of others; None if nobody has anything."""
+        """The plan with all groups' facts; an idle batch to join a step of other groups; None if no group has work."""
         scheduler = self._scheduler
-        leaving = self._stopping is not None and not scheduler.book.live
+        leaving = self._stopping is not None and not scheduler.table.live
         if plan is None:
             waits_for_turn = scheduler.num_waiting and not dp_sync.may_prefill()
             if not leaving and not waits_for_turn and not dp_sync.is_due():
@@ -213,15 +212,15 @@ class EngineCore:
             plan,
             prompt_logprobs=about is not None and about.prompt_logprobs,
             first_half=self._first_half(plan),
-            num_running=len(scheduler.book.decodes),
+            num_running=len(scheduler.table.decodes),
             num_waiting=scheduler.num_waiting,
             leaving=leaving,
         )
         return dp_sync.sync_step(plan, facts)
 
     def _collect(self, behind: tuple[StepPlan, Future[StepResult]] | None = None) -> bool:
-        """Waits for the step in flight, if any, and sends what it brought; then `behind` is in flight. Without overlap
-        it is waited for, too. False if a step failed."""
+        """Waits for the step in flight, if any, and sends its output; then `behind` is in flight. Without overlap it
+        waits for `behind` too. False if a step failed."""
         if self._in_flight is not None:
             plan, future = self._in_flight
             self._in_flight = None
@@ -235,15 +234,15 @@ class EngineCore:
             self._publish(self._scheduler.update(result))
             self._reporter.finished(result, self._scheduler.speculator)
             self._step_number = plan.number
-            self._write_board(counts=time.monotonic() - self._board_written > BOARD_INTERVAL_SECONDS)
+            self._write_status(counts=time.monotonic() - self._status_written > STATUS_INTERVAL_SECONDS)
         self._in_flight = behind
         return behind is None or self._overlap or self._collect()
 
     def _step_failed(self, plan: StepPlan, error: Exception, behind: Future[StepResult] | None) -> None:
-        """A step raised: what it was to compute is tried again, each request alone (`Scheduler.step_failed`).
+        """A step raised: its requests are retried one at a time (`Scheduler.step_failed`).
 
         Args:
-            behind: a step that was built on it. What it brings is not used.
+            behind: the step planned behind it. Its result is discarded.
         """
         if behind is not None:
             try:
@@ -257,7 +256,7 @@ class EngineCore:
         reason = f"step {plan.number} failed: {type(error).__name__}: {error}"
         self._publish(self._scheduler.step_failed(plan.number, reason))
         if self._scheduler.is_broken:
-            message = "steps of different requests failed one after the other, and none worked between them"
+            message = "consecutive steps of different requests failed, without a successful step between them"
             raise RuntimeError(f"{message}; the last: {reason}") from error
 
     # -- messages
@@ -294,10 +293,10 @@ class EngineCore:
             begun = self._experts.begin(call.method, call.args) if self._experts is not None else None
         except (KeyError, TypeError) as error:
             wrong = f"{call.method}: wrong arguments {sorted(call.args)}: {error!r}"
-            self._port.send(messages.Reply(id=call.id, ok=False, value=wrong))
+            self._transport.send(messages.Reply(id=call.id, ok=False, value=wrong))
             return
         if begun is None:
-            self._port.send(self._answer(call))
+            self._transport.send(self._answer(call))
         else:
             self._calls.append((call.id, begun))
 
@@ -322,7 +321,7 @@ class EngineCore:
         )
 
     def _answer_calls(self) -> None:
-        """Sends the answers of the calls that have been waited for."""
+        """Sends the replies of finished calls."""
         waiting = []
         for call_id, future in self._calls:
             if not future.done():
@@ -330,7 +329,7 @@ class EngineCore:
                 continue
             error = future.exception()
             value = str(error) if error is not None else future.result()
-            self._port.send(messages.Reply(id=call_id, ok=error is None, value=value))
+            self._transport.send(messages.Reply(id=call_id, ok=error is None, value=value))
         self._calls = waiting
 
     def _answer(self, call: messages.Call) -> messages.Reply:
@@ -357,23 +356,23 @@ class EngineCore:
             self._send_deltas(_deltas(events))
 
     def _send_deltas(self, deltas: list[messages.RequestDelta]) -> None:
-        self._port.send(messages.StepOutput(deltas=deltas, group=self._group))
+        self._transport.send(messages.StepOutput(deltas=deltas, group=self._group))
 
     def _note_busy(self, busy: bool) -> None:
         if busy != self._busy:
             self._busy = busy
-            self._board.write(busy_since=time.monotonic() if busy else 0.0)
+            self._status.write(busy_since=time.monotonic() if busy else 0.0)
             if not busy:
                 self._reporter.idle()
-                self._write_board(counts=True)
+                self._write_status(counts=True)
 
-    def _write_board(self, *, counts: bool) -> None:
+    def _write_status(self, *, counts: bool) -> None:
         if not counts:
-            self._board.write(step=self._step_number, step_end=time.monotonic())
+            self._status.write(step=self._step_number, step_end=time.monotonic())
             return
         stats = self._scheduler.stats()
-        now = self._board_written = time.monotonic()
-        self._board.write(
+        now = self._status_written = time.monotonic()
+        self._status.write(
             step=self._step_number,
             step_end=now,
             num_running=stats.num_running,
@@ -389,7 +388,7 @@ class EngineCore:
 
 
 def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:
-    """One for each event. Most only bring a token: those take the short way, there are hundreds in a step."""
+    """One delta per event. Most events only carry a token: a fast path, because a step has hundreds of them."""
     plain = messages.RequestDelta
     return [
         plain(rid, tokens, None, None, None, cached, retractions)
@@ -415,6 +414,6 @@ def _delta(event: RequestEvent) -> messages.RequestDelta:
 
 
 def _queue_time(event: RequestEvent) -> float:
-    """Seconds from the queue to the first step; known with the last event."""
+    """Seconds from arrival in the queue to the first step; known at the last event."""
     timing = event.timing
     return timing.first_scheduled - timing.queued_at if timing and timing.first_scheduled is not None else 0.0

@@ -1,4 +1,4 @@
-"""An engine core's parts from the resolved configuration: for the core of a single rank and for those of many."""
+"""Builds an engine core (scheduler, loop, reporter) from the resolved configuration, for one rank or many."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_engine.config.parallel import ParallelArgs
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.expert_calls import ExpertCalls
-from moe_engine.core.loop import EngineCore, Port, Regroup
+from moe_engine.core.loop import CoreTransport, EngineCore, Regroup
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.planning.ledger import GRAPHS_ROW
@@ -34,8 +34,8 @@ def make_core(
     config: ResolvedConfig,
     driver: StepWorker,
     worker: Worker,
-    port: Port,
-    board: SharedStatus,
+    transport: CoreTransport,
+    status: SharedStatus,
     *,
     check: Callable[[], None] = lambda: None,
     dp_sync: DPSync | None = None,
@@ -44,7 +44,7 @@ def make_core(
 ) -> EngineCore:
     """
     Args:
-        driver: what runs the plans: the `worker` itself, or what leads its group.
+        driver: runs the plans: `worker` itself, or the `LeaderWorker` of its group.
     """
     logger.info(
         "%s",
@@ -67,8 +67,8 @@ def make_core(
     return EngineCore(
         Scheduler(scheduler_config(config)),
         driver,
-        port,
-        board,
+        transport,
+        status,
         StepReporter(config.logging.decode_log_interval),
         eos_token_ids=frozenset(config.model.eos_token_ids),
         overlap=not config.scheduling.disable_overlap_schedule,
@@ -117,7 +117,7 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
 
 
 def core_info(config: ResolvedConfig, worker: Worker) -> dict[str, Any]:
-    """The fields of `client_api.EngineInfo`, and what else is worth showing."""
+    """The fields of `client_api.EngineInfo`, plus facts of the worker."""
     return {
         "model_path": config.model_path,
         "served_model_name": config.served_model_name,

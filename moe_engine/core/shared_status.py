@@ -1,7 +1,7 @@
-"""What an engine core is doing, readable by other processes at any moment without asking it.
+"""Shared-memory status of an engine core, readable by other processes without a request to it.
 
-A small memory-mapped file of doubles: the core writes, the front end reads. Health answers come from here, so they stay
-truthful and instant however busy, stuck or dead the core is. Times are CLOCK_MONOTONIC, which processes share.
+A small memory-mapped file of doubles: the core writes, the front end reads. Health probes read only this, so they stay
+correct and immediate when the core is busy, stuck or dead. Times are CLOCK_MONOTONIC, which is shared by processes.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _SIZE = 8 * len(_FIELDS)
 
 @dataclass(frozen=True)
 class Status:
-    """A reading of the board. Ages in seconds.
+    """A snapshot of the shared status. Ages in seconds.
 
-    `step_age`: since the last step ended while there is work, else 0. `silence`: since the core's loop last turned,
-    which it does after every step and, with nothing to do, several times a second.
+    `step_age`: since the last step ended, 0 while idle. `silence`: since the last iteration of the core's loop, which
+    runs after every step and, when idle, several times a second.
     """
 
     ready: bool
@@ -58,7 +58,7 @@ class Status:
 
 
 class SharedStatus:
-    """One core's board. The writer creates the file, readers open it."""
+    """One core's status file. One side creates it, the other opens it."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
         self.path = path
@@ -72,17 +72,17 @@ class SharedStatus:
             os.close(fd)
 
     def write(self, **values: float) -> None:
-        """Sets the named fields; a double is written whole, fields are independent of each other."""
+        """Sets the named fields. Each double is written atomically; fields are independent."""
         for name, value in values.items():
             struct.pack_into("=d", self._map, _OFFSET[name], value)
 
     def pack(self) -> list[float]:
-        """All fields for a board on another machine, whose clock is another: times as ages, 0 for none."""
+        """All fields for a status file on another machine: times become ages, because clocks differ; 0 for none."""
         values, now = struct.unpack_from(f"={len(_FIELDS)}d", self._map, 0), time.monotonic()
         return [now - v if name in _TIMES and v else v for name, v in zip(_FIELDS, values)]
 
     def unpack(self, packed: list[float]) -> None:
-        """Shows what `pack` took elsewhere."""
+        """Writes fields packed by `pack` on another machine."""
         now = time.monotonic()
         self.write(**{name: now - v if name in _TIMES and v else v for name, v in zip(_FIELDS, packed)})
 

@@ -1,4 +1,4 @@
-"""Batch log lines and throughput, in SGLang's words."""
+"""Batch log lines and throughput, in SGLang's format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger("moe_engine")
 
 
 class StepReporter:
-    """Counts tokens and steps; logs a line for every prefill batch and one for every `decode_log_interval` decodes."""
+    """Counts tokens and steps; logs a line per prefill batch and one per `decode_log_interval` decode steps."""
 
     def __init__(self, decode_log_interval: int = 40) -> None:
         self._interval = decode_log_interval
@@ -31,14 +31,14 @@ class StepReporter:
         self._cuda_graph = False
 
     def planned(self, scheduler: Scheduler) -> None:
-        """A step was made; logs it if it holds prefill work."""
+        """A step was planned; logs it if it contains prefills."""
         self._facts.append(scheduler.last_facts)
         facts = scheduler.last_facts
         if facts is not None and facts.new_token:
             logger.info("%s", log_lines.prefill_line(facts))
 
     def finished(self, result: StepResult, speculator: Speculator | None = None) -> None:
-        """A step's result is in, in the order of planning; logs a decode line when it is time."""
+        """A step finished, in planning order; logs a decode line every `decode_log_interval` decode steps."""
         facts = self._facts.popleft()
         produced = sum(map(len, result.tokens))
         self._tokens += produced
@@ -57,11 +57,11 @@ class StepReporter:
             logger.info("%s", line)
 
     def restart(self) -> None:
-        """The steps planned so far will bring no result."""
+        """Drops the steps planned so far: they will have no result."""
         self._facts.clear()
 
     def idle(self) -> None:
-        """Nothing to run: the next interval starts afresh, so that waiting does not count as slowness."""
+        """The core is idle: restarts the throughput interval, so that idle time does not count."""
         if self._tokens:
             self._measure()
         self._since, self._tokens = time.monotonic(), 0

@@ -1,4 +1,4 @@
-"""An engine core's messages over ZeroMQ."""
+"""ZeroMQ transport between an engine core and the front end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
 
 
 class ZmqTransport:
-    """Implements `core.loop.Port`: pulls from the front end, pushes to it. No message is ever dropped for being slow;
-    frames that are no messages are dropped with a warning.
+    """Implements `core.loop.CoreTransport` over PULL and PUSH sockets. No message is dropped because of a slow reader;
+    malformed frames are dropped with a warning.
 
     Args:
-        to_core_address: to bind, ``ipc://PATH`` or ``tcp://IP:*``; `address` afterwards is the one to connect to.
-        wake: a socket whose messages end a wait, too; read by its owner.
-        keys: of sockets between nodes.
+        to_core_address: bind address, ``ipc://PATH`` or ``tcp://IP:*``; the attribute `address` is the one to connect
+            to.
+        wake: another socket whose messages end a wait; read by its owner.
+        keys: CURVE keys of sockets between nodes.
     """
 
     def __init__(

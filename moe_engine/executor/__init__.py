@@ -1,1 +1,1 @@
-"""The ranks behind one core: process groups, plan broadcast, the worker that drives them."""
+"""Executor of one core's ranks: process groups, plan broadcast, the leader's worker."""

@@ -1,4 +1,4 @@
-"""A rank's worker from the resolved configuration: for a single rank, and for each of many."""
+"""Creates a rank's worker from the resolved configuration, for one rank or many."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("moe_engine")
 
 GB = 1 << 30
 MAX_EXPERT_ROWS = 1 << 16
-"""Rows of a grouped product beyond which its tile no longer changes with their number."""
+"""Rows of a grouped GEMM beyond which its tile no longer depends on their number."""
 
 
 def make_worker(
@@ -28,13 +28,13 @@ def make_worker(
     parallel: ParallelContext | None = None,
     progress: bool = True,
 ) -> Worker:
-    """Loads the model; what SGLang's users look for is logged.
+    """Loads the model; logs SGLang's startup lines.
 
     Args:
-        device, parallel: of a rank of many.
-        progress: a bar on stderr while weights are read.
+        device, parallel: of one of several ranks.
+        progress: show a progress bar on stderr while weights are read.
     """
-    import torch  # the slow import: after the front end was told that we live
+    import torch  # slow import: deferred until the process has reported that it is alive
 
     from moe_engine.parallel.context import SINGLE
     from moe_engine.worker.worker import Worker
@@ -58,12 +58,12 @@ def make_worker(
 
 
 def _only_device(config: ResolvedConfig) -> str:
-    """Of a single process."""
+    """Device of a single-process engine."""
     return config.device if config.device == "cpu" else f"{config.device}:{config.args.parallel.base_gpu_id}"
 
 
 def worker_options(config: ResolvedConfig, device: str | None = None) -> WorkerOptions:
-    """The worker's part of the configuration; `device` of its rank (``cuda:3``), where there are several."""
+    """The worker's part of the configuration; `device`: of its rank (``cuda:3``) if there are several."""
     from moe_engine.worker.worker import WorkerOptions
 
     return WorkerOptions(
@@ -91,12 +91,12 @@ def worker_options(config: ResolvedConfig, device: str | None = None) -> WorkerO
 
 
 def largest_shapes(config: ResolvedConfig) -> StepShapes:
-    """The sizes up to which kernels that compile at first use do so before READY."""
+    """Largest step shapes: kernels that compile at first use are warmed up to these before READY."""
     plan, moe, limits = config.parallel, config.model.moe, config.limits
     if moe is None:
         return StepShapes(limits.num_tokens)
     topology = plan.topology
-    held = min(moe.top_k, -(-moe.num_experts // topology.ep_size))  # experts of a token that can be on one rank
+    held = min(moe.top_k, -(-moe.num_experts // topology.ep_size))  # max experts of one token on one rank
     rows = min(limits.forward_tokens * topology.attn_dp_size * held, MAX_EXPERT_ROWS)
     capacity = topology.ep_size * limits.low_latency_tokens
     return StepShapes(limits.num_tokens, rows, capacity, plan.dispatch is not None)

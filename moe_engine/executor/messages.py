@@ -1,7 +1,7 @@
-"""What crosses between the ranks of a group besides plans: who is there, how far each is, what went wrong.
+"""Control messages between the ranks of a group: rendezvous, heartbeats, failures, calls.
 
-Followers, and the launchers of other nodes, send to the leader's one known address; what else there is to know (the
-plan channel, the store of torch.distributed) comes back in `Welcome`. Encoded with msgpack: nothing here can run code.
+Followers, and the launchers of other nodes, connect to the leader's one known address; `Welcome` returns the other
+addresses (plan channel, torch.distributed's store). Encoded with msgpack, which cannot execute code.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class RankMessage(msgspec.Struct, tag_field="kind", omit_defaults=True):
 
 
 class Hello(RankMessage, tag="hello"):
-    """A rank is up. `fingerprint` stands for the flags it was started with: they must be the leader's.
+    """A rank has started. `fingerprint` identifies the flags it was started with; they must equal the leader's.
 
-    `plan_address`: where a rank that schedules sends its group's plans from.
+    `plan_address`: the address at which a rank that schedules publishes its group's plans.
     """
 
     rank: int
@@ -35,20 +35,20 @@ class Hello(RankMessage, tag="hello"):
 
 
 class Beat(RankMessage, tag="beat"):
-    """A rank's process runs, and where it is. Answered by `Alive`.
+    """Heartbeat of a rank, with its position. Answered by `Alive`.
 
-    `board`: what a rank that schedules on another node would write on its status board (`SharedStatus.pack`).
+    `status`: shared status of a rank that schedules on another node (`SharedStatus.pack`).
     """
 
     rank: int
     position: Position
-    board: list[float] = []
+    status: list[float] = []
 
 
 class Loaded(RankMessage, tag="loaded"):
-    """A rank has its weights and takes plans. `kernels`: chosen row by family; ranks must choose alike.
+    """A rank has loaded its weights and accepts plans. `kernels`: chosen backend by family; must be equal on all ranks.
 
-    Of a rank that schedules: `core_address` for the front end, `step_address` for the other schedulers, `facts` as in
+    From a rank that schedules: `core_address` for the front end, `step_address` for the other schedulers, `facts` as in
     `messages.CoreReady`.
     """
 
@@ -60,25 +60,25 @@ class Loaded(RankMessage, tag="loaded"):
 
 
 class Failed(RankMessage, tag="failed"):
-    """A rank cannot go on; fields as in `executor.leader_worker.Failure`."""
+    """A rank cannot continue; fields as in `executor.leader_worker.Failure`."""
 
     rank: int
     message: str
     peer_lost: bool = False
     config_error: bool = False
     generation: int = 0
-    """Of the groups that it failed in."""
+    """Generation of process groups in which it failed."""
 
 
 class Died(RankMessage, tag="died"):
-    """From the launcher of another node: `how` names a rank's process there and how it ended, or what holds it."""
+    """From the launcher of another node: `how` names a rank's process there and how it ended or was stopped."""
 
     rank: int
     how: str
 
 
 class Answer(RankMessage, tag="answer"):
-    """What a rank answered to `Run` of the same id; `error` where it could not."""
+    """A rank's reply to `Run` with the same id; `error` if it failed."""
 
     rank: int
     id: int
@@ -87,7 +87,7 @@ class Answer(RankMessage, tag="answer"):
 
 
 class Ask(RankMessage, tag="ask"):
-    """A rank wants every other to run `method` of `worker.calls`. Answered by `Answers` of the same id."""
+    """A rank requests that all others run `method` of `worker.calls`. Answered by `Answers` with the same id."""
 
     rank: int
     id: int
@@ -95,13 +95,13 @@ class Ask(RankMessage, tag="ask"):
 
 
 class Ended(RankMessage, tag="ended"):
-    """A rank that schedules has served to the end, as all have agreed: its going is no loss."""
+    """A rank that schedules has shut down after all groups agreed to: its exit is no failure."""
 
     rank: int
 
 
 class NodeHere(RankMessage, tag="node"):
-    """From the launcher of another node: it runs. Answered by `Alive`."""
+    """From the launcher of another node: it has started. Answered by `Alive`."""
 
     node_rank: int
     host: str
@@ -109,7 +109,7 @@ class NodeHere(RankMessage, tag="node"):
 
 
 class NodeRefused(RankMessage, tag="refused"):
-    """From the launcher of another node, during the start: it cannot take part, for a flag or its environment."""
+    """From the launcher of another node, during startup: it cannot join because of a flag or its environment."""
 
     host: str
     pid: int
@@ -120,9 +120,10 @@ class NodeRefused(RankMessage, tag="refused"):
 
 
 class Welcome(RankMessage, tag="welcome"):
-    """How to join the others. `leader` names rank 0's process for messages of a follower.
+    """Addresses for joining the group. `leader` names rank 0's process, for a follower's error messages.
 
-    `plan_address` is that of the rank's own group; at `front_address` the front end listens for cores of other nodes.
+    `plan_address`: plan channel of the rank's own group; `front_address`: where the front end listens for cores of
+    other nodes.
     """
 
     plan_address: str
@@ -133,20 +134,20 @@ class Welcome(RankMessage, tag="welcome"):
 
 
 class Go(RankMessage, tag="go"):
-    """Every rank is ready. `step_addresses` of all schedulers, by group."""
+    """Every rank is ready. `step_addresses`: of all schedulers, by group."""
 
     step_addresses: list[str] = []
 
 
 class Run(RankMessage, tag="run"):
-    """Call `method` of `worker.calls`, between two steps."""
+    """Run `method` of `worker.calls` between two steps."""
 
     id: int
     method: str
 
 
 class Answers(RankMessage, tag="answers"):
-    """What the others answered to `Ask`, in the order of their ranks; `error` where one could not."""
+    """The other ranks' replies to `Ask`, in rank order; `error` if one failed."""
 
     id: int
     values: list[Any] = []
@@ -154,17 +155,17 @@ class Answers(RankMessage, tag="answers"):
 
 
 class Regroup(RankMessage, tag="regroup"):
-    """Ranks were lost; those that are left go on."""
+    """Ranks were lost; the survivors continue."""
 
     survivors: Survivors
 
 
 class Alive(RankMessage, tag="alive"):
-    """The leader's process runs."""
+    """The leader's process is alive."""
 
 
 class Leave(RankMessage, tag="leave"):
-    """The group ends at once; `reason` names the rank that is lost."""
+    """The group exits at once; `reason` names the lost rank."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""What a group of ranks is made from: how many, where, what each runs, and how long is too long."""
+"""Options of a rank group: size, placement of ranks, worker factory, timeouts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def plan_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """One rank of the world. `name` opens its log lines and names it in errors: ``DP0 TP3``, or ``TP3``.
+    """One rank of the world. `name` prefixes its log lines and identifies it in errors: ``DP0 TP3``, or ``TP3``.
 
-    `group` counts attention groups; `leads` tells that the rank's process schedules for its group.
+    `group`: index of its attention group; `leads`: its process runs the group's scheduler.
     """
 
     rank: int
@@ -36,12 +36,13 @@ class RankPlace:
 
 
 @dataclass(frozen=True)
-class WatchLimits:
-    """Seconds. `silent`: without a sign of life a rank counts as lost. A rank that others wait for counts as late after
-    `late` or `late_factor` recent steps, whichever is longer; that is logged.
+class DetectorLimits:
+    """Time limits of the failure detector, in seconds.
 
-    `start`: for all ranks to be ready. Until then a rank is named when it has given no sign for `start_late`, and lost
-    after `start_silent`; one that a signal holds, as its parent sees, is lost after `silent`.
+    `silent`: a rank without heartbeats for this long is lost. A rank that others wait for is logged as late after the
+    longer of `late` and `late_factor` times the longest recent step. `start`: until all ranks are ready; meanwhile a
+    rank without heartbeats is logged after `start_late` and lost after `start_silent`, and a rank process stopped by a
+    signal (detected by its parent) is lost after `silent`.
     """
 
     silent: float = 3.0
@@ -51,27 +52,27 @@ class WatchLimits:
     late_factor: float = 3.0
     start: float = 1200.0
     progress: float = 5.0
-    """Between two lines that say who is waited for during the start."""
+    """Interval of the log lines that list the ranks not ready during startup."""
     refused: float = 5.0
-    """For a leader that refuses a node's connection to be replaced by the right one."""
+    """How long a node retries when a leader refuses its connection, in case a stale leader is being replaced."""
 
 
 @dataclass(frozen=True)
 class RankGroupOptions:
-    """The ranks of one model, which meet in its collectives.
+    """The ranks of one model replica.
 
     Args:
-        num_groups: attention groups, each with requests and a scheduler of its own.
-        first_group: the number of the first group among those of all replicas; None with a single group in all.
+        num_groups: attention groups, each with its own requests and scheduler.
+        first_group: index of the first group among those of all replicas; None with a single group in total.
         make_worker: ``make_worker(config, place, progress)`` returns a rank's `worker.Worker`; called in its process
-            when torch.distributed is up; picklable by name. Groups it makes should tell `progress.observe`.
-        num_nodes: that the ranks are spread over evenly; `node_rank` is this one.
+            after torch.distributed is initialized; picklable by name. Its groups should report to `progress.observe`.
+        num_nodes: nodes with an equal number of ranks each; `node_rank` is this node.
         leader_address: ``host:port`` of rank 0's node, the one address that must be known; None on a single node.
-        collective_timeout: seconds after which a collective gives up that a rank never entered; a rank that died or
-            fell silent is found long before by the watch.
-        fingerprint: equal on all nodes that were started with the same flags.
-        keys: of the sockets between nodes; None without a job secret.
-        coverage: set where ranks may be lost (``--elastic-ep``): those that are left go on.
+        collective_timeout: seconds until a collective that a rank never entered fails; the failure detector finds a
+            rank that died or fell silent much earlier.
+        fingerprint: equal on all nodes started with the same flags.
+        keys: CURVE keys of the sockets between nodes; None without a job secret.
+        coverage: set if the engine survives lost ranks (``--elastic-ep``).
     """
 
     size: int
@@ -82,14 +83,14 @@ class RankGroupOptions:
     num_groups: int = 1
     first_group: int | None = None
     backend: str = "gloo"
-    limits: WatchLimits = field(default_factory=WatchLimits)
+    limits: DetectorLimits = field(default_factory=DetectorLimits)
     collective_timeout: float = 300.0
     fingerprint: str = ""
     keys: JobKeys | None = None
     coverage: Coverage | None = None
     device: str = "cpu"
     base_device: int = 0
-    """GPU of the node's first rank; `device_step` further stands the next rank's."""
+    """GPU of the node's first rank; the next ranks' GPUs follow at intervals of `device_step`."""
     device_step: int = 1
 
     def __post_init__(self) -> None:
@@ -129,7 +130,7 @@ class RankGroupOptions:
         return [place for place in self.places if place.node_rank == self.node_rank]
 
     def followers_of(self, group: int) -> list[str]:
-        """Names under which the ranks of a group ask for their leader's plans."""
+        """Names under which a group's followers subscribe to their leader's plans."""
         first = group * self.group_size
         return [plan_name(rank) for rank in range(first + 1, first + self.group_size)]
 

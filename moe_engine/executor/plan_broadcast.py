@@ -1,7 +1,6 @@
-"""Plans on their way from the leader of a rank group to its followers: one message a step, sent once for all of them.
+"""Plan broadcast from the leader of a rank group to its followers: one message per step, over XPUB/SUB sockets.
 
-The leader publishes, followers subscribe; nothing is ever dropped for being slow, and messages are numbered, so that
-one lost with a connection is noticed and never skipped.
+No message is dropped because of a slow follower. Messages are numbered, so that one lost with a connection is detected.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from moe_engine.types import StepPlan
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
-    """A plan to run. `sequence` counts the steps of a channel from 1."""
+    """A plan to run. `sequence` counts the channel's steps from 1."""
 
     sequence: int
     plan: StepPlan
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):
-    """The orderly end, after the steps sent so far; `sequence` is the last one's."""
+    """Orderly stop after the steps sent so far; `sequence` is that of the last step."""
 
     sequence: int
 
 
 class PlanSender:
-    """The leader's end; of one thread at a time.
+    """Leader side. Not thread-safe.
 
     Args:
-        address: to bind, ``ipc://PATH`` or ``tcp://IP:*``; `address` afterwards is the one to connect to.
-        keys: of sockets between nodes.
+        address: bind address, ``ipc://PATH`` or ``tcp://IP:*``; the attribute `address` is the one to connect to.
+        keys: CURVE keys of sockets between nodes.
     """
 
     def __init__(self, address: str, keys: JobKeys | None = None) -> None:
@@ -49,7 +48,7 @@ class PlanSender:
         self.sequence = 0
 
     def wait_subscribed(self, names: Iterable[str], timeout: float) -> bool:
-        """True as soon as followers of these names receive, False after `timeout` seconds. Others do not count."""
+        """True once followers with all these names have subscribed, False after `timeout` seconds."""
         expected, deadline = {b"\1" + name.encode() for name in names}, time.monotonic() + timeout
         while not expected <= self._subscribed:
             left = deadline - time.monotonic()
@@ -61,7 +60,7 @@ class PlanSender:
         return True
 
     def send(self, plan: StepPlan) -> int:
-        """Returns at once with the step's sequence number."""
+        """Sends without blocking; returns the step's sequence number."""
         self.sequence += 1
         self._socket.send(self._encode(Step(self.sequence, plan)))
         return self.sequence
@@ -70,15 +69,15 @@ class PlanSender:
         self._socket.send(self._encode(Stop(self.sequence)))
 
     def close(self) -> None:
-        """Sends what is left, for a second at most."""
+        """Flushes queued messages for up to a second."""
         self._socket.close(1000)
 
 
 class PlanReceiver:
-    """A follower's end; of one thread.
+    """Follower side. Not thread-safe.
 
     Args:
-        name: of the rank, for `PlanSender.wait_subscribed`; also a topic, of which no plan takes notice.
+        name: subscription name of the rank, for `PlanSender.wait_subscribed`; no plan is published under it.
     """
 
     def __init__(self, address: str, name: str = "", keys: JobKeys | None = None) -> None:
@@ -91,23 +90,23 @@ class PlanReceiver:
         self._sequence = 0
 
     def receive(self, timeout: float) -> Step | Stop | None:
-        """The next message, or None after `timeout` seconds without one or after a frame that was dropped.
+        """The next message, or None after `timeout` seconds without one or after a dropped frame.
 
         Raises:
-            EngineDeadError: a plan was lost on the way; this rank cannot go on with the others.
+            EngineDeadError: a plan was lost; this rank can no longer follow the others.
         """
-        self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))  # one wait; `poll` before `recv` makes it two
+        self._socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))  # one system call; `poll` before `recv` would be two
         try:
             frames = self._socket.recv_multipart()
         except zmq.Again:
             return None
         if (message := self._reader.take(frames)) is None:
-            return None  # the plan after a broken one is missed as lost
+            return None  # the next plan's sequence number reveals the loss
         expected = self._sequence + isinstance(message, Step)
         if message.sequence != expected:
             raise EngineDeadError(
-                f"a plan was lost between the ranks: step {message.sequence} of the channel came where {expected} was "
-                "due; the connection to the leader broke for a while"
+                f"a plan was lost between the ranks: received step {message.sequence} of the channel, expected "
+                f"{expected}; the connection to the leader was interrupted"
             )
         self._sequence = message.sequence
         return message

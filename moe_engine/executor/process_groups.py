@@ -1,4 +1,4 @@
-"""Joins the ranks by torch.distributed: a store on the leader, generations of process groups over it."""
+"""torch.distributed rendezvous of the ranks: a store on the leader, one generation of process groups per regroup."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
-"""Connections are made by the operations that need them: these can be given up, a meeting inside of torch cannot."""
-MEETING_POLL_SECONDS = 0.005
+"""Connect lazily, in the operations that need the connection: these can be cancelled, torch's own rendezvous cannot."""
+RENDEZVOUS_POLL_SECONDS = 0.005
 STORE_BACKLOG = 2048
-"""Ranks that may connect to the store at the same moment."""
+"""Listen backlog: ranks that may connect to the store simultaneously."""
 
 
 def quieten_torch() -> None:
-    """Before torch is imported. What its C++ parts say about ranks, the watch says better."""
+    """Silences torch's C++ warnings about ranks: the failure detector has better ones. Call before torch's import."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def open_store(options: RankGroupOptions, host: str) -> Any:
-    """The leader's store, on a free port (`.port`) of one address; lives as long as the object.
+    """The leader's TCPStore on a free port (`.port`) of one address; lives as long as the object.
 
-    torch would listen at every address of the machine, so it gets a socket that is bound already.
+    torch would listen on every address of the machine, so it gets an already bound socket.
     """
     import torch.distributed as dist
 
@@ -52,10 +52,10 @@ def open_store(options: RankGroupOptions, host: str) -> Any:
 
 
 class RankWorld:
-    """This process as a rank of torch.distributed's world, once for each generation of it.
+    """This process's membership in the torch.distributed world, across generations.
 
     Args:
-        host: of the leader's store, at `port`; the leader itself hands in its `store`.
+        host, port: of the leader's store; the leader itself passes its `store`.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class RankWorld:
     ) -> None:
         self._options, self._place = options, place
         self._host, self._port, self._store = host, port, store
-        self._left: list[Any] = []  # worlds of earlier generations: their end waits for what hangs in them
+        self._left: list[Any] = []  # earlier worlds, kept referenced: destructors would wait for hung operations
 
     def join(self) -> None:
-        """Returns when all ranks have joined.
+        """Blocks until all ranks have joined.
 
         Raises:
-            PeerLost: another rank went meanwhile, or cannot be reached.
+            PeerLost: another rank died meanwhile, or is unreachable.
         """
         import torch.distributed as dist
 
@@ -77,21 +77,21 @@ class RankWorld:
         if self._options.coverage is not None:
             os.environ.setdefault(LAZY_VARIABLE, "1")
         timeout = timedelta(seconds=self._options.limits.start)
-        with self._meeting():
+        with self._rendezvous_errors():
             if self._store is None:
                 self._store = dist.TCPStore(self._host, self._port, is_master=False, timeout=timeout)
             self._init(0, list(range(self._place.size)))
 
     def rejoin(self, survivors: Survivors, given_up: threading.Event) -> None:
-        """Leaves the world that it is in for that of the ranks alive, numbered in their order.
+        """Replaces the current world by one of the ranks alive, renumbered in their order.
 
         Raises:
-            PeerLost: one of them does not come, and so the attempt was given up; or went just then.
+            PeerLost: a rank did not join and the attempt was cancelled, or a rank died meanwhile.
         """
         import torch.distributed as dist
 
         members = [rank for rank, alive in enumerate(survivors.alive) if alive]
-        with self._meeting():
+        with self._rendezvous_errors():
             if dist.is_initialized():
                 self._left.append(dist.group.WORLD)
                 dist.destroy_process_group()
@@ -99,13 +99,13 @@ class RankWorld:
             self._init(survivors.generation, members)
 
     def _wait_for_all(self, generation: int, members: list[int], given_up: threading.Event) -> None:
-        """Until all are on their way: whoever waits inside of torch's own meeting cannot be called back."""
+        """Waits until all members are about to join: a wait inside torch's own rendezvous could not be cancelled."""
         assert self._store is not None
         here = [f"here{generation}-{rank}" for rank in members]
         self._store.set(f"here{generation}-{self._place.rank}", "1")
         while not self._store.check(here):
-            if given_up.wait(MEETING_POLL_SECONDS):
-                raise RuntimeError("given up: yet another rank was lost")
+            if given_up.wait(RENDEZVOUS_POLL_SECONDS):
+                raise RuntimeError("cancelled: another rank was lost")
 
     def _init(self, generation: int, members: list[int]) -> None:
         import torch.distributed as dist
@@ -120,11 +120,11 @@ class RankWorld:
         )
 
     @contextlib.contextmanager
-    def _meeting(self) -> Iterator[None]:
+    def _rendezvous_errors(self) -> Iterator[None]:
         from moe_engine.parallel.collectives import PeerLost
 
         try:
             yield
-        except RuntimeError as error:  # torch's errors of stores and backends derive from it
+        except RuntimeError as error:  # base of torch's store and backend errors
             reason = str(error).strip().partition("\n")[0]
             raise PeerLost(f"joining the other ranks at {self._host}:{self._port}: {reason}") from error

@@ -1,4 +1,4 @@
-"""How far a rank has come, cheap enough to note in every step and every collective, readable from any thread."""
+"""Progress of a rank: cheap enough to update in every step and collective, readable from any thread."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ IDLE = "idle"
 
 
 class Position(msgspec.Struct, array_like=True, frozen=True):
-    """Where a rank is. Ranks of a group run the same steps and collectives, so positions can be compared."""
+    """Position of a rank. Ranks of a group run the same steps and collectives, so positions are comparable."""
 
     steps_done: int = 0
-    """Steps of the group that it has finished, failed ones not among them."""
+    """Steps of the group that it has finished, not counting failed ones."""
     operations: int = 0
-    """Collective operations that it has entered in its life."""
+    """Collective operations that it has entered."""
     step: int = -1
-    """Number of the plan in work; -1: none."""
+    """Number of the running plan; -1: none."""
     phase: str = IDLE
-    """What the step is doing (`ModelRunner.phase`)."""
+    """Phase of the step (`ModelRunner.phase`)."""
     operation: str = ""
-    """The collective entered last; a rank ahead of others waits in it."""
+    """The collective entered last; a rank ahead of the others waits in it."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """Larger is further."""
+        """Sort key; larger is further ahead."""
         return self.steps_done, self.operations
 
     def describe(self) -> str:
@@ -42,11 +42,11 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Progress:
-    """Notes one rank's way. `begin` is called by the thread that hands out plans, `observe` by the one that runs them.
+    """Tracks a rank's position. `begin` is called by the thread that sends plans, `observe` by the one that runs them.
 
     Args:
-        phase: tells what the step in work is doing.
-        report_every: `on_stride` is called whenever so many more steps are done.
+        phase: returns the phase of the running step.
+        report_every: finished steps between two calls of `on_stride`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Progress:
         self.phase = phase
         self._report_every, self._on_stride = report_every, on_stride
         self.ready = False
-        """Set when plans can come; until then `phase` tells how the start goes."""
+        """Set when plans can arrive; until then `phase` is the phase of the startup."""
         self._lock = threading.Lock()
         self._in_work: deque[int] = deque()
         self._steps_done = 0
@@ -66,12 +66,12 @@ class Progress:
         self._operation = ""
 
     def observe(self, operation: str, num_bytes: Any = None) -> None:
-        """A `parallel.collectives.Observer`: this rank enters a collective."""
+        """A `parallel.collectives.Observer`: called when this rank enters a collective."""
         self._operation = operation
         self._operations += 1
 
     def restart(self) -> None:
-        """All ranks are at the same place again: the steps in work were given up."""
+        """Resets to zero after a regroup: the steps in flight were abandoned."""
         with self._lock:
             self._in_work.clear()
             self._steps_done = self._operations = 0
@@ -81,9 +81,9 @@ class Progress:
         self._in_work.append(plan.number)
 
     def done(self, future: Future[Any]) -> None:
-        """A plan, the oldest in work, has been run; as a callback of its future."""
+        """Done callback of a plan's future; the plan is the oldest one in flight."""
         if future.exception() is not None:
-            return  # the position where it failed stays
+            return  # keeps the position of the failure
         with self._lock:
             self._in_work.popleft()
             self._steps_done += 1

@@ -1,4 +1,4 @@
-"""A rank's worker from the resolved configuration: what `RankGroupOptions.make_worker` is in a real engine."""
+"""Creates a rank's sharded worker from the resolved configuration (`RankGroupOptions.make_worker` of the engine)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_engine.executor.make_worker import make_worker
-from moe_engine.executor.options import RankGroupOptions, RankPlace, WatchLimits
+from moe_engine.executor.options import DetectorLimits, RankGroupOptions, RankPlace
 from moe_engine.executor.progress import Progress
 from moe_engine.models import sizes
 from moe_engine.planning.resolve import ResolvedConfig
@@ -22,7 +22,7 @@ COLLECTIVE_SECONDS = 300.0
 
 
 def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOptions | None:
-    """The ranks of one replica; None where it is a single process."""
+    """Rank group options of one replica; None for a single process."""
     plan, flags = config.parallel, config.args.parallel
     topology = plan.topology
     if topology.tp_size == 1 and plan.num_replicas == 1:
@@ -38,7 +38,7 @@ def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOpt
         num_groups=groups,
         first_group=replica * groups if plan.num_groups > 1 else None,
         backend="gloo" if config.device == "cpu" else "cpu:gloo,cuda:nccl",
-        limits=WatchLimits(start=plan.start_seconds),
+        limits=DetectorLimits(start=plan.start_seconds),
         collective_timeout=COLLECTIVE_SECONDS,
         fingerprint=fingerprint(config),
         keys=job_keys(plan.secret),
@@ -50,7 +50,7 @@ def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOpt
 
 
 def fingerprint(config: ResolvedConfig) -> str:
-    """Equal on nodes whose ranks compute alike: the values that decide shapes, plans and tokens."""
+    """Equal on nodes whose ranks compute the same: the values that determine shapes, plans and tokens."""
     plan = config.parallel
     shared = (
         plan.topology,
@@ -71,7 +71,7 @@ def fingerprint(config: ResolvedConfig) -> str:
 
 
 def sharded_worker(config: ResolvedConfig, place: RankPlace, progress: Progress) -> Worker:
-    """This rank's part of the model; collective over the ranks."""
+    """This rank's shard of the model; collective over the ranks."""
     import torch
 
     from moe_engine.parallel.context import SINGLE, join, join_elastic

@@ -1,4 +1,4 @@
-"""How a rank's process goes on without those that were lost: a new world, new groups, experts where they are needed."""
+"""Recovery of a rank after others were lost: new world, new process groups, experts re-placed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RankSurvival:
 
     @classmethod
     def of(cls, world: RankWorld, worker: Any) -> RankSurvival | None:
-        """None where the worker was made for ranks that are there for ever."""
+        """None if the worker does not support losing ranks."""
         recovery = getattr(worker, "recovery", None)
         return None if recovery is None else cls(world, worker, recovery)
 
@@ -37,5 +37,5 @@ class RankSurvival:
         self._world.rejoin(survivors, self._recovery.elastic.given_up)
         try:
             return self._recovery.go_on(survivors.alive)
-        except RuntimeError as error:  # torch's own, where groups are made
+        except RuntimeError as error:  # raised by torch while creating groups
             raise PeerLost(f"regrouping failed: {str(error).strip().partition(chr(10))[0]}") from error

@@ -1,1 +1,1 @@
-"""The server's and the offline API's side: request checks, tokenisation, the client of the cores, DP routing."""
+"""Front end of the server and the offline API: request checks, tokenization, client of the engine cores, DP routing."""

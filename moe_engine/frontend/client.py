@@ -1,6 +1,6 @@
-"""The front end's end of the engine cores: submits requests, hands out what steps bring, notices death at once.
+"""Client of the engine cores: submits requests, distributes step outputs to their readers, detects dead cores.
 
-Requests are known by private ids (`AddRequest.rid`), which the front end never uses twice.
+Requests have internal ids (`AddRequest.rid`) that are never reused.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from moe_engine.types import FinishReason
 logger = logging.getLogger("moe_engine")
 
 DRAIN_SECONDS = 10.0
-"""For the core to leave once every client has its answer; only a step that nobody waits for can still run."""
+"""Grace for the cores' exit after all clients have their answers; only an unneeded step may still run."""
 MAX_MIGRATIONS = 3
-"""Most times that a request continues at another scheduler after its own is lost: a request that kills the rank that
-computes it must not reach all of them."""
+"""Max migrations per request after its scheduler dies. Bounds the damage of a poison request that crashes every rank
+it runs on."""
 BURST_DELTAS = 256
-"""Deltas handled at a stretch when many steps have arrived: then the other tasks of the loop have their turn."""
+"""Deltas handled in a row under load before the reader yields to the other tasks of the loop."""
 STOPPED = (zmq.ENOTSOCK, zmq.ETERM)
 """Errors of a socket that was closed because its core was stopped."""
 
@@ -49,42 +49,42 @@ class _SchedulerEndpoint:
     core: CoreProcess
     group: int
     to_core: zmq.asyncio.Socket
-    board: SharedStatus
+    status: SharedStatus
     lost: str | None = None
-    """How the group was lost, where its core goes on without it."""
+    """Cause of the group's loss, if its core continues without it."""
 
     @property
     def dead(self) -> str | None:
-        """Why nothing can be sent to it."""
+        """Why it cannot receive requests, or None."""
         return self.core.dead or self.lost
 
     def send(self, message: messages.Message) -> None:
         if not self.dead and not self.to_core.closed:
-            # A PUSH socket without a high-water mark never blocks, so the returned future is done already.
+            # A PUSH socket without a high-water mark never blocks: the returned future is already done.
             self.to_core.send(messages.encode(message))
 
 
 class CoreClient:
-    """Implements `client_api.EngineClient` over the ready cores of one or several replicas. Lives on one event loop.
+    """Implements `client_api.EngineClient` over the ready cores of one or several replicas. Bound to one event loop.
 
-    A replica that dies takes its own requests with it; the others go on. Requests of an attention group that is lost
-    alone go on at another: it is told the prompt and the tokens that have come, and the reader only waits.
+    When a replica dies, its requests fail; the other replicas continue. When only an attention group is lost, its
+    requests migrate to another group, which gets the prompt and the tokens generated so far; readers just wait.
     """
 
     def __init__(self, cores: CoreProcess | Sequence[CoreProcess], info: EngineInfo, method: str = "auto") -> None:
         self.info = info
         self._cores = [cores] if isinstance(cores, CoreProcess) else list(cores)
-        self._lanes = [
-            _SchedulerEndpoint(core, group, _push(address, core.keys), board)
+        self._endpoints = [
+            _SchedulerEndpoint(core, group, _push(address, core.keys), status)
             for core in self._cores
-            for group, (address, board) in enumerate(zip(core.to_core_addresses, core.boards))
+            for group, (address, status) in enumerate(zip(core.to_core_addresses, core.statuses))
         ]
-        self._router = Router(len(self._lanes), method)
+        self._router = Router(len(self._endpoints), method)
         self._inboxes: dict[str, Inbox] = {}
         self._calls: dict[int, tuple[_SchedulerEndpoint, asyncio.Future[Any]]] = {}
         self._call_ids = itertools.count()
         self.closing = False
-        """Whether the cores were told to end."""
+        """Whether shutdown of the cores has begun."""
         loop = asyncio.get_running_loop()
         self._readers = []
         for core in self._cores:
@@ -99,49 +99,51 @@ class CoreClient:
         if request.rid in self._inboxes:
             raise ValueError(f"request id {request.rid!r} is in use")
         number = self._choose(request)
-        if len(self._lanes) > 1:
-            request.routed_dp_rank = number  # for the answer's meta_info
+        if len(self._endpoints) > 1:
+            request.routed_dp_rank = number  # for the response's meta_info
         inbox = self._inboxes[request.rid] = Inbox(request, number, self._router.loads[number])
         finished = False
         try:
-            self._lanes[number].send(request)
+            self._endpoints[number].send(request)
             while not finished:
                 delta = await inbox.get()
                 finished = delta.finish is not None
                 yield delta
         finally:
             inbox.left = True
-            lane = self._lanes[inbox.lane]
-            if inbox.ended or lane.dead:
+            endpoint = self._endpoints[inbox.endpoint]
+            if inbox.ended or endpoint.dead:
                 self._forget(inbox)
             else:
-                lane.send(messages.AbortRequest([request.rid], reason="client gone"))
+                endpoint.send(messages.AbortRequest([request.rid], reason="client disconnected"))
 
     def _forget(self, inbox: Inbox) -> None:
-        """Its scheduler has ended it, or is lost, and nobody reads it."""
+        """Drops a request without a reader whose scheduler has ended it or is lost."""
         del self._inboxes[inbox.request.rid]
         inbox.leave()
 
     def abort(self, rids: Sequence[str], reason: str = "Aborted") -> None:
-        by_lane: dict[int, list[str]] = {}
+        by_endpoint: dict[int, list[str]] = {}
         for rid in rids:
             inbox = self._inboxes.get(rid)
             if inbox is not None and not inbox.left:
                 inbox.abort_reason = reason
-                by_lane.setdefault(inbox.lane, []).append(rid)
-        for number, mine in by_lane.items():
-            self._lanes[number].send(messages.AbortRequest(mine, reason))
+                by_endpoint.setdefault(inbox.endpoint, []).append(rid)
+        for number, rids_there in by_endpoint.items():
+            self._endpoints[number].send(messages.AbortRequest(rids_there, reason))
 
     async def call(self, method: str, **args: Any) -> list[Any]:
-        lanes = self._alive()
-        answers = await asyncio.gather(*(self._call(lane, method, args) for lane in lanes), return_exceptions=True)
-        for lane, answer in zip(lanes, answers):
-            if isinstance(answer, BaseException) and (lane.core.dead or not lane.lost):
+        endpoints = self._alive()
+        answers = await asyncio.gather(
+            *(self._call(endpoint, method, args) for endpoint in endpoints), return_exceptions=True
+        )
+        for endpoint, answer in zip(endpoints, answers):
+            if isinstance(answer, BaseException) and (endpoint.core.dead or not endpoint.lost):
                 raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]  # of those that are left
+        return [answer for answer in answers if not isinstance(answer, BaseException)]  # of the schedulers still alive
 
     async def call_each(self, method: str, **args: Any) -> list[Any]:
-        asked = (self._call(lane, method, args) for lane in self._alive())
+        asked = (self._call(endpoint, method, args) for endpoint in self._alive())
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
@@ -152,33 +154,35 @@ class CoreClient:
         return await self._call(self._alive()[0], method, args)
 
     def _alive(self) -> list[_SchedulerEndpoint]:
-        alive = [lane for lane in self._lanes if not lane.dead]
+        alive = [endpoint for endpoint in self._endpoints if not endpoint.dead]
         if not alive:
             raise EngineDeadError(self._cause())
         return alive
 
     def _choose(self, request: AddRequest) -> int:
-        able = [number for number, lane in enumerate(self._lanes) if not lane.dead]
+        able = [number for number, endpoint in enumerate(self._endpoints) if not endpoint.dead]
         if not able:
             raise EngineDeadError(self._cause())
         asked = request.routed_dp_rank
         if asked is None:
             return able[0] if len(able) == 1 else self._router.choose(able)
-        if not 0 <= asked < len(self._lanes):
-            ranks = "one data-parallel rank, 0" if len(self._lanes) == 1 else f"ranks 0 to {len(self._lanes) - 1}"
+        if not 0 <= asked < len(self._endpoints):
+            ranks = (
+                "one data-parallel rank, 0" if len(self._endpoints) == 1 else f"ranks 0 to {len(self._endpoints) - 1}"
+            )
             raise InputError(f"routed_dp_rank {asked}: this server has {ranks}", field="routed_dp_rank")
         if asked not in able:
-            raise EngineDeadError(self._lanes[asked].dead or "")
+            raise EngineDeadError(self._endpoints[asked].dead or "")
         return asked
 
-    async def _call(self, lane: _SchedulerEndpoint, method: str, args: dict[str, Any]) -> Any:
+    async def _call(self, endpoint: _SchedulerEndpoint, method: str, args: dict[str, Any]) -> Any:
         call_id = next(self._call_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = lane, future
+        self._calls[call_id] = endpoint, future
         try:
-            if lane.dead:  # since it was chosen: nobody would answer
-                raise EngineDeadError(lane.dead)
-            lane.send(messages.Call(id=call_id, method=method, args=args))
+            if endpoint.dead:  # died since it was chosen: it would never reply
+                raise EngineDeadError(endpoint.dead)
+            endpoint.send(messages.Call(id=call_id, method=method, args=args))
             return await future
         finally:
             self._calls.pop(call_id, None)
@@ -189,115 +193,115 @@ class CoreClient:
         return combine(self.healths())
 
     def healths(self) -> list[Health]:
-        """Of every scheduler."""
-        return [_health(lane) for lane in self._lanes]
+        """One per scheduler."""
+        return [_health(endpoint) for endpoint in self._endpoints]
 
     def cause_of_death(self) -> str | None:
-        """Why nothing can be served any more; None while a replica lives."""
+        """Why no request can be served any more; None while a replica is alive."""
         return self._cause() if all(core.dead for core in self._cores) else None
 
     def stop_stalled(self, stall: Any) -> None:
-        """Ends replicas of which `stall(health)` says why they do not move: whoever waits gets the reason."""
-        for lane in self._lanes:
-            reason = None if lane.dead else stall(_health(lane))
+        """Kills replicas for which `stall(health)` returns a reason. Their requests fail with that reason."""
+        for endpoint in self._endpoints:
+            reason = None if endpoint.dead else stall(_health(endpoint))
             if reason:
-                lane.core.kill(reason)
+                endpoint.core.kill(reason)
 
     async def shutdown(self, *, drain: bool = True) -> None:
-        """Ends the cores, after their running requests when `drain`. Safe to call twice."""
+        """Stops the cores, with `drain` after their running requests. Safe to call twice."""
         if self.closing:
             return
         self.closing = True
         for core in self._cores:
             core.expect_exit()
-        for lane in self._lanes:
-            lane.send(messages.Shutdown(drain=drain))
+        for endpoint in self._endpoints:
+            endpoint.send(messages.Shutdown(drain=drain))
         loop, seconds = asyncio.get_running_loop(), DRAIN_SECONDS if drain else 5.0
         await asyncio.gather(*(loop.run_in_executor(None, core.stop, seconds) for core in self._cores))
         for reader in self._readers:
             reader.cancel()
-        for lane in self._lanes:
-            lane.to_core.close()
+        for endpoint in self._endpoints:
+            endpoint.to_core.close()
 
     # -- plumbing
 
     async def _read(self, core: CoreProcess) -> None:
         receiver = zmq.asyncio.Socket(core.from_core)
-        lanes = [lane for lane in self._lanes if lane.core is core]
+        endpoints = [endpoint for endpoint in self._endpoints if endpoint.core is core]
         frames = FrameReader(f"front end, from {core.name}", messages.decode_from_core)
         handled = 0
         while True:
-            # While messages have arrived, this wait returns at once and no other task runs.
+            # While messages are queued, this await returns at once and no other task runs.
             message = frames.take(await receiver.recv_multipart())
             handled += 1
             if isinstance(message, messages.StepOutput):
                 handled += len(message.deltas)
-                self._step_brought(lanes, message, frames)
+                self._on_step_output(endpoints, message, frames)
             elif isinstance(message, messages.GroupsLost):
-                self._lost(core, message)
+                self._on_groups_lost(core, message)
             elif isinstance(message, messages.Reply):
-                self._replied(core, message)
+                self._on_reply(core, message)
             elif isinstance(message, messages.CoreFailed):
                 core.note_failure(message.message)
                 self._died(core, core.dead or "")
             elif message is not None:
-                frames.drop(f"{type(message).__name__}, which a core that serves does not send")
+                frames.drop(f"{type(message).__name__}, which a ready core never sends")
             if handled >= BURST_DELTAS:
                 handled = 0
                 await asyncio.sleep(0)
 
     def _reader_ended(self, core: CoreProcess, reader: asyncio.Task[None]) -> None:
-        """What a core sends is read no more: its requests end, and health is dead, with the reason."""
+        """The reader of a core stopped: its requests fail and its health is dead, with the reason."""
         if reader.cancelled() or self.closing:
             return
         error = reader.exception()
         if isinstance(error, zmq.ZMQError) and error.errno in STOPPED:
             return
-        logger.error("What %s sends is read no more", core.name, exc_info=error)
-        core.note_failure(f"the front end cannot take its messages: {type(error).__name__}: {error}")
+        logger.error("The reader of messages from %s failed", core.name, exc_info=error)
+        core.note_failure(f"the front end cannot read its messages: {type(error).__name__}: {error}")
         self._died(core, core.dead or "")
-        core.kill("its messages are read no more")
+        core.kill("the front end no longer reads its messages")
 
-    def _step_brought(
-        self, lanes: list[_SchedulerEndpoint], message: messages.StepOutput, frames: FrameReader[messages.FromCore]
+    def _on_step_output(
+        self, endpoints: list[_SchedulerEndpoint], message: messages.StepOutput, frames: FrameReader[messages.FromCore]
     ) -> None:
-        if not 0 <= message.group < len(lanes):
-            frames.drop(f"a step of group {message.group}; this core has {len(lanes)}")
+        if not 0 <= message.group < len(endpoints):
+            frames.drop(f"a step of group {message.group}; this core has {len(endpoints)}")
             return
-        lane = lanes[message.group]
-        if lane.lost:
-            return  # sent before the loss: its requests are elsewhere already
+        endpoint = endpoints[message.group]
+        if endpoint.lost:
+            return  # sent before the loss: its requests have already migrated
         for delta in message.deltas:
             inbox = self._inboxes.get(delta.rid)
-            if inbox is None or self._lanes[inbox.lane] is not lane:
-                frames.drop(f"news of request {delta.rid!r:.100}, which is not at group {message.group}")
+            if inbox is None or self._endpoints[inbox.endpoint] is not endpoint:
+                frames.drop(f"delta of request {delta.rid!r:.100}, which is not at group {message.group}")
                 continue
             inbox.take(delta)
             if inbox.ended and inbox.left:
                 self._forget(inbox)
 
-    def _replied(self, core: CoreProcess, message: messages.Reply) -> None:
-        lane, future = self._calls.get(message.id, (None, None))
-        if lane is None or future is None or lane.core is not core or future.done():
-            return  # the caller has left
+    def _on_reply(self, core: CoreProcess, message: messages.Reply) -> None:
+        endpoint, future = self._calls.get(message.id, (None, None))
+        if endpoint is None or future is None or endpoint.core is not core or future.done():
+            return  # the caller was cancelled
         if message.ok:
             future.set_result(message.value)
         else:
             future.set_exception(EngineDeadError(str(message.value)))
 
-    def _lost(self, core: CoreProcess, message: messages.GroupsLost) -> None:
-        """Groups of a core are lost: their requests continue at the others."""
-        gone = [lane for lane in self._lanes if lane.core is core and lane.group in message.groups]
-        for lane in gone:
-            lane.lost = message.message
+    def _on_groups_lost(self, core: CoreProcess, message: messages.GroupsLost) -> None:
+        """Groups of a core are lost: their requests migrate to the others."""
+        lost = [endpoint for endpoint in self._endpoints if endpoint.core is core and endpoint.group in message.groups]
+        for endpoint in lost:
+            endpoint.lost = message.message
         for inbox in list(self._inboxes.values()):
-            if self._lanes[inbox.lane] in gone:
+            if self._endpoints[inbox.endpoint] in lost:
                 if inbox.left:
                     self._forget(inbox)
                 elif not inbox.ended:
                     self._resume(inbox, message.message)
-        for lane, future in self._calls.values():
-            if lane in gone and not future.done():
+        for endpoint, future in self._calls.values():
+            if endpoint in lost and not future.done():
                 future.set_exception(EngineDeadError(message.message))
 
     def _resume(self, inbox: Inbox, cause: str) -> None:
@@ -315,28 +319,28 @@ class CoreClient:
             return
         try:
             number = self._choose(msgspec.structs.replace(request, routed_dp_rank=None))
-        except EngineDeadError:  # none is left
+        except EngineDeadError:  # no scheduler is left
             inbox.fail(cause)
             return
         request.routed_dp_rank, request.generated_ids = number, list(inbox.generated_ids)
         request.num_migrations += 1
         inbox.leave()
         inbox.enter(number, self._router.loads[number])
-        self._lanes[number].send(request)
+        self._endpoints[number].send(request)
 
     def _died(self, core: CoreProcess, cause: str) -> None:
         for inbox in list(self._inboxes.values()):
-            if self._lanes[inbox.lane].core is core:
+            if self._endpoints[inbox.endpoint].core is core:
                 if inbox.left:
                     self._forget(inbox)
                 else:
                     inbox.fail(cause)
-        for lane, future in self._calls.values():
-            if lane.core is core and not future.done():
+        for endpoint, future in self._calls.values():
+            if endpoint.core is core and not future.done():
                 future.set_exception(EngineDeadError(cause))
 
     def _cause(self) -> str:
-        return "; ".join(dict.fromkeys(lane.dead for lane in self._lanes if lane.dead))
+        return "; ".join(dict.fromkeys(endpoint.dead for endpoint in self._endpoints if endpoint.dead))
 
 
 def _push(address: str, keys: JobKeys | None) -> zmq.asyncio.Socket:
@@ -347,17 +351,17 @@ def _push(address: str, keys: JobKeys | None) -> zmq.asyncio.Socket:
     return socket
 
 
-def _health(lane: _SchedulerEndpoint) -> Health:
-    status = lane.board.read()
+def _health(endpoint: _SchedulerEndpoint) -> Health:
+    status = endpoint.status.read()
     return Health(
-        alive=lane.dead is None,
+        alive=endpoint.dead is None,
         ready=status.ready,
         last_step=status.step,
         last_step_age=status.step_age,
         silence=status.silence,
-        oldest_queued_age=0.0 if lane.dead else status.oldest_queued_age,
-        num_running=0 if lane.dead else status.num_running,
-        num_waiting=0 if lane.dead else status.num_waiting,
-        num_used_tokens=0 if lane.dead else status.num_used_tokens,
-        dead=lane.dead,
+        oldest_queued_age=0.0 if endpoint.dead else status.oldest_queued_age,
+        num_running=0 if endpoint.dead else status.num_running,
+        num_waiting=0 if endpoint.dead else status.num_waiting,
+        num_used_tokens=0 if endpoint.dead else status.num_used_tokens,
+        dead=endpoint.dead,
     )

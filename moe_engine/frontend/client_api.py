@@ -1,4 +1,4 @@
-"""What the text front end needs of a running engine. `frontend.client` implements it; tests may fake it."""
+"""Interface of a running engine for the text front end. Implemented by `frontend.client`; tests may fake it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ BACKEND_FIELDS = {
     "ops": "ops_backend",
     "sampling": "sampling_backend",
 }
-"""The flag of each kernel family."""
+"""Flag of each kernel family."""
 
 
 def kernel_flags(backends: Mapping[str, str]) -> dict[str, str]:
-    """The flags of the kernels that compute, from the name of the backend by kernel family."""
+    """Backend flags in effect; `backends`: backend name by kernel family."""
     return {BACKEND_FIELDS[family]: name for family, name in backends.items() if family in BACKEND_FIELDS}
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """Facts of a ready engine, fixed for its life."""
+    """Facts of a ready engine; constant over its lifetime."""
 
     model_path: str
     served_model_name: str
@@ -42,9 +42,9 @@ class EngineInfo:
     weight_bytes: int = 0
     kv_bytes: int = 0
     graph_bytes: int = 0
-    """What the ledger counts for recorded steps; 0 where none were recorded."""
+    """The memory ledger's entry for CUDA graphs; 0 without graphs."""
     backends: dict[str, str] = field(default_factory=dict)
-    """Name of the backend that computes, by kernel family."""
+    """Backend name by kernel family."""
 
 
 @dataclass(frozen=True)
@@ -55,34 +55,34 @@ class Health:
     ready: bool
     last_step: int
     last_step_age: float
-    """Since the last step ended; 0 while there is nothing to run."""
+    """Since the last step ended; 0 while idle."""
     oldest_queued_age: float
     num_running: int
     num_waiting: int
     num_used_tokens: int
     dead: str | None = None
-    """Name and cause of a process that died, for instance ``engine core (pid 4242) was killed by SIGKILL``."""
+    """Name of the dead process and cause, e.g. ``engine core (pid 4242) was killed by SIGKILL``."""
     silence: float = 0.0
-    """Since the engine's loop last turned, be it idle or busy: long when a step hangs or the process is stopped."""
+    """Since the last iteration of the engine's loop, idle or busy: long when a step hangs or the process is stopped."""
 
 
 def combine(healths: Sequence[Health]) -> Health:
-    """Of several schedulers as one: the living ones' counts summed and their worst ages; dead only if none lives."""
+    """Aggregated health: counts summed and ages maximized over live schedulers; dead only if all are."""
     if len(healths) == 1:
         return healths[0]
-    living = [health for health in healths if health.alive]
-    if not living:
+    alive = [health for health in healths if health.alive]
+    if not alive:
         return healths[0]
     return Health(
         alive=True,
-        ready=all(health.ready for health in living),
-        last_step=max(health.last_step for health in living),
-        last_step_age=max(health.last_step_age for health in living),
-        oldest_queued_age=max(health.oldest_queued_age for health in living),
-        num_running=sum(health.num_running for health in living),
-        num_waiting=sum(health.num_waiting for health in living),
-        num_used_tokens=sum(health.num_used_tokens for health in living),
-        silence=max(health.silence for health in living),
+        ready=all(health.ready for health in alive),
+        last_step=max(health.last_step for health in alive),
+        last_step_age=max(health.last_step_age for health in alive),
+        oldest_queued_age=max(health.oldest_queued_age for health in alive),
+        num_running=sum(health.num_running for health in alive),
+        num_waiting=sum(health.num_waiting for health in alive),
+        num_used_tokens=sum(health.num_used_tokens for health in alive),
+        silence=max(health.silence for health in alive),
     )
 
 
@@ -90,34 +90,34 @@ class EngineClient(Protocol):
     info: EngineInfo
 
     def stream(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
-        """Submits a request and yields what each step brings, merged if the reader is slow, until one has `finish`.
+        """Submits a request and yields its deltas, merged if the reader is slow, until one has `finish`.
 
-        Closing the iterator early (client gone, stop string found) aborts the request.
+        Closing the iterator early (client disconnected, stop string found) aborts the request.
 
         Raises:
-            EngineDeadError: at once when the engine is or gets dead.
+            EngineDeadError: as soon as the engine is dead.
         """
 
     def abort(self, rids: Sequence[str], reason: str = "Aborted") -> None:
-        """Ends these requests (`AddRequest.rid`, exactly); those that have ended are left out."""
+        """Aborts these requests (exact `AddRequest.rid`); finished ones are ignored."""
 
     async def call(self, method: str, **args: Any) -> list[Any]:
-        """Control call to every scheduler, an answer of each: ``flush_cache`` -> bool, ``internal_state`` -> dict."""
+        """Control call to every scheduler; one reply each: ``flush_cache`` -> bool, ``internal_state`` -> dict."""
 
     async def call_each(self, method: str, **args: Any) -> list[Any]:
-        """As `call`, where an answer counts though others die: in the place of theirs is their `EngineDeadError`.
+        """Like `call`, but tolerates schedulers that die: their place in the list holds an `EngineDeadError`.
 
         Raises:
-            EngineDeadError: none was left to ask.
+            EngineDeadError: no scheduler is alive.
         """
 
     async def call_one(self, method: str, **args: Any) -> Any:
-        """The same to one scheduler, always the same one as long as it lives."""
+        """Control call to one scheduler: the first one alive."""
 
     def health(self) -> Health:
-        """Of all schedulers together."""
+        """Aggregated over all schedulers."""
 
     def healths(self) -> list[Health]:
-        """Of each scheduler."""
+        """One per scheduler."""
 
     async def shutdown(self, *, drain: bool = True) -> None: ...

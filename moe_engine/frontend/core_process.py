@@ -1,4 +1,4 @@
-"""An engine core as its parent sees it."""
+"""Parent-side handle of an engine core process: start, readiness, death, stop."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ logger = logging.getLogger("moe_engine")
 
 CORE_MODULE = "moe_engine.cluster.core_main"
 HELD_SECONDS = 5.0
-"""A core that a signal holds for so long while it starts is ended. Later the watchdog finds it."""
+"""A starting core that has been stopped by a signal for this long is killed. Once ready, the watchdog detects it."""
 
 
 class CoreProcess:
-    """Starts a core and watches it.
+    """Starts a core and monitors it.
 
-    `dead` is None or a sentence that names the process and why it serves no more: the core's own report before its end,
-    or how the process ended. The sentence never changes, so that all requests of a core get the same one.
+    `dead` is None or a sentence with the process and the cause: the core's own last report, or how the process ended.
+    Once set it never changes: all requests of a core get the same error.
     """
 
     from_core: zmq.Socket[bytes]
-    """Bound; receives the messages of the cores of all groups."""
-    boards: list[SharedStatus]
-    """Of all groups."""
+    """Bound; receives the messages of all groups' cores."""
+    statuses: list[SharedStatus]
+    """One per group."""
     to_core_addresses: list[str]
-    """Of all groups' cores, once they are ready."""
+    """One per group, once the cores are ready."""
 
     def __init__(
         self,
@@ -76,14 +76,14 @@ class CoreProcess:
             to_core,
             from_core,
             ready_address,
-            folder / "board",
+            folder / "status",
             outside_models=registry.added(),
             import_path=list(sys.path),
             ranks=ranks,
             front_address=front_address,
         )
         num_groups = ranks.num_groups if ranks is not None else 1
-        self.boards = [SharedStatus(spec.board_of(group), create=True) for group in range(num_groups)]
+        self.statuses = [SharedStatus(spec.status_path_of(group), create=True) for group in range(num_groups)]
         self.to_core_addresses = [spec.to_core_of(0)]
         self._child = ChildProcess(name, CORE_MODULE, spec, self._exited)
         self._held = StoppedProcessDetector(self._child)
@@ -93,24 +93,24 @@ class CoreProcess:
         return self._child.pid
 
     def wait_ready(self) -> dict[str, Any]:
-        """Blocks until the core serves; returns its facts. Raises as `poll_ready`."""
+        """Blocks until the core is ready; returns its facts. Raises like `poll_ready`."""
         while (facts := self.poll_ready()) is None:
             pass
         return facts
 
     def poll_ready(self, seconds: float = 0.05) -> dict[str, Any] | None:
-        """The core's facts once it serves; None if it does not within `seconds`.
+        """The core's facts once it is ready; None if it is not within `seconds`.
 
         Raises:
-            ConfigError: the core refused the configuration or the checkpoint, with its message.
-            EngineDeadError: the core failed, died or is stopped by a signal, with its own report.
+            ConfigError: the core rejected the configuration or the checkpoint; its message.
+            EngineDeadError: the core failed, died or is stopped by a signal; its own report if there is one.
         """
         try:
             if self._ready.poll(int(seconds * 1000)):
                 return self._take(messages.decode_from_core(self._ready.recv()))
             if self.dead and not self._ready.poll(0):
                 self._cleanup()
-                raise EngineDeadError(f"{self.dead} while starting; its last lines above say why")
+                raise EngineDeadError(f"{self.dead} while starting; see its last log lines above")
             if (held := self._held.seconds()) > HELD_SECONDS:
                 self.expect_exit()
                 self.stop(0.0)
@@ -122,7 +122,7 @@ class CoreProcess:
         return None
 
     def _take(self, message: messages.FromCore) -> dict[str, Any]:
-        """The facts of a core that is ready; raises for one that has said why it cannot be, and has ended then."""
+        """Returns the facts of a ready core. For a failed one, waits for its exit and raises its error."""
         if isinstance(message, messages.CoreReady):
             self._ready.close(0)
             self.to_core_addresses = message.info["core_addresses"]
@@ -135,21 +135,21 @@ class CoreProcess:
         raise (ConfigError if message.error == "ConfigError" else EngineDeadError)(message.message)
 
     def kill(self, reason: str) -> None:
-        """Ends a core that does not move any more; its requests get the reason."""
+        """Kills a core that is stuck; its requests fail with the reason."""
         self._killed_for = reason
         self._child.kill()
 
     def expect_exit(self) -> None:
-        """The core was told to end: its exit is no failure."""
+        """Marks the coming exit as intended, not a failure."""
         self._expected = True
 
     def stop(self, grace: float) -> None:
-        """Waits up to `grace` seconds for the core to end by itself, then ends it. Safe to call twice."""
+        """Waits up to `grace` seconds for the core to exit, then kills it. Safe to call twice."""
         self._child.stop(grace)
         self._cleanup()
 
     def on_death(self, listener: Callable[[str], None], loop: asyncio.AbstractEventLoop) -> None:
-        """Calls `listener(cause)` on `loop` when the core dies, at once if it has already."""
+        """Calls `listener(cause)` on `loop` when the core dies; at once if it is dead."""
         with self._lock:
             self._listeners.append((listener, loop))
             dead = self.dead
@@ -157,7 +157,7 @@ class CoreProcess:
             loop.call_soon(listener, dead)
 
     def note_failure(self, message: str) -> None:
-        """The core said why it goes."""
+        """Records the cause that the core reported."""
         with self._lock:
             self.dead = self.dead or f"{self.name} (pid {self.pid}) failed: {message}"
 
@@ -173,10 +173,10 @@ class CoreProcess:
         self._folder.remove()
 
     def _died(self, how: str) -> None:
-        """Tells all listeners, from any thread. `how` counts where the core itself has said nothing."""
+        """Notifies all listeners; any thread. `how` is the cause unless the core reported one."""
         with self._lock:
             cause = self.dead = self.dead or how
             listeners = list(self._listeners)
         for listener, loop in listeners:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits for it
                 loop.call_soon_threadsafe(listener, cause)

@@ -1,4 +1,4 @@
-"""Which scheduler gets a request, where there are several: replicas, and attention groups of a model."""
+"""DP routing (load balancing): chooses the scheduler of a request among replicas and attention groups."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from dataclasses import dataclass
 
 @dataclass
 class Load:
-    """What a scheduler was given and has not finished."""
+    """Unfinished work of a scheduler."""
 
     num_requests: int = 0
     num_tokens: int = 0
-    """Prompt tokens and those generated so far."""
+    """Prompt tokens plus tokens generated so far."""
 
 
 class Router:
     """Chooses by `method`: ``round_robin``, ``total_requests`` (fewest) or ``total_tokens`` (fewest).
 
-    Ties go to the one whose turn it is, so that equal loads share evenly. ``auto`` is ``total_tokens``.
+    Ties are broken round-robin, so that equal loads are spread evenly. ``auto`` is ``total_tokens``.
     """
 
-    def __init__(self, num_lanes: int, method: str = "auto") -> None:
-        self.loads = [Load() for _ in range(num_lanes)]
+    def __init__(self, num_endpoints: int, method: str = "auto") -> None:
+        self.loads = [Load() for _ in range(num_endpoints)]
         self._method = "total_tokens" if method == "auto" else method
         self._next = 0
 
     def choose(self, able: Sequence[int]) -> int:
-        """One of the `able` lanes."""
+        """One of the `able` schedulers, by index."""
         count = len(self.loads)
-        lane = min(able, key=lambda lane: (*self._weight(self.loads[lane]), (lane - self._next) % count))
-        self._next = (lane + 1) % count
-        return lane
+        endpoint = min(
+            able, key=lambda endpoint: (*self._weight(self.loads[endpoint]), (endpoint - self._next) % count)
+        )
+        self._next = (endpoint + 1) % count
+        return endpoint
 
     def _weight(self, load: Load) -> tuple[int, ...]:
         if self._method == "total_requests":

@@ -1,7 +1,7 @@
-"""The offline API: an engine inside a Python program, without a server.
+"""Offline API: an engine inside a Python program, without a server.
 
-The core runs in a process of its own, as under the server; requests go through the same front end. A daemon thread
-carries the event loop, so that the synchronous calls need none.
+The core runs in its own process, as under the server; requests pass through the same front end. A daemon thread runs
+the event loop, so that synchronous callers need none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.frontend import Frontend
-from moe_engine.frontend.generate_input import LATER_FIELDS, GenerateInput, refuse_later_fields
+from moe_engine.frontend.generate_input import UNSUPPORTED_FIELDS, GenerateInput, refuse_unsupported_fields
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
@@ -38,14 +38,14 @@ _END = object()
 
 
 class Engine:
-    """A model that generates, with SGLang's offline interface.
+    """Text generation with SGLang's offline interface.
 
     Args:
-        model_path: a Hugging Face directory; None takes the embedded demonstration model.
+        model_path: a Hugging Face directory; None: the embedded demonstration model.
         flags: any flag of the server, as a keyword (``page_size=16``, ``dtype="float32"``).
 
     Raises:
-        ConfigError: a flag, the model's config or its checkpoint is wrong; names it and the fix.
+        ConfigError: a flag, the model's config or its checkpoint is invalid; names it and the fix.
         EngineDeadError: the engine process failed to start.
 
     Example:
@@ -64,13 +64,13 @@ class Engine:
         self._cores = start_cores(self.config)
         self._loop = asyncio.new_event_loop()
         self._running: set[Future[Any]] = set()
-        # without a reference to this object, whose end `weakref.finalize` must see
+        # holds no reference to self, or `weakref.finalize` would never run
         failed = partial(_loop_failed, self._cores, self._running)
         self._thread = start_watched("moe-engine", self._loop.run_forever, failed)
         self._closed = False
         self._pid = os.getpid()
         try:
-            tokenizer = open_tokenizer(self.config)  # while the core loads: a broken one is told of at once
+            tokenizer = open_tokenizer(self.config)  # while the core loads: a broken tokenizer fails early
             self.info: EngineInfo = wait_ready(self._cores)
             self._frontend: Frontend = self._run(self._open(tokenizer))
         except BaseException:
@@ -82,7 +82,7 @@ class Engine:
 
     async def _open(self, tokenizer: Tokenizer | None) -> Frontend:
         client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method)
-        # The program that asks is the one whose memory it costs: a batch may have any size.
+        # No batch size limits: the caller's own process pays for the memory.
         settings = dataclasses.replace(frontend_settings(self.config), max_sequences=None, max_prompt_tokens=None)
         return Frontend(client, tokenizer, settings)
 
@@ -96,19 +96,19 @@ class Engine:
         stream: bool = False,
         **fields: Any,
     ) -> Output | list[Output] | Iterator[Output]:
-        """Continues a prompt, or each of a list.
+        """Generates from a prompt, or from each of a list.
 
         Args:
             fields: the other fields of SGLang's ``/generate``: return_logprob, logprob_start_len, top_logprobs_num,
                 token_ids_logprob, rid, priority, extra_key, ...
 
         Returns:
-            ``{"text", "output_ids", "meta_info"}`` or a list of them; with `stream` an iterator of growing answers.
+            ``{"text", "output_ids", "meta_info"}`` or a list of them; with `stream` an iterator of cumulative outputs.
 
         Raises:
-            InputError: naming the field at fault, or one that is not available yet.
-            EngineDeadError: the engine process is gone.
-            TypeError: a field that there is not.
+            InputError: names the invalid field, or one that is not implemented yet.
+            EngineDeadError: the engine process is dead.
+            TypeError: an unknown field.
         """
         request = _request(prompt, sampling_params, input_ids, stream, fields)
         if stream:
@@ -163,7 +163,7 @@ class Engine:
     # -- control
 
     def tokenize(self, text: str) -> list[int]:
-        """Token ids of a text, as `generate` sees it."""
+        """Token ids of a text, as `generate` tokenizes it."""
         if self._frontend.tokenizer is None:
             raise ValueError("this engine runs with skip_tokenizer_init: it has no tokenizer")
         return self._frontend.tokenizer.encode(text)
@@ -179,15 +179,15 @@ class Engine:
         )
 
     def flush_cache(self) -> bool:
-        """Forgets cached prefixes; False while requests run."""
+        """Clears the prefix cache; False while requests run."""
         return all(self._run(self._frontend.client.call("flush_cache")))
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
-        """Ends every request whose id starts with `rid`, or all."""
+        """Aborts every request whose id starts with `rid`, or all."""
         self._loop.call_soon_threadsafe(lambda: self._frontend.abort(rid, all=abort_all))
 
     def get_server_info(self) -> dict[str, Any]:
-        """The flags in force (see `config.launch_flags`), the engine's facts and the state of each scheduler."""
+        """The flags in effect (see `planning.launch_flags`), the engine's facts and the state of each scheduler."""
         states = self._run(self._frontend.client.call("internal_state"))
         facts = {
             "max_total_num_tokens": self.info.max_total_num_tokens,
@@ -201,7 +201,7 @@ class Engine:
         return self._frontend.client.health()
 
     def shutdown(self) -> None:
-        """Ends running requests and the engine process. Safe to call twice."""
+        """Aborts running requests and stops the engine process. Safe to call twice."""
         if self._closed or not self._is_ours:
             return
         self._closed = True
@@ -222,14 +222,14 @@ class Engine:
 
     @property
     def _is_ours(self) -> bool:
-        """False in a forked child, where the thread that carries the event loop does not exist."""
+        """False in a forked child, where the event loop's thread does not exist."""
         return self._pid == os.getpid()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
         if self._closed or not self._is_ours:
             work.close()
-            gone = "was shut down" if self._is_ours else f"belongs to process {self._pid}; make one after the fork"
-            raise EngineDeadError(f"this Engine {gone}")
+            reason = "was shut down" if self._is_ours else f"belongs to process {self._pid}; make one after the fork"
+            raise EngineDeadError(f"this Engine {reason}")
         if not self._thread.is_alive():
             work.close()
             raise EngineDeadError("the event loop of this Engine has failed; the log has the cause")
@@ -248,8 +248,8 @@ class Engine:
 
 
 def _request(prompt: Any, sampling: Any, input_ids: Any, stream: bool, fields: dict[str, Any]) -> GenerateInput:
-    refuse_later_fields(fields)
-    fields = {name: value for name, value in fields.items() if name not in LATER_FIELDS}
+    refuse_unsupported_fields(fields)
+    fields = {name: value for name, value in fields.items() if name not in UNSUPPORTED_FIELDS}
     if "data_parallel_rank" in fields:  # an older name
         fields.setdefault("routed_dp_rank", fields.pop("data_parallel_rank"))
     known = GenerateInput.__dataclass_fields__
@@ -264,11 +264,11 @@ async def _next(chunks: Any) -> Any:
 
 
 def _end(cores: Sequence[CoreProcess], loop: asyncio.AbstractEventLoop, pid: int) -> None:
-    """For an engine that nobody shut down and nobody can reach any more, and at the end of the program.
+    """Finalizer of an engine that was not shut down: at garbage collection or interpreter exit.
 
-    Nothing can be awaited here: this may run in the very thread that carries `loop`.
+    Must not wait for `loop`: this may run in the loop's own thread.
     """
-    if pid != os.getpid():  # a forked child, which owns none of it
+    if pid != os.getpid():  # a forked child, which owns neither cores nor loop
         return
     stop_cores(cores)
     with contextlib.suppress(RuntimeError):  # closed already
@@ -276,7 +276,7 @@ def _end(cores: Sequence[CoreProcess], loop: asyncio.AbstractEventLoop, pid: int
 
 
 def _loop_failed(cores: Sequence[CoreProcess], running: set[Future[Any]], message: str) -> None:
-    """The thread of the event loop ended: what waits on it gets an error."""
+    """The event loop's thread failed: pending calls get an error."""
     stop_cores(cores)
     for future in list(running):
         if not future.done():
@@ -284,7 +284,7 @@ def _loop_failed(cores: Sequence[CoreProcess], running: set[Future[Any]], messag
 
 
 def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
-    """Stops a loop after its tasks have seen that they are cancelled."""
+    """Cancels a loop's tasks, then stops it."""
     for task in asyncio.all_tasks(loop):
         task.cancel()
     loop.call_soon(loop.stop)

@@ -1,6 +1,6 @@
-"""Between a client's request and the engine: checks and tokenizes it, runs its sequences, gathers the answers.
+"""Text front end: checks and tokenizes requests, runs their sequences on the engine, collects the outputs.
 
-The server and the offline engine use the same object.
+Shared by the server and the offline engine.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from moe_engine.types import FinishReason
 __all__ = ["Frontend", "FrontendSettings", "GenerateInput", "Job", "Observer"]
 
 SHARED_PROMPT_TOKENS = 32
-"""With n > 1, prompts from this length on are computed once: the others wait for the first one's first token."""
+"""With n > 1, prompts of at least this length are computed once: other copies wait for the first one's first token."""
 
 
 class Observer(Protocol):
-    """Told of what happens to each sequence; the metrics."""
+    """Receives the events of each sequence (metrics, request log)."""
 
     def received(self, generation: Generation) -> None: ...
     def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None: ...
@@ -36,13 +36,13 @@ class Observer(Protocol):
 
 
 class Frontend:
-    """Turns requests into answers.
+    """Turns requests into outputs.
 
     Args:
         client: the running engine.
         tokenizer: None with `--skip-tokenizer-init`: ids in, ids out.
         settings: the operator's choices.
-        observer: told of each sequence's life, or None.
+        observer: receives each sequence's events, or None.
     """
 
     def __init__(
@@ -58,23 +58,23 @@ class Frontend:
         self.settings = settings or FrontendSettings()
         self.observer = observer
         self._live: dict[str, _Sequence] = {}
-        """By the client's id, from the start of a request's answer until the sequence has ended here."""
+        """By the client's id, from the start of the request until the sequence has ended here."""
         self._preparer = Preparer(client.info, tokenizer, self.settings)
 
     @property
     def num_live(self) -> int:
-        """Sequences that have begun and not ended."""
+        """Sequences started and not ended."""
         return len(self._live)
 
     # -- whole requests
 
     async def generate(self, inp: GenerateInput) -> dict[str, Any] | list[dict[str, Any]]:
-        """The answer, or the list of answers of a batch or of n > 1, as SGLang shapes them.
+        """The output in SGLang's shape; a list of outputs for a batch or n > 1.
 
         Raises:
-            InputError: the request is wrong, or the engine refused it.
+            InputError: the request is invalid, or the engine refused it.
             GenerationError: the engine could not compute it.
-            EngineDeadError: the engine is gone.
+            EngineDeadError: the engine is dead.
         """
         job = await self.prepare(inp)
         await self.collect(job)
@@ -82,7 +82,7 @@ class Frontend:
         return outputs if job.is_list else outputs[0]
 
     async def stream(self, inp: GenerateInput) -> AsyncGenerator[dict[str, Any]]:
-        """The answers as they grow, as SGLang shapes them. Closing the iterator aborts what still runs."""
+        """Streams the outputs in SGLang's shape. Closing the iterator aborts the sequences that still run."""
         inp.stream = True
         job = await self.prepare(inp)
         async with aclosing(self.chunks(job)) as chunks:
@@ -113,10 +113,10 @@ class Frontend:
         return job.generations
 
     async def pieces(self, job: Job) -> AsyncGenerator[Piece]:
-        """The new parts of all sequences of a request, in the order they come.
+        """New pieces of all sequences of a request, in order of arrival.
 
         Raises:
-            InputError: one of its ids is that of a request that is still running.
+            InputError: one of its ids belongs to a running request.
         """
         sequences = self._enter(job)
         try:
@@ -151,7 +151,7 @@ class Frontend:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None:
-        """Ends every request whose id, the client's, starts with `rid`, or all of them."""
+        """Aborts every request whose client id starts with `rid`, or all."""
         chosen = [s for s in self._live.values() if all or (rid and s.generation.rid.startswith(rid))]
         for sequence in chosen:
             sequence.aborted = sequence.aborted or reason
@@ -159,15 +159,15 @@ class Frontend:
         self.client.abort([s.generation.request.rid for s in chosen if s.is_sent], reason)
 
     async def prepare(self, inp: GenerateInput) -> Job:
-        """Checks a request, tokenizes it and settles its limits, for `collect`, `pieces` or `chunks`.
+        """Checks a request, tokenizes it and resolves its limits, for `collect`, `pieces` or `chunks`.
 
         Raises:
-            InputError: naming the field at fault and how to mend it.
+            InputError: names the field at fault and the fix.
         """
         return await self._preparer.prepare(inp)
 
     def read(self, inp: GenerateInput) -> ReadRequest:
-        """The part of `prepare` whose work grows with the request's size; any thread may do it. Raises InputError."""
+        """The part of `prepare` that costs time proportional to the request's size; thread-safe. Raises InputError."""
         return self._preparer.read(inp)
 
     async def begin(self, read: ReadRequest, logprob_format: FormatOf | None = None) -> Job:
@@ -177,7 +177,7 @@ class Frontend:
     # -- one sequence
 
     async def _pump(self, sequence: _Sequence, queue: asyncio.Queue[Any]) -> None:
-        """Waits while the queue is full: what then comes for the sequence merges before any work is done on it."""
+        """Waits while the queue is full; deltas that arrive meanwhile are merged before any work is done on them."""
         try:
             async with aclosing(self._run(sequence)) as pieces:
                 async for piece in pieces:
@@ -208,7 +208,7 @@ class Frontend:
                         yield piece
             if generation.finish is None:
                 raise EngineDeadError(f"the engine stopped answering request {generation.rid!r}")
-            self._leave(sequence)  # its id is free as soon as the client can know that it has ended
+            self._leave(sequence)  # before the client sees the end: the id is reusable from then on
             if (piece := generation.take_piece()) is not None:
                 yield piece
         finally:
@@ -220,13 +220,13 @@ class Frontend:
 
     def _deltas(self, sequence: _Sequence) -> AsyncGenerator[RequestDelta]:
         request = sequence.generation.request
-        if sequence.aborted is not None:  # before the engine heard of it
+        if sequence.aborted is not None:  # before it was sent to the engine
             return _only(RequestDelta(request.rid, [], FinishReason("abort", message=sequence.aborted).to_dict()))
         sequence.is_sent = True
         return _closable(self.client.stream(request))
 
     def _enter(self, job: Job) -> list[_Sequence]:
-        """The sequences of a job, whose ids are in use from now on."""
+        """The sequences of a job; registers their ids."""
         for generation in job.generations:
             if generation.rid in self._live:
                 raise InputError(
@@ -237,7 +237,7 @@ class Frontend:
         return sequences
 
     def _leave(self, sequence: _Sequence) -> None:
-        """Its id is free. Safe to call twice."""
+        """Unregisters its id. Safe to call twice."""
         if self._live.get(sequence.generation.rid) is sequence:
             del self._live[sequence.generation.rid]
 
@@ -254,10 +254,10 @@ def _observe(observer: Observer, generation: Generation, count: int, last: float
 
 @dataclass(eq=False, slots=True)
 class _Sequence:
-    """A sequence whose request has begun.
+    """A sequence of a started request.
 
-    `go` is set when it may go to the engine, or is to end without: copies of a long prompt are the `followers` of the
-    first one, which computes the prompt for them.
+    `go` is set when it may be sent to the engine, or when it was aborted before. Copies of a long prompt are the
+    `followers` of the first copy, which computes the prompt for all.
     """
 
     generation: Generation
@@ -265,7 +265,7 @@ class _Sequence:
     followers: list[_Sequence] = field(default_factory=list)
     is_sent: bool = False
     aborted: str | None = None
-    """Why it is to end."""
+    """Reason of an abort."""
 
     def let_followers_go(self) -> None:
         for follower in self.followers:
@@ -288,11 +288,11 @@ def _sequences(generations: list[Generation]) -> list[_Sequence]:
 
 
 def _closable(iterator: AsyncIterator[Any]) -> AsyncGenerator[Any]:
-    return iterator  # type: ignore[return-value]  # EngineClient promises that it can be closed
+    return iterator  # type: ignore[return-value]  # EngineClient.stream returns closable iterators
 
 
 def _raise_if_refused(generation: Generation) -> None:
-    """An abort with an HTTP status is an error of the request or of the engine, not an answer."""
+    """Raises for an abort with an HTTP status, which is an error of the request or of the engine, not an output."""
     finish = generation.finish
     if finish is not None and finish["type"] == "abort" and finish.get("status_code"):
         message = finish.get("message") or "the engine refused the request"

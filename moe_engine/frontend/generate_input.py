@@ -1,4 +1,4 @@
-"""What a client asks of `Frontend`, and the checks that need no tokenizer. SGLang's field names and defaults."""
+"""Generate requests to `Frontend`, and the checks that need no tokenizer. SGLang's field names and defaults."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from moe_engine.unicode_checks import check_unicode
 
 MAX_RID_LENGTH = 256
 
-LATER_FIELDS = (
+UNSUPPORTED_FIELDS = (
     "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params", "custom_logit_processor",
     "bootstrap_host", "bootstrap_room", "return_hidden_states", "return_routed_experts", "max_thinking_tokens",
     "cache_salt",
 )  # fmt: skip
-"""Fields of SGLang's /generate that a later part brings."""
+"""Fields of SGLang's /generate that are not implemented yet."""
 
 _NOTHING: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
 class GenerateInput:
-    """One prompt or a batch of them. Of `text` and `input_ids` exactly one is given; a list of prompts is a batch.
+    """One prompt or a batch. Exactly one of `text` and `input_ids` is set; a list of prompts is a batch.
 
-    In a batch, every other field is either one value for all or a list with one value per prompt.
+    In a batch, every other field is one value for all prompts or a list with one value per prompt.
     """
 
     text: Any = None
@@ -45,36 +45,36 @@ class GenerateInput:
     priority: int | None = None
     extra_key: Any = None
     routed_dp_rank: int | None = None
-    """The scheduler that is to serve it, where there are several; None leaves the choice to the engine."""
+    """Index of the scheduler (DP rank) that serves the request; None: chosen by the load balancer."""
     log_metrics: bool = True
-    """Whether the observer (metrics, request log) hears of it."""
+    """Whether the request is reported to the observer (metrics, request log)."""
 
-    # for the callers inside this package
+    # set by callers inside this package, not by clients
     add_special_tokens: bool = True
     keep_special: frozenset[int] = _NOTHING
-    """Special tokens that stay in the text even with skip_special_tokens (the markers of tool calls)."""
+    """Special tokens kept in the text even with skip_special_tokens (tool-call markers)."""
     text_field: str = "text"
     ids_field: str = "input_ids"
     sampling_field: str = "sampling_params"
     max_tokens_field: str = "sampling_params.max_new_tokens"
     top_logprobs_field: str = "top_logprobs_num"
-    """How the client calls these, for messages."""
+    """The client's names of these fields, for messages."""
     max_tokens_asked: bool = True
-    """With `SamplingParams`: whether their `max_new_tokens` is the client's own or a default, which may be cut."""
+    """With `SamplingParams`: whether `max_new_tokens` is the client's own; a default may be reduced."""
     cumulative: bool = True
-    """A stream's chunks show all of the answer so far, where the operator's settings do not say otherwise."""
+    """Stream chunks hold the whole output so far, unless the server's settings override it."""
 
 
-def refuse_later_fields(fields: Mapping[str, Any]) -> None:
-    """Raises InputError for fields that a later part brings, unless they are unset."""
-    for name in LATER_FIELDS:
+def refuse_unsupported_fields(fields: Mapping[str, Any]) -> None:
+    """Raises InputError for fields that are set and not implemented yet."""
+    for name in UNSUPPORTED_FIELDS:
         if fields.get(name) not in (None, False, [], {}):
             raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
 
 
 @dataclass(slots=True)
 class Prompt:
-    """One prompt of a request, its fields checked one by one."""
+    """One prompt of a request; each field checked by itself."""
 
     text: str | None
     ids: list[int]
@@ -83,7 +83,7 @@ class Prompt:
     logprobs: LogprobOptions | None
     extra_key: str | None
     length_asked: bool = True
-    """The client itself chose `max_new_tokens`; a default is cut where there is less room."""
+    """The client chose `max_new_tokens`; a default is reduced to the free room."""
     max_new_tokens: int = field(default=0)
     """Resolved against the context length."""
 
@@ -91,10 +91,10 @@ class Prompt:
 def split_prompts(
     inp: GenerateInput, preferred: Mapping[str, Any] | None = None, max_sequences: int | None = None
 ) -> tuple[list[Prompt], bool]:
-    """The single prompts of a request, and whether it was a batch. `max_sequences`: most prompts times n.
+    """The prompts of a request, and whether it was a batch. `max_sequences`: maximum of prompts times n.
 
     Raises:
-        InputError: naming the field.
+        InputError: names the field.
     """
     if (inp.text is None) == (inp.input_ids is None):
         state = "both are" if inp.text is not None else "neither is"
@@ -179,7 +179,7 @@ def _checked_text(text: Any, where: str) -> str:
 
 
 def check_token_ids(ids: Sequence[Any], vocab_size: int, where: str) -> None:
-    """Raises InputError when an entry is not an integer of the vocabulary. Fast for long lists."""
+    """Raises InputError if an entry is not a token id of the vocabulary. Fast for long lists."""
     if set(map(type, ids)) <= {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return
     for i, token in enumerate(ids):
@@ -190,7 +190,7 @@ def check_token_ids(ids: Sequence[Any], vocab_size: int, where: str) -> None:
 
 
 def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
-    """The client's request ids; empty when it gave none."""
+    """The client's request ids; empty if there are none."""
     if rid is None:
         return []
     if isinstance(rid, str):
@@ -209,7 +209,7 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
         if not one.isprintable():
             raise InputError(f"rid: {one!r:.80} holds characters that cannot be printed", field="rid")
     if len(set(rids)) < len(rids):
-        raise InputError("rid: the same id twice in one batch; make them differ", field="rid")
+        raise InputError("rid: duplicate id in one batch; make the ids unique", field="rid")
     return rids
 
 
@@ -235,7 +235,7 @@ def _sampling(values: Any, preferred: Mapping[str, Any], where: str) -> Sampling
 
 
 def _pick(value: Any, index: int, count: int, is_batch: bool, where: str) -> Any:
-    """The value of one prompt: from a list in a batch, else the one for all."""
+    """The value of one prompt: an entry of a batch's list, or the value shared by all."""
     if not (isinstance(value, list) and is_batch):
         return value
     if len(value) != count:

@@ -1,7 +1,6 @@
-"""One sequence on its way out: what the engine sends for it, gathered into text, tokens, log-probabilities, times.
+"""Output of one sequence: collects the engine's deltas into text, tokens, log-probabilities and times.
 
-Work on an answer is done here, piece by piece as its reader asks for more: text is made of tokens, and
-log-probabilities are rendered in the form of the answer, once.
+Detokenization and the rendering of log-probabilities happen here, incrementally as the reader consumes pieces.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from moe_engine.types import SamplingParams
 
 @dataclass(slots=True)
 class Piece:
-    """What is new of a sequence since the piece before."""
+    """New output of a sequence since the previous piece."""
 
     generation: Generation
     text: str
@@ -29,17 +28,17 @@ class Piece:
 
 
 class Generation:
-    """Gathers a sequence. Fed by `Frontend`, read by whoever answers the client.
+    """Collects the output of a sequence. Fed by `Frontend`, read by the API handlers.
 
     Args:
-        rid: the client's id, which aborts, logs and answers use; `request.rid` is the engine's.
-        index: its place among the sequences of the request, prompt-major.
-        prompt_index: which prompt of the request it continues.
-        live: text is wanted while tokens come (a stream, or stop strings); otherwise it is made once, at the end.
+        rid: the client's id, used by aborts, logs and responses; `request.rid` is the engine's.
+        index: position among the sequences of the request, prompt-major.
+        prompt_index: index of its prompt in the request.
+        live: detokenize incrementally (a stream, or stop strings); otherwise once, at the end.
         interval: tokens between two pieces of a stream.
-        observed: metrics and request log hear of it.
-        logprobs: the form in which the answer shows log-probabilities; None: it shows none.
-        keep_logprobs: the whole answer shows them at its end, and not each piece its own alone.
+        observed: report it to metrics and request log.
+        logprobs: format of log-probabilities in the response; None: not requested.
+        keep_logprobs: accumulate log-probabilities of the whole output; otherwise each piece holds only its own.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class Generation:
             )
 
     def feed(self, delta: RequestDelta) -> None:
-        """Takes what a step brought. Afterwards `finish` tells whether the sequence is over."""
+        """Adds a delta. `finish` is set once the sequence has ended."""
         now = time.monotonic()
         self.cached_tokens, self.retractions = delta.cached_tokens, delta.retractions
         self.queue_time = delta.queue_time
@@ -168,7 +167,7 @@ class Generation:
         self._piece.finish = finish
 
     def take_piece(self) -> Piece | None:
-        """What is to be shown now; None while a stream interval is not full."""
+        """The piece to send now; None while it is shorter than the stream interval."""
         piece = self._piece
         if piece is None or not (piece.token_ids or piece.finish):
             return None
@@ -180,14 +179,14 @@ class Generation:
     # -- SGLang's shapes
 
     def output(self) -> dict[str, Any]:
-        """The whole answer so far: {"text", "output_ids", "meta_info"}; no text without a tokenizer."""
+        """The whole output so far: {"text", "output_ids", "meta_info"}; no text without a tokenizer."""
         out: dict[str, Any] = {"text": self.text} if self.tokenizer is not None else {}
-        out["output_ids"] = list(self.output_ids)  # the list grows on; what was given out must not
+        out["output_ids"] = list(self.output_ids)  # a copy: the list keeps growing
         out["meta_info"] = self.meta_info() | self._logprob_info(self.prompt_logprobs, self.output_logprobs)
         return out
 
     def output_of(self, piece: Piece, *, with_prompt: bool) -> dict[str, Any]:
-        """The answer's new part only, for incremental streams."""
+        """Only the new part of the output, for incremental streams."""
         out: dict[str, Any] = {"text": piece.text} if self.tokenizer is not None else {}
         out["output_ids"] = piece.token_ids
         shown = self.prompt_logprobs if with_prompt else []
@@ -195,7 +194,7 @@ class Generation:
         return out
 
     def meta_info(self) -> dict[str, Any]:
-        """`meta_info` as of now, without log-probabilities."""
+        """Current `meta_info`, without log-probabilities."""
         meta: dict[str, Any] = {
             "id": self.rid,
             "finish_reason": self.finish,
@@ -218,11 +217,11 @@ class Generation:
         return meta
 
     def logprob_fields(self, columns: Columns) -> dict[str, Any] | None:
-        """These log-probabilities as the answer shows them; None where the request asked for none."""
+        """These log-probabilities as fields of the response; None if not requested."""
         return None if self.logprob_format is None else self.logprob_format.fields(columns)
 
     def _logprob_info(self, prompts: Columns, outputs: Columns) -> dict[str, Any]:
-        """SGLang's fields of both sides."""
+        """SGLang's fields of prompt and output."""
         fields = {
             f"{side}_{name}": value
             for side, columns in (("input", prompts), ("output", outputs))

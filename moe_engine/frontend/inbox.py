@@ -1,4 +1,4 @@
-"""What the front end holds of one request that is at a scheduler: what has arrived for it and was not read yet."""
+"""Inbox of one request: deltas that have arrived from its scheduler and were not read yet."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from moe_engine.frontend.dp_routing import Load
 from moe_engine.types import PackedLogprobs
 
 MAX_ENTRIES = 256
-"""Tokens, or with log-probabilities numbers, that `get` hands out at once: so much work is done on one request before
-other requests and health probes have their turn."""
+"""Max tokens (with log-probabilities: numbers) that `get` returns at once. Bounds the work on one request before other
+requests and health probes run."""
 
 
 class Inbox:
-    """While the reader is slow, what arrives is merged and no work is done on it; it is handed out in bounded parts.
+    """Merges deltas while the reader is slow, without further work on them; returns them in bounded parts.
 
-    It lives until the scheduler has ended the request, though its reader may have left before: until then the request
-    is part of the scheduler's load, and what still arrives for it is known and dropped.
+    It exists until the scheduler has ended the request, even if the reader has left: until then the request counts as
+    load of the scheduler, and its late deltas are recognized and dropped.
 
     Attributes:
-        generated_ids: tokens that have come: with the prompt, all that another scheduler must know to continue.
-        abort_reason: set when the request is to end: if its scheduler is lost before, no other one continues it.
+        generated_ids: tokens received so far; with the prompt, the state for a migration to another scheduler.
+        abort_reason: set by an abort: if the scheduler is lost before it ends the request, there is no migration.
         left: the reader has left.
         ended: the scheduler has ended the request.
     """
 
-    def __init__(self, request: AddRequest, lane: int, load: Load) -> None:
+    def __init__(self, request: AddRequest, endpoint: int, load: Load) -> None:
         self.request = request
         self.generated_ids: list[int] = []
         self.cached_tokens = 0
@@ -39,31 +39,31 @@ class Inbox:
         self._error: str | None = None
         self._event = asyncio.Event()
         self._num_tokens = len(request.prompt_ids)
-        self.enter(lane, load)
+        self.enter(endpoint, load)
 
-    def enter(self, lane: int, load: Load) -> None:
-        """The request is now at this scheduler."""
-        self.lane, self._load = lane, load
+    def enter(self, endpoint: int, load: Load) -> None:
+        """Assigns the request to a scheduler and adds it to its load."""
+        self.endpoint, self._load = endpoint, load
         load.num_requests += 1
         load.num_tokens += self._num_tokens
 
     def leave(self) -> None:
-        """The request is no longer at its scheduler."""
+        """Removes the request from its scheduler's load."""
         self._load.num_requests -= 1
         self._load.num_tokens -= self._num_tokens
 
     def take(self, delta: RequestDelta) -> None:
-        """News from the scheduler."""
+        """Adds a delta from the scheduler."""
         count = len(delta.token_ids)
         self._num_tokens += count
         self._load.num_tokens += count
-        if self.request.generated_ids:  # what the first scheduler reported stays
+        if self.request.generated_ids:  # migrated: keep the first scheduler's count
             delta.cached_tokens = self.cached_tokens
         self.cached_tokens = delta.cached_tokens
         self.put(delta)
 
     def put(self, delta: RequestDelta) -> None:
-        """News for the reader."""
+        """Adds a delta for the reader."""
         self.ended = self.ended or delta.finish is not None
         if self.left:
             return
@@ -75,17 +75,17 @@ class Inbox:
         self._event.set()
 
     def fail(self, error: str) -> None:
-        """The reader gets an `EngineDeadError` after what has arrived."""
+        """The reader gets the queued deltas, then an `EngineDeadError`."""
         self._error = self._error or error
         self._event.set()
 
     async def get(self) -> RequestDelta:
-        """The next part of what has arrived; waits for something. Other tasks run between two parts."""
+        """The next part; waits for one. Yields to other tasks between two parts."""
         if self._parts:
             await asyncio.sleep(0)
         await self._event.wait()
         if not self._parts:
-            raise EngineDeadError(self._error or "the engine is gone")
+            raise EngineDeadError(self._error or "the engine is dead")
         part = self._parts.popleft()
         if not self._parts and self._error is None:
             self._event.clear()
@@ -102,7 +102,7 @@ class _Part:
         self._logprobs = [] if delta.logprobs is None else [delta.logprobs]
 
     def take(self, new: RequestDelta, limit: int) -> bool:
-        """Merges `new` unless the part would have more than `limit` tokens."""
+        """Merges `new` unless the part would exceed `limit` tokens."""
         delta = self._delta
         if delta.prompt_logprobs is not None or len(delta.token_ids) + len(new.token_ids) > limit:
             return False
@@ -121,7 +121,7 @@ class _Part:
 
 
 def _prompt_parts(delta: RequestDelta, limit: int) -> list[_Part]:
-    """Takes the prompt's log-probabilities out of a delta."""
+    """Moves the prompt's log-probabilities out of a delta, into parts."""
     block, delta.prompt_logprobs = delta.prompt_logprobs, None
     if block is None:
         return []

@@ -1,9 +1,9 @@
-"""Log-probabilities as an answer shows them: every packed block is rendered once, when it is handed to the client.
+"""Log-probabilities in the response: every packed block is rendered once, when it is sent to the client.
 
-A format has one column for each field of the answer, and in each column one item for each token. What an item is, a
-Python object or a piece of JSON, is the format's own affair.
+A format has one column per field of the response, with one item per token. The type of an item, Python object or JSON
+fragment, depends on the format.
 
-Legend: P tokens, K best ones and J asked for at each of them.
+Legend: P tokens; at each of them K best tokens and J requested ones.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from typing import Any, Protocol
 from moe_engine.types import PackedLogprobs
 
 Columns = list[list[Any]]
-"""Empty, or a list for each field, all with one item for each token."""
+"""Empty, or one list per field, each with one item per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobOptions:
-    """What a request asks for; see `types.LogprobSpec`."""
+    """Log-probabilities that a request asks for; see `types.LogprobSpec`."""
 
     start: int | None
-    """First prompt position that gets one; None: outputs only."""
+    """First prompt position with a log-probability; None: outputs only."""
     top: int
     token_ids: tuple[int, ...]
     with_text: bool
 
 
 class LogprobFormat(Protocol):
-    """Of the answer to one request."""
+    """Format of one request's response."""
 
     def render(self, block: PackedLogprobs) -> Columns:
-        """The items of a block's tokens."""
+        """Items of a block's tokens."""
 
     def fields(self, columns: Columns) -> dict[str, Any]:
-        """Name and value of each field, from the items of all tokens that it is to show."""
+        """Name and value of each field, from the items of all its tokens."""
 
 
 def extend(into: Columns, new: Columns) -> None:
-    """Appends the tokens of `new`."""
+    """Appends the items of `new` to `into`."""
     if not into:
         into.extend([] for _ in new)
     for column, items in zip(into, new):
@@ -49,7 +49,7 @@ def extend(into: Columns, new: Columns) -> None:
 
 
 def joined(*parts: Columns) -> Columns:
-    """A new one, with the tokens of all parts."""
+    """A new `Columns` with the items of all parts."""
     whole: Columns = []
     for part in parts:
         extend(whole, part)
@@ -70,17 +70,17 @@ def floats_of(data: bytes) -> list[float]:
 
 
 def rows_of(flat: list[Any], count: int) -> list[list[Any]]:
-    """Cuts a flat list into `count` rows of one length."""
+    """Splits a flat list into `count` rows of equal length."""
     width = len(flat) // count if count else 0
     return [flat[i * width : (i + 1) * width] for i in range(count)]
 
 
 class PythonLogprobs:
-    """SGLang's ``meta_info`` as Python objects: an entry is [logprob, token id, text]; rivals are a list of entries, or
-    None where there are none.
+    """SGLang's ``meta_info`` as Python objects: an entry is [logprob, token id, text]; alternatives are a list of
+    entries, or None if there are none.
 
     Args:
-        token_text: text of a token; None leaves it out.
+        token_text: text of a token; None: entries have no text.
     """
 
     def __init__(self, options: LogprobOptions, token_text: Callable[[int], str] | None) -> None:
@@ -93,8 +93,10 @@ class PythonLogprobs:
         chosen = [self._entry(*pair) for pair in zip(ids_of(block.token_ids), values)]
         top = map(self._entry, ids_of(block.top_ids), floats_of(block.top))
         asked = map(self._entry, self._options.token_ids * count, floats_of(block.asked))
-        rivals = ([_rivals(*pair) for pair in zip(rows_of(list(flat), count), values)] for flat in (top, asked))
-        return [chosen, *rivals]
+        alternatives = (
+            [_alternatives(*pair) for pair in zip(rows_of(list(flat), count), values)] for flat in (top, asked)
+        )
+        return [chosen, *alternatives]
 
     def _entry(self, token: int, value: float) -> list[Any]:
         return [None if math.isnan(value) else value, token, self._text(token)]
@@ -103,12 +105,12 @@ class PythonLogprobs:
         return named(self._options, [list(column) for column in columns] or [[], [], []])
 
 
-def _rivals(row: list[Any], value: float) -> list[Any] | None:
+def _alternatives(row: list[Any], value: float) -> list[Any] | None:
     return None if math.isnan(value) else row or None
 
 
 def named(options: LogprobOptions, values: list[Any]) -> dict[str, Any]:
-    """The fields of SGLang's that a request asked for: of the tokens, of the best ones, of the ones asked for."""
+    """SGLang's fields that a request asked for. `values`: chosen tokens, top tokens, requested tokens."""
     chosen, top, asked = values
     found = {"token_logprobs": chosen}
     if options.top:

@@ -1,6 +1,6 @@
-"""From a client's request to sequences the engine can run: checked, tokenized, their limits settled.
+"""Preparation of requests: checks and tokenizes a client's request, resolves its limits, builds its sequences.
 
-Every refusal happens here, before the engine hears of the request.
+Invalid requests are refused here, before they are sent to the engine.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from moe_engine.tokenizer.tokenizer import Tokenizer
 FormatOf = Callable[[LogprobOptions], LogprobFormat]
 
 THREAD_CHARS = 4096
-"""Requests with more text or token ids are read in a thread, so that they do not hold up other requests."""
+"""Requests with more text or token ids are read in a thread, so that they do not block other requests."""
 SEED_BITS = 63
 BURST = 64
-"""Sequences of one request handled at a stretch: then health probes and other requests have their turn."""
+"""Sequences of one request handled in a row before yielding to health probes and other requests."""
 
 
 @dataclass(frozen=True)
 class FrontendSettings:
-    """What the operator chose for all requests."""
+    """Server-wide settings for all requests."""
 
     stream_interval: int = 1
     incremental_streaming_output: bool = False
@@ -44,20 +44,20 @@ class FrontendSettings:
     preferred_sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of /generate's sampling_params (`--preferred-sampling-params`)."""
     max_logprobs: int = 20
-    """Most that a request may ask for at each token, best ones or by id (`--max-logprobs`); -1: no limit."""
+    """Max log-probabilities per token, top or by id (`--max-logprobs`); -1: no limit."""
     max_sequences: int | None = 16384
-    """Most sequences (prompts times n) of one request; None: no limit."""
+    """Max sequences (prompts times n) of one request; None: no limit."""
     max_prompt_tokens: int | None = 2**24
-    """Most prompt tokens of one request, those of each copy counted: about 40 bytes each in the engine's core."""
+    """Max prompt tokens of one request, counting each copy: about 40 bytes each in the engine core. None: no limit."""
     random_seed: int = 0
-    """Of the seeds that are drawn for requests without one (`--random-seed`)."""
+    """Seed of the generator that draws seeds for requests without one (`--random-seed`)."""
 
 
 @dataclass(slots=True)
 class ReadRequest:
-    """A request whose prompts are checked and tokenized; nothing of it depends on other requests.
+    """A request with checked and tokenized prompts; independent of other requests.
 
-    `inp` is without the fields that became `prompts`. `is_batch`: the client gave a list of prompts.
+    `inp` lacks the fields that became `prompts`. `is_batch`: the client sent a list of prompts.
     """
 
     inp: GenerateInput
@@ -67,7 +67,7 @@ class ReadRequest:
 
 @dataclass(slots=True)
 class Job:
-    """A checked request, not yet begun. `is_list`: the answer is a list (a batch, or n > 1)."""
+    """A checked request, not yet started. `is_list`: the response is a list (a batch, or n > 1)."""
 
     generations: list[Generation]
     is_list: bool
@@ -75,7 +75,7 @@ class Job:
 
 
 class Preparer:
-    """Makes a `Job` of a request, or refuses it.
+    """Builds the `Job` of a request, or refuses it.
 
     Args:
         info: the engine's limits.
@@ -91,20 +91,20 @@ class Preparer:
         self._numbers = itertools.count(1)
 
     async def prepare(self, inp: GenerateInput) -> Job:
-        """Checks a request, tokenizes it and settles its limits.
+        """Checks a request, tokenizes it and resolves its limits.
 
         Raises:
-            InputError: naming the field at fault and how to mend it.
+            InputError: names the field at fault and the fix.
         """
         if _size(inp) > THREAD_CHARS:
             return await self.begin(await asyncio.to_thread(self.read, inp))
         return await self.begin(self.read(inp))
 
     def read(self, inp: GenerateInput) -> ReadRequest:
-        """The part of `prepare` whose work grows with the request's size. Any thread or process may do it.
+        """The part of `prepare` that costs time proportional to the request's size. May run in any thread or process.
 
         Raises:
-            InputError: naming the field at fault and how to mend it.
+            InputError: names the field at fault and the fix.
         """
         settings = self._settings
         prompts, is_batch = split_prompts(inp, settings.preferred_sampling_params, settings.max_sequences)
@@ -117,9 +117,9 @@ class Preparer:
         return ReadRequest(replace(rest, token_ids_logprob=None, top_logprobs_num=0), prompts, is_batch)
 
     async def begin(self, read: ReadRequest, logprob_format: FormatOf | None = None) -> Job:
-        """The sequences of a request. `logprob_format`: of the answer; None: Python objects in SGLang's shape."""
+        """Builds the sequences of a request. `logprob_format`: None means Python objects in SGLang's shape."""
         formats = logprob_format or self._python_logprobs
-        seeds = self._draw_seeds(read.prompts)  # before the first await: the order of the requests alone decides them
+        seeds = self._draw_seeds(read.prompts)  # before the first await: seeds depend only on the order of requests
         generations: list[Generation] = []
         for prompt_index, prompt in enumerate(read.prompts):
             for copy in range(prompt.sampling.n):
@@ -140,8 +140,8 @@ class Preparer:
             for where, count in ((inp.top_logprobs_field, options.top), ("token_ids_logprob", len(options.token_ids))):
                 if count > limit:
                     raise InputError(
-                        f"{where}: {count} log-probabilities at each token are more than the {limit} that this server "
-                        "gives; ask for fewer, or start it with a higher --max-logprobs",
+                        f"{where}: {count} log-probabilities per token exceed this server's limit of {limit}; "
+                        "ask for fewer, or start it with a higher --max-logprobs",
                         field=where,
                     )
 
@@ -150,7 +150,7 @@ class Preparer:
         if limit is not None and total > limit:
             where = inp.ids_field if inp.text is None else inp.text_field
             raise InputError(
-                f"{where}: {total} prompt tokens, counting those of all n copies; send at most {limit} in one request",
+                f"{where}: {total} prompt tokens, counting all n copies; send at most {limit} in one request",
                 field=where,
             )
 
@@ -192,9 +192,9 @@ class Preparer:
             )
 
     def _fit(self, prompt: Prompt, where: str, prompt_field: str) -> None:
-        """Settles `max_new_tokens`: a default is cut to the room there is; what the client asked for is refused if it
-        does not fit, or with --allow-auto-truncate cut too, as is the prompt. `where`, `prompt_field`: how the client
-        calls the two."""
+        """Resolves `max_new_tokens`. A default is reduced to the free room. A client's value that does not fit is
+        refused, or with --allow-auto-truncate reduced like the prompt. `where`, `prompt_field`: the client's names of
+        the two fields."""
         info = self._info
         truncate = self._settings.allow_auto_truncate
         room = min(info.context_len, info.max_total_num_tokens // info.page_size * info.page_size)
@@ -230,7 +230,7 @@ class Preparer:
             )
 
     def _draw_seeds(self, prompts: list[Prompt]) -> list[int]:
-        """One for each sequence, prompt-major. No scheduler draws any: those of several would draw the same."""
+        """One seed per sequence, prompt-major. Drawn here because several schedulers would draw the same ones."""
         seeds = []
         for prompt in prompts:
             given = prompt.sampling.sampling_seed
@@ -251,7 +251,7 @@ class Preparer:
         sampling, options = prompt.sampling, prompt.logprobs
         rid = prompt.rid if sampling.n == 1 else f"{prompt.rid}_{copy}"
         request = AddRequest(
-            rid=f"{rid}-{next(self._numbers)}",  # unlike the client's own id, it is never used again
+            rid=f"{rid}-{next(self._numbers)}",  # unlike the client's id, never reused
             prompt_ids=prompt.ids,
             sampling=msgspec.to_builtins(sampling),
             max_new_tokens=max(1, prompt.max_new_tokens),
@@ -289,7 +289,7 @@ class Preparer:
 
 
 def _size(inp: GenerateInput) -> int:
-    """Characters of the texts, or token ids. A prompt of a batch counts as some more."""
+    """Characters of the texts, or token ids; plus a constant per prompt of a batch."""
     given = inp.input_ids if inp.text is None else inp.text
     if isinstance(given, list):
         return sum(len(one) + 16 if isinstance(one, (str, list)) else 1 for one in given)
@@ -297,7 +297,7 @@ def _size(inp: GenerateInput) -> int:
 
 
 def _check_vocab(prompt: Prompt, vocab_size: int, where: str) -> None:
-    """The sampling parameters' token ids; `where` is "" when the fields stand at the top level."""
+    """Checks the sampling parameters' token ids; `where` is "" if the fields are at the top level."""
     try:
         prompt.sampling.check_vocab(vocab_size, prefix=where)
     except InputError as exc:
@@ -305,8 +305,8 @@ def _check_vocab(prompt: Prompt, vocab_size: int, where: str) -> None:
 
 
 def seed_of_copy(seed: int, copy: int) -> int:
-    """Copies of a prompt differ though the client gave one seed. The first has exactly that one; the others have 64-bit
-    hashes of (seed, copy), so that they are not the first copies of other seeds, such as seed + 1."""
+    """Seed of a copy of a prompt. Copy 0 uses the client's seed itself; the others use 64-bit hashes of (seed, copy),
+    which do not collide with copy 0 of a nearby seed such as seed + 1."""
     if copy == 0:
         return seed
     digest = hashlib.blake2b(f"{seed % 2**64} {copy}".encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""From flags to a running engine: shared by the server and the offline API."""
+"""Starts the engine cores from resolved flags; shared by the server and the offline API."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 logger = logging.getLogger("moe_engine")
 
 ROOM = ("max_total_num_tokens", "max_req_input_len", "max_running_requests", "context_len")
-"""Facts that memory decides."""
+"""Facts that depend on available memory."""
 
 
 def engine_info(facts: dict[str, Any]) -> EngineInfo:
-    """The facts a core sent when it was ready, typed."""
+    """`EngineInfo` from the facts that a ready core sent."""
     known = {field.name for field in dataclasses.fields(EngineInfo)}
     return msgspec.convert({key: value for key, value in facts.items() if key in known}, EngineInfo)
 
 
 def start_cores(config: ResolvedConfig) -> list[CoreProcess]:
-    """Starts the core process of each replica and returns at once; `wait_ready` tells when one serves.
+    """Starts the core process of each replica without waiting; see `wait_ready`.
 
     Raises:
-        ConfigError: the address where other nodes are to come cannot be bound.
+        ConfigError: the address for the other nodes cannot be bound.
     """
     plan = config.parallel
     if plan.num_nodes > 1 and plan.secret is None:
@@ -53,15 +53,15 @@ def _open_ports(plan: ParallelPlan) -> str:
     host = plan.leader_address.rpartition(":")[0]
     return (
         f"Sockets between nodes have no secret: a host that reaches {plan.leader_address}, or the engine's other TCP "
-        f"ports (free ones, at {host} and at the other nodes' addresses on that network), can send requests past "
-        f"--api-key and end the engine. Put the same secret into {SECRET_VARIABLE} or --dist-secret-file FILE on every "
-        "node (`openssl rand -hex 32` makes one); see docs/security.md"
+        f"ports (ephemeral, at {host} and at the other nodes' addresses on that network), can send requests past "
+        f"--api-key and stop the engine. Set the same secret in {SECRET_VARIABLE} or --dist-secret-file FILE on every "
+        "node (`openssl rand -hex 32` generates one); see docs/security.md"
     )
 
 
 def wait_ready(cores: Sequence[CoreProcess]) -> EngineInfo:
-    """Blocks until all serve. Their facts are alike, but that nodes may have room for unlike numbers of tokens: then
-    what fits all of them counts. Raises as `CoreProcess.poll_ready`, whichever fails first."""
+    """Blocks until all cores are ready. Facts that depend on memory (`ROOM`) may differ between cores: the minimum
+    counts. Raises like `CoreProcess.poll_ready` for the first core that fails."""
     found: dict[int, dict[str, Any]] = {}
     while len(found) < len(cores):
         for i, core in enumerate(cores):
@@ -73,7 +73,7 @@ def wait_ready(cores: Sequence[CoreProcess]) -> EngineInfo:
 
 
 def stop_cores(cores: Sequence[CoreProcess], grace: float = 0.0) -> None:
-    """Ends what still runs of them."""
+    """Stops the cores that still run."""
     for core in cores:
         core.expect_exit()
     for core in cores:
@@ -81,7 +81,7 @@ def stop_cores(cores: Sequence[CoreProcess], grace: float = 0.0) -> None:
 
 
 def open_tokenizer(config: ResolvedConfig) -> Tokenizer | None:
-    """The tokenizer the flags name; None with ``--skip-tokenizer-init``."""
+    """The tokenizer of the flags; None with ``--skip-tokenizer-init``."""
     model = config.args.model
     if model.skip_tokenizer_init:
         return None
@@ -94,7 +94,7 @@ def open_tokenizer(config: ResolvedConfig) -> Tokenizer | None:
 
 
 def frontend_settings(config: ResolvedConfig) -> FrontendSettings:
-    """The part of the flags that holds for every request, from HTTP or from Python."""
+    """The flags that apply to every request, from HTTP or Python."""
     server = config.server
     return FrontendSettings(
         stream_interval=config.scheduling.stream_interval,

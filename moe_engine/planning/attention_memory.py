@@ -1,4 +1,4 @@
-"""Scratch memory of the attention backend: which one will run on an accelerator, and what it says it takes."""
+"""Workspace of the attention backend: which backend will run on an accelerator, and its own figure of its memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from moe_engine.types import GraphSettings
 
 
 def attention_row(machine: Machine, need: Need, asked: str) -> Row | None:
-    """The row of `kernels.tables` that will run; None on a CPU, where none takes memory of note. Looks which libraries
-    are installed.
+    """The row of `kernels.tables` that will run; None on a CPU, where no backend takes much memory. Checks which
+    libraries are installed.
 
     Args:
         asked: --attention-backend.
 
     Raises:
-        ConfigError: the one asked for cannot run there.
+        ConfigError: that backend cannot run on the machine.
     """
     if machine.device == "cpu":
         return None
@@ -44,7 +44,7 @@ def experts_row(machine: Machine, need: Need, asked: str) -> Row:
         asked: --moe-runner-backend.
 
     Raises:
-        ConfigError: the one asked for cannot run there.
+        ConfigError: that backend cannot run on the machine.
     """
     try:
         return select("experts", tables.EXPERTS, asked, machine.kernel_device, need).row
@@ -52,8 +52,8 @@ def experts_row(machine: Machine, need: Need, asked: str) -> Row:
         raise ConfigError(f"--moe-runner-backend {asked}: {error}") from None
 
 
-def unrecorded(machine: Machine, row: Row | None, need: Need) -> str | None:
-    """Why steps with that row cannot be recorded, or None."""
+def why_not_captured(machine: Machine, row: Row | None, need: Need) -> str | None:
+    """Why steps with that row cannot be captured as CUDA graphs, or None."""
     if row is None or row.why_not_recorded is None:
         return None
     return row.why_not_recorded(machine.kernel_device, need)
@@ -69,12 +69,12 @@ def workspace_rows(
     page_size: int,
     kv_dtype: str = "auto",
 ) -> list[LedgerRow]:
-    """What the backend takes beside activations, stated by itself.
+    """The ledger row of the backend's workspace, which the backend itself computes.
 
     Args:
         model: with the heads of one rank.
-        graphs: steps that are recorded; none is larger than `running`.
-        running, tokens_each: requests of the largest step of decodes, and query tokens of each.
+        graphs: captured steps; none is larger than `running`.
+        running, tokens_each: requests of the largest decode step, and query tokens of each.
         row_width: columns of the slot table.
     """
     if row is None or row.workspace is None:
@@ -89,26 +89,26 @@ def workspace_rows(
         record_page=page_size if kv_dtype == E4M3 else 0,
         expanded=_expanded(model),
     )
-    detail = f"{row.name}: results of parts of long contexts"
+    detail = f"{row.name}: partial results of long contexts"
     if row.workspace(load) > row.workspace(replace(load, expanded=0)):
-        detail += ", expanded keys once more as its kernels read them"
+        detail += ", a copy of expanded keys in its kernels' layout"
     if load.graphs:
-        detail += f", plans of {load.graphs} recorded steps"
+        detail += f", plans of {load.graphs} captured steps"
     return [LedgerRow("attention workspace", row.workspace(load), detail)]
 
 
 def draft_workspace_rows(
     row: Row | None, draft: ModelConfig, running: int, depth: int, row_width: int, page_size: int
 ) -> list[LedgerRow]:
-    """The same of a draft model, whose backend is another instance. Its steps are not recorded.
+    """The same for a draft model, which has its own backend instance. Its steps are not captured.
 
     Args:
-        depth: query tokens of a request in its largest step of drafting (a tree's, or one behind the other).
+        depth: query tokens of a request in its largest draft step (of a tree, or of a chain).
         row_width: columns of the slot table.
     """
     if row is None or row.workspace is None:
         return []
-    most = max(depth, DRAFT_FEW)  # when it catches up with what requests have got meanwhile
+    most = max(depth, DRAFT_FEW)  # of a draft extend over the tokens of several steps
     pages = -(-row_width // page_size)
     loads = (
         AttentionLoad(requests, tokens, head_widths(draft), pages, expanded=_expanded(draft))
@@ -119,5 +119,5 @@ def draft_workspace_rows(
 
 
 def _expanded(model: ModelConfig) -> int:
-    """Context tokens whose keys and values are held at once."""
+    """Context tokens whose expanded keys and values are in memory at once."""
     return MAX_EXPANDED_TOKENS if isinstance(model.attention, MLAConfig) else 0

@@ -1,4 +1,4 @@
-"""Finding a checkpoint, and sums over what its files' headers promise."""
+"""Locates a checkpoint, and sums over its safetensors headers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CheckpointFacts:
 
 
 def embedded_model() -> Path:
-    """The small model that comes with the package."""
+    """Folder of the small model embedded in the package."""
     from moe_engine import demo
 
     return Path(demo.CHECKPOINT_DIR)
@@ -38,10 +38,10 @@ def embedded_model() -> Path:
 def locate(
     path: str | None, revision: str | None = None, download_dir: str | None = None, flag: str = "--model-path"
 ) -> Path:
-    """The local folder of a model: given, embedded (None), or a hub id, downloaded first. `flag` named the path.
+    """The local folder of a model: a folder, the embedded model (None), or a downloaded hub id. `flag`: for messages.
 
     Raises:
-        ConfigError: there is no such folder, or the hub does not deliver it.
+        ConfigError: there is no such folder, or the download fails.
     """
     if path is None:
         return embedded_model()
@@ -64,7 +64,7 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None, flag:
     except Exception as error:
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(
-            f"{flag} {hub_id}: no such folder here, and the hub did not deliver it ({reason}); "
+            f"{flag} {hub_id}: no such folder here, and the download from the hub failed ({reason}); "
             "give a local folder, or log in with `hf auth login`"
         ) from None
 

@@ -1,4 +1,4 @@
-"""Where a cluster's launcher has put this process: the environment of a SLURM step or of torchrun as one value.
+"""The place of this process in a cluster launch, from the environment of a SLURM step or of torchrun.
 
 Sources: srun(1), "OUTPUT ENVIRONMENT VARIABLES"; scontrol(1), "show hostnames"; the head of torch/distributed/run.py.
 """
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from moe_engine.errors import ConfigError
 
 FIRST_PORT, NUM_PORTS = 20000, 10000
-"""Below the ports that Linux hands out by itself (from 32768)."""
+"""Below Linux's ephemeral ports (from 32768)."""
 STEP_STRIDE, RESTART_STRIDE = 701, 5003
-"""Primes: steps and restarts of a job get ports of their own, and jobs with consecutive ids never share one."""
+"""Primes: each step and restart of a job gets its own port, and jobs with consecutive ids never share one."""
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""From here up step ids mean no step of tasks: the batch script, an interactive shell, the external step."""
+"""Step ids from here on are not steps of tasks: the batch script, an interactive shell, the external step."""
 MOST_HOSTS = 65536
 
 _HOST = re.compile(r"[A-Za-z0-9_.-]+")
@@ -26,15 +26,15 @@ _RANGE = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?", re.ASCII)
 
 @dataclass(frozen=True)
 class ClusterPlace:
-    """This process among those that its launcher started.
+    """The place of this process among the processes of its launcher.
 
-    Where a launcher starts several tasks on a node, the one with `local_rank` 0 starts the node's ranks and the others
-    have nothing to do: they should say so and exit with code 0.
+    If a launcher starts several tasks on a node, the task with `local_rank` 0 starts the node's ranks; the others
+    should log that they are not needed and exit with code 0.
 
     Args:
         leader_address: ``host:port`` where node 0 listens; None with a single node, which needs none.
         origin: for messages: ``SLURM_* of job 123``, ``torchrun's environment``.
-        hosts: the nodes' names in the order of their ranks, where the launcher tells them; else empty.
+        hosts: the nodes' names by node rank, if the launcher provides them; else empty.
     """
 
     num_nodes: int
@@ -51,10 +51,10 @@ class ClusterPlace:
 
 
 def find_place(environ: Mapping[str, str]) -> ClusterPlace | None:
-    """What the environment says, or None where it says nothing.
+    """The place from the environment, or None without a launcher.
 
-    torchrun goes before SLURM, as it runs inside a step if both are there. Of SLURM only a step counts that ``srun``
-    started with tasks of its own: from a batch script, ``salloc``'s shell or ``srun --pty`` people start things.
+    torchrun takes precedence over SLURM, as it runs inside a step if both are set. Of SLURM only steps with tasks of
+    ``srun`` count: in a batch script, ``salloc``'s shell or ``srun --pty`` users start processes by hand.
 
     Raises:
         ConfigError: a variable is missing, malformed or contradicts another; names it.
@@ -91,7 +91,9 @@ def _slurm(environ: Mapping[str, str]) -> ClusterPlace:
 def _torchrun(environ: Mapping[str, str]) -> ClusterPlace:
     ranks, per_node = _integer(environ, "WORLD_SIZE", least=1), _integer(environ, "LOCAL_WORLD_SIZE", least=1)
     if ranks % per_node:
-        raise ConfigError(f"WORLD_SIZE={ranks} is no multiple of LOCAL_WORLD_SIZE={per_node}: start all nodes alike")
+        raise ConfigError(
+            f"WORLD_SIZE={ranks} is not a multiple of LOCAL_WORLD_SIZE={per_node}: start as many ranks on every node"
+        )
     num_nodes, node_rank = ranks // per_node, _integer(environ, "GROUP_RANK")
     _check_below("GROUP_RANK", node_rank, "WORLD_SIZE / LOCAL_WORLD_SIZE", num_nodes)
     local_rank = _integer(environ, "LOCAL_RANK")
@@ -110,7 +112,7 @@ def _torchrun(environ: Mapping[str, str]) -> ClusterPlace:
 def expand_node_list(text: str, variable: str) -> tuple[str, ...]:
     """The hosts of a SLURM node list, in its order: ``node[1-2,07],login`` gives node1, node2, node07 and login.
 
-    A host may hold several brackets (``rack[1-2]node[01-02]``); the last one runs fastest. Leading zeros of a range's
+    A host may have several brackets (``rack[1-2]node[01-02]``); the last one varies fastest. Leading zeros of a range's
     start set the width.
 
     Raises:
@@ -126,7 +128,7 @@ def expand_node_list(text: str, variable: str) -> tuple[str, ...]:
 
 
 def _split(text: str, variable: str) -> Iterator[str]:
-    """At the commas outside brackets."""
+    """Splits at the commas outside brackets."""
     depth, start = 0, 0
     for index, character in enumerate(text):
         depth += (character == "[") - (character == "]")
@@ -141,7 +143,7 @@ def _split(text: str, variable: str) -> Iterator[str]:
 
 
 def _alternatives(part: str, text: str, variable: str) -> list[str]:
-    """The texts one part of a name stands for: itself, or what its bracket lists."""
+    """The expansions of one part of a name: itself, or the items of its bracket."""
     if not part.startswith("["):
         if not _HOST.fullmatch(part):
             raise _malformed(text, variable)
@@ -160,7 +162,7 @@ def _alternatives(part: str, text: str, variable: str) -> list[str]:
 
 def _malformed(text: str, variable: str) -> ConfigError:
     shown = text if len(text) < 200 else f"{text[:200]}..."
-    return ConfigError(f"{variable}={shown!r} is no node list such as node[1-3,7],gpu-[01-04]")
+    return ConfigError(f"{variable}={shown!r} is not a node list such as node[1-3,7],gpu-[01-04]")
 
 
 # -- values
@@ -186,7 +188,7 @@ def _integer(environ: Mapping[str, str], name: str, least: int = 0, default: int
 def _port(environ: Mapping[str, str]) -> int:
     port = _integer(environ, "MASTER_PORT", least=1)
     if port > 65535:
-        raise ConfigError(f"MASTER_PORT={port} is no port: they end at 65535")
+        raise ConfigError(f"MASTER_PORT={port} is not a port: must be at most 65535")
     return port
 
 

@@ -1,4 +1,4 @@
-"""Memory of the buffers that tokens travel through."""
+"""Memory of the dispatch buffers, of one rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
 
 CHOICE_BYTES = 8
-"""An expert's id and its weight."""
+"""An expert id and its weight."""
 FP8_BLOCK = 128
 """Channels that share a scale."""
 
@@ -17,7 +17,7 @@ FP8_BLOCK = 128
 def dispatch_rows(
     plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, device: str, limits: StepLimits
 ) -> list[LedgerRow]:
-    """Of one rank."""
+    """Ledger rows of one rank."""
     if plan.dispatch is None or model.moe is None:
         return []
     per_rank, decoded = limits.dispatch_tokens, limits.low_latency_tokens
@@ -27,13 +27,13 @@ def dispatch_rows(
 
 
 def dispatch_bytes(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, device: str, limits: StepLimits) -> int:
-    """Of one rank."""
+    """Bytes of one rank."""
     return sum(row.num_bytes for row in dispatch_rows(plan, model, dtype_bytes, device, limits))
 
 
 def _on_device(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_rank: int, decoded: int) -> LedgerRow:
-    """Low latency has room for every rank's tokens at every expert, twice; what travels in FP8 is there as it came and
-    widened."""
+    """Low-latency buffers have room for every rank's tokens at every expert, twice; FP8 tokens are stored as received
+    and widened."""
     assert plan.dispatch is not None and model.moe is not None
     topology, rows = plan.topology, 0
     if "low_latency" in plan.dispatch.modes.values():
@@ -46,8 +46,8 @@ def _on_device(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_ran
 
 
 def _on_host(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_rank: int, decoded: int) -> LedgerRow:
-    """Exact messages in either mode. The experts' rows of the larger mode are among a step's activations; the others
-    are kept beside them."""
+    """Messages have exact sizes in either mode. A step's activations include the experts' rows of the larger mode; the
+    rows of the other mode are added here."""
     assert plan.dispatch is not None and model.moe is not None
     topology, moe, hidden = plan.topology, model.moe, model.hidden_size
     row = hidden * dtype_bytes
@@ -63,7 +63,7 @@ def _on_host(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_rank:
     copies = min(moe.top_k, moe.num_experts // topology.ep_size)
     smaller = sorted(tokens for tokens, _ in taken)[:-1]
     num_bytes += sum(topology.tp_size * tokens * copies * row for tokens in smaller)
-    if plan.dispatch_fp8:  # what arrived is widened to float32, then to the activations' dtype
+    if plan.dispatch_fp8:  # received tokens are widened to float32, then to the activations' dtype
         num_bytes += topology.tp_size * max(tokens for tokens, _ in taken) * (4 * hidden + row)
     tokens_text = " and ".join(str(tokens) for tokens, _ in taken)
     return LedgerRow("dispatch buffers", num_bytes, f"{tokens_text} tokens a rank, {plan.dispatch.row.name}")

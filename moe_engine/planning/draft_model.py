@@ -1,4 +1,4 @@
-"""Reading what --speculative-draft-model-path names, before torch is imported."""
+"""Reads the draft model of --speculative-draft-model-path, before torch is imported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_engine.planning.checkpoint import locate
 from moe_engine.planning.resolve_speculation import DraftModel
 
 FLAG = "--speculative-draft-model-path"
-# part of an architecture's name -> what such a checkpoint is
+# substring of the architecture's name -> kind of checkpoint
 HEADS = {
     "eagle3": "an EAGLE-3 head (it reads hidden states of three of the model's layers)",
     "eagle": "an EAGLE head (one decoder layer on the model's hidden states)",
@@ -22,11 +22,11 @@ HEADS = {
 
 
 def load_draft(args: EngineArgs) -> DraftModel | None:
-    """The draft model's folder and config; None where the flags name none.
+    """The draft model's folder and config; None if the flags name none.
 
     Raises:
         ConfigError: no checkpoint there, or one that this engine cannot run.
-        NotAvailableYet: heads that are no models of their own.
+        NotAvailableYet: EAGLE heads and exported MTP layers.
     """
     path = args.speculative.speculative_draft_model_path
     if path is None or args.speculative.speculative_algorithm is None:
@@ -44,11 +44,11 @@ def _refuse_heads(path: str, file: Path) -> None:
     try:
         names = json.loads(file.read_text()).get("architectures") or []
     except (ValueError, AttributeError):
-        return  # load_model_config says what is wrong with the file
+        return  # load_model_config raises the error of the file
     for name in map(str, names):
         found = next((what for part, what in HEADS.items() if part in name.lower()), None)
         if found is not None:
             raise NotAvailableYet(
-                f"{FLAG} {path}: {name} is {found}, not available yet in moe-engine; leave the flag out to draft with "
-                "the MTP layers of the model's own checkpoint, or use STANDALONE with a whole small model"
+                f"{FLAG} {path}: not supported yet: {name} is {found}; leave the flag out to draft with the MTP layers "
+                "of the model's own checkpoint, or use STANDALONE with a complete small model"
             )

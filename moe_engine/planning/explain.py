@@ -1,4 +1,4 @@
-"""What ``--explain`` prints: every value and how it came about, the memory ledger, the kernels and why others not."""
+"""Output of ``--explain``: every resolved value with its reason, the memory ledger, kernels and rejected kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Value:
 
 
 def values_of(config: ResolvedConfig) -> dict[str, list[Value]]:
-    """Every field, by group, with the value that is in force."""
+    """Every field, by group, with its resolved value."""
     decided = {decision.name: decision.reason for decision in config.decisions}
     values = config.flat()
     found: dict[str, list[Value]] = {}
@@ -69,7 +69,7 @@ def _text(value: Any) -> str:
 
 
 def facts_of(config: ResolvedConfig) -> dict[str, int]:
-    """What follows for a request."""
+    """Limits of a request that follow from the configuration."""
     return {
         "max_total_num_tokens": config.max_total_num_tokens,
         "max_req_len": config.max_req_len,
@@ -79,7 +79,7 @@ def facts_of(config: ResolvedConfig) -> dict[str, int]:
 
 
 def _choices(config: ResolvedConfig, choices: Iterable[Choice]) -> list[tuple[str, str, str, dict[str, str]]]:
-    """(family, backend, reason, why not each other) of the kernels, and of what moves tokens where they travel."""
+    """(family, backend, reason, reasons against the others) of the kernels, and of the dispatcher if there is one."""
     found = [(choice.family, choice.row.name, choice.reason, choice.refused) for choice in choices]
     dispatch = config.parallel.dispatch
     if dispatch is not None:
@@ -88,7 +88,7 @@ def _choices(config: ResolvedConfig, choices: Iterable[Choice]) -> list[tuple[st
 
 
 def explain_json(config: ResolvedConfig, choices: Iterable[Choice] = ()) -> dict[str, Any]:
-    """The same, for programs. Sizes are bytes."""
+    """The explanation as JSON. Sizes are bytes."""
     ledger = config.ledger
     return {
         "model": {"path": config.model_path, "architecture": config.model.architecture},
@@ -114,7 +114,7 @@ def explain_json(config: ResolvedConfig, choices: Iterable[Choice] = ()) -> dict
 
 
 def start_lines(config: ResolvedConfig) -> list[str]:
-    """What a start logs: the ledger, what was decided for the user in memory, and remarks. Short."""
+    """Lines that the start logs: the memory ledger and remarks."""
     lines = [f"Memory ledger: {gb(config.ledger.total_bytes)} of {gb(config.ledger.limit_bytes)}"]
     lines += [f"  {line}" for line in config.ledger.lines()]
     return lines + [f"Note: {note}" for note in config.notes]

@@ -1,4 +1,4 @@
-"""GPUs by name: what a launch for one of them follows from, where none is here. Imports no torch."""
+"""GPUs by name (``--hardware``), to resolve a launch on a machine without them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU as its data sheet has it. `nvlink`: the GPUs of a host reach each other's memory over it."""
+    """A GPU by its data sheet. `nvlink`: the GPUs of a host access each other's memory over NVLink."""
 
     name: str
     capability: tuple[int, int]
@@ -23,16 +23,16 @@ class GPU:
 
     @property
     def arch(self) -> int:
-        """As Triton numbers architectures."""
+        """The architecture number that Triton uses."""
         return 10 * self.capability[0] + self.capability[1]
 
     @property
     def device(self) -> Device:
-        """As kernel rows see it."""
+        """The device for kernel rows."""
         return Device("cuda", self.name, self.capability)
 
     def machine(self, count: int | None = None) -> Machine:
-        """A host with `count` of them (None: as many as are asked for), as `resolve` sees it, with nothing in use."""
+        """A host for `resolve` with `count` of these GPUs (None: as many as the flags need), with free memory."""
         return Machine(
             "cuda",
             self.name,
@@ -56,12 +56,12 @@ GPUS = {
 
 
 def parse_hardware(text: str, flag: str = "--hardware") -> Machine:
-    """``h200`` or ``8xH200``: a host with as many of these GPUs.
+    """``h200`` or ``8xH200``: a host with that number of GPUs.
 
     Raises:
         ConfigError: no such GPU.
     """
     found = re.fullmatch(r"(?:(\d+)\s*x\s*)?([a-z][\w-]*)", text.strip().lower())
     if found is None or found[2] not in GPUS or found[1] == "0":
-        raise ConfigError(f"{flag} {text}: must be one of {', '.join(GPUS)}, or how many of them, as in 8xH200")
+        raise ConfigError(f"{flag} {text}: must be one of {', '.join(GPUS)}, or a number of them, as in 8xH200")
     return GPUS[found[2]].machine(int(found[1]) if found[1] else None)

@@ -1,8 +1,8 @@
-"""The flags of /server_info: given again, as keywords or in a file, they resolve to the same configuration.
+"""The flags of /server_info: passed again, as keywords or in a file, they resolve to the same configuration.
 
-Every flag of SGLang that this engine knows is there, in SGLang's unit, which for sizes shared by attention groups is
-that of all groups together. Flags without a field have the value that describes this engine. What a single scheduler
-has is in its internal state.
+Every flag of SGLang that this engine knows is listed, in SGLang's unit: sizes shared by attention groups are sums over
+all groups. Flags without a field have the value that describes this engine. Values of a single scheduler are in its
+internal state.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from moe_engine.config.args import PARTS
 from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.field import fields_of
 from moe_engine.config.unknown_flag import keyword_of
-from moe_engine.config.unsupported_flags import LATER
+from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.planning.resolve import ResolvedConfig
 
 FACTS = ("speculation", "use_mla_backend")
-"""Keys of `launch_flags` that are no flags."""
+"""Keys of `launch_flags` that are not flags."""
 
 
 def launch_flags(config: ResolvedConfig) -> dict[str, Any]:
     """Every flag by name, and `FACTS`. Keys of clients are hidden.
 
-    Backends of kernels are as they were asked for: the engine knows them once it is ready (`client_api.kernel_flags`).
+    Kernel backends are as given: the chosen ones are known when the engine is ready (`client_api.kernel_flags`).
     """
     values = config.flat() | _in_all_groups(config) | _chosen(config) | _graphs(config)
-    for row in (*LATER.values(), *DROPPED.values()):
+    for row in (*UNSUPPORTED_FLAGS.values(), *DROPPED.values()):
         values[row.name] = _absent(row)
     values.update(dict.fromkeys(SATISFIED, True))
     for part in PARTS.values():
@@ -38,7 +38,7 @@ def launch_flags(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def _in_all_groups(config: ResolvedConfig) -> dict[str, Any]:
-    """Flags that attention groups share, and the folder as the hub's flags need it."""
+    """Flags whose value is a sum over attention groups, and the model path in the form that the hub's flags need."""
     groups, chunk = config.parallel.topology.attn_dp_size, config.chunked_prefill_size
     model = config.args.model
     from_hub = model.revision is not None or model.download_dir is not None
@@ -51,7 +51,7 @@ def _in_all_groups(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def _chosen(config: ResolvedConfig) -> dict[str, Any]:
-    """What ``auto`` and flags that were left out mean here."""
+    """Resolved values of ``auto`` and of flags that were left out."""
     flags, plan, experts = config.args, config.parallel, config.experts
     found: dict[str, Any] = {"ep_size": plan.topology.ep_size, "moe_a2a_backend": plan.topology.moe_a2a_backend}
     if flags.model.load_format == "auto":
@@ -83,5 +83,5 @@ def _graphs(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def _absent(row: AbsentFlag) -> Any:
-    """The value that says that there is no such part, or the one that the flag has when left out."""
+    """The value that stands for a disabled feature, or the flag's default."""
     return next((value for value in row.harmless if value in ("none", "disabled")), row.default)

@@ -1,4 +1,4 @@
-"""Memory is counted before it is taken: what each part needs, what is left for KV, and refusals that name the sum.
+"""The memory ledger: memory of each part, computed before it is allocated; the KV cache gets the rest.
 
 GB are 2^30 bytes, as in SGLang's log lines.
 """
@@ -15,11 +15,11 @@ WEIGHT_ROWS = ("weights", DRAFT_WEIGHTS)
 
 
 SLOT_TOKEN_BYTES = 4
-"""Of the token id that is kept beside a KV slot, for penalties."""
+"""Of the token id that is stored beside a KV slot, for penalties."""
 
 
 def gb(num_bytes: float) -> str:
-    """``17.25 GB``; small sizes in MB so that no row reads 0.00."""
+    """``17.25 GB``; small sizes in MB so that no row shows 0.00."""
     return f"{num_bytes / GB:.2f} GB" if abs(num_bytes) >= GB / 10 else f"{num_bytes / (1 << 20):.1f} MB"
 
 
@@ -32,16 +32,16 @@ class LedgerRow:
 
 @dataclass(frozen=True)
 class MemoryLedger:
-    """What the engine will take on its device. KV comes last and gets what the limit leaves.
+    """Memory of the engine on its device. The KV cache comes last and gets the rest below the limit.
 
     Attributes:
         rows: everything but KV.
-        limit_bytes: what all rows and KV may fill together.
-        limit_reason: where the limit comes from.
+        limit_bytes: limit of the sum of all rows and KV.
+        limit_reason: origin of the limit.
         bytes_per_token: KV of one token in all layers.
-        num_tokens: KV slots that requests can hold (`max_total_num_tokens`); the pool has a dummy page more.
-        page_size: tokens in a page.
-        logits_rows: rows of logits that there may be at once; the worker makes and samples no more.
+        num_tokens: KV slots for requests (`max_total_num_tokens`); the pool has one more dummy page.
+        page_size: tokens of a page.
+        logits_rows: max rows of logits at once; the worker computes and samples more rows in several passes.
     """
 
     rows: tuple[LedgerRow, ...]
@@ -61,7 +61,7 @@ class MemoryLedger:
         return sum(row.num_bytes for row in self.rows if row.name in WEIGHT_ROWS)
 
     def bytes_of(self, name: str) -> int:
-        """Of the rows with that name; 0 where there is none."""
+        """Sum of the rows with that name; 0 if there is none."""
         return sum(row.num_bytes for row in self.rows if row.name == name)
 
     @property
@@ -99,7 +99,7 @@ class MemoryLedger:
 
 
 def tokens_that_fit(num_bytes: int, bytes_per_token: int, page_size: int) -> int:
-    """KV slots, a multiple of the page, that fit into so many bytes beside the dummy page; 0 if none do."""
+    """KV slots, a multiple of the page size, that fit into `num_bytes` beside the dummy page; 0 if none do."""
     tokens = num_bytes // bytes_per_token - page_size
     return max(0, tokens - tokens % page_size)
 

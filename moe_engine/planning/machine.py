@@ -1,4 +1,4 @@
-"""What this machine offers: memory, cores, device. Probed once, without torch on a CPU, and handed on as a value."""
+"""Memory, cores and device of this machine. Probed once, without torch on a CPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory of the device that holds weights and KV, in bytes; `source` says where the figures come from.
+    """Memory of the device that holds weights and KV, in bytes; `source` is the origin of the figures.
 
-    `available_bytes` is what nobody uses now. On a CPU both count a container's limit. `unlinked`: which of the GPUs
-    cannot reach each other's memory; None where all can. `capability` of a GPU is (major, minor), `num_devices` how
-    many of them torch sees; None where that is not known.
+    `available_bytes` is free memory. On a CPU both respect a container's limit. `unlinked`: GPUs that cannot access
+    each other's memory; None if all can. `capability` of a GPU is (major, minor), `num_devices` the number of GPUs
+    that torch sees; None if unknown.
     """
 
     device: str
@@ -38,7 +38,7 @@ class Machine:
 
     @property
     def kernel_device(self) -> Device:
-        """The GPU as kernel rows see it."""
+        """The device for kernel rows."""
         return Device(self.device, self.device_name, self.capability)
 
 
@@ -50,7 +50,7 @@ class Memory:
 
 
 def probe_machine(device: str | None = None) -> Machine:
-    """This machine as seen by an engine on `device` (None: cuda where torch can use one, cpu elsewhere).
+    """Probes this machine for an engine on `device` (None: cuda if torch can use one, else cpu).
 
     Raises:
         ConfigError: `device` is cuda and torch sees none.
@@ -67,7 +67,7 @@ def probe_machine(device: str | None = None) -> Machine:
 
 
 def _choose_device() -> tuple[str, str]:
-    """cuda only where a driver, a torch built for it and a visible device come together; cheap tests first."""
+    """cuda only with a driver, a torch built for it and a visible device; cheap tests first."""
     if not Path("/dev/nvidiactl").exists():
         return "cpu", "no NVIDIA driver on this machine"
     try:
@@ -95,7 +95,7 @@ def _probe_cuda(cores: int, reason: str) -> Machine:
 
 
 def _unlinked(cuda: Any) -> str | None:
-    """Pairs of GPUs that the driver does not let into each other's memory."""
+    """A pair of GPUs without peer access, as text, or None."""
     pairs = permutations(range(cuda.device_count()), 2)
     apart = next((pair for pair in pairs if not cuda.can_device_access_peer(*pair)), None)
     return (
@@ -104,7 +104,7 @@ def _unlinked(cuda: Any) -> str | None:
 
 
 def host_memory(meminfo: str | None = None, cgroup: Path | None = None) -> Memory:
-    """RAM of this process: the machine's, or its container's where that is less.
+    """RAM of this process: the machine's, or its container's limit if that is lower.
 
     Args:
         meminfo: text of /proc/meminfo (read from there when None).
@@ -152,7 +152,7 @@ def _own_cgroup(controller: str = "memory", root: Path = CGROUP_ROOT) -> Path:
 
 
 def _cgroup_memory(folder: Path) -> tuple[int, int]:
-    """(limit, bytes in use that cannot be reclaimed) of a cgroup and its ancestors: the tightest one counts."""
+    """(limit, bytes in use that cannot be reclaimed) of the tightest of a cgroup and its ancestors."""
     best = (UNLIMITED, 0)
     for level in (folder, *folder.parents):
         if level in CGROUP_ROOT.parents:
@@ -171,7 +171,7 @@ def _cgroup_memory(folder: Path) -> tuple[int, int]:
 
 
 def _inactive_file(folder: Path) -> int:
-    """Page cache the kernel can drop at once; it counts as used in the cgroup's figure."""
+    """Reclaimable page cache; the cgroup's figure counts it as used."""
     try:
         for line in (folder / "memory.stat").read_text().splitlines():
             key, _, value = line.partition(" ")
@@ -191,7 +191,7 @@ def _read_int(path: Path) -> int | None:
 
 
 def usable_cores(cgroup: Path | None = None) -> int:
-    """Physical cores this process may compute on: its affinity without hyper-threads, or a container's CPU quota."""
+    """Physical cores this process may use: its affinity without hyper-threads, or a container's CPU quota."""
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not on Linux
@@ -202,7 +202,7 @@ def usable_cores(cgroup: Path | None = None) -> int:
 
 
 def _core_of(cpu: int) -> str:
-    """The hyper-threads that share a core have the same text here."""
+    """Key of the core: hyper-threads of one core have the same text."""
     try:
         return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text().strip()
     except OSError:

@@ -1,6 +1,6 @@
-"""From what was asked to what will run: finds the checkpoint, reads config.json, looks at the machine, resolves.
+"""Prepares a launch: locates the checkpoint, reads config.json, probes the machine and resolves the flags.
 
-Imports no torch on a CPU, so that a launch which cannot work is refused in well under a second.
+Imports no torch on a CPU, so that an invalid launch is refused in well under a second.
 """
 
 from __future__ import annotations
@@ -42,26 +42,27 @@ FLAGS = {
     "ops": "--ops-backend",
     "sampling": "--sampling-backend",
 }
-"""The flag that names a kernel family's backend."""
+"""Backend flag of each kernel family."""
 
 SUMMING = ("linear", "experts", "attention")
-"""Families whose results depend on the order of their sums."""
+"""Families whose results depend on the order of summation."""
 
 
 def place_in_cluster() -> ClusterPlace | None:
-    """What SLURM or torchrun say of this process, for a server; None where they did not start it."""
+    """The place of this process in a SLURM or torchrun launch, for a server; None without such a launcher."""
     return find_place(os.environ)
 
 
 def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterPlace | None = None) -> ResolvedConfig:
-    """Does the reading that `resolve` must not do, then resolves. Call it once, in the process that starts the engine.
+    """Does the I/O that the pure `resolve` must not do, then resolves. Call it once, in the process that starts the
+    engine.
 
     Args:
-        place: of this process among those of a server on several machines.
+        place: of this process in a server on several machines.
 
     Raises:
         ConfigError: as `resolve`; or no such checkpoint, an unsupported model, missing or truncated weight files, or a
-            backend that was asked for and cannot run here.
+            named backend that cannot run here.
     """
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
     model = load_model_config(folder, json.loads(args.model.json_model_override_args))
@@ -99,15 +100,15 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
 
 
 def secret_of_nodes(args: EngineArgs) -> DistSecret | None:
-    """From the flag or the environment. Raises as `find_secret`."""
+    """The secret from the flag or the environment. Raises as `find_secret`."""
     return find_secret(os.environ, args.parallel.dist_secret_file)
 
 
 def _with_secret(config: ResolvedConfig) -> ResolvedConfig:
-    """The secret that the nodes share; one node has no sockets that need it."""
+    """Adds the secret shared by the nodes; a single node has no sockets that need it."""
     path = config.args.parallel.dist_secret_file
     if config.parallel.num_nodes == 1:
-        remarks = ["--dist-secret-file: nothing to do, one node has no sockets to others"] if path is not None else []
+        remarks = ["--dist-secret-file: no effect (one node has no sockets to others)"] if path is not None else []
         return dataclasses.replace(config, notes=(*config.notes, *remarks))
     secret = secret_of_nodes(config.args)
     remark = open_to_others(path) if path is not None else None
@@ -119,57 +120,57 @@ def _with_secret(config: ResolvedConfig) -> ResolvedConfig:
 
 
 def _determinism_remarks(config: ResolvedConfig, choices: Iterable[Choice]) -> Iterator[str]:
-    """What --enable-deterministic-inference does not promise with these kernels."""
+    """Limits of --enable-deterministic-inference with these kernels."""
     if not config.args.backends.enable_deterministic_inference:
         return
     loose = [choice.family for choice in choices if choice.family in SUMMING and choice.row.name == "torch"]
     if loose:
         yield (
             f"--enable-deterministic-inference with torch kernels for {', '.join(loose)}: the same steps give the same "
-            "bits, but torch sums in an order that depends on the size of the batch, so what runs beside a request may "
-            "change its last bits; the cpu kernels promise that it does not"
+            "bits, but torch's order of summation depends on the batch size, so other requests of a batch may change "
+            "the last bits of a result; the cpu kernels are batch-invariant"
         )
     elif config.dtype != "float32":
         yield (
-            f"--enable-deterministic-inference in {config.dtype}: equality bit for bit is promised in float32 "
-            "(--dtype float32); in shorter formats only for the same steps"
+            f"--enable-deterministic-inference in {config.dtype}: bitwise equality is guaranteed in float32 "
+            "(--dtype float32), in shorter formats only for the same steps"
         )
 
 
 def _gpu_determinism_remarks(config: ResolvedConfig) -> Iterator[str]:
-    """What it costs, and what it does not promise."""
+    """Cost and limits of --enable-deterministic-inference on a GPU."""
     if not config.args.backends.enable_deterministic_inference:
         return
     yield (
-        "--enable-deterministic-inference on a GPU: kernels of this project alone, which cut sums alike for every "
-        "batch; slower than libraries, and without CUDA graphs"
+        "--enable-deterministic-inference on a GPU: uses only this project's kernels, whose order of summation does "
+        "not depend on the batch; slower than libraries, and without CUDA graphs"
     )
     if config.parallel.topology.tp_size > 1:
         yield (
-            "--enable-deterministic-inference on several GPUs: what ranks add up (NCCL) is summed in an order that may "
-            "depend on the size of the step; equality bit for bit is promised for the same steps only"
+            "--enable-deterministic-inference on several GPUs: NCCL's order of summation may depend on the size of the "
+            "step; bitwise equality is guaranteed for the same steps only"
         )
 
 
 def _check_weights(
     folder: Path, files: Mapping[str, WeightFile], model: ModelConfig, include_mtp: bool = False
 ) -> None:
-    """Everything that can be said of the weight files without reading a weight."""
+    """Checks the weight files by their headers, without reading weights."""
     if not files:
         if other := next((path.name for path in sorted(folder.iterdir()) if path.suffix in OTHER_WEIGHTS), None):
             raise NotAvailableYet(
-                f"{folder}: holds {other} and no *.safetensors; weights in that format are not available yet in "
-                f"moe-engine (come with {OTHER_FORMATS}); convert them to safetensors"
+                f"{folder}: has {other} and no *.safetensors; not supported yet: {OTHER_FORMATS}; convert the weights "
+                "to safetensors"
             )
         raise ConfigError(
-            f"{folder}: no *.safetensors files beside config.json; give the folder of a complete checkpoint, or "
+            f"{folder}: no *.safetensors files next to config.json; give the folder of a complete checkpoint, or "
             "use --load-format dummy for random weights"
         )
     check_headers(folder, files, model, include_mtp)
 
 
 def need_of(config: ResolvedConfig, model: ModelConfig | None = None) -> Need:
-    """What the model (the launch's, or its draft model) and the launch ask of a kernel backend."""
+    """Requirements of the model (the launch's, or its draft model) and of the launch on a kernel backend."""
     if model is None:
         model = local_heads(config.model, config.parallel.topology.attn_tp_size)
     deterministic = config.args.backends.enable_deterministic_inference
@@ -177,10 +178,10 @@ def need_of(config: ResolvedConfig, model: ModelConfig | None = None) -> Need:
 
 
 def choose_backends(config: ResolvedConfig, device: Device, model: ModelConfig | None = None) -> tuple[Choice, ...]:
-    """The row of each kernel family, with reasons and refusals; imports no backend and no torch.
+    """The row of each kernel family, with reasons and rejected rows; imports no backend and no torch.
 
     Raises:
-        ConfigError: a backend that was asked for cannot run here; names the flag and the reason.
+        ConfigError: a named backend cannot run here; names the flag and the reason.
     """
     need, asked = need_of(config, model), config.asked_backends
     try:

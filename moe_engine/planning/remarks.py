@@ -1,4 +1,4 @@
-"""What was given and has nothing to act on in this launch: noted once at start, never an error."""
+"""Remarks on flags and variables without effect in this launch: logged once at start, never an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEPENDENTS = {
     "eplb_min_rebalancing_utilization_threshold": "enable_eplb",
     "expert_distribution_recorder_buffer_size": "expert_distribution_recorder_mode",
 }
-"""Flag -> the flag without which it does nothing."""
+"""Flag -> the flag without which it has no effect."""
 
 BETWEEN_RANKS = ("moe_a2a_backend", "enable_deepep_moe", "enable_ep_moe")
 OF_DISPATCH = ("deepep_mode", "max_dispatch_tokens_per_rank")
@@ -28,16 +28,16 @@ OF_GPUS = ("base_gpu_id", "gpu_id_step")
 
 PREFIXES = ("SGLANG_", "SGL_")
 VARIABLES = {
-    "ENABLE_JIT_DEEPGEMM": "DeepGEMM is taken where it is installed and can run; --moe-runner-backend and "
-    "--linear-backend choose otherwise",
+    "ENABLE_JIT_DEEPGEMM": "DeepGEMM is used if it is installed and can run; override it with --moe-runner-backend and "
+    "--linear-backend",
     "DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "use --max-dispatch-tokens-per-rank",
     "DISABLE_SGL_KERNEL": "use --ops-backend",
 }
-"""SGLang's variables, without their prefix, whose purpose a flag has here."""
+"""SGLang's variables, without their prefix, that a flag replaces here."""
 
 
 def flags_without_effect(args: EngineArgs, device: str, plan: ParallelPlan) -> tuple[str, ...]:
-    """A line for each flag that differs from its default and does nothing here; and for an open server."""
+    """A line for each flag that differs from its default and has no effect; and for a server without a key."""
     found = [*_dependents(args), *_parallel(args, device, plan)]
     if args.server.host in ("0.0.0.0", "::") and args.server.api_key is None:
         found.append(
@@ -59,7 +59,7 @@ def unread_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _differing(args: EngineArgs) -> dict[str, str]:
-    """Each flag that is not at its default, as it would be typed."""
+    """Each flag that is not at its default, with its value as typed."""
     found = {}
     for part, cls in PARTS.items():
         for item in fields(cls):
@@ -73,7 +73,7 @@ def _dependents(args: EngineArgs) -> Iterator[str]:
     values, typed = args.flat(), _differing(args)
     for name, needed in DEPENDENTS.items():
         if name in typed and not values[needed]:
-            yield f"{option_of(name)} does nothing without {option_of(needed)}"
+            yield f"{option_of(name)} has no effect without {option_of(needed)}"
 
 
 def _parallel(args: EngineArgs, device: str, plan: ParallelPlan) -> Iterator[str]:
@@ -83,8 +83,8 @@ def _parallel(args: EngineArgs, device: str, plan: ParallelPlan) -> Iterator[str
         return ", ".join(typed[name] for name in names if name in typed)
 
     if (given := listed(OF_GPUS)) and device == "cpu":
-        yield f"{given}: nothing to do (ranks on a CPU choose no GPU)"
+        yield f"{given}: no effect (ranks on a CPU use no GPU)"
     if (given := listed(BETWEEN_RANKS)) and plan.topology.tp_size == 1:
-        yield f"{given}: nothing to do (one rank holds all experts; --tp-size adds ranks)"
+        yield f"{given}: no effect (one rank holds all experts; --tp-size adds ranks)"
     if (given := listed(OF_DISPATCH)) and plan.dispatch is None:
-        yield f"{given}: nothing to do (no tokens are dispatched without --moe-a2a-backend)"
+        yield f"{given}: no effect (no tokens are dispatched without --moe-a2a-backend)"

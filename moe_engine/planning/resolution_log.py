@@ -1,4 +1,4 @@
-"""What was decided for the user while the configuration was resolved, and why."""
+"""Log of the automatic decisions of resolving a configuration, with their reasons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Decision:
-    """A value that the user left open (or spelled loosely), what it became, and why."""
+    """A value that the user left open (or gave in an older spelling), its resolved value and the reason."""
 
     name: str
     value: Any
@@ -18,7 +18,7 @@ class Decision:
 
 
 class Record:
-    """Collects decisions while values are chosen, and remarks that a start logs."""
+    """Collects decisions while values are resolved, and remarks that the start logs."""
 
     def __init__(self) -> None:
         self.decisions: list[Decision] = []

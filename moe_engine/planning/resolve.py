@@ -1,4 +1,4 @@
-"""Resolve once, then freeze: every ``auto`` becomes concrete in one pure function that records its reasons."""
+"""Resolves the server arguments to a frozen `ResolvedConfig`, in one pure function that logs its reasons."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 INPUT_MARGIN = 5
-"""A prompt must leave room for so many further tokens (SGLang's margin)."""
+"""Tokens that a prompt must leave free (SGLang's margin)."""
 
 DP_CONSERVATIVENESS = 0.3
-"""Factor with DP attention, as SGLang's: a group is small, and waits for the others if it is idle."""
+"""Factor with DP attention, as in SGLang: a group's batch is small, and an idle group waits for the others."""
 
 DEMO_NAME = "demo"
 DEMO_PARSERS = {"reasoning_parser": "deepseek-v3", "tool_call_parser": "deepseekv31"}
@@ -52,11 +52,11 @@ SECRETS = ("api_key", "admin_api_key")
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The configuration of one engine: concrete, frozen, and small enough to be pickled to its processes.
+    """The resolved, frozen configuration of one engine; it is pickled to the engine's processes.
 
-    `args` is what was asked for; its `scheduling`, `logging` and `server` parts leave nothing open and are used as they
-    are. `chunked_prefill_size` -1 means no chunking. Sizes are tokens. Of many ranks, sizes and the ledger are one
-    rank's, and those of requests one attention group's.
+    `args` are the flags as given; their `scheduling`, `logging` and `server` parts need no resolution and are used
+    directly. `chunked_prefill_size` -1 means no chunking. Sizes are tokens. With several ranks, memory sizes and the
+    ledger are per rank, and counts of requests per attention group.
     """
 
     args: EngineArgs
@@ -80,28 +80,28 @@ class ResolvedConfig:
     cpu_threads: int
     ledger: MemoryLedger
     limits: StepLimits
-    """The largest step: the scheduler plans within it; the dispatcher, recorded steps and the ledger hold it."""
+    """The largest step: bounds the scheduler's plans; dispatcher, CUDA graphs and ledger are sized for it."""
     decisions: tuple[Decision, ...]
     notes: tuple[str, ...]
     speculation: SpeculationConfig | None = None
-    """None: one token a step."""
+    """None: no speculative decoding."""
     draft_model: ModelConfig | None = None
-    """Of the folder `speculation.draft_model_path`, where there is one."""
+    """Of the folder `speculation.draft_model_path`, if there is one."""
     experts: ExpertSettings = field(default_factory=ExpertSettings)
-    """Where they stand, and what is recorded of them."""
+    """Placement, EPLB and expert distribution recording."""
     graphs: GraphSettings = field(default_factory=GraphSettings)
-    """Steps that are recorded on an accelerator."""
+    """Steps that are captured as CUDA graphs."""
     compiled: CompileSettings = field(default_factory=CompileSettings)
-    """Steps that torch compiles."""
+    """Steps that torch.compile compiles."""
 
     @property
     def max_total_num_tokens(self) -> int:
-        """KV slots that requests can hold; the pool's dummy page is not counted."""
+        """KV slots for requests; the pool's dummy page is not counted."""
         return self.ledger.num_tokens
 
     @property
     def max_req_len(self) -> int:
-        """Longest prompt plus answer."""
+        """Max length of prompt plus answer."""
         return min(self.context_len - 1, self.max_total_num_tokens - 1)
 
     @property
@@ -121,7 +121,7 @@ class ResolvedConfig:
         return self.args.server
 
     def flat(self) -> dict[str, Any]:
-        """All flags by name with the values in force, as SGLang's /server_info shows them. Keys are hidden."""
+        """All flags by name with their resolved values, as SGLang's /server_info shows them. Keys are hidden."""
         values = self.args.flat()
         values.update({decision.name: decision.value for decision in self.decisions})
         values.update(max_total_tokens=self.max_total_num_tokens, model_path=self.model_path)
@@ -133,9 +133,9 @@ class ResolvedConfig:
 
     @property
     def asked_backends(self) -> dict[str, str]:
-        """Backend asked for by kernel family, as `kernels.backends.choose` takes it."""
+        """Requested backend of each kernel family, for `kernels.backends.choose`."""
         asked = self.args.backends
-        inside = "torch" if self.compiled.max_tokens else "auto"  # of what torch is to compile
+        inside = "torch" if self.compiled.max_tokens else "auto"  # families inside torch.compile
         return {
             "attention": asked.attention_backend,
             "experts": asked.moe_runner_backend,
@@ -157,15 +157,15 @@ def resolve(
     place: ClusterPlace | None = None,
     dump_directory: Path = Path(),
 ) -> ResolvedConfig:
-    """Makes everything concrete. Pure: the same arguments give the same configuration.
+    """Resolves every value. Pure: the same arguments give the same configuration.
 
     Args:
         model_path: local folder of the checkpoint; `args.model.model_path` when empty.
-        checkpoint: sums over the weight files, where there are any.
-        draft: the model that --speculative-draft-model-path names.
-        drawn_seed: the seed to use when the user gave none.
-        place: what the cluster that started this process says of its nodes.
-        dump_directory: where recorded experts are written to.
+        checkpoint: sums over the weight files, if there are any.
+        draft: the model of --speculative-draft-model-path.
+        drawn_seed: the seed without --random-seed.
+        place: of this process in a SLURM or torchrun launch.
+        dump_directory: folder of expert distribution dumps.
 
     Raises:
         ConfigError: a value out of range, flags that contradict each other (both are named), or a launch that does not
@@ -181,7 +181,7 @@ def resolve(
     kv_dtype = _kv_dtype(args, dtype, record)
     _check_quantization(args, model, record)
     context_len = _context_len(args, model, record)
-    page_size = args.memory.page_size or record.note("page_size", 1, "every backend here works on single tokens")
+    page_size = args.memory.page_size or record.note("page_size", 1, "every backend here supports pages of one token")
     speculation, draft = _drafts(args, model, draft, context_len, parallel, record)
     own_part = _own_part(machine, parallel)
     limits = resolve_limits(
@@ -240,7 +240,7 @@ def _drafts(
     parallel: ParallelPlan,
     record: Record,
 ) -> tuple[SpeculationConfig | None, DraftModel | None]:
-    """The drafter, and its model where that is one of its own."""
+    """The drafter, and its draft model if it has one."""
     speculation = resolve_speculation(args, model, draft, context_len, record)
     _check_shared_drafts(args, speculation, model, parallel)
     return speculation, draft if speculation is not None and speculation.draft_model_path is not None else None
@@ -249,26 +249,26 @@ def _drafts(
 def _check_shared_drafts(
     args: EngineArgs, speculation: SpeculationConfig | None, model: ModelConfig, parallel: ParallelPlan
 ) -> None:
-    """With DP attention every forward that drafts is shared by all groups, so its sizes must be known beforehand."""
+    """With DP attention all groups run every draft forward together, so its sizes must be known beforehand."""
     groups = parallel.topology.attn_dp_size
     if speculation is None or speculation.method != "nextn" or groups == 1:
         return
     asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
     if speculation.topk > 1:
         raise ConfigError(
-            f"--speculative-eagle-topk {speculation.topk} with --attn-dp-size {groups}: trees of MTP drafts are for "
-            "one attention group; use --speculative-eagle-topk 1, or NGRAM"
+            f"--speculative-eagle-topk {speculation.topk} with --attn-dp-size {groups}: draft trees of MTP layers need "
+            "a single attention group; use --speculative-eagle-topk 1, or NGRAM"
         )
     if model.num_nextn_predict_layers > 1:
         raise ConfigError(
             f"{asked} with --attn-dp-size {groups}: {model.source} has "
-            f"{model.num_nextn_predict_layers} MTP layers, and several are for one attention group; use NGRAM, or no "
-            "DP attention"
+            f"{model.num_nextn_predict_layers} MTP layers, and more than one needs a single attention group; use "
+            "NGRAM, or no DP attention"
         )
 
 
 def _own_part(machine: Machine, parallel: ParallelPlan) -> Machine:
-    """What one rank has of the machine. Each has a GPU of its own, but a host's memory and cores are shared."""
+    """One rank's share of the machine. Each rank has its own GPU; ranks share a host's memory and cores."""
     ranks = parallel.ranks_per_node
     cores = max(1, machine.cores // ranks)
     if machine.device != "cpu" or ranks == 1:
@@ -300,7 +300,7 @@ def _is_demo(args: EngineArgs, path: str) -> bool:
 
 
 def _with_demo_parsers(args: EngineArgs, path: str, record: Record) -> EngineArgs:
-    """The embedded model thinks and calls tools: its formats are known, so nobody need name them."""
+    """Sets the parsers of the embedded model, whose reasoning and tool-call formats are known."""
     if not _is_demo(args, path) or args.model.skip_tokenizer_init:
         return args
     chosen: dict[str, Any] = {n: parser for n, parser in DEMO_PARSERS.items() if getattr(args.server, n) is None}
@@ -323,7 +323,7 @@ def _size_remarks(context_len: int, sizing: Sizing) -> list[str]:
     tokens = sizing.ledger.num_tokens
     if tokens >= context_len:
         return []
-    return [f"the KV cache holds {tokens} tokens: requests end there, before the context length of {context_len}"]
+    return [f"the KV cache holds {tokens} tokens: requests are limited to that, below the context length {context_len}"]
 
 
 def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Record) -> str:
@@ -334,7 +334,7 @@ def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Recor
     if dtype == "float16" and machine.device == "cpu":
         return record.note("dtype", "bfloat16", "the checkpoint is float16, and CPU kernels compute in bfloat16")
     if model.quant is not None:
-        return record.note("dtype", dtype, f"{model.quant.method} weights compute in it")
+        return record.note("dtype", dtype, f"compute type of {model.quant.method} weights")
     return record.note("dtype", dtype, f"the checkpoint is {model.checkpoint_dtype}")
 
 
@@ -344,12 +344,12 @@ def _kv_dtype(args: EngineArgs, dtype: str, record: Record) -> str:
         return record.note("kv_cache_dtype", dtype, "that of the activations")
     if is_fp8(asked):
         if asked == E5M2:
-            record.remark(f"--kv-cache-dtype {asked} keeps two bits of a number's fraction; {E4M3} keeps three")
+            record.remark(f"--kv-cache-dtype {asked} has two mantissa bits; {E4M3} has three")
         return asked
     if asked != dtype:
         raise ConfigError(
-            f"--kv-cache-dtype {asked} with activations in {dtype} (--dtype {args.model.dtype}): attention reads both "
-            f"in one format; drop --kv-cache-dtype, or use --dtype {asked}"
+            f"--kv-cache-dtype {asked} with activations in {dtype} (--dtype {args.model.dtype}): attention needs the "
+            f"same type for both; drop --kv-cache-dtype, or use --dtype {asked}"
         )
     return asked
 
@@ -358,11 +358,11 @@ def _check_quantization(args: EngineArgs, model: ModelConfig, record: Record) ->
     asked, found = args.model.quantization, model.quant.method if model.quant else None
     if asked is not None and found is None:
         raise NotAvailableYet(
-            f"--quantization {asked}: {model.source} says that the weights are not quantised, and quantising while "
-            "loading is not available yet in moe-engine; leave it out"
+            f"--quantization {asked}: not supported yet: quantising while loading ({model.source}: the weights are not "
+            "quantised); leave it out"
         )
     if asked is None and found is not None:
-        record.note("quantization", found, "config.json says so")
+        record.note("quantization", found, "from config.json")
 
 
 def _context_len(args: EngineArgs, model: ModelConfig, record: Record) -> int:
@@ -371,15 +371,14 @@ def _context_len(args: EngineArgs, model: ModelConfig, record: Record) -> int:
         return record.note("context_length", longest, "config.json")
     if asked > longest:
         raise ConfigError(
-            f"--context-length {asked}: the model was made for {longest} tokens (config.json); use at most {longest}, "
-            "or say that you mean it with --json-model-override-args "
-            f"'{{\"max_position_embeddings\": {asked}}}'"
+            f"--context-length {asked}: the model's context length is {longest} tokens (config.json); use at most "
+            f"{longest}, or override it with --json-model-override-args '{{\"max_position_embeddings\": {asked}}}'"
         )
     return asked
 
 
 def _need(args: EngineArgs, local: ModelConfig, dtype: str, kv_dtype: str, page_size: int) -> Need:
-    """What a model, with the heads of one rank, asks of kernels."""
+    """Requirements of a model, with the heads of one rank, on the kernels."""
     return need_of_model(local, dtype, kv_dtype, page_size, args.backends.enable_deterministic_inference)
 
 
@@ -431,7 +430,7 @@ def _size(
 def _note_sizes(
     args: EngineArgs, sizing: Sizing, graphs: GraphSettings, machine: Machine, limits: StepLimits, record: Record
 ) -> GraphSettings:
-    """What memory decided. Returns the steps that are recorded, now that the number of requests is known."""
+    """Logs the sizes that follow from memory. Returns the captured steps, bounded by the number of requests."""
     if args.memory.max_total_tokens is None:
         record.note("max_total_tokens", sizing.ledger.num_tokens, sizing.tokens_reason)
     asked = args.memory.max_running_requests
@@ -440,6 +439,6 @@ def _note_sizes(
         record.note("max_running_requests", sizing.max_running_requests, reason)
     if args.memory.mem_fraction_static is None:
         record.note("mem_fraction_static", sizing.mem_fraction_static, sizing.fraction_reason)
-    recorded = graphs.up_to(sizing.max_running_requests)
-    note_graphs(args, recorded, machine, limits, sizing.max_running_requests, record)
-    return recorded
+    captured = graphs.up_to(sizing.max_running_requests)
+    note_graphs(args, captured, machine, limits, sizing.max_running_requests, record)
+    return captured

@@ -1,4 +1,4 @@
-"""Whether ranks may be lost, as ``--elastic-ep`` asks: what stands in the way is refused here, with the way out."""
+"""Resolves ``--elastic-ep`` (serving continues after a loss of ranks). Obstacles are refused with the fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_engine.parallel.topology import Topology
 from moe_engine.planning.resolution_log import Record
 
 BACKENDS = ("all_to_all", "allgather", "shared_memory")
-"""Dispatchers that can be made anew for the ranks that are left."""
+"""Dispatchers that can be rebuilt for the surviving ranks."""
 
 
 def resolve_elastic(
@@ -27,7 +27,7 @@ def resolve_elastic(
     """Which losses are covered; None without the flag.
 
     Raises:
-        ConfigError: naming the flag that is in the way and what to give instead.
+        ConfigError: names the flag that prevents it and the fix.
     """
     if not args.parallel.elastic_ep:
         return None
@@ -40,7 +40,7 @@ def resolve_elastic(
     if not coverage.covers(size - 1):
         raise ConfigError(
             f"--elastic-ep: {size - 1} of {size} ranks have {(size - 1) * coverage.slots} slots for "
-            f"{coverage.num_experts} experts, so none may be lost: "
+            f"{coverage.num_experts} experts, so no rank may be lost: "
             f"--ep-num-redundant-experts {coverage.redundant_needed(size - 1, size)} covers one"
         )
     fewest = -(-coverage.num_experts // coverage.slots)
@@ -58,20 +58,20 @@ def _obstacles(
         yield "there is one rank; give --tp-size 2 or more"
     if topology.attn_dp_size != topology.tp_size:
         yield (
-            f"a group of {topology.attn_tp_size} ranks shares its requests and cannot do without one of them; give "
+            f"a group of {topology.attn_tp_size} ranks cannot run its requests without one of its ranks; give "
             f"--attn-dp-size {topology.tp_size}"
         )
     if dispatch is None or dispatch.row.name not in BACKENDS:
         name = "none" if dispatch is None else dispatch.row.name
-        yield f"--moe-a2a-backend {name} is for ranks that are there for ever; give {', '.join(BACKENDS)}"
+        yield f"--moe-a2a-backend {name} does not support losing ranks; give {', '.join(BACKENDS)}"
     if topology.cuts_dense:
-        yield "dense layers are cut over all ranks; give --moe-dense-tp-size 1"
+        yield "dense layers are sharded over all ranks; give --moe-dense-tp-size 1"
     if not topology.enable_dp_lm_head:
-        yield "the head is cut over all ranks; give --enable-dp-lm-head"
+        yield "the LM head is sharded over all ranks; give --enable-dp-lm-head"
     if topology.num_nodes > 1:
-        yield f"a node leaves as a whole (--nnodes {topology.num_nodes}); give --nnodes 1"
+        yield f"several nodes are not supported (--nnodes {topology.num_nodes}); give --nnodes 1"
     if device != "cpu":
-        yield f"ranks on {device} cannot leave a collective that others do not come to; give --device cpu"
+        yield f"ranks on {device} cannot leave a collective that a lost rank never enters; give --device cpu"
     if flags.enable_two_batch_overlap or flags.enable_single_batch_overlap:
         name = "two" if flags.enable_two_batch_overlap else "single"
-        yield f"what --enable-{name}-batch-overlap has under way cannot be left; leave it out"
+        yield f"--enable-{name}-batch-overlap has dispatches in flight that cannot be aborted; leave it out"

@@ -1,4 +1,4 @@
-"""From flags to what a rank needs to know of its experts; what it cannot do is refused here, with the way out."""
+"""Resolves the flags of expert placement, EPLB and recording to `ExpertSettings`; errors name the fix."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def resolve_experts(
     topology: Topology = ONE_RANK,
     dump_directory: Path = Path(),
 ) -> ExpertSettings:
-    """Pure but for a look at whether --init-expert-location is there; ranks read it themselves.
+    """Pure, except for a check that the file of --init-expert-location exists; ranks read it themselves.
 
     Raises:
         ConfigError: naming the flag and the fix.
@@ -62,12 +62,12 @@ def resolve_experts(
 def _check(flags: ExpertArgs, topology: Topology) -> None:
     if flags.enable_eplb and topology.ep_size == 1:
         raise ConfigError(
-            "--enable-eplb moves experts between ranks, and --ep-size is 1: spread them over more, or leave it out"
+            "--enable-eplb moves experts between ranks, and --ep-size is 1: use --ep-size above 1, or leave it out"
         )
     if not 0 <= flags.eplb_min_rebalancing_utilization_threshold <= 1:
         raise ConfigError(
             "--eplb-min-rebalancing-utilization-threshold "
-            f"{flags.eplb_min_rebalancing_utilization_threshold:g}: a balancedness, between 0 and 1"
+            f"{flags.eplb_min_rebalancing_utilization_threshold:g}: must be a balancedness, between 0 and 1"
         )
     location = flags.init_expert_location
     if location != "trivial" and not location.lstrip().startswith("{"):
@@ -83,14 +83,16 @@ def _dispatch(flags: ExpertArgs, topology: Topology, record: Record) -> str:
     asked = flags.ep_dispatch_algorithm
     if asked == "static" and not topology.travels and topology.ep_size > 1 and flags.ep_num_redundant_experts:
         raise ConfigError(
-            "--ep-dispatch-algorithm static lets each rank choose the copies that it uses; without --moe-a2a-backend "
-            "all ranks see all tokens and must choose alike: use dynamic, or a --moe-a2a-backend"
+            "--ep-dispatch-algorithm static chooses replicas per rank; without --moe-a2a-backend all ranks process all "
+            "tokens and must choose alike: use dynamic, or a --moe-a2a-backend"
         )
     if asked is not None:
         return asked
     chosen = "static" if topology.travels else "dynamic"
     if flags.ep_num_redundant_experts:
-        reason = "each rank sends its own tokens" if topology.travels else "ranks see all tokens and must choose alike"
+        reason = "each rank dispatches its own tokens"
+        if not topology.travels:
+            reason = "all ranks process all tokens and must choose the same replicas"
         record.note("ep_dispatch_algorithm", chosen, reason)
     return chosen
 
@@ -99,7 +101,7 @@ def _mode(flags: ExpertArgs, reports: str, record: Record) -> str | None:
     asked = flags.expert_distribution_recorder_mode
     if asked is not None or not (flags.enable_eplb or reports != "off"):
         return asked
-    reason = "--enable-eplb counts" if flags.enable_eplb else "--expert-balancedness-report-mode counts"
+    reason = f"needed by {'--enable-eplb' if flags.enable_eplb else '--expert-balancedness-report-mode'}"
     return record.note("expert_distribution_recorder_mode", "stat", reason)
 
 

@@ -1,4 +1,4 @@
-"""From flags to the sizes of decode steps that are recorded; where none can be, the reason is noted."""
+"""Resolves the batch sizes of decode steps that are captured as CUDA graphs; logs the reason if there are none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_engine.kernels.device import Need
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.planning.attention_memory import attention_row, experts_row, unrecorded
+from moe_engine.planning.attention_memory import attention_row, experts_row, why_not_captured
 from moe_engine.planning.ledger import GB, GRAPHS_ROW, LedgerRow
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
@@ -17,15 +17,15 @@ from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.types import GraphSettings, SpeculationConfig
 
-# GPU memory in GB (below) -> requests of the largest recorded step, on fewer than 4 ranks and on more: SGLang's numbers
+# GPU memory in GB (below) -> largest captured batch size, on fewer than 4 ranks and on more: SGLang's numbers
 MAX_SIZES = ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512))
 LARGEST = 512
 GRAPH_BYTES = 8 << 20
-"""An allowance for what the driver keeps of one recording."""
+"""Allowance for the driver's memory of one graph."""
 
-NO_LAUNCHES = "a CPU has no launches to save"
-RECORDED_EXACTLY = 32
-"""Without padding every size up to this one is recorded."""
+NO_LAUNCHES = "a CPU has no kernel launches to save"
+CAPTURED_EXACTLY = 32
+"""Without padding every size up to this one is captured."""
 
 
 def resolve_graphs(
@@ -39,10 +39,10 @@ def resolve_graphs(
     need: Need,
     record: Record,
 ) -> GraphSettings:
-    """Pure. `note_graphs` says what came of it, when the number of running requests is known.
+    """Pure. `note_graphs` logs the result, when the number of running requests is known.
 
     Args:
-        need: what the model asks of its kernels.
+        need: requirements of the model on its kernels.
 
     Raises:
         ConfigError: flags that contradict each other.
@@ -60,13 +60,13 @@ def resolve_graphs(
     if why is not None:
         wanted = sorted(args.given & set(vars(flags)))
         if machine.device == "cpu" and wanted:
-            record.remark(f"{', '.join(map(option_of, wanted))}: nothing to do ({NO_LAUNCHES})")
+            record.remark(f"{', '.join(map(option_of, wanted))}: no effect ({NO_LAUNCHES})")
         elif machine.device != "cpu" and not asked:
             record.remark(f"no CUDA graphs: {why}")
         record.note("cuda_graph_backend_decode", "disabled", why)
         return GraphSettings()
     if flags.cuda_graph_backend_decode is None:
-        record.note("cuda_graph_backend_decode", "full", "a launch for a step costs less than one for each kernel")
+        record.note("cuda_graph_backend_decode", "full", "one launch per step costs less than one per kernel")
     counts = _counts(speculation)
     most, _ = _most(limits, counts, limits.running)
     sizes = tuple(size for size in _sizes(args, machine, parallel, limits, most) if size <= most)
@@ -76,11 +76,11 @@ def resolve_graphs(
 def note_graphs(
     args: EngineArgs, graphs: GraphSettings, machine: Machine, limits: StepLimits, running: int, record: Record
 ) -> None:
-    """Notes the sizes that are recorded and why none is larger, and remarks on flags that ask for more.
+    """Logs the captured sizes and the reason of the largest, with a remark on flags that ask for more.
 
     Args:
-        graphs: without sizes that no step will have.
-        running: most requests of a step.
+        graphs: without sizes that no step can have.
+        running: max requests of a step.
     """
     if not graphs.sizes:
         return
@@ -91,10 +91,10 @@ def note_graphs(
         asked = int(flags.cuda_graph_bs_decode.split()[-1])
     if asked is not None and asked > most:
         name = "cuda_graph_max_bs_decode" if flags.cuda_graph_bs_decode is None else "cuda_graph_bs_decode"
-        record.remark(f"{option_of(name)}: nothing above {largest} is recorded, {bound}")
+        record.remark(f"{option_of(name)}: no size above {largest} is captured, {bound}")
     if flags.cuda_graph_bs_decode is not None:
         if asked is not None and asked > most:
-            record.note("cuda_graph_bs_decode", " ".join(map(str, graphs.sizes)), f"as asked up to {largest}: {bound}")
+            record.note("cuda_graph_bs_decode", " ".join(map(str, graphs.sizes)), f"as given up to {largest}: {bound}")
         return
     if asked is None or asked > most:
         reason = bound if largest == most else f"{machine.total_bytes / GB:.0f} GB, {running} requests run"
@@ -104,17 +104,17 @@ def note_graphs(
 
 
 def _most(limits: StepLimits, counts: tuple[int, ...], running: int) -> tuple[int, str]:
-    """Requests of the largest step that can be recorded, and what bounds it: recorded steps are decodes, padded to a
-    size, whose tokens travel in one dispatch of fixed capacity."""
+    """Requests of the largest step that can be captured, and its bound: captured steps are decodes, padded to a size,
+    whose tokens fit one low-latency dispatch."""
     if limits.low_latency != "never":
         fits = limits.low_latency_tokens * limits.ranks // max(counts)
         if fits < running:
             each = f" of {max(counts)} tokens" if max(counts) > 1 else ""
             return fits, (
-                f"as a low-latency dispatch carries {limits.low_latency_tokens} tokens a rank, {fits} requests{each} "
+                f"as a low-latency dispatch holds {limits.low_latency_tokens} tokens a rank, {fits} requests{each} "
                 "(--max-dispatch-tokens-per-rank)"
             )
-    return running, f"as {running} requests run at most"
+    return running, f"as at most {running} requests run"
 
 
 def _why_not(
@@ -124,20 +124,20 @@ def _why_not(
         return NO_LAUNCHES
     if parallel.dispatch is not None and parallel.dispatch.modes["decode"] != "low_latency":
         return (
-            f"decodes in the normal mode of {parallel.dispatch.row.name}: the host waits for the sizes of its messages"
+            f"decodes use the normal mode of {parallel.dispatch.row.name}: the host waits for the sizes of its messages"
         )
     if experts.rebalance is not None:
-        return "--enable-eplb looks at every step and moves experts between them"
+        return "--enable-eplb records the experts of every step and moves experts between steps"
     if experts.recorder_mode is not None and parallel.topology.tp_size > 1:
-        return "recorded experts of many ranks: all must leave the graphs in the same step"
+        return "recorded experts of several ranks: all ranks must leave the graphs in the same step"
     rows = [attention_row(machine, need, args.backends.attention_backend)]
     if model.moe is not None:
         rows.append(experts_row(machine, need, args.backends.moe_runner_backend))
-    return next((why for row in rows if (why := unrecorded(machine, row, need)) is not None), None)
+    return next((why for row in rows if (why := why_not_captured(machine, row, need)) is not None), None)
 
 
 def _counts(speculation: SpeculationConfig | None) -> tuple[int, ...]:
-    """Tokens of a request: those of a chain of drafts, and one without. Trees are not recorded."""
+    """Tokens of a request: of a chain of drafts, and one without drafts. Trees are not captured."""
     if speculation is None or speculation.topk > 1:
         return (1,)
     if speculation.auto_depth:
@@ -156,12 +156,12 @@ def _sizes(
         return ()
     known = graph_sizes(largest, limits.drafts)
     if flags.disable_cuda_graph_padding:
-        known |= set(range(1, min(largest, RECORDED_EXACTLY) + 1))
+        known |= set(range(1, min(largest, CAPTURED_EXACTLY) + 1))
     return tuple(sorted(known))
 
 
 def largest_size(args: EngineArgs, machine: Machine, parallel: ParallelPlan) -> int:
-    """Requests of the largest step to be recorded, whether so many run or not."""
+    """Largest batch size to capture, regardless of the number of running requests."""
     flags = args.graphs
     if flags.cuda_graph_bs_decode is not None:
         return int(flags.cuda_graph_bs_decode.split()[-1])
@@ -172,7 +172,7 @@ def largest_size(args: EngineArgs, machine: Machine, parallel: ParallelPlan) -> 
 
 
 def graph_sizes(largest: int, drafts: bool) -> set[int]:
-    """SGLang's list of batch sizes, and the largest itself; with drafts the steps are closer."""
+    """SGLang's list of batch sizes, and the largest itself; with drafts the sizes are closer together."""
     if drafts:
         parts = (range(1, 9), range(10, 33, 2), range(40, 65, 4), range(72, 257, 8), range(272, largest + 1, 16))
     else:
@@ -185,12 +185,12 @@ def graph_sizes(largest: int, drafts: bool) -> set[int]:
 def graph_row(
     graphs: GraphSettings, model: ModelConfig, dtype_bytes: int, groups: int, running: int, logits_rows: int
 ) -> list[LedgerRow]:
-    """What recordings take: the largest one's activations and logits, results that outlive it, and their own records.
+    """Memory of CUDA graphs: activations and logits of the largest one, its static results, and the driver's memory.
 
     Args:
-        groups: attention groups, whose tokens meet in the experts.
-        running: most requests of a step, where that is less than the largest recording.
-        logits_rows: most rows of logits at once; larger steps are recorded without the head.
+        groups: attention groups; each expert gets the tokens of all groups.
+        running: max requests of a step, which may be less than the largest graph.
+        logits_rows: max rows of logits at once; larger steps are captured without the LM head.
     """
     if not graphs.sizes:
         return []
@@ -198,5 +198,5 @@ def graph_row(
     heads = min(tokens, logits_rows)
     step = sizes.largest_step_activation_bytes(model, tokens * groups, dtype_bytes, num_logits=heads, expanded_tokens=0)
     results = tokens * model.hidden_size * dtype_bytes + heads * model.vocab_size * (4 + dtype_bytes)
-    detail = f"{graphs.num_graphs} recorded steps of up to {tokens} tokens, in one pool"
+    detail = f"{graphs.num_graphs} captured steps of up to {tokens} tokens, in one pool"
     return [LedgerRow(GRAPHS_ROW, step + results + graphs.num_graphs * GRAPH_BYTES, detail)]

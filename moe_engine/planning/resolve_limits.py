@@ -1,7 +1,7 @@
-"""From flags to the largest step: what bounds what, cut where a value was left open, refused where flags contradict.
+"""Resolves the largest step from flags: values left open are reduced to fit, contradicting flags are refused.
 
-A dispatch of fixed capacity (low latency) is made for so many tokens of a rank. Where it serves decodes alone, a larger
-decode step takes normal mode. Where it serves every step (``--deepep-mode low_latency``), no step may be larger.
+A low-latency dispatch has a fixed capacity in tokens of a rank. If it serves decodes only, a larger decode step uses
+normal mode. If it serves every step (``--deepep-mode low_latency``), no step may be larger.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ CPU_CHUNK = 2048
 GPU_CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
 
 DISPATCH_SHARE = 1 / 32
-"""Part of the memory that the buffers of low-latency dispatches take unasked."""
+"""Share of the memory for low-latency dispatch buffers by default."""
 SMALL_DISPATCH = 128
-"""Tokens of a rank that such buffers hold in any case: DeepEP's usual size."""
+"""Tokens of a rank that these buffers hold in any case: DeepEP's usual size."""
 UNBOUNDED = 1 << 40
-OTHER_WAYS = "raise --max-dispatch-tokens-per-rank, or use --deepep-mode auto"
+FIXES = "raise --max-dispatch-tokens-per-rank, or use --deepep-mode auto"
 
 
 @dataclass(frozen=True)
 class _Size:
-    """A value and where it comes from; `asked`: from a flag alone."""
+    """A value and its reason; `asked`: given by a flag."""
 
     value: int
     reason: str = ""
@@ -46,7 +46,7 @@ class _Size:
 
 @dataclass(frozen=True)
 class _Launch:
-    """What limits are resolved for. `machine` is the part of it that one rank has."""
+    """The launch that limits are resolved for. `machine` is one rank's share."""
 
     args: EngineArgs
     model: ModelConfig
@@ -69,7 +69,7 @@ class _Launch:
         return self.row.fixed_sizes(self.parallel.topology.tp_size)
 
     def buffers(self, limits: StepLimits) -> int:
-        """Bytes of the dispatcher."""
+        """Bytes of the dispatch buffers."""
         return dispatch_bytes(self.parallel, self.model, self.dtype_bytes, self.machine.device, limits)
 
 
@@ -87,10 +87,10 @@ def resolve_limits(
     """Pure.
 
     Args:
-        machine: the part of it that one rank has.
+        machine: one rank's share.
 
     Raises:
-        ConfigError: flags ask for steps that the dispatcher they name cannot carry.
+        ConfigError: flags ask for steps that do not fit the dispatcher's buffers.
     """
     launch = _Launch(args, model, machine, parallel, page_size, dtype_bytes)
     groups = parallel.topology.attn_dp_size
@@ -107,8 +107,8 @@ def resolve_limits(
     if limits.low_latency != "never":
         limits = _with_capacity(launch, limits, chunk, running)
         if limits.low_latency == "always":
-            running = _carried_requests(launch, limits, running)
-            chunk = _carried_chunk(launch, replace(limits, running=running.value), chunk)
+            running = _fitting_requests(launch, limits, running)
+            chunk = _fitting_chunk(launch, replace(limits, running=running.value), chunk)
             limits = replace(limits, chunk=chunk.value, running=running.value, running_reason=running.reason)
         _note_capacity(launch, limits, record)
     if chunk.reason:
@@ -124,7 +124,7 @@ def _low_latency(parallel: ParallelPlan) -> LowLatency:
 
 
 def _running(args: EngineArgs, machine: Machine, groups: int, page_size: int) -> _Size:
-    """Requests of a step of one attention group, before the ledger says how many tokens there are."""
+    """Max requests of a step of one attention group, before the size of the KV cache is known."""
     memory = args.memory
     if memory.max_running_requests:
         return _Size(max(1, memory.max_running_requests // groups), asked=True)
@@ -135,7 +135,7 @@ def _running(args: EngineArgs, machine: Machine, groups: int, page_size: int) ->
 
 
 def _chunk(args: EngineArgs, machine: Machine, page_size: int, groups: int) -> _Size:
-    """Of one attention group: with DP attention all share the tokens of a chunk."""
+    """Chunk of one attention group: with DP attention the groups share --chunked-prefill-size."""
     asked = args.memory.chunked_prefill_size
     if asked == -1 or (asked is not None and groups == 1):
         return _Size(asked, asked=True)
@@ -160,7 +160,7 @@ def _chunk(args: EngineArgs, machine: Machine, page_size: int, groups: int) -> _
 
 
 def _with_capacity(launch: _Launch, limits: StepLimits, chunk: _Size, running: _Size) -> StepLimits:
-    """The limits with what the buffers hold: as asked, else what the steps bring, as far as that is affordable.
+    """The limits with the buffers' capacity: as given, else the tokens of the steps as far as memory allows.
 
     Raises:
         ConfigError: the backend takes no such size.
@@ -172,14 +172,14 @@ def _with_capacity(launch: _Launch, limits: StepLimits, chunk: _Size, running: _
     wide = replace(limits, dispatch_limit=UNBOUNDED, dispatch_multiple=sizes.multiple)
     least = SMALL_DISPATCH
     if limits.low_latency == "always":
-        if not chunk.asked:  # a chunk costs what decodes bring anyway, or a little
+        if not chunk.asked:  # a chunk as large as the decodes, or a small one, costs no further memory
             little = max(launch.page_size, SMALL_DISPATCH * limits.ranks, limits.running * limits.tokens_each)
             wide = replace(wide, chunk=min(limits.chunk, little))
         flags_alone = replace(
             wide, chunk=wide.chunk if chunk.asked else launch.page_size, running=wide.running if running.asked else 1
         )
         least = max(least, flags_alone.low_latency_tokens)
-    found = _worth_while(launch, wide)
+    found = _useful_capacity(launch, wide)
     nothing = launch.buffers(replace(wide, dispatch_limit=1))
     while found > least and launch.buffers(replace(wide, dispatch_limit=found)) - nothing > _affordable(launch):
         found = max(least, found // 2)
@@ -189,17 +189,17 @@ def _with_capacity(launch: _Launch, limits: StepLimits, chunk: _Size, running: _
     )
 
 
-def _worth_while(launch: _Launch, limits: StepLimits) -> int:
-    """Tokens of a rank that steps bring which are better off in low latency. Devices send and compute whole buffers,
-    used or not: there these are the steps that can be recorded."""
+def _useful_capacity(launch: _Launch, limits: StepLimits) -> int:
+    """Tokens of a rank of the largest step that is faster in low-latency mode. Devices send and compute whole buffers,
+    used or not: there these are the steps that can be captured as CUDA graphs."""
     if limits.low_latency == "always" or launch.machine.device == "cpu":
         return limits.low_latency_tokens
-    recorded = largest_size(launch.args, launch.machine, launch.parallel)
-    return replace(limits, running=min(limits.running, recorded)).low_latency_tokens
+    captured = largest_size(launch.args, launch.machine, launch.parallel)
+    return replace(limits, running=min(limits.running, captured)).low_latency_tokens
 
 
 def _affordable(launch: _Launch) -> int:
-    """Bytes of low-latency buffers, unasked."""
+    """Max bytes of low-latency buffers by default."""
     return int(DISPATCH_SHARE * launch.machine.total_bytes)
 
 
@@ -214,16 +214,16 @@ def _check_capacity(launch: _Launch, asked: int) -> None:
         raise ConfigError(f"{flag} takes multiples of {sizes.multiple} here ({sizes.reason}); use {nearest}")
 
 
-def _carries(launch: _Launch, limits: StepLimits) -> str:
-    """What a step may bring, for messages."""
+def _capacity_text(launch: _Launch, limits: StepLimits) -> str:
+    """Capacity of a dispatch, for messages."""
     ranks = f" x {limits.ranks} ranks of a group" if limits.ranks > 1 else ""
     asked = launch.asked_capacity
     by_flag = f" (--max-dispatch-tokens-per-rank {asked})" if asked is not None else ""
-    return f"--deepep-mode low_latency carries {limits.dispatch_limit} tokens a rank{ranks} in a step{by_flag}"
+    return f"--deepep-mode low_latency holds {limits.dispatch_limit} tokens a rank{ranks} in a step{by_flag}"
 
 
-def _carried_requests(launch: _Launch, limits: StepLimits, running: _Size) -> _Size:
-    """Running requests whose decodes a dispatch can carry.
+def _fitting_requests(launch: _Launch, limits: StepLimits, running: _Size) -> _Size:
+    """Running requests whose decodes fit a dispatch.
 
     Raises:
         ConfigError: a flag asks for more, or not even one fits.
@@ -235,13 +235,13 @@ def _carried_requests(launch: _Launch, limits: StepLimits, running: _Size) -> _S
         drafts = f" of up to {each} tokens (drafts)" if each > 1 else ""
         raise ConfigError(
             f"--max-running-requests: {running.value} requests{drafts} in a step of an attention group, and "
-            f"{_carries(launch, limits)}; {f'let {most} of them run, ' if most else ''}{OTHER_WAYS}"
+            f"{_capacity_text(launch, limits)}; {f'run at most {most} of them, ' if most else ''}{FIXES}"
         )
-    return _Size(most, f"what a low-latency dispatch of {limits.dispatch_limit} tokens a rank carries")
+    return _Size(most, f"capacity of a low-latency dispatch of {limits.dispatch_limit} tokens a rank")
 
 
-def _carried_chunk(launch: _Launch, limits: StepLimits, chunk: _Size) -> _Size:
-    """A chunk that a dispatch can carry, beside what is computed again of the running requests.
+def _fitting_chunk(launch: _Launch, limits: StepLimits, chunk: _Size) -> _Size:
+    """A chunk that fits a dispatch, beside the tokens of running requests that the MTP layers recompute.
 
     Raises:
         ConfigError: a flag asks for more, or not even a page fits.
@@ -255,19 +255,19 @@ def _carried_chunk(launch: _Launch, limits: StepLimits, chunk: _Size) -> _Size:
         whole = " (whole prompts, as long as --context-length or --max-prefill-tokens)" if chunk.value == -1 else ""
         raise ConfigError(
             f"--chunked-prefill-size {launch.args.memory.chunked_prefill_size}{whole}: steps of {limits.prompt_tokens} "
-            f"tokens in an attention group, and {_carries(launch, limits)}; "
-            f"{f'use chunks of {most}, ' if most else ''}{OTHER_WAYS}"
+            f"tokens in an attention group, and {_capacity_text(launch, limits)}; "
+            f"{f'use chunks of {most}, ' if most else ''}{FIXES}"
         )
     if not most:
         raise ConfigError(
-            f"--page-size {page}: no chunk could fill a page, as {_carries(launch, limits)}; {OTHER_WAYS}"
+            f"--page-size {page}: no chunk could fill a page, as {_capacity_text(launch, limits)}; {FIXES}"
         )
-    reason = f"what a low-latency dispatch of {limits.dispatch_limit} tokens a rank carries"
+    reason = f"capacity of a low-latency dispatch of {limits.dispatch_limit} tokens a rank"
     return _Size(most, reason + (f", in whole pages of {page}" if most != room else ""))
 
 
 def _note_capacity(launch: _Launch, limits: StepLimits, record: Record) -> None:
-    """What was chosen; and where decode steps may be larger, which mode these take."""
+    """Logs the chosen capacity, with a remark if larger decode steps use normal mode."""
     found, each = limits.low_latency_tokens, limits.tokens_each
     requests = limits.running
     if limits.low_latency == "decode" and launch.machine.device != "cpu":
@@ -277,18 +277,18 @@ def _note_capacity(launch: _Launch, limits: StepLimits, record: Record) -> None:
         shared = f" shared by {limits.ranks} ranks" if limits.ranks > 1 else ""
         reason = f"{requests} requests of {each} tokens{shared}"
         if requests < limits.running:
-            reason = f"the largest step that is recorded, {reason}"
+            reason = f"the largest step that is captured, {reason}"
         if limits.low_latency == "always" and found > decodes:
             reason = f"steps of {limits.forward_tokens} tokens{shared}"
         most = launch.fixed_sizes.most
         if found < decodes and most is not None and found > most - launch.fixed_sizes.multiple:
-            reason += f" would bring {decodes}; {launch.row.name} takes {most} at most here"
+            reason += f" would need {decodes}; {launch.row.name} takes {most} at most here"
         elif found < decodes:
-            reason += f" would bring {decodes}; buffers take at most {gb(_affordable(launch))} unasked"
+            reason += f" would need {decodes}; buffers take at most {gb(_affordable(launch))} by default"
         record.note("max_dispatch_tokens_per_rank", found, reason)
     if limits.low_latency == "decode" and found < decodes and launch.machine.device != "cpu":
         record.remark(
-            f"decode steps of more than {found * limits.ranks} tokens in an attention group take the normal mode of "
+            f"decode steps of more than {found * limits.ranks} tokens in an attention group use the normal mode of "
             f"{launch.row.name}, where the host waits and no CUDA graph is replayed (--max-dispatch-tokens-per-rank "
-            f"{found}); {requests} requests bring {requests * each}"
+            f"{found}); {requests} requests have {requests * each}"
         )

@@ -1,4 +1,4 @@
-"""From flags and the cluster's word to one plan of ranks: sizes of every axis, place of this node, the dispatcher."""
+"""Resolves the parallelism flags and the cluster launch to a `ParallelPlan`: size of each axis, node, dispatcher."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ START_SECONDS = 1200.0
 
 
 class NodeRankError(ConfigError):
-    """--node-rank contradicts the launcher of this node, which node 0 cannot see."""
+    """--node-rank contradicts the launcher of this node. Node 0 cannot detect it."""
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Who computes. `topology` is one replica's; replicas are alike and share one machine.
+    """The ranks of a launch. `topology` is that of one replica; replicas are equal and share one machine.
 
     Attributes:
         leader_address: HOST:PORT of node 0; None on one node.
-        dispatch: the backend that moves tokens to experts and its modes; None where all ranks see all tokens.
-        dispatch_fp8: tokens travel in FP8.
-        coverage: of losses that the others go on without; None: a lost rank ends the replica.
+        dispatch: dispatch backend and its modes; None if all ranks process all tokens.
+        dispatch_fp8: tokens are dispatched in FP8.
+        coverage: losses of ranks that the replica survives; None: a lost rank ends the replica.
     """
 
     topology: Topology = ONE_RANK
@@ -45,9 +45,9 @@ class ParallelPlan:
     coverage: Coverage | None = None
     start_seconds: float = START_SECONDS
     local_rank: int = 0
-    """Above 0 in a launch with several processes a node: its first process starts all ranks, the others leave."""
+    """Above 0 in a launch with several processes a node: the first process starts all ranks, the others exit."""
     secret: DistSecret | None = None
-    """Of the sockets between nodes."""
+    """Secret of the sockets between nodes."""
 
     @property
     def num_nodes(self) -> int:
@@ -55,12 +55,12 @@ class ParallelPlan:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of all replicas, on this node."""
+        """Ranks of all replicas on this node."""
         return self.num_ranks // self.num_nodes
 
     @property
     def num_groups(self) -> int:
-        """Schedulers: attention groups of all replicas."""
+        """Number of schedulers: attention groups of all replicas."""
         return self.topology.attn_dp_size * self.num_replicas
 
     @property
@@ -83,11 +83,11 @@ def resolve_parallel(
     """Pure, as `resolve`.
 
     Args:
-        place: what SLURM or torchrun say, for what the flags leave open.
-        unlinked, num_devices: as `Machine` has them.
+        place: of this process in a SLURM or torchrun launch, for values that the flags leave open.
+        unlinked, num_devices: of `Machine`.
 
     Raises:
-        ConfigError: sizes that do not fit each other or the model, with those that would.
+        ConfigError: sizes that do not fit each other or the model, with sizes that fit.
     """
     flags = args.parallel
     attn_dp, replicas = _data_parallel(args, record)
@@ -109,8 +109,11 @@ def resolve_parallel(
     _check_overlap(flags, dispatch is not None)
     fp8 = flags.moe_dispatch_dtype == "fp8"
     if fp8 and (dispatch is None or model.hidden_size % 128):
-        why = "no tokens travel (--moe-a2a-backend)" if dispatch is None else f"hidden size {model.hidden_size}"
-        raise ConfigError(f"--moe-dispatch-dtype fp8 needs tokens that travel, of whole blocks of 128 channels: {why}")
+        why = "no --moe-a2a-backend" if dispatch is None else f"hidden size {model.hidden_size}"
+        raise ConfigError(
+            "--moe-dispatch-dtype fp8 needs a --moe-a2a-backend, and a hidden size of whole blocks of 128 channels: "
+            f"{why}"
+        )
     plan = ParallelPlan(
         topology=topology,
         num_replicas=replicas,
@@ -128,7 +131,7 @@ def resolve_parallel(
 
 
 def _topology(args: EngineArgs, model: ModelConfig, attn_dp: int, ep_size: int, backend: str, nodes: int) -> Topology:
-    """Held against itself and the model. Messages name the attention groups' flag as it was given."""
+    """The topology, checked against the model. Errors name the flag of attention groups as it was given."""
     flags = args.parallel
     try:
         topology = Topology(
@@ -149,57 +152,57 @@ def _topology(args: EngineArgs, model: ModelConfig, attn_dp: int, ep_size: int, 
 
 
 def _check_enough_ranks(flags: ParallelArgs, attn_dp: int, ep_size: int, nodes: int, origin: str) -> None:
-    """Attention groups, experts and nodes share the ranks of --tp-size, which many commands leave at 1.
+    """Checks that --tp-size, which many commands leave at 1, has enough ranks for attention groups, experts and nodes.
 
     Args:
         nodes: of a replica.
-        origin: of the number of nodes, where no flag gave it.
+        origin: of the number of nodes, if no flag gave it.
 
     Raises:
-        ConfigError: there are fewer ranks; in the flags' own words.
+        ConfigError: there are fewer ranks.
     """
     groups = f"--enable-dp-attention --dp-size {attn_dp}" if flags.enable_dp_attention else f"--attn-dp-size {attn_dp}"
     hosts = f"{nodes} nodes ({origin})" if origin else f"--nnodes {flags.nnodes}"
     for asked, size, users in (
-        (groups, attn_dp, "attention groups share"),
-        (f"--ep-size {ep_size}", ep_size, "parts of the experts lie on"),
-        (hosts, nodes, "nodes share"),
+        (groups, attn_dp, "attention groups"),
+        (f"--ep-size {ep_size}", ep_size, "expert-parallel groups"),
+        (hosts, nodes, "nodes"),
     ):
         if size > flags.tp_size >= 1:
-            way_out = "add" if flags.tp_size == 1 else "use"
+            verb = "add" if flags.tp_size == 1 else "use"
             raise ConfigError(
-                f"{asked} with --tp-size {flags.tp_size}: {size} {users} the ranks of --tp-size, one or more each; "
-                f"{way_out} --tp-size {size}"
+                f"{asked} with --tp-size {flags.tp_size}: {size} {users} need at least one rank of --tp-size each; "
+                f"{verb} --tp-size {size}"
             )
 
 
 def _remark_all_reduce(flags: ParallelArgs, plan: ParallelPlan, device: str, record: Record) -> None:
-    """--disable-custom-all-reduce acts on CPU ranks that share a host and sum anything."""
+    """Remarks on --disable-custom-all-reduce without CPU ranks of one host that all-reduce."""
     if not flags.disable_custom_all_reduce:
         return
     why = None
     if plan.topology.tp_size == 1:
-        why = "a model on one rank sums nothing over ranks"
+        why = "a model on one rank has no all-reduce"
     elif device != "cpu":
-        why = "GPUs sum by NCCL either way"
+        why = "GPUs use NCCL either way"
     elif plan.coverage is not None:
-        why = "ranks of --elastic-ep meet only where tokens travel to experts"
+        why = "ranks of --elastic-ep communicate only in dispatch and combine"
     if why is not None:
-        record.remark(f"--disable-custom-all-reduce: nothing to do ({why})")
+        record.remark(f"--disable-custom-all-reduce: no effect ({why})")
 
 
 def _check_devices(flags: ParallelArgs, plan: ParallelPlan, num_devices: int | None) -> None:
-    """Every rank of this node needs a GPU of its own.
+    """Checks that every rank of this node has its own GPU.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: there are too few GPUs.
     """
     if num_devices is None:
         return
     last = flags.base_gpu_id + flags.gpu_id_step * (plan.ranks_per_node - 1)
     if last >= num_devices:
         raise ConfigError(
-            f"this node's GPUs would be {flags.base_gpu_id} to {last} (--tp-size and --dp-size ask for "
+            f"this node needs the GPUs {flags.base_gpu_id} to {last} (--tp-size and --dp-size ask for "
             f"{plan.ranks_per_node} here, --base-gpu-id {flags.base_gpu_id}, --gpu-id-step {flags.gpu_id_step}), and "
             f"this machine has {num_devices}, numbered from 0"
         )
@@ -211,7 +214,7 @@ def _check_overlap(flags: ParallelArgs, travels: bool) -> None:
         ("--enable-single-batch-overlap", flags.enable_single_batch_overlap),
     ):
         if asked and not travels:
-            raise ConfigError(f"{flag} computes while tokens travel to experts, and none do: add --moe-a2a-backend")
+            raise ConfigError(f"{flag} overlaps computation with dispatch, and there is none: add --moe-a2a-backend")
     if not 0 <= flags.tbo_token_distribution_threshold <= 0.5:
         raise ConfigError(
             f"--tbo-token-distribution-threshold {flags.tbo_token_distribution_threshold:g}: must be between 0 and 0.5"
@@ -219,14 +222,14 @@ def _check_overlap(flags: ParallelArgs, travels: bool) -> None:
 
 
 def _data_parallel(args: EngineArgs, record: Record) -> tuple[int, int]:
-    """(attention groups, replicas) from the flags' two spellings."""
+    """(attention groups, replicas) from either spelling of the flags."""
     flags = args.parallel
     if not flags.enable_dp_attention:
         return flags.attn_dp_size, flags.dp_size
     if "attn_dp_size" in args.given and flags.attn_dp_size != flags.dp_size:
         raise ConfigError(
-            f"--enable-dp-attention takes --dp-size {flags.dp_size} as the number of attention groups, and "
-            f"--attn-dp-size says {flags.attn_dp_size}; give one of the two (replicas: --dp-size without "
+            f"--enable-dp-attention uses --dp-size {flags.dp_size} as the number of attention groups, which "
+            f"contradicts --attn-dp-size {flags.attn_dp_size}; give one of the two (replicas: --dp-size without "
             "--enable-dp-attention)"
         )
     return record.note("attn_dp_size", flags.dp_size, "--dp-size with --enable-dp-attention"), 1
@@ -244,10 +247,13 @@ def _backend(args: EngineArgs) -> str:
 
 
 def _ep_size(args: EngineArgs, backend: str, record: Record) -> int:
-    """A dispatcher spans all ranks, so what the flag leaves open is settled by it."""
+    """--ep-size; if left out, all ranks with a dispatcher, which spans all ranks."""
     flags = args.parallel
     if "ep_size" in args.given and flags.ep_size != flags.tp_size and flags.enable_ep_moe:
-        raise ConfigError(f"--enable-ep-moe spreads experts over --tp-size ranks, --ep-size says {flags.ep_size}")
+        raise ConfigError(
+            "--enable-ep-moe distributes experts over all --tp-size ranks, which contradicts "
+            f"--ep-size {flags.ep_size}; drop one"
+        )
     if "ep_size" in args.given or flags.tp_size == 1:
         return flags.ep_size
     if flags.enable_ep_moe:
@@ -258,7 +264,7 @@ def _ep_size(args: EngineArgs, backend: str, record: Record) -> int:
 
 
 def _place(args: EngineArgs, place: ClusterPlace | None, record: Record) -> tuple[int, int, str | None]:
-    """(nodes, this node's number, leader): flags first, then the cluster's word."""
+    """(nodes, node rank, leader) from the flags, else from the cluster launch."""
     flags, given = args.parallel, args.given
     if place is not None and "node_rank" in given:
         _check_node_rank(flags, "nnodes" in given, place)
@@ -272,8 +278,8 @@ def _place(args: EngineArgs, place: ClusterPlace | None, record: Record) -> tupl
 
 
 def _check_node_rank(flags: ParallelArgs, nnodes_given: bool, place: ClusterPlace) -> None:
-    """A node's number that the launcher contradicts, as ``--node-rank "$SLURM_NODEID"`` in a batch script, whose shell
-    runs on node 0 alone. A flag for fewer nodes than the launcher started is one's own division of them.
+    """Checks --node-rank against the launcher, as ``"$SLURM_NODEID"`` in a batch script is expanded on node 0 alone.
+    With fewer --nnodes than the launcher started, users divide the nodes themselves: not checked.
 
     Raises:
         NodeRankError: names both numbers.
@@ -285,18 +291,18 @@ def _check_node_rank(flags: ParallelArgs, nnodes_given: bool, place: ClusterPlac
         if place.node_variable != "SLURM_NODEID":
             raise NodeRankError(f"{contradiction}: leave --node-rank out")
         raise NodeRankError(
-            f"{contradiction}: leave --node-rank out, or let the shell of each task expand $SLURM_NODEID, which the "
-            "batch script expands on its first node alone: srun bash -c '... --node-rank $SLURM_NODEID'"
+            f"{contradiction}: leave --node-rank out, or let the shell of each task expand $SLURM_NODEID (the batch "
+            "script expands it on its first node only): srun bash -c '... --node-rank $SLURM_NODEID'"
         )
 
 
 def _check_replicas(replicas: int, nodes: int) -> None:
     if replicas < 1:
-        raise ConfigError(f"--dp-size {replicas}: there is at least one replica")
+        raise ConfigError(f"--dp-size {replicas}: must be at least one replica")
     if replicas > 1 and nodes > 1:
         raise ConfigError(
-            f"--dp-size {replicas} and --nnodes {nodes}: replicas share one machine; start one server for each "
-            "replica and put a router before them, or give --enable-dp-attention for attention groups over the nodes"
+            f"--dp-size {replicas} and --nnodes {nodes}: replicas share one machine; start one server per replica "
+            "behind a router, or give --enable-dp-attention for attention groups over the nodes"
         )
 
 
@@ -304,7 +310,9 @@ def _check_nodes(nodes: int, node_rank: int, leader: str | None) -> None:
     if not 0 <= node_rank < nodes:
         raise ConfigError(f"--node-rank {node_rank}: with --nnodes {nodes} it is 0 to {nodes - 1}")
     if nodes > 1 and leader is None:
-        raise ConfigError(f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all reach")
+        raise ConfigError(
+            f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all nodes can reach"
+        )
     if leader is not None:
         host, _, port = leader.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 65536:

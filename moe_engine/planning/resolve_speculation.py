@@ -1,6 +1,6 @@
-"""From the speculative flags to a `SpeculationConfig`: automatic values, and what cannot work said by name.
+"""Resolves the speculative flags to a `SpeculationConfig`; errors name the flag and the fix.
 
-A draft tree has the last known token as its root; `topk` nodes are kept at each of `steps` depths.
+The root of a draft tree is the last accepted token; `topk` nodes are kept at each of `steps` depths.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ NGRAM_STEPS = 4
 DEFAULT_TREE = (3, 1, 4)
 TREE = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 UNUSED_TREES = {("5", "8", "64"), ("5", "4", "8")}
-"""Steps, topk and tokens in dumps of SGLang 0.4 without drafts: their defaults then."""
+"""Steps, topk and tokens in dumps of SGLang 0.4 without speculative decoding (its defaults)."""
 NGRAM_WINDOW = ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size")
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """What --speculative-draft-model-path names: its local folder and its config.json."""
+    """The draft model of --speculative-draft-model-path: its local folder and its config.json."""
 
     path: str
     config: ModelConfig
@@ -43,7 +43,7 @@ def resolve_speculation(
 
     Args:
         draft: the draft model, if the flags name one.
-        record: takes the automatic values with their reasons, and remarks.
+        record: collects the automatic values with their reasons, and remarks.
 
     Raises:
         ConfigError: naming the flag and the fix.
@@ -54,18 +54,18 @@ def resolve_speculation(
         return None
     method = METHODS[flags.speculative_algorithm]
     if method == "nextn" and draft is not None and draft.config.source == model.source:
-        draft = None  # the model's own checkpoint, as many SGLang commands spell it out
+        draft = None  # the model's own checkpoint, which many SGLang commands name explicitly
     _check_drafter(args, method, model, draft, context_len)
     _check_thresholds(flags, record)
     _check_window(args, method)
     tree = _tree(args, method, record)
     if tree.topk > 1 and args.backends.enable_deterministic_inference:
         raise ConfigError(
-            f"--speculative-eagle-topk {tree.topk} with --enable-deterministic-inference: beside draft trees prompt "
-            "chunks are computed in another form than alone; use --speculative-eagle-topk 1, or drop the other flag"
+            f"--speculative-eagle-topk {tree.topk} with --enable-deterministic-inference: prompt chunks in one batch "
+            "with draft trees use another form of attention; use --speculative-eagle-topk 1, or drop the other flag"
         )
     if draft is not None:
-        record.note("speculative_draft_model_path", draft.path, "the folder that the flag names")
+        record.note("speculative_draft_model_path", draft.path, "the local folder")
     return SpeculationConfig(
         method=method,
         num_steps=tree.steps,
@@ -81,7 +81,7 @@ def resolve_speculation(
 
 
 def speculative_values(speculation: SpeculationConfig) -> dict[str, Any]:
-    """The values in force, by the names /server_info shows; `num_steps` is the most a step may take."""
+    """The resolved values by their names in /server_info; `num_steps` is the maximum of a step."""
     return {
         "speculative_num_steps": speculation.num_steps,
         "speculative_eagle_topk": speculation.topk,
@@ -94,7 +94,7 @@ def _refuse_without_algorithm(args: EngineArgs, record: Record) -> None:
     tree = tuple(str(getattr(args.speculative, name)) for name in TREE)
     if tree in UNUSED_TREES:
         options = ", ".join(f"{option_of(name)} {value}" for name, value in zip(TREE, tree))
-        record.remark(f"{options}: nothing to do (SGLang's values when there is no --speculative-algorithm)")
+        record.remark(f"{options}: no effect (SGLang's values when there is no --speculative-algorithm)")
         return
     for info in fields_of(SpeculativeArgs):
         value = getattr(args.speculative, info.name)
@@ -114,8 +114,8 @@ def _check_drafter(
     path = args.speculative.speculative_draft_model_path
     if method == "ngram" and path is not None:
         raise ConfigError(
-            f"--speculative-draft-model-path {path}: --speculative-algorithm NGRAM drafts from the text and takes no "
-            "model; drop the path, or use STANDALONE"
+            f"--speculative-draft-model-path {path}: --speculative-algorithm NGRAM drafts from the text and has no "
+            "draft model; drop the path, or use STANDALONE"
         )
     if method == "nextn":
         _check_mtp(args, model, draft)
@@ -132,24 +132,24 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
     asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
     if not model.num_nextn_predict_layers:
         raise ConfigError(
-            f"{asked}: {model.source} has no multi-token-prediction layers (num_nextn_predict_layers is 0), and EAGLE "
-            "heads from elsewhere are not available yet in moe-engine; use NGRAM, which needs no weights, or "
-            "STANDALONE with a draft model"
+            f"{asked}: {model.source} has no multi-token-prediction layers (num_nextn_predict_layers is 0), and "
+            "separate EAGLE heads are not supported yet; use NGRAM, which needs no weights, or STANDALONE with a draft "
+            "model"
         )
     if draft is not None:
         raise NotAvailableYet(
-            f"--speculative-draft-model-path {draft.path}: MTP layers of another checkpoint are not available yet in "
-            "moe-engine; leave it out for the model's own, or use --speculative-algorithm STANDALONE for a whole model"
+            f"--speculative-draft-model-path {draft.path}: not supported yet: MTP layers of another checkpoint; leave "
+            "it out to use the model's own, or use --speculative-algorithm STANDALONE for a complete draft model"
         )
     if model.stored_layers != model.num_layers and args.model.load_format != "dummy":
         raise ConfigError(
             f"{asked} with num_hidden_layers {model.num_layers} in --json-model-override-args: "
-            f"the MTP layers continue layer {model.stored_layers - 1}, which is cut off; drop one of them"
+            f"the MTP layers follow layer {model.stored_layers - 1}, which the override removes; drop one of them"
         )
     if model.attention.kind != "mla":
         raise NotAvailableYet(
-            f"{asked}: the MTP layers of {model.architecture} are not available yet in "
-            "moe-engine, only those of DeepSeek models; use NGRAM"
+            f"{asked}: not supported yet: MTP layers of {model.architecture} (only those of DeepSeek models are); use "
+            "NGRAM"
         )
 
 
@@ -157,25 +157,26 @@ def _check_standalone(model: ModelConfig, draft: DraftModel, context_len: int) -
     if draft.config.vocab_size != model.vocab_size:
         raise ConfigError(
             f"--speculative-draft-model-path {draft.path}: a vocabulary of {draft.config.vocab_size} tokens, and "
-            f"{model.source} has {model.vocab_size}; a draft model must have the same tokens"
+            f"{model.source} has {model.vocab_size}; a draft model must have the same vocabulary"
         )
     if draft.config.context_length < context_len:
         raise ConfigError(
-            f"--speculative-draft-model-path {draft.path}: made for {draft.config.context_length} tokens, and requests "
-            f"may reach {context_len}; use --context-length {draft.config.context_length}, or another draft model"
+            f"--speculative-draft-model-path {draft.path}: its context length is {draft.config.context_length} tokens, "
+            f"and requests may have {context_len}; use --context-length {draft.config.context_length}, or another "
+            "draft model"
         )
 
 
-# -- the flags that are numbers
+# -- numeric flags
 
 
 def _check_thresholds(flags: SpeculativeArgs, record: Record) -> None:
     for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
         value = getattr(flags, name)
         if not 0 < value <= 1:
-            raise ConfigError(f"{option_of(name)} {value:g}: a probability above 0 and at most 1 (1: lossless)")
+            raise ConfigError(f"{option_of(name)} {value:g}: must be above 0 and at most 1 (1: lossless)")
         if value < 1:
-            record.remark(f"{option_of(name)} {value:g}: drafts are kept that the model itself might not have chosen")
+            record.remark(f"{option_of(name)} {value:g}: not lossless, accepts drafts that the model might not sample")
 
 
 def _check_window(args: EngineArgs, method: str) -> None:
@@ -184,7 +185,7 @@ def _check_window(args: EngineArgs, method: str) -> None:
         value = getattr(args.speculative, name)
         if method != "ngram" and value != getattr(SpeculativeArgs, name):
             algorithm = args.speculative.speculative_algorithm
-            raise ConfigError(f"{option_of(name)} {value} belongs to NGRAM, not to --speculative-algorithm {algorithm}")
+            raise ConfigError(f"{option_of(name)} {value} is for NGRAM, not for --speculative-algorithm {algorithm}")
         if value < 1:
             raise ConfigError(f"{option_of(name)} {value}: must be at least 1")
     if low > high:
@@ -193,7 +194,7 @@ def _check_window(args: EngineArgs, method: str) -> None:
 
 @dataclass(frozen=True)
 class Tree:
-    """Its depth, width and nodes (the root included); `auto_depth`: the depth is chosen anew for each step."""
+    """Depth, branches per depth and nodes (the root included); `auto_depth`: the depth is chosen for each step."""
 
     steps: int
     topk: int
@@ -208,7 +209,7 @@ def _tree(args: EngineArgs, method: str, record: Record) -> Tree:
     _check_least(topk, nodes)
     if method == "ngram" and topk is not None and topk > 1:
         raise NotAvailableYet(
-            f"--speculative-eagle-topk {topk} with NGRAM: trees of n-grams are not available yet in moe-engine; use 1"
+            f"--speculative-eagle-topk {topk} with NGRAM: not supported yet: n-gram draft trees; use 1"
         )
     if steps == AUTO:
         return _auto_tree(topk, nodes, record)
@@ -229,7 +230,9 @@ def _check_least(topk: int | None, nodes: int | None) -> None:
     if topk is not None and topk < 1:
         raise ConfigError(f"--speculative-eagle-topk {topk}: must be at least 1 (1: a chain)")
     if nodes is not None and nodes < 2:
-        raise ConfigError(f"--speculative-num-draft-tokens {nodes}: must be at least 2, the last token and a draft")
+        raise ConfigError(
+            f"--speculative-num-draft-tokens {nodes}: must be at least 2, the last accepted token and a draft"
+        )
     if nodes is not None and nodes > MAX_DRAFT_TOKENS:
         raise ConfigError(f"--speculative-num-draft-tokens {nodes}: must be at most {MAX_DRAFT_TOKENS}")
 
@@ -253,16 +256,16 @@ def _auto_tree(topk: int | None, nodes: int | None, record: Record) -> Tree:
             "use topk 1, or give the number of steps"
         )
     steps = AUTO_MAX_STEPS if nodes is None else nodes - 1
-    record.note("speculative_num_steps", steps, f"each step drafts 0 to {steps} tokens, by what was accepted before")
+    record.note("speculative_num_steps", steps, f"each step drafts 0 to {steps} tokens, by the acceptance so far")
     if topk is None:
         record.note("speculative_eagle_topk", 1, "auto steps make a chain")
     if nodes is None:
-        record.note("speculative_num_draft_tokens", steps + 1, "the most steps + 1")
+        record.note("speculative_num_draft_tokens", steps + 1, "max steps + 1")
     return Tree(steps, 1, steps + 1, auto_depth=True)
 
 
 def _ngram_chain(steps: str | None, nodes: int | None, record: Record) -> Tree:
-    """A match has one continuation: a chain, whose length either flag may say."""
+    """A match has one continuation: a chain, whose length either flag may give."""
     depth = int(steps) if steps is not None else NGRAM_STEPS if nodes is None else nodes - 1
     if steps is None:
         record.note("speculative_num_steps", depth, "a short chain" if nodes is None else "draft tokens - 1")
@@ -275,12 +278,12 @@ def _ngram_chain(steps: str | None, nodes: int | None, record: Record) -> Tree:
 def _given_tree(steps: int, topk: int, nodes: int, record: Record) -> Tree:
     if steps < 1:
         raise ConfigError(
-            "--speculative-num-steps 0: must be at least 1; leave out --speculative-algorithm to draft nothing"
+            "--speculative-num-steps 0: must be at least 1; leave out --speculative-algorithm to disable drafts"
         )
     if topk == 1 and nodes != steps + 1:
         record.remark(
             f"--speculative-num-draft-tokens is {steps + 1}, not {nodes}: a chain (--speculative-eagle-topk 1) of "
-            f"{steps} steps has no other size"
+            f"{steps} steps always has this size"
         )
         nodes = record.note("speculative_num_draft_tokens", steps + 1, "steps + 1, as topk is 1")
     if nodes > MAX_DRAFT_TOKENS:

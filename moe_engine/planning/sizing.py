@@ -1,4 +1,4 @@
-"""How many KV slots and running requests there are: the ledger filled in, or a refusal with the nearest that fits."""
+"""Sizes the KV cache and the running requests: fills the memory ledger, or refuses with the nearest flags that fit."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from moe_engine.planning.step_limits import StepLimits
 from moe_engine.types import GraphSettings
 
 CPU_SHARE = 0.8
-"""Part of the available memory an engine on a CPU takes on its own; the rest is left to the machine's user."""
+"""Share of the available memory that an engine on a CPU uses by default; the rest is for other programs."""
 
 CPU_KV_BYTES = 2 * GB
 CPU_KV_SHARE = 0.1
-"""KV that an engine on a CPU takes unasked is at most the larger of these two (the share is of available memory), or
-one whole context: prefixes are kept until the pool is full, and a laptop has other uses for its memory."""
+"""The default KV cache on a CPU is at most the larger of these two (the share is of available memory), or one whole
+context: prefixes stay cached until the pool is full, and a laptop needs its memory for other programs."""
 
 GPU_RESERVE_BYTES = GB
 GPU_RESERVE_SHARE = 0.04
 PROCESS_BYTES = 768 << 20
-"""Two Python processes with their libraries, torch in one of them."""
+"""Two Python processes with their libraries, one of them with torch."""
 
 WORKSPACE_BYTES = 64 << 20
 """Scratch memory of kernels over all threads."""
@@ -54,14 +54,14 @@ WORKSPACE_BYTES = 64 << 20
 MIN_USEFUL_TOKENS = 128
 
 FRACTION_STEPS = 1_000_000
-"""--mem-fraction-static is reported in these parts, rounded up: given as a flag it has room for the same tokens."""
+"""--mem-fraction-static is reported in these parts, rounded up: passed as a flag it gives the same KV cache."""
 
 
 @dataclass(frozen=True)
 class SizingInput:
     """Everything the ledger depends on; `mem_fraction` and `max_total_tokens` None mean auto.
 
-    `uses_mtp`: the checkpoint's MTP layers draft; `draft`: this model does. Either holds KV for the same slots.
+    `uses_mtp`: the checkpoint's MTP layers draft; `draft`: the draft model. Either holds KV for the same slots.
     """
 
     model: ModelConfig
@@ -81,24 +81,24 @@ class SizingInput:
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     graphs: GraphSettings = field(default_factory=GraphSettings)
     attention: Row | None = None
-    """The attention backend that was chosen on an accelerator."""
+    """The attention backend on an accelerator."""
     draft_attention: Row | None = None
-    """That of the draft model."""
+    """The attention backend of the draft model."""
 
     @property
     def bytes_per_token(self) -> int:
-        """On one rank."""
+        """KV bytes of a token on one rank."""
         drafted = self.draft.kv_bytes_per_token(self.kv_dtype) if self.draft is not None else 0
         return self.local_model.kv_bytes_per_token(self.kv_dtype, self.uses_mtp) + drafted
 
     @property
     def keeps_fp8(self) -> bool:
-        """Whether the kernels of the device multiply block-FP8 weights as they are stored."""
+        """Whether the device's kernels use block-FP8 weights without dequantising them."""
         return self.model.quant is not None and self.machine.device == "cuda"
 
     @property
     def local_model(self) -> ModelConfig:
-        """With the attention heads of one rank."""
+        """The model with the attention heads of one rank."""
         return local_heads(self.model, self.parallel.topology.attn_tp_size)
 
     @property
@@ -112,12 +112,12 @@ class SizingInput:
 
     @property
     def logits_rows(self) -> int:
-        """Rows of logits that there may be at once."""
+        """Max rows of logits at once."""
         return sizes.logits_rows(self.model.vocab_size, self.limits.num_logits)
 
     @property
     def min_tokens(self) -> int:
-        """KV slots without which nothing can be served."""
+        """Least KV slots of a useful engine."""
         wanted = self.max_total_tokens or min(self.limits.context_len, MIN_USEFUL_TOKENS)
         return -(-wanted // self.page_size) * self.page_size
 
@@ -133,7 +133,7 @@ class Sizing:
 
 
 def size_memory(given: SizingInput) -> Sizing:
-    """Fills the ledger. Raises ConfigError with the sum and the nearest flags that fit, when it does not fit."""
+    """Fills the memory ledger. Raises ConfigError with the sum and the nearest flags that fit, if it does not fit."""
     rows = fixed_rows(given)
     limit, limit_reason = memory_limit(given, rows)
     fits = _fitting_tokens(given, rows, limit)
@@ -156,7 +156,7 @@ def size_memory(given: SizingInput) -> Sizing:
 
 
 def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
-    """Everything but KV, for one rank."""
+    """Ledger rows of one rank, without KV."""
     limits, model, topology = given.limits, given.model, given.parallel.topology
     redundant = given.experts.num_redundant
     weights = sizes.weight_bytes(
@@ -166,7 +166,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     if model.quant is not None:
         detail += f", {model.quant.method} " + ("as stored" if given.keeps_fp8 else "dequantised while loading")
     if topology.tp_size > 1:
-        detail += f", this rank's part of {topology.tp_size}"
+        detail += f", one shard of {topology.tp_size}"
     if redundant:
         detail += f", with {redundant} redundant experts"
     if given.checkpoint is not None:
@@ -194,7 +194,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
 
 
 def _logits_row(given: SizingInput) -> LedgerRow:
-    """A step with more rows of logits makes and samples them in several passes."""
+    """The row of logits. A step with more rows computes and samples them in several passes."""
     count, vocab, most = given.logits_rows, given.model.vocab_size, given.limits.num_logits
     scratch = HOST_SCRATCH_BYTES if given.machine.device == "cpu" else DEVICE_SCRATCH_BYTES
     detail = f"{count} rows of {vocab}" + (f" at once, of up to {most}" if most > count else "")
@@ -203,7 +203,7 @@ def _logits_row(given: SizingInput) -> LedgerRow:
 
 
 def _attention_rows(given: SizingInput) -> list[LedgerRow]:
-    """Scratch memory of the attention backend, where that is of note."""
+    """Workspace of the attention backend, if it is significant."""
     limits, graphs = given.limits, given.graphs.up_to(given.limits.running)
     sizes = limits.running, limits.tokens_each, limits.row_width, given.page_size
     rows = workspace_rows(given.attention, given.local_model, graphs, *sizes, given.kv_dtype)
@@ -211,7 +211,7 @@ def _attention_rows(given: SizingInput) -> list[LedgerRow]:
 
 
 def _expert_rows(given: SizingInput) -> list[LedgerRow]:
-    """What recording and moving experts keep on the device, where no pass has to wait for them."""
+    """Device memory of expert recording and of EPLB's expert transfers."""
     settings, model = given.experts, given.model
     if model.moe is None:
         return []
@@ -220,19 +220,20 @@ def _expert_rows(given: SizingInput) -> list[LedgerRow]:
         detail = f"{settings.buffer_size} passes x {model.num_layers} layers x {model.moe.num_experts} experts"
         counts = settings.buffer_size * model.num_layers * model.moe.num_experts
         rows.append(LedgerRow("recorded experts", 4 * counts, detail))
-    if settings.recorder_mode is not None:  # each token's experts, their places in the counts, and what is added there
+    if settings.recorder_mode is not None:  # each token's experts, their indices into the counts, and the increments
         tokens = given.limits.num_tokens * given.parallel.topology.attn_dp_size
         detail = f"{tokens} tokens x {model.num_layers} layers x {model.moe.top_k} experts"
         rows.append(LedgerRow("experts of a pass", 3 * 4 * tokens * model.num_layers * model.moe.top_k, detail))
     if settings.rebalance is not None:
         expert = 3 * model.hidden_size * model.moe.width // given.parallel.topology.moe_tp_size * given.dtype_bytes
         count = settings.rebalance.layers_at_once
-        rows.append(LedgerRow("experts under way", count * expert, f"{count} spare slot" + "s" * (count > 1)))
+        rows.append(LedgerRow("experts in transit", count * expert, f"{count} spare slot" + "s" * (count > 1)))
     return rows
 
 
 def _table_row(given: SizingInput) -> LedgerRow:
-    """The slot of every position of every running request; with drafts the tokens, too, and room for what is tried."""
+    """The row of the slot table (block table): the KV slot of each position of each running request. With drafts also
+    the token ids, and positions for drafts."""
     limits = given.limits
     detail = f"{limits.running} requests x {limits.context_len} positions"
     if not given.drafts:
@@ -246,8 +247,8 @@ def _dispatch_rows(given: SizingInput) -> list[LedgerRow]:
 
 
 def _draft_rows(given: SizingInput) -> list[LedgerRow]:
-    """What only drafting keeps: weights, and the model's states that MTP layers go on from. MTP layers share embedding
-    and head with the model."""
+    """Memory of the drafter: weights, and the model's hidden states that the MTP layers start from. MTP layers share
+    embedding and LM head with the model."""
     model, size, topology = given.model, given.dtype_bytes, given.parallel.topology
     if given.uses_mtp:
         layers = model.num_nextn_predict_layers
@@ -256,7 +257,7 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
         extra -= sizes.weight_bytes(model, size, topology=topology, keeps_fp8=keeps)
         count = _count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
         detail = f"{layers} MTP layer{'s' * (layers > 1)}, {count} parameters; embedding and head are the model's"
-        # at each row's last token; for several layers also at earlier ones, and a copy of those while they move on
+        # of each row's last token; for several layers also of earlier tokens, and a copy of those during an update
         states = given.limits.running * (2 * layers - 1)
         kept = LedgerRow("draft states", states * model.hidden_size * size, f"{states} states of running requests")
         return [LedgerRow(DRAFT_WEIGHTS, extra, detail), kept]
@@ -264,7 +265,7 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
         places, each = sizes.NGRAM_PLACES, sizes.NGRAM_PLACE_BYTES
         if given.machine.device == "cpu":
             places, each = given.limits.context_len, sizes.NGRAM_HOST_BYTES
-        return [LedgerRow("draft scratch", places * each, f"{places} places of texts compared at once")]
+        return [LedgerRow("draft scratch", places * each, f"{places} positions of texts compared at once")]
     if given.draft is not None:
         detail = f"{_count(sizes.num_parameters(given.draft))} parameters of {given.draft.architecture}"
         return [LedgerRow(DRAFT_WEIGHTS, sizes.weight_bytes(given.draft, size), detail)]
@@ -272,8 +273,8 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
 
 
 def _step_bytes(given: SizingInput) -> int:
-    """Activations of the largest step. A draft model runs when the model's own are freed, also over tokens of several
-    steps that it has not seen; MTP layers read the model's hidden states."""
+    """Activations of the largest step. A draft model runs when the model's activations are freed; its draft extend may
+    cover the tokens of several steps. MTP layers read the model's hidden states."""
     limits, size = given.limits, given.dtype_bytes
     tokens = limits.forward_tokens * given.parallel.topology.attn_dp_size
     step = sizes.largest_step_activation_bytes(given.local_model, tokens, size)
@@ -284,7 +285,7 @@ def _step_bytes(given: SizingInput) -> int:
 
 
 def _check_fraction(given: SizingInput, fraction: float, rows: tuple[LedgerRow, ...]) -> None:
-    """A share of the memory that others already use cannot be had: refuse it rather than take less in silence."""
+    """Refuses a share that exceeds the free memory, instead of silently using less."""
     total, available = given.machine.total_bytes, given.machine.available_bytes
     others = sum(row.num_bytes for row in rows if row.name not in WEIGHT_ROWS)
     static = int(fraction * total)
@@ -292,7 +293,7 @@ def _check_fraction(given: SizingInput, fraction: float, rows: tuple[LedgerRow, 
         most = int((available - others) / total * 1000) / 1000
         raise ConfigError(
             f"--mem-fraction-static {fraction:g} asks for {gb(static)} of {gb(total)} for weights and KV, and steps "
-            f"take {gb(others)} more, but only {gb(available)} are free; use at most {most:g}, or free the rest"
+            f"take {gb(others)} more, but only {gb(available)} are free; use at most {most:g}, or free memory"
         )
 
 
@@ -301,7 +302,7 @@ def _count(number: int) -> str:
 
 
 def memory_limit(given: SizingInput, rows: tuple[LedgerRow, ...]) -> tuple[int, str]:
-    """What the engine may fill in all, and why."""
+    """Memory limit of the engine, and its reason."""
     machine = given.machine
     if given.mem_fraction is not None:
         static = int(given.mem_fraction * machine.total_bytes)
@@ -309,7 +310,7 @@ def memory_limit(given: SizingInput, rows: tuple[LedgerRow, ...]) -> tuple[int, 
         if static + others > machine.available_bytes:
             return machine.available_bytes, f"available memory, {machine.source}"
         share = f"--mem-fraction-static {given.mem_fraction:g} of {gb(machine.total_bytes)} for weights and KV"
-        return static + others, share + ", and the rows between them"
+        return static + others, share + ", plus the other rows"
     if machine.device == "cpu":
         available = gb(machine.available_bytes)
         return int(CPU_SHARE * machine.available_bytes), f"{CPU_SHARE:.0%} of {available} available, {machine.source}"
@@ -318,7 +319,7 @@ def memory_limit(given: SizingInput, rows: tuple[LedgerRow, ...]) -> tuple[int, 
 
 
 def _fitting_tokens(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int) -> int:
-    """A share of the memory is of weights and KV alone; else the ids of the tokens come out of the same rest."""
+    """KV slots that fit. --mem-fraction-static counts weights and KV only; else the slots' token ids count too."""
     left = limit - sum(row.num_bytes for row in rows)
     ids = 0 if given.mem_fraction is not None else SLOT_TOKEN_BYTES
     return tokens_that_fit(left, given.bytes_per_token + ids, given.page_size)
@@ -338,12 +339,12 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
         one_request = -(-given.limits.context_len // page) * page
         enough = max(tokens_that_fit(modest, given.bytes_per_token, page), one_request)
         if enough <= fits:
-            return enough, f"{gb(modest)} of KV unasked on a CPU; {fits} would fit (--max-total-tokens {fits})"
-    return fits, "what the memory ledger leaves for KV"
+            return enough, f"{gb(modest)} of KV by default on a CPU; {fits} would fit (--max-total-tokens {fits})"
+    return fits, "the rest of the memory ledger"
 
 
 def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
-    """SGLang's clamp(tokens / context * 512, 2048, 4096), at most tokens / 2, one a page, and a cap of the device."""
+    """SGLang's clamp(tokens / context * 512, 2048, 4096), at most tokens / 2, one per page, and the device's cap."""
     running = given.limits.running
     if not given.running_is_auto:
         return running, "asked for"
@@ -355,7 +356,7 @@ def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
     if given.machine.device == "cpu":
         reason = "SGLang's rule gives 2048 or more; on a CPU a step's time grows with every request"
     else:
-        reason = "the least that SGLang's rule gives; more would take memory from KV"
+        reason = "the minimum of SGLang's rule; more would take memory from the KV cache"
     if given.drafts:
         counted = given.limits.request_tokens
         reason += f"; SGLang's 48 with drafts is not needed: the ledger counts {counted} tokens each"
@@ -369,42 +370,42 @@ def _refusal(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int, limit_
         return ConfigError(
             f"--max-total-tokens {given.max_total_tokens} needs {gb(ledger.kv_bytes)} of KV ({per_token} B a token): "
             f"at most {fits} fit, because {ledger.sum_text()} leave {gb(max(0, limit - ledger.fixed_bytes))} of "
-            f"{gb(limit)} ({limit_reason}); use --max-total-tokens {fits}{_or(_other_ways(given))}"
+            f"{gb(limit)} ({limit_reason}); use --max-total-tokens {fits}{_or(_fixes(given))}"
         )
     kv = f" + KV of {given.min_tokens} tokens {gb(ledger.kv_bytes)}"
     message = (
         f"{given.model.source}: {ledger.sum_text()}{kv} = {gb(ledger.total_bytes)}, but this machine offers "
         f"{gb(limit)} ({limit_reason}); "
     )
-    ways = _other_ways(given)
-    if ways:
-        return ConfigError(message + "it fits with " + " or with ".join(ways))
+    fixes = _fixes(given)
+    if fixes:
+        return ConfigError(message + "it fits with " + " or with ".join(fixes))
     if given.machine.device == "cpu":
         least = int((ledger.weight_bytes + PROCESS_BYTES) / CPU_SHARE)
     else:
         least = int(ledger.weight_bytes * (1 + GPU_RESERVE_SHARE)) + GPU_RESERVE_BYTES
     return ConfigError(
-        message + f"no flag changes that: the weights alone ask for a machine with more than {gb(least)} of free memory"
+        message + f"no flag changes that: the weights alone need a machine with more than {gb(least)} of free memory"
     )
 
 
-def _or(ways: list[str]) -> str:
-    return "".join(f", or {way}" for way in ways)
+def _or(fixes: list[str]) -> str:
+    return "".join(f", or {fix}" for fix in fixes)
 
 
-def _other_ways(given: SizingInput) -> list[str]:
+def _fixes(given: SizingInput) -> list[str]:
     """Flags with which the same launch fits, nearest first: a smaller step, or a larger share of the memory."""
-    ways = []
+    fixes = []
     for flags, limits in _smaller_steps(given):
         if _fits(dataclasses.replace(given, limits=limits)):
-            ways.append(" ".join(flags))
+            fixes.append(" ".join(flags))
             break
     fraction = _sufficient_fraction(given)
     if fraction is not None:
-        ways.append(f"--mem-fraction-static {fraction:g}")
+        fixes.append(f"--mem-fraction-static {fraction:g}")
     if given.drafts and _fits(_without_drafts(given)):
-        ways.append("no --speculative-algorithm")
-    return ways
+        fixes.append("no --speculative-algorithm")
+    return fixes
 
 
 def _fits(given: SizingInput) -> bool:
@@ -419,7 +420,7 @@ def _without_drafts(given: SizingInput) -> SizingInput:
 
 
 def _smaller_steps(given: SizingInput) -> Iterator[tuple[list[str], StepLimits]]:
-    """Ever smaller steps, each with the flags that ask for it."""
+    """Smaller and smaller steps, each with its flags."""
     page = given.page_size
     for tokens in (SMALL_DISPATCH, SMALL_DISPATCH // 4):
         if given.limits.low_latency == "decode" and tokens < given.limits.low_latency_tokens:
@@ -442,7 +443,7 @@ def _smaller_steps(given: SizingInput) -> Iterator[tuple[list[str], StepLimits]]
 
 
 def _sufficient_fraction(given: SizingInput) -> float | None:
-    """The --mem-fraction-static with which the launch fits into nearly all available memory, or None."""
+    """The least --mem-fraction-static that fits the launch into 97% of the available memory, or None."""
     rows = fixed_rows(given)
     ledger = MemoryLedger(rows, 0, "", given.bytes_per_token, given.min_tokens, given.page_size)
     if ledger.total_bytes > 0.97 * given.machine.available_bytes:

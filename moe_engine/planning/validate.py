@@ -1,4 +1,4 @@
-"""Flags that cannot both be meant: each is an error that names both. Values out of range are named here too."""
+"""Validates flags: values out of range, and pairs of flags that contradict each other (the error names both)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.sampling_checks import parse_sampling
 
-# field -> (least value, what it counts)
+# field -> least value
 LEAST = {
     "context_length": 8,
     "max_running_requests": 1,
@@ -45,7 +45,7 @@ LEAST = {
     "timeout_graceful_shutdown": 0,
 }
 MAX_RANKS = 4096
-"""Far above any cluster, and small enough that sizes which fit can be searched for."""
+"""Far above any cluster, and small enough to search for sizes that fit."""
 MAX_INT = 2**63 - 1
 MOST = {
     **dict.fromkeys(("tp_size", "dp_size", "attn_dp_size", "ep_size", "nnodes"), MAX_RANKS),
@@ -56,7 +56,7 @@ MOST = {
 }
 
 HIDDEN = "***"
-"""A key in /server_info."""
+"""Placeholder of keys in /server_info."""
 
 
 def check(args: EngineArgs) -> None:
@@ -77,7 +77,7 @@ def _ranges(args: EngineArgs) -> Iterator[str]:
             yield f"{option_of(name)} {value}: must be at most {most}"
     fraction = args.memory.mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
-        yield f"--mem-fraction-static {fraction:g}: a part of the memory, between 0 and 1 (0.85 is common)"
+        yield f"--mem-fraction-static {fraction:g}: must be a fraction of the memory, between 0 and 1 (0.85 is common)"
     if args.scheduling.schedule_conservativeness < 0:
         yield f"--schedule-conservativeness {args.scheduling.schedule_conservativeness:g}: must not be negative"
     if args.server.watchdog_timeout <= 0:
@@ -92,7 +92,7 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
     policy = scheduling.schedule_policy
     if policy in CACHE_AWARE_POLICIES and scheduling.disable_radix_cache:
         yield (
-            f"--schedule-policy {policy} orders by cached prefixes, and --disable-radix-cache keeps none; "
+            f"--schedule-policy {policy} orders by cached prefixes, and --disable-radix-cache caches none; "
             "drop one of them"
         )
     priorities = scheduling.enable_priority_scheduling or policy == "priority"
@@ -101,7 +101,7 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
     if scheduling.schedule_low_priority_values_first and not priorities:
         yield "--schedule-low-priority-values-first needs --enable-priority-scheduling"
     if scheduling.enable_mixed_chunk and memory.chunked_prefill_size == -1:
-        yield "--enable-mixed-chunk mixes decodes into chunks, and --chunked-prefill-size -1 makes none; drop one"
+        yield "--enable-mixed-chunk mixes decodes into chunks, and --chunked-prefill-size -1 disables them; drop one"
 
 
 def _memory(args: EngineArgs) -> Iterator[str]:
@@ -121,9 +121,9 @@ def _memory(args: EngineArgs) -> Iterator[str]:
         if tokens is not None and tokens < page:
             yield f"{option} {tokens} is smaller than --page-size {page}"
     if memory.max_total_tokens == 1:
-        yield "--max-total-tokens 1: no request fits, its prompt and its first answer take 2; use at least 2"
+        yield "--max-total-tokens 1: a request needs 2 (one prompt token, one output token); use at least 2"
     running, total, flags = memory.max_running_requests, memory.max_total_tokens, args.parallel
-    groups = max(1, flags.dp_size if flags.enable_dp_attention else flags.attn_dp_size)  # each has a pool of its own
+    groups = max(1, flags.dp_size if flags.enable_dp_attention else flags.attn_dp_size)  # each has its own KV pool
     if running is not None and total is not None and running // groups * page > total:
         yield (
             f"--max-running-requests {running} with --max-total-tokens {total}: each request holds at least a page "
@@ -141,14 +141,14 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
             ("--tool-call-parser", server.tool_call_parser),
         ):
             if value is not None:
-                yield f"{option} {value} works on text, and --skip-tokenizer-init leaves none; drop one"
+                yield f"{option} {value} needs a tokenizer, and --skip-tokenizer-init loads none; drop one"
     for option, key in (("--api-key", server.api_key), ("--admin-api-key", server.admin_api_key)):
         if key is not None and not key.strip():
             yield f"{option} is empty: leave it out for no key, or give one"
         if key == HIDDEN:
-            yield f"{option} {HIDDEN}: that is how /server_info hides a key; give the key itself"
+            yield f"{option} {HIDDEN}: /server_info hides a key this way; give the key itself"
     if not server.host.strip():
-        yield "--host is empty: give an address of this machine, 127.0.0.1 for itself alone or 0.0.0.0 for all"
+        yield "--host is empty: give an address of this machine, 127.0.0.1 for local clients only or 0.0.0.0 for all"
     name = model.served_model_name
     if name is not None and (not name.strip() or ":" in name):
         yield f"--served-model-name {name!r}: must be a name without a colon"
@@ -162,5 +162,5 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
     template = model.chat_template
     if template is not None and "{" not in template and not os.path.isfile(template):
         yield (
-            f"--chat-template {template:.200}: no such file; give a .jinja file (built-in names are not available yet)"
+            f"--chat-template {template:.200}: no such file; give a .jinja file (built-in names are not supported yet)"
         )

@@ -1,1 +1,1 @@
-"""Child processes, their runtime directory and threads, and the sockets between them."""
+"""Child processes, runtime directory, monitored threads, ZeroMQ sockets between processes."""

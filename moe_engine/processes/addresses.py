@@ -1,4 +1,4 @@
-"""Addresses of this machine: the one that other ranks reach it by, and the interface that has it."""
+"""Addresses of this machine: the IP address that other ranks can reach, and its network interface."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import psutil
 from moe_engine.errors import ConfigError
 
 ELSEWHERE = ("192.0.2.1", 9)
-"""An address that no host has (RFC 5737): the way there is the default route."""
+"""An unassigned address (RFC 5737): its route is the default route."""
 
 LOOPBACK = "127.0.0.1"
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-"""Names the interface for small messages between nodes, for gloo and for the engine's own sockets."""
+"""Environment variable with the network interface of gloo and of the engine's own sockets between nodes."""
 
 
 def own_address_towards(host: str, port: int = 9) -> str:
-    """This machine's IP address on the way to `host`: the one the other ranks can reach it by, too.
+    """This machine's IP address on the route to `host`, at which other ranks can reach it.
 
     Raises:
         ConfigError: the host cannot be resolved.
@@ -36,8 +36,8 @@ def own_address_towards(host: str, port: int = 9) -> str:
 
 
 def network_address() -> str:
-    """This machine's IPv4 address for other machines: of the interface that `INTERFACE_VARIABLE` names, else of the
-    default route, else any that is not loopback. Empty where it has none."""
+    """This machine's IPv4 address for other machines: of the interface in `INTERFACE_VARIABLE`, else of the default
+    route, else any that is not loopback. Empty if there is none."""
     chosen = _address_of(os.environ.get(INTERFACE_VARIABLE, "").partition(",")[0])
     return chosen or _source_address(socket.AF_INET, ELSEWHERE) or _first_address()
 
@@ -50,17 +50,17 @@ def _address_of(interface: str) -> str:
 
 
 def _source_address(family: int, destination: Any) -> str:
-    """Empty where no route leads there."""
+    """Empty if there is no route."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(destination)  # sends nothing: the system only picks a route
+            probe.connect(destination)  # UDP: sends nothing, only selects a route
         except OSError:
             return ""
         return str(probe.getsockname()[0])
 
 
 def _first_address() -> str:
-    """An address of this machine that is not its own loop."""
+    """The first IPv4 address that is not loopback."""
     for addresses in psutil.net_if_addrs().values():
         for item in addresses:
             if item.family == socket.AF_INET and not item.address.startswith("127."):

@@ -1,7 +1,7 @@
-"""A child process of the engine: started without re-importing the user's script, watched, and never left behind.
+"""Child processes of the engine: started without re-importing the user's script, monitored, never orphaned.
 
-The child gets its specification as a pickle on standard input and keeps that pipe open: when the parent dies, however
-suddenly, the pipe ends and the child leaves. When the child dies, a thread of the parent wakes at once.
+The child receives its specification as a pickle on standard input and keeps that pipe open: when the parent dies in any
+way, the pipe closes and the child exits. When the child dies, a thread of the parent is notified at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class ChildProcess:
     """Runs ``python -m module`` with a pickled specification.
 
     Args:
-        name: how the process is called in logs and errors.
+        name: of the process, for logs and errors.
         module: the module to run; its `main` reads the specification with `read_spec`.
-        on_exit: called once, from a watcher thread, with a sentence that names the process and how it ended.
+        on_exit: called once, from a watcher thread, with a sentence: the process and how it ended.
     """
 
     def __init__(self, name: str, module: str, spec: Any, on_exit: Callable[[str], None]) -> None:
@@ -36,8 +36,8 @@ class ChildProcess:
             pickle.dump(spec, self._popen.stdin)
             self._popen.stdin.flush()
         except BrokenPipeError:
-            pass  # it died at once; the watcher reports it
-        # A failure here is one of `on_exit` itself, so there is no other way to report it than the log.
+            pass  # it died immediately; the watcher thread reports it
+        # Only `on_exit` itself can fail here, so the failure can only be logged.
         start_watched(f"watch {name}", self._watch, lambda message: None)
 
     @property
@@ -46,7 +46,7 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the signal that killed it."""
+        """None while it runs; negative: killed by that signal."""
         return self._popen.poll()
 
     def _watch(self) -> None:
@@ -56,7 +56,7 @@ class ChildProcess:
         self._popen.kill()
 
     def stop(self, grace: float) -> None:
-        """Waits up to `grace` seconds for the process to end by itself, then kills it."""
+        """Waits up to `grace` seconds for the process to exit, then kills it."""
         try:
             self._popen.wait(timeout=grace)
         except subprocess.TimeoutExpired:
@@ -68,7 +68,7 @@ class ChildProcess:
 
 
 def describe_exit(code: int) -> str:
-    """A process's return code in words."""
+    """A return code in words."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -78,19 +78,19 @@ def describe_exit(code: int) -> str:
 
 
 def read_spec() -> Any:
-    """In the child: the specification. Afterwards a thread leaves the process as soon as the parent is gone.
+    """In the child: reads the specification. From then on a thread exits the process when the parent dies.
 
-    SIGINT and SIGTERM are left to the parent, which drains first: a supervisor sends them to every process of a group.
+    SIGINT and SIGTERM are ignored: a supervisor sends them to every process of a group, and the parent drains first.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stream = os.fdopen(os.dup(0), "rb")
     spec = pickle.load(stream)
 
-    def leave_with_parent() -> None:
+    def exit_with_parent() -> None:
         while stream.read(1):
             pass
         os._exit(1)
 
-    start_watched("parent watch", leave_with_parent, lambda message: os._exit(1))
+    start_watched("parent watch", exit_with_parent, lambda message: os._exit(1))
     return spec

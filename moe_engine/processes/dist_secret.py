@@ -1,4 +1,4 @@
-"""The secret that the nodes of one server share, from a file or from the environment."""
+"""Shared secret of a server's nodes (--dist-secret-file), from a file or the environment."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from moe_engine.errors import ConfigError
 
 SECRET_VARIABLE = "MOE_ENGINE_DIST_SECRET"
 LEAST_CHARACTERS = 16
-_MAKE_ONE = "`openssl rand -hex 32` makes a good one"
+_MAKE_ONE = "`openssl rand -hex 32` generates one"
 
 
 class DistSecret:
-    """Equal on all nodes of a server. No representation shows it: it travels to child processes and nowhere else."""
+    """Equal on all nodes of a server. Its repr hides the value; it is sent only to child processes."""
 
     __slots__ = ("value",)
 
@@ -32,7 +32,7 @@ class DistSecret:
 
 
 def find_secret(environ: Mapping[str, str], path: str | None) -> DistSecret | None:
-    """What ``--dist-secret-file`` names, else what the environment holds; None where neither does.
+    """The secret of ``--dist-secret-file``, else of the environment, else None.
 
     Raises:
         ConfigError: the file cannot be read, or the secret is too short.
@@ -48,12 +48,12 @@ def find_secret(environ: Mapping[str, str], path: str | None) -> DistSecret | No
     else:
         return None
     if len(text) < LEAST_CHARACTERS:
-        raise ConfigError(f"{origin}: a secret has {LEAST_CHARACTERS} characters at least; {_MAKE_ONE}")
+        raise ConfigError(f"{origin}: a secret needs at least {LEAST_CHARACTERS} characters; {_MAKE_ONE}")
     return DistSecret(text)
 
 
 def open_to_others(path: str) -> str | None:
-    """A remark where other users of the machine may read the file; None where they may not."""
+    """A warning if other users of the machine may read the file, else None."""
     mode = Path(path).stat().st_mode & 0o777
     if not mode & 0o077:
         return None

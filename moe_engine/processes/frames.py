@@ -1,11 +1,11 @@
-"""Messages from a ZeroMQ socket: decoded, or dropped with a warning.
+"""Decoding of messages from ZeroMQ sockets; malformed frames are dropped with a warning.
 
-Anything can arrive at a port: a port scanner's bytes, a message of another version, the result of a bug. A frame that
-is not a message must never end the loop that reads the port, because every request and every heartbeat passes through
-that loop. A receive loop therefore reads through a `FrameReader`.
+Anything can arrive at a port: a port scanner's bytes, a message of another version, the result of a bug. A malformed
+frame must never end a receive loop, because every request and every heartbeat passes through one. So all receive loops
+read through a `FrameReader`.
 
     reader = FrameReader("engine core", messages.decode_to_core)
-    for message in reader.drain(socket): ...                        # PULL, SUB: one frame a message
+    for message in reader.drain(socket): ...                        # PULL, SUB: one frame per message
     message = reader.take(await async_socket.recv_multipart())      # the same with asyncio
     identity, *frames = router.recv_multipart(zmq.NOBLOCK)          # ROUTER: the identity is the caller's
     message = reader.take(frames)                                   # None: dropped
@@ -25,9 +25,9 @@ logger = logging.getLogger("moe_engine")
 T = TypeVar("T")
 
 WARNING_SECONDS = 10.0
-"""Least time between two warnings of one reader."""
+"""Minimum time between two warnings of one reader."""
 MAX_DRAIN = 4096
-"""Frames that one `drain` reads at most, so that a flood does not keep its caller from its other work."""
+"""Max frames per `drain`, so that a flood cannot block the caller's other work."""
 
 
 class FrameReader(Generic[T]):
@@ -50,18 +50,18 @@ class FrameReader(Generic[T]):
         self._next_warning = -float("inf")
 
     def take(self, frames: Sequence[bytes]) -> T | None:
-        """The message that these frames of one ZeroMQ message hold, or None after dropping them."""
+        """Decodes the frames of one ZeroMQ message; None if they were dropped."""
         if len(frames) != 1:
-            self.drop(f"{len(frames)} frames where one was expected")
+            self.drop(f"{len(frames)} frames instead of one")
             return None
         try:
             return self._decode(frames[0])
         except Exception as error:  # msgspec's errors, UnicodeDecodeError, RecursionError, MemoryError, ...
-            self.drop(f"{len(frames[0])} bytes that are no message: {type(error).__name__}: {error}")
+            self.drop(f"{len(frames[0])} bytes that do not decode: {type(error).__name__}: {error}")
             return None
 
     def drain(self, socket: zmq.Socket[bytes]) -> Iterator[T]:
-        """The messages that have arrived at a socket, without waiting. The socket is read as the iterator advances."""
+        """The queued messages of a socket, without waiting. The socket is read as the iterator advances."""
         for _ in range(MAX_DRAIN):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -71,8 +71,8 @@ class FrameReader(Generic[T]):
                 yield message
 
     def drop(self, reason: str) -> None:
-        """Counts and logs something that was dropped: for callers that find a decoded message to be impossible, such
-        as one from a rank that does not exist. At most one warning in `WARNING_SECONDS`."""
+        """Counts and logs a dropped message: for callers that reject a decoded message, such as one of a rank that does
+        not exist. At most one warning per `WARNING_SECONDS`."""
         self.num_dropped += 1
         now = self._clock()
         if now >= self._next_warning:

@@ -1,4 +1,4 @@
-"""The one address that all nodes must know, as those who listen there and those who come see it."""
+"""Rendezvous address (--dist-init-addr): as bound by its node, and as connected to by the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger("moe_engine")
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """``HOST:PORT`` of a node that the others reach. Port 0 is any free one, which is learnt by binding it."""
+    """``HOST:PORT`` of the node that the others connect to. Port 0: any free port, known after binding."""
 
     text: str
 
@@ -32,17 +32,17 @@ class RendezvousAddress:
         return f"tcp://{self._ip()}:{port or self.port}"
 
     def bind(self, port: str | None = None) -> str:
-        """Where that node listens: one address. Its own name may mean loopback to it (Debian's ``127.0.1.1 node0`` in
-        /etc/hosts) and not to others; the address is then that of its network (`network_address`).
+        """The address that the node binds. If its own name resolves to loopback only on itself (Debian's ``127.0.1.1
+        node0`` in /etc/hosts), its network address (`network_address`).
 
         Raises:
-            ConfigError: as `tcp`.
+            ConfigError: as in `tcp`.
         """
         ip = self._ip()
         if ip.startswith("127.") and not self._is_loopback:
             own = network_address() or ip
             if port is None:
-                logger.info("%s is %s to this host itself: nodes are expected at %s", self.host, ip, own)
+                logger.info("%s resolves to %s on this host: listening for nodes at %s", self.host, ip, own)
             ip = own
         return f"tcp://{ip}:{port or self.port}"
 
@@ -52,7 +52,7 @@ class RendezvousAddress:
 
     @property
     def _is_loopback(self) -> bool:
-        """Whether the host means loopback to every machine."""
+        """Whether the host is loopback on every machine."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -62,10 +62,10 @@ class RendezvousAddress:
         try:
             return socket.gethostbyname(self.host)
         except (OSError, UnicodeError) as error:
-            hint = "; an IPv6 address does not serve, give an IPv4 address or a name" if ":" in self.host else ""
+            hint = "; IPv6 addresses are not supported, give an IPv4 address or a name" if ":" in self.host else ""
             raise ConfigError(f"--dist-init-addr {self.text}: unknown host: {error}{hint}") from None
 
 
 def host_of(address: str) -> str:
-    """Of ``tcp://HOST:PORT``."""
+    """Host of ``tcp://HOST:PORT``."""
     return address.removeprefix("tcp://").rpartition(":")[0]

@@ -1,10 +1,10 @@
-"""The folder of a running engine's sockets and status board, and what is left of engines that were killed.
+"""Runtime directory of an engine: its sockets and status files, and the cleanup of directories of killed engines.
 
-It is a folder of mode 0700 in the temporary folder; where that one's path is too long for a Unix socket, in
-$XDG_RUNTIME_DIR or /tmp.
+A directory of mode 0700 in the temporary directory; if that path is too long for a Unix socket, in $XDG_RUNTIME_DIR or
+/tmp.
 
-Each folder holds a file that its front end keeps locked for life. The lock ends with the process, however it ends, and
-is seen from other containers that share the temporary folder, where process numbers mean nothing.
+It contains a file that the front end keeps locked. The kernel releases the lock however the process ends, and the lock
+is visible in other containers that share the temporary directory, where pids are meaningless.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ LOCK_FILE = "owner"
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path on Linux: `sun_path` of unix(7), without its final zero."""
 LONGEST_NAME = "to-core-999999"
-"""The longest name of a socket in a folder, with an attention group's number."""
+"""Longest socket name in a directory, with an attention group's number."""
 RANDOM_CHARACTERS = 8
-"""That `tempfile` adds to the prefix."""
+"""Characters that `tempfile` appends to the prefix."""
 
 
 class RuntimeDir:
-    """A new folder, this process's until `remove` or until it exits: a signal may come before anybody holds the folder.
+    """A new directory, removed by `remove` or at process exit (a signal may arrive before the caller can clean up).
 
-    Folders of dead front ends of the same user go first.
+    First removes directories of the same user's dead front ends.
 
     Raises:
-        ConfigError: no place for it can be written, or its path would be too long for a socket.
+        ConfigError: no candidate directory is writable, or its path would be too long for a socket.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class RuntimeDir:
             self._lock = _lock(self.path, wait=True)
             self._end = weakref.finalize(self, _remove, self.path, self._lock, os.getpid())
             if self._lock is not None and self.path.is_dir():
-                return  # else another start took the folder for abandoned before it was locked
+                return  # else another engine's cleanup removed it before it was locked
             self.remove()
 
     def remove(self) -> None:
@@ -66,7 +66,7 @@ def _remove(path: Path, lock: IO[str] | None, owner: int) -> None:
 
 
 def _places() -> list[str]:
-    """Where folders are made, the first that will do; the system's temporary folder comes from TMPDIR."""
+    """Candidate parent directories, in order of preference; the first is the temporary directory (TMPDIR)."""
     places = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"]
     return [place for place in dict.fromkeys(places) if os.path.isabs(place)]
 
@@ -76,19 +76,19 @@ def _place() -> str:
         longest = os.fsencode(f"{place}/{PREFIX}{'x' * RANDOM_CHARACTERS}/{LONGEST_NAME}")
         if len(longest) <= MAX_SOCKET_PATH and os.access(place, os.W_OK | os.X_OK):
             if place != _places()[0]:
-                logger.info("TMPDIR %s is too long for the paths of sockets: they are in %s", _places()[0], place)
+                logger.info("TMPDIR %s is too long for socket paths: using %s", _places()[0], place)
             return place
     raise ConfigError(
-        f"TMPDIR={tempfile.gettempdir()}: the engine's sockets need a folder that can be written and whose path has "
-        f"{MAX_SOCKET_PATH - len(PREFIX) - RANDOM_CHARACTERS - len(LONGEST_NAME) - 2} bytes at most, and neither "
-        "$XDG_RUNTIME_DIR nor /tmp is one: set TMPDIR to such a folder"
+        f"TMPDIR={tempfile.gettempdir()}: the engine's sockets need a writable directory with a path of at most "
+        f"{MAX_SOCKET_PATH - len(PREFIX) - RANDOM_CHARACTERS - len(LONGEST_NAME) - 2} bytes, and neither "
+        "$XDG_RUNTIME_DIR nor /tmp is one: set TMPDIR to such a directory"
     )
 
 
 def remove_abandoned() -> None:
-    """Removes the folders of earlier engines that are ours and whose front end has ended."""
+    """Removes this user's directories whose front end has exited."""
     for path in (path for place in _places() for path in Path(place).glob(f"{PREFIX}*")):
-        with contextlib.suppress(OSError):  # somebody else removes it, too
+        with contextlib.suppress(OSError):  # another process may remove it concurrently
             if not (path / LOCK_FILE).is_file() or path.stat().st_uid != os.getuid():
                 continue
             lock = _lock(path, wait=False)
@@ -98,9 +98,9 @@ def remove_abandoned() -> None:
 
 
 def _lock(path: Path, *, wait: bool) -> IO[str] | None:
-    """The locked file of a folder; None where its owner lives or the folder is gone."""
+    """The locked file of a directory; None if its owner is alive or the directory does not exist."""
     try:
-        file = open(path / LOCK_FILE, "a")  # noqa: SIM115  # open as long as the folder is ours
+        file = open(path / LOCK_FILE, "a")  # noqa: SIM115  # stays open while this process owns the directory
     except OSError:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Child processes that a signal holds (SIGSTOP, SIGTSTP): alive for whoever waits for their end, else silent."""
+"""Detection of child processes stopped by a signal (SIGSTOP, SIGTSTP): they do not exit but stay silent."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ LOOK_SECONDS = 0.2
 
 
 class StoppedProcessDetector:
-    """For how long a child has been held, as far as somebody asked: time in which this process was held itself counts
-    little, so that whoever freezes and thaws all of them together loses none."""
+    """Measures how long a child has been stopped, in polls. Time in which this process was itself stopped hardly
+    counts, so that freezing and thawing all processes together causes no loss."""
 
     def __init__(self, child: ChildProcess) -> None:
         self._child = child
@@ -21,7 +21,7 @@ class StoppedProcessDetector:
         self._seconds = 0.0
 
     def seconds(self) -> float:
-        """0.0 for one that runs or has ended. Cheap enough for every turn of a loop."""
+        """0.0 if it runs or has exited. Cheap enough for every iteration of a loop."""
         now = time.monotonic()
         elapsed = now - self._looked
         if elapsed >= LOOK_SECONDS:

@@ -1,7 +1,7 @@
-"""Threads whose failure is reported: a thread that ends by an exception is logged and named to its owner.
+"""Monitored threads: an exception that ends a thread is logged and reported to the thread's owner.
 
-Python prints the exception of a thread and goes on. The work of such a thread, such as heartbeats, then stops in
-silence. So the engine starts its threads here (tests/test_architecture.py holds that), and each names an owner.
+Python only prints a thread's exception; the thread's work, such as heartbeats, then stops silently. So the engine
+starts all threads here (enforced by tests/test_architecture.py), each with an owner to report to.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ def start_watched(name: str, run: Callable[[], None], on_failure: Callable[[str]
     """Starts a daemon thread.
 
     Args:
-        on_failure: called from the thread, at most once, when `run` raises; with a sentence that names the thread and
-            the error. It must make the failure visible to clients, for instance by a verdict on the rank group.
+        on_failure: called from the thread, at most once, when `run` raises; with a sentence: the thread and the error.
+            It must make the failure visible to clients, for instance by failing the rank group.
     """
 
     def watched() -> None:
         try:
             run()
-        except BaseException as error:  # SystemExit, too: the thread must not end unnoticed
+        except BaseException as error:  # including SystemExit: the thread must not end unnoticed
             message = f'the thread "{name}" failed: {type(error).__name__}: {error}'
             logger.critical("%s\n%s", message, "".join(traceback.format_exception(error)))
             on_failure(message)

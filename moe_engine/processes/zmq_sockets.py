@@ -1,8 +1,8 @@
-"""Where the engine's sockets between processes are bound and connected; between nodes they are authenticated.
+"""Bind and connect of the engine's ZeroMQ sockets; CURVE authentication between nodes.
 
-Processes of one node meet at ``ipc://`` paths in a folder of mode 0700 (`run_folder`), which needs no more. Nodes meet
-at TCP ports. With a job secret (--dist-secret-file) every TCP socket speaks CURVE (libzmq: Curve25519, encrypted and
-authenticated at both ends); without one it speaks ZMTP in the clear.
+Processes of one node use ``ipc://`` paths in a directory of mode 0700 (`runtime_dir`), which needs no further
+protection. Nodes use TCP ports. With a job secret (--dist-secret-file) every TCP socket uses CURVE (libzmq: Curve25519,
+encrypted, mutually authenticated); without one, plain ZMTP.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ SALT = b"moe-engine job secret 1"
 
 
 class JobKeys:
-    """The Curve25519 key pairs of a job: one for ends that bind, one for ends that connect.
+    """The Curve25519 key pairs of a job: one for sockets that bind, one for sockets that connect.
 
-    Both follow from the job's secret (HKDF-SHA256, RFC 5869). To open a connection a peer needs the public key of the
-    end that binds. That key never crosses the network, so only a process that holds the secret is admitted; a list of
-    admitted clients (ZAP) would add a thread and no protection.
+    Both are derived from the job's secret (HKDF-SHA256, RFC 5869). To connect, a peer needs the public key of the
+    binding side. That key is never sent over the network, so only processes with the secret can connect; a client list
+    (ZAP) would add a thread and no protection.
     """
 
     def __init__(self, secret: bytes) -> None:
         if not zmq.has("curve"):
-            raise ConfigError("--dist-secret-file needs a pyzmq with CURVE, as its wheels have it: pip install pyzmq")
+            raise ConfigError("--dist-secret-file needs pyzmq with CURVE, which its wheels include: pip install pyzmq")
         self.bind_secret, self.connect_secret = _derive(secret, b"bind"), _derive(secret, b"connect")
         self.bind_public = zmq.curve_public(self.bind_secret)
         self.connect_public = zmq.curve_public(self.connect_secret)
 
     def __repr__(self) -> str:
-        return "JobKeys(...)"  # options that hold it are printed in logs and errors
+        return "JobKeys(...)"  # options that contain it are printed in logs and errors
 
 
 def job_keys(secret: DistSecret | None) -> JobKeys | None:
@@ -58,11 +58,11 @@ def _derive(secret: bytes, purpose: bytes) -> bytes:
 
 
 def bind(socket: Any, address: str, keys: JobKeys | None = None, flag: str = "") -> str:
-    """Binds a ZeroMQ socket; returns the address with the port that it got.
+    """Binds a ZeroMQ socket; returns the address with the actual port.
 
     Args:
         address: ``ipc://PATH``, or ``tcp://IP:PORT`` with ``*`` for any free port.
-        flag: that the address came from, with its value, for the error.
+        flag: the flag of the address, with its value, for error messages.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -71,7 +71,7 @@ def bind(socket: Any, address: str, keys: JobKeys | None = None, flag: str = "")
     if encrypts:
         assert keys is not None
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.bind_secret)
-    socket.setsockopt(zmq.CURVE_SERVER, int(encrypts))  # of this address alone: a socket may have an ipc one, too
+    socket.setsockopt(zmq.CURVE_SERVER, int(encrypts))  # for this address only: the socket may also bind an ipc address
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -80,7 +80,7 @@ def bind(socket: Any, address: str, keys: JobKeys | None = None, flag: str = "")
 
 
 def connect(socket: Any, address: str, keys: JobKeys | None = None) -> None:
-    """Connects a ZeroMQ socket, now or as soon as the other end is there. `address` as it was bound."""
+    """Connects a ZeroMQ socket, now or once the other side has bound. `address` as it was bound."""
     if keys is not None and address.startswith("tcp://"):
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.bind_public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.connect_public)
@@ -89,7 +89,7 @@ def connect(socket: Any, address: str, keys: JobKeys | None = None) -> None:
 
 
 def bound_address(socket: zmq.Socket[bytes]) -> str:
-    """What a socket was last bound to, with the port that it got."""
+    """The address last bound by a socket, with the actual port."""
     return socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # type: ignore[union-attr]
 
 
@@ -101,14 +101,14 @@ def _why_not_bound(address: str, error: zmq.ZMQError, flag: str) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"{head}: the port is in use; give a free one, the same on all nodes"
     if address.startswith("ipc://"):
-        return f"{head}: {reason}; set TMPDIR to a folder with a shorter path that can be written"
+        return f"{head}: {reason}; set TMPDIR to a writable directory with a shorter path"
     return f"{head}: {reason}"
 
 
 class HandshakeMonitor:
-    """Notices peers whose handshake fails, so that a wrong secret is named. Belongs to the thread of its socket.
+    """Counts failed handshakes of peers, so that a wrong secret can be reported. Belongs to its socket's thread.
 
-    It must be read often: libzmq waits for its reader when a thousand events are unread.
+    Must be read often: libzmq blocks when a thousand events are unread.
     """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
@@ -124,5 +124,5 @@ class HandshakeMonitor:
         return count
 
     def close(self) -> None:
-        """Before its socket is closed."""
+        """Call before the socket is closed."""
         self._socket.disable_monitor()

@@ -1,4 +1,4 @@
-"""Requests, slots and plans: what runs in the next step. Imports no torch and no numpy."""
+"""The scheduler: requests, KV slots, and the plan of each step. Imports no torch and no numpy."""
 
 from moe_engine.scheduler.config import POLICIES, SchedulerConfig
 from moe_engine.scheduler.events import PlanFacts, RequestEvent, RequestTiming, SchedulerStats

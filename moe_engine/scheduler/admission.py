@@ -1,13 +1,13 @@
-"""Which waiting requests a prefill batch takes in, and how much of them: SGLang's budgets.
+"""Admission: which waiting requests a prefill batch takes, and how many of their tokens, by SGLang's budgets.
 
-| budget    | tokens it allows                                                                              |
-|-----------|-----------------------------------------------------------------------------------------------|
-| rem_total | free, soon free and evictable, less what running and admitted requests are expected to grow by |
-| rem_input | `--max-prefill-tokens` a batch; the first request may exceed it                                |
-| rem_chunk | `--chunked-prefill-size` a batch, at most a step; the request that hits it is cut and goes on later  |
+| budget    | tokens it allows                                                                                   |
+|-----------|----------------------------------------------------------------------------------------------------|
+| rem_total | free, soon free and evictable, less the expected growth of running and admitted requests           |
+| rem_input | `--max-prefill-tokens` a batch; the first request may exceed it                                    |
+| rem_chunk | `--chunked-prefill-size` a batch, at most a step; the request that reaches it is chunked           |
 
-Slots are taken at admission, so what is free needs no bookkeeping here. Admission stops at the first request that does
-not fit: nobody small slips past somebody large for ever.
+Slots are allocated at admission, so free slots need no bookkeeping here. Admission stops at the first request that does
+not fit. This head-of-line blocking is deliberate: small requests cannot starve a large one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moe_engine.types import Request
 
 _UNLIMITED = 1 << 60
 SHARED_TOKENS = 32
-"""Prompts that share so many tokens beyond what is cached are not computed side by side: the second waits a step."""
+"""Prompts that share this many uncached tokens are not prefilled in the same batch: the second waits a step."""
 
 
 class Blocked(enum.Enum):
@@ -45,7 +45,7 @@ class PrefillJob:
     slots: list[int]
     is_new: bool
     is_last: bool
-    """After this the whole known sequence is computed."""
+    """The job completes the known sequence."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class PrefillBatch:
 
 
 def expected_growth(request: Request, clip: int) -> int:
-    """Tokens a request may still add after those in flight, clipped for estimates."""
+    """Tokens a request may still generate beyond those in flight, clipped for estimates."""
     return min(request.max_new_tokens - len(request.output_ids) - request.num_in_flight, clip)
 
 
@@ -70,13 +70,13 @@ class PrefillBudget:
     """The three budgets of one batch."""
 
     def __init__(
-        self, config: SchedulerConfig, memory: KVCacheManager, ratio: float, running: list[Request], num_mixed: int
+        self, config: SchedulerConfig, kv_cache: KVCacheManager, ratio: float, running: list[Request], num_mixed: int
     ) -> None:
         self._config = config
-        self._memory = memory
+        self._kv_cache = kv_cache
         clip = config.clip_max_new_tokens
-        # Also of requests that only their length ends (ignore_eos): others end and free what these will need, and where
-        # that fails a retraction resumes from the prefix cache.
+        # The ratio also applies to requests that end by length only (ignore_eos): other requests end and free slots for
+        # them; if that fails, a retracted request resumes from the radix cache.
         self._reserved = ratio * sum(expected_growth(request, clip) for request in running)
         self.rem_input = config.max_prefill_tokens - num_mixed
         chunk = config.chunk_tokens
@@ -84,10 +84,10 @@ class PrefillBudget:
 
     @property
     def rem_total(self) -> float:
-        return self._memory.available - self._reserved
+        return self._kv_cache.available - self._reserved
 
     def spend(self, count: int, growth: int) -> None:
-        """`count` tokens are in the batch (and have their slots); the request may grow by `growth` later."""
+        """Charges `count` tokens of the batch (with slots allocated) and the request's expected `growth`."""
         pages = self._config.ceil_page(count)
         self.rem_input -= pages
         self.rem_chunk -= pages
@@ -101,9 +101,9 @@ class PrefillBudget:
 class Admission:
     """Builds prefill batches."""
 
-    def __init__(self, config: SchedulerConfig, memory: KVCacheManager, queue: WaitingQueue) -> None:
+    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, queue: WaitingQueue) -> None:
         self._config = config
-        self._memory = memory
+        self._kv_cache = kv_cache
         self._queue = queue
         self._policy = Policy(config)
 
@@ -117,21 +117,21 @@ class Admission:
         may_admit: bool,
         may_join: Callable[[Request], bool] | None = None,
     ) -> PrefillBatch:
-        """Takes slots and rows for the next batch and takes admitted requests out of the queue.
+        """Allocates slots and rows for the next batch and removes admitted requests from the queue.
 
         Args:
-            running: requests that will decode, for the estimate of their growth; `num_running` counts all with a row.
-            chunked: the request whose prefill is under way, if any; it goes first.
-            num_mixed: decodes that ride along, whose slots are taken already.
-            may_admit: False to go on with `chunked` only.
+            running: requests that will decode, to estimate their growth; `num_running` counts all with a row.
+            chunked: the request in chunked prefill, if any; it comes first.
+            num_mixed: decodes in the same step, whose slots are allocated already.
+            may_admit: False to continue `chunked` only.
             may_join: the requests that may be admitted; None: all.
         """
         batch = PrefillBatch()
-        budget = PrefillBudget(self._config, self._memory, ratio, running, num_mixed)
+        budget = PrefillBudget(self._config, self._kv_cache, ratio, running, num_mixed)
         if chunked is not None and not self._continue(chunked, batch, budget, others=num_running > 1):
             return batch
         if may_admit and not (batch.jobs and budget.exhausted):
-            for entry in self._policy.order(self._queue, self._memory.tree):
+            for entry in self._policy.order(self._queue, self._kv_cache.tree):
                 if may_join is not None and not may_join(entry.request):
                     continue
                 if self._is_computed_by(batch, entry):
@@ -147,11 +147,11 @@ class Admission:
         return batch
 
     def _is_computed_by(self, batch: PrefillBatch, entry: Waiting) -> bool:
-        """Whether a request of the batch computes a longer part of this one's prompt than is cached: one step later it
-        need not be computed again. Whoever waits so waits no longer than that request's own prompt takes."""
+        """Whether a request of the batch computes more of this entry's prompt than is cached. One step later that part
+        is cached too; the wait is bounded by the other request's prefill."""
         if self._config.disable_radix_cache or not batch.jobs:
             return False
-        least = entry.matched(self._memory.tree).length + SHARED_TOKENS
+        least = entry.matched(self._kv_cache.tree).length + SHARED_TOKENS
         if least > entry.limit:
             return False
         keys, extra_key = entry.prefix_keys[:least], entry.request.extra_key
@@ -163,7 +163,7 @@ class Admission:
         )
 
     def _continue(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, others: bool) -> bool:
-        """The next chunk of the pending request. True if that was its last and others may join."""
+        """Adds the next chunk of the chunked request. True if it is the last one and others may join."""
         request = entry.request
         left = len(entry.tokens) - request.num_computed
         count = min(left, budget.rem_chunk)
@@ -174,7 +174,7 @@ class Admission:
         if count <= 0:
             return False
         start = request.num_computed
-        slots = self._memory.extend(request, count)
+        slots = self._kv_cache.extend(request, count)
         if slots is None:
             return False
         is_last = count == left
@@ -183,13 +183,13 @@ class Admission:
         return is_last
 
     def _admit(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, num_running: int) -> Blocked:
-        config, memory, request = self._config, self._memory, entry.request
+        config, kv_cache, request = self._config, self._kv_cache, entry.request
         if config.prefill_max_requests is not None and len(batch.jobs) >= config.prefill_max_requests:
             return Blocked.BUDGET
-        if memory.rows.num_free == 0:
+        if kv_cache.rows.num_free == 0:
             return Blocked.ROWS
-        alone = num_running == 0 and not batch.jobs  # then only what is there counts, not what is expected
-        left = len(entry.tokens) - entry.matched(memory.tree).length
+        alone = num_running == 0 and not batch.jobs  # then only free tokens count, not the expected growth
+        left = len(entry.tokens) - entry.matched(kv_cache.tree).length
         growth = expected_growth(request, config.clip_max_new_tokens)
         pages = config.ceil_page(left)
         total = pages + growth + config.page_size
@@ -200,15 +200,15 @@ class Admission:
         count = left if pages <= budget.rem_chunk else config.floor_page(budget.rem_chunk)
         if count <= 0:
             return Blocked.BUDGET
-        node = memory.tree.match(entry.prefix_keys, entry.limit, request.extra_key, entry.matched(memory.tree).node)
-        memory.attach(request, node)
+        node = kv_cache.tree.match(entry.prefix_keys, entry.limit, request.extra_key, entry.matched(kv_cache.tree).node)
+        kv_cache.attach(request, node)
         slots = None
-        if alone or total < budget.rem_total:  # asked again: locking the prefix made less evictable
-            slots = memory.extend(request, count)
+        if alone or total < budget.rem_total:  # checked again: locking the prefix reduced the evictable tokens
+            slots = kv_cache.extend(request, count)
         if slots is None:
-            memory.detach(request)
+            kv_cache.detach(request)
             return Blocked.TOKENS
-        row = memory.rows.take(1)
+        row = kv_cache.rows.take(1)
         assert row is not None
         request.row = row[0]
         is_last = count == left

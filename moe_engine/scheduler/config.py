@@ -1,4 +1,4 @@
-"""What the scheduler must know, resolved by the engine before it starts."""
+"""Configuration of the scheduler, resolved by the engine before it starts."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits, budgets and policy of one rank's scheduler; fields are named as the launch flags where one exists.
+    """Limits, budgets and policy of one rank's scheduler; fields have the names of their launch flags.
 
-    `num_slots` is the size of the KV pool in tokens (flag ``--max-total-tokens``, or what memory allows), without the
-    dummy page. `chunked_prefill_size` -1 turns chunking off. Constants at the end are SGLang's; change them in tests.
+    `num_slots` is the size of the KV pool in tokens (flag ``--max-total-tokens``, or by memory), without the dummy
+    page. `chunked_prefill_size` -1 disables chunking. Constants at the end are SGLang's; change them in tests.
 
     Raises:
-        ConfigError: naming the flag, for values that cannot work.
+        ConfigError: naming the flag, for invalid values.
     """
 
     num_slots: int
     context_len: int
     page_size: int = 1
     max_rows: int = 256
-    """Requests that may run at once (``--max-running-requests``)."""
+    """Max running requests (``--max-running-requests``)."""
     policy: str = "fcfs"
     chunked_prefill_size: int = 8192
     max_prefill_tokens: int = 16384
     max_step_tokens: int | None = None
-    """Most tokens of any step: what everything that runs it was made for. None: what the other fields allow."""
+    """Max tokens of any step: the limit of worker, dispatcher and buffers. None: what the other fields allow."""
     enable_mixed_chunk: bool = False
     schedule_conservativeness: float = 1.0
     disable_radix_cache: bool = False
@@ -44,7 +44,7 @@ class SchedulerConfig:
     random_seed: int = 0
     speculation: SpeculationConfig | None = None
     max_consecutive_prefills: int = 32
-    """After so many steps of prefill alone, running requests get a decode step although prompts still wait."""
+    """Max prefill-only steps in a row; then running requests get a decode step even if prompts still wait."""
 
     init_new_token_ratio: float = 0.7
     min_new_token_ratio_factor: float = 0.14
@@ -55,7 +55,7 @@ class SchedulerConfig:
     in_batch_check_threshold: int = 32
     in_batch_deprioritize_threshold: int = 32
     max_overtakes: int = 512
-    """See waiting_queue.py: how often a policy other than fcfs may let others pass a waiting request."""
+    """See waiting_queue.py: how often a policy other than fcfs may admit others before a waiting request."""
 
     def __post_init__(self) -> None:
         if self.page_size < 1:
@@ -72,14 +72,15 @@ class SchedulerConfig:
         if self.chunked_prefill_size != -1 and self.chunked_prefill_size < self.page_size:
             raise ConfigError(
                 f"--chunked-prefill-size is {self.chunked_prefill_size}, below --page-size {self.page_size}; "
-                "raise it, or set -1 to turn chunking off"
+                "raise it, or set -1 to disable chunking"
             )
         if self.max_prefill_tokens < 1:
             raise ConfigError(f"--max-prefill-tokens is {self.max_prefill_tokens}; it must be at least 1")
         if self.max_step_tokens is not None and self.max_step_tokens < max(self.decode_tokens, self.page_size):
             raise ConfigError(
-                f"steps of at most {self.max_step_tokens} tokens must hold a page (--page-size {self.page_size}) and "
-                f"the decodes of --max-running-requests {self.max_rows}, {self.decode_tokens} tokens; lower these"
+                f"steps of at most {self.max_step_tokens} tokens must have room for a page (--page-size "
+                f"{self.page_size}) and for the {self.decode_tokens} decode tokens of --max-running-requests "
+                f"{self.max_rows}; lower these"
             )
         if self.enable_priority_scheduling and self.policy not in ("fcfs", "lof", "priority"):
             raise ConfigError(
@@ -94,18 +95,18 @@ class SchedulerConfig:
 
     @property
     def decode_tokens(self) -> int:
-        """Most tokens of a step of decodes, drafts included."""
+        """Max tokens of a decode step, drafts included."""
         return self.max_rows * (self.speculation.num_draft_tokens if self.speculation is not None else 1)
 
     @property
     def chunk_tokens(self) -> int | None:
-        """Most tokens of a step that holds prompts, cut where they are longer; None: prompts are never cut."""
+        """Max tokens of a step with prompts; longer prompts are chunked. None: prompts are never chunked."""
         sizes = [self.chunked_prefill_size if self.chunked_prefill_size > 0 else None, self.max_step_tokens]
         return min((size for size in sizes if size is not None), default=None)
 
     @property
     def bigram_prefixes(self) -> bool:
-        """Whether a cached token is only shared together with its successor: MTP's KV of a token depends on both."""
+        """Whether the radix cache is keyed by pairs of tokens: MTP's KV of a token also depends on its successor."""
         return self.speculation is not None and self.speculation.method == "nextn"
 
     @property
@@ -114,7 +115,7 @@ class SchedulerConfig:
 
     @property
     def effective_policy(self) -> str:
-        """The order within one priority. Policies about the prefix cache fall back to fcfs where there is none."""
+        """The order within one priority. Cache-aware policies fall back to fcfs if the radix cache is disabled."""
         if self.policy == "priority":
             return "fcfs"
         if self.disable_radix_cache and self.policy in ("lpm", "dfs-weight"):

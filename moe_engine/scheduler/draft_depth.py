@@ -1,14 +1,14 @@
-"""How deep to draft, so that speculation never loses: the depth with the most expected tokens a second.
+"""Adaptive draft depth: chooses the number of draft tokens of each step by the expected tokens a second.
 
-Two things are learned while serving. The share of drafts accepted at each position gives the tokens that a step of
-depth d is expected to bring a request, 1 + a1 + a1 a2 + ...; `step_cost_model` learns what such a step costs. Both say
-something about depths that were never tried: the best one on paper is taken, but at most twice as deep as any before.
-Now and then a step takes the runner-up, so that its price stays true.
+Two estimates are learned while serving. The acceptance rate of each draft position gives the expected tokens of a
+request in a step of depth d, 1 + a1 + a1 a2 + ...; `step_cost_model` gives the cost of such a step. Both extrapolate to
+depths that were never tried: the best estimate is used, but at most twice the depth tried so far. Periodically a step
+uses the second-best depth, to keep its cost estimate current.
 
-Where nothing beats a plain step, drafting sleeps: the drafter no longer follows and costs nothing. It is woken after a
-while (twice as long each time in vain) or when fewer requests run than when it fell asleep, and then drafts for
-requests that are new. Where it is open whether drafts pay, because no plain step was measured yet, it sleeps for a few
-steps to learn that.
+If no depth beats a plain step, drafting is disabled: the drafter runs no draft extend and costs nothing. Drafting is
+enabled again after a backoff (doubled after each failed attempt), or when fewer requests run than when it was disabled;
+it then drafts for new requests only. If the cost of a plain step is still unknown, drafting is disabled for a few steps
+to measure it.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from moe_engine.types import SpeculationConfig
 
 
 class DepthPolicy(Protocol):
-    """Chooses the depth of each step and learns from what came of it."""
+    """Chooses the depth of each step and learns from the results."""
 
     @property
-    def following(self) -> bool:
-        """Whether the drafter should take in what the next step computes."""
+    def enabled(self) -> bool:
+        """Whether drafting is enabled: the drafter runs a draft extend in the next step."""
 
     def choose(self, num_requests: int, num_draftable: int) -> int:
-        """Depth for a step of `num_requests` decodes, of which `num_draftable` can get drafts."""
+        """Depth of a step of `num_requests` decodes, of which `num_draftable` can get drafts."""
 
     def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
-        """A step with decodes is over.
+        """Takes in the result of a step with decodes.
 
         Args:
-            accepted: of each request that had drafts, (positions whose draft was judged, drafts accepted).
-            cost: what the step cost; None where that is unknown, or it computed prompts too.
+            accepted: of each request with drafts, (drafts verified, drafts accepted).
+            cost: cost of the step; None if unknown, or if the step had prompts too.
         """
 
 
 class FixedDepth:
-    """Always the same, as ``--speculative-num-steps N`` asks."""
+    """A constant depth, ``--speculative-num-steps N``."""
 
-    following = True
+    enabled = True
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
@@ -53,33 +53,34 @@ class FixedDepth:
         return None
 
 
-KEEP, KEEP_LONGEST = 4, 32
-"""Steps over which a choice is kept while the batch is the same, twice as many each time that drafts are chosen again:
-weighing costs about as much as a small operator."""
-TRIES = 3
-"""Steps with a single draft that begin it all."""
-UNPRICED = 8
-"""Steps in a row whose price stayed unknown (they all held prompts too) after which a single draft is made unpriced:
-beside a prompt it costs little."""
-RETRY_EVERY, RETRY_SELDOM = 96, 768
-"""Steps between two looks at the runner-up, twice as many each time that the deepest chain is best: then there is
-nothing more to learn of deeper drafts."""
+KEEP, MAX_KEEP = 4, 32
+"""Steps that reuse a choice while the batch size stays the same, doubled each time the same depth is chosen again: a
+choice costs about as much as a small operator."""
+FIRST_TRIALS = 3
+"""First steps with drafts, each with a single draft token."""
+MAX_UNMEASURED = 8
+"""Max consecutive steps without a cost measurement (all of them had prompts too). Then a single draft token is used
+anyway: in a step with a prompt it costs little."""
+RETRY_EVERY, MAX_RETRY_EVERY = 96, 768
+"""Steps between two trials of the second-best depth, doubled each time the max depth is best: then deeper drafts give
+no further information."""
 MARGIN = 1.02
-"""Drafting must be better than not drafting by this factor."""
+"""Drafting must be faster than a plain step by this factor."""
 PATIENCE = 4
-"""Steps without a gain after which drafting sleeps; half as many where the loss is clear."""
+"""Steps without a gain after which drafting is disabled; half as many for a clear loss."""
 CLEAR_LOSS = 0.8
-WORTH_WAKING = 1.3
-"""Tokens that a single draft must have been expected to bring for fewer requests to be a reason to wake."""
-FIRST_NAP, LONGEST_NAP = 512, 1 << 14
-USELESS = 4
-"""A nap after a clear loss is so many times as long."""
+WORTH_ENABLING = 1.3
+"""Expected tokens of a single-draft step above which a smaller batch enables drafting again."""
+FIRST_BACKOFF, LONGEST_BACKOFF = 512, 1 << 14
+"""Steps."""
+CLEAR_LOSS_FACTOR = 4
+"""Factor of the backoff after a clear loss."""
 
 
 class Acceptance:
-    """Share of drafts accepted at each position, given that those before it were; recent steps count more.
+    """Acceptance rate of each draft position, given that the drafts before it were accepted; recent steps count more.
 
-    Of a position that was hardly ever reached the one before it is the best guess.
+    The rate of a rarely reached position defaults to that of the position before it.
     """
 
     def __init__(self, max_depth: int, decay: float = 0.97, prior: float = 0.7, weight: float = 2.0) -> None:
@@ -106,7 +107,7 @@ class Acceptance:
         self.num_seen += len(accepted)
 
     def expected(self, depth: int) -> float:
-        """Tokens that a step of this depth brings for a request, the target's own included."""
+        """Expected tokens of a request in a step of this depth, the target model's own included."""
         tokens, chance, rate = 1.0, 1.0, self._prior
         for hits, tries in zip(self._hits[:depth], self._tries):
             rate = (hits + self._weight * rate) / (tries + self._weight)
@@ -116,44 +117,44 @@ class Acceptance:
 
 
 class AutoDepth:
-    """See the module."""
+    """The adaptive policy of the module docstring."""
 
     def __init__(self, config: SpeculationConfig) -> None:
         self._config = config
         self._max = config.num_steps
         self._acceptance = Acceptance(self._max)
-        self._price = StepCostModel(config)
-        self._awake = True
-        self._learning = False
-        """Asleep only until it is known what a plain step costs."""
+        self._costs = StepCostModel(config)
+        self._enabled = True
+        self._measuring_plain = False
+        """Disabled only until the cost of a plain step is known."""
         self._losses = 0
-        self._nap = FIRST_NAP
-        self._num_tried = 0
-        """Steps with drafts since it woke."""
-        self._unpriced = 0
+        self._backoff = FIRST_BACKOFF
+        self._num_drafted = 0
+        """Steps with drafts since drafting was enabled."""
+        self._unmeasured = 0
         self._kept, self._kept_for, self._keep_until = 0, (0, 0), 0
         self._keep = KEEP
         self._retry_at = self._retry_every = RETRY_EVERY
         self._steps = 0
-        self._wake_at = 0
-        self._asleep_below = 0
-        """Fewer requests than this are a reason to wake."""
+        self._enable_at = 0
+        self._enable_below = 0
+        """Number of requests below which drafting is enabled again."""
 
     @property
-    def following(self) -> bool:
-        return self._awake
+    def enabled(self) -> bool:
+        return self._enabled
 
     def choose(self, num_requests: int, num_draftable: int) -> int:
         self._steps += 1
-        if not self._awake and self._has_slept(num_requests):
-            self._wake()
-        if not self._awake or not num_draftable:
+        if not self._enabled and self._should_enable(num_requests):
+            self._enable()
+        if not self._enabled or not num_draftable:
             return 0
-        if not self._price.knows(num_requests):  # what everything is compared with
-            self._unpriced += 1
-            return 0 if self._unpriced <= UNPRICED else min(1, self._max)
-        self._unpriced = 0
-        if self._num_tried < TRIES or not self._price.knows_drafting:
+        if not self._costs.knows(num_requests):  # the baseline of every comparison
+            self._unmeasured += 1
+            return 0 if self._unmeasured <= MAX_UNMEASURED else min(1, self._max)
+        self._unmeasured = 0
+        if self._num_drafted < FIRST_TRIALS or not self._costs.knows_drafting:
             return min(1, self._max)
         if self._kept_for == (num_requests, num_draftable) and self._steps < self._keep_until:
             return self._kept
@@ -164,85 +165,87 @@ class AutoDepth:
         trial = self._worth_a_trial(num_requests, num_draftable, drafting)
         if trial:
             return trial
-        self._judge(drafting, num_requests)
-        if not self._awake:
+        self._disable_if_slower(drafting, num_requests)
+        if not self._enabled:
             return 0
         if self._steps >= self._retry_at:
-            self._retry_every = min(2 * self._retry_every, RETRY_SELDOM) if best == self._max else RETRY_EVERY
+            self._retry_every = min(2 * self._retry_every, MAX_RETRY_EVERY) if best == self._max else RETRY_EVERY
             self._retry_at = self._steps + self._retry_every
             best = max((depth for depth in depths if depth != best), key=speeds.__getitem__)
-            return min(best, 2 * self._price.deepest)
-        if best <= self._price.deepest:
+            return min(best, 2 * self._costs.max_depth_tried)
+        if best <= self._costs.max_depth_tried:
             again = best == self._kept > 0 and self._kept_for == (num_requests, num_draftable)
-            self._keep = min(2 * self._keep, KEEP_LONGEST) if again and self._is_sure else KEEP
+            self._keep = min(2 * self._keep, MAX_KEEP) if again and self._is_sure else KEEP
             self._kept, self._kept_for = best, (num_requests, num_draftable)
             self._keep_until = self._steps + self._keep
-        return min(best, 2 * self._price.deepest)
+        return min(best, 2 * self._costs.max_depth_tried)
 
     def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
         self._acceptance.add(accepted)
-        self._num_tried += bool(accepted)
+        self._num_drafted += bool(accepted)
         if cost is not None:
-            self._price.add(cost)
+            self._costs.add(cost)
 
     @property
     def _is_sure(self) -> bool:
-        """Whether it has seen enough drafts judged to believe in them."""
+        """Whether enough drafts were verified to trust the acceptance rates."""
         return self._acceptance.num_seen > 16 * PATIENCE
 
     def _speed(self, num_requests: int, num_draftable: int, depth: int) -> float:
-        return self._tokens(num_requests, num_draftable, depth) / self._price.of(num_requests, num_draftable, depth)
+        return self._tokens(num_requests, num_draftable, depth) / self._costs.of(num_requests, num_draftable, depth)
 
     def _tokens(self, num_requests: int, num_draftable: int, depth: int) -> float:
-        """What a step is expected to bring."""
+        """Expected tokens of a step."""
         return num_requests - num_draftable + num_draftable * self._acceptance.expected(depth)
 
     def _worth_a_trial(self, num_requests: int, num_draftable: int, best: float) -> int:
-        """A depth that might pay although none does by the prices known, which for this batch are guesses; else 0."""
-        _, most = self._price.plain(num_requests)
+        """A depth that might pay off although no depth does by the current costs, which for this batch size are
+        extrapolated; else 0."""
+        _, most = self._costs.plain(num_requests)
         goal = MARGIN * num_requests / most
         if best > goal:
             return 0
         for depth in range(1, self._max + 1):
-            seconds = self._price.at_best(num_requests, num_draftable, depth)
+            seconds = self._costs.at_best(num_requests, num_draftable, depth)
             if seconds is not None and self._tokens(num_requests, num_draftable, depth) > goal * seconds:
                 return depth
         return 0
 
-    def _judge(self, best: float, num_requests: int) -> None:
-        """Goes to sleep after `PATIENCE` steps in which no depth paid; `best` is the speed with the best."""
-        least, most = self._price.plain(num_requests)
+    def _disable_if_slower(self, best: float, num_requests: int) -> None:
+        """Disables drafting after `PATIENCE` steps in which no depth paid off; `best`: speed of the best depth."""
+        least, most = self._costs.plain(num_requests)
         if best * least > MARGIN * num_requests:
             self._losses = 0
             if self._is_sure:
-                self._nap = FIRST_NAP
+                self._backoff = FIRST_BACKOFF
             return
         clear = best * most < CLEAR_LOSS * num_requests
         self._losses += PATIENCE // 2 if clear else 1
         if self._losses < PATIENCE:
             return
-        self._awake = False
+        self._enabled = False
         self._losses = 0
         if best * most > MARGIN * num_requests:
-            self._learning = True
+            self._measuring_plain = True
             return
-        worth_it = self._acceptance.expected(1) > WORTH_WAKING
-        self._asleep_below = (num_requests + 1) // 2 if worth_it else 0
-        self._wake_at = self._steps + min(USELESS * self._nap if clear else self._nap, LONGEST_NAP)
-        self._nap = min(2 * self._nap, LONGEST_NAP)
+        useful = self._acceptance.expected(1) > WORTH_ENABLING
+        self._enable_below = (num_requests + 1) // 2 if useful else 0
+        backoff = CLEAR_LOSS_FACTOR * self._backoff if clear else self._backoff
+        self._enable_at = self._steps + min(backoff, LONGEST_BACKOFF)
+        self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
 
-    def _has_slept(self, num_requests: int) -> bool:
-        """Whether it is time to wake."""
-        if not self._learning:
-            return self._steps >= self._wake_at or num_requests < self._asleep_below
-        self._unpriced += 1
-        return self._price.knows_plain(num_requests) or self._unpriced > UNPRICED
+    def _should_enable(self, num_requests: int) -> bool:
+        """Whether the backoff is over."""
+        if not self._measuring_plain:
+            return self._steps >= self._enable_at or num_requests < self._enable_below
+        self._unmeasured += 1
+        return self._costs.knows_plain(num_requests) or self._unmeasured > MAX_UNMEASURED
 
-    def _wake(self) -> None:
-        self._awake, self._learning = True, False
-        self._losses = self._num_tried = self._unpriced = 0
+    def _enable(self) -> None:
+        self._enabled, self._measuring_plain = True, False
+        self._losses = self._num_drafted = self._unmeasured = 0
         self._acceptance = Acceptance(self._max)
-        self._price.forget_drafting()
+        self._costs.forget_drafting()
 
 
 def make_policy(config: SpeculationConfig) -> DepthPolicy:

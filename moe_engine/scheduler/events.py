@@ -1,4 +1,4 @@
-"""What the scheduler tells about requests, steps and itself."""
+"""Events and statistics that the scheduler reports: of requests, of steps and of itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_engine.types import FinishReason, PackedLogprobs, Request
 
 
 class RequestTiming(NamedTuple):
-    """Moments of a request by the scheduler's clock (seconds); None for what never happened."""
+    """Timestamps of a request by the scheduler's clock (seconds); None if the event never happened."""
 
     queued_at: float
     first_scheduled: float | None
@@ -18,7 +18,7 @@ class RequestTiming(NamedTuple):
 
 
 class SpecCounts(NamedTuple):
-    """What speculation did for a request: steps with drafts, drafts made, and steps by number of drafts accepted."""
+    """Speculation of a request: steps with drafts, draft tokens, and steps by number of accepted drafts."""
 
     verify_ct: int
     proposed: int
@@ -26,7 +26,7 @@ class SpecCounts(NamedTuple):
 
 
 class RequestEvent(NamedTuple):
-    """News of one request. `token_ids` are new; the counts are totals. With `finish_reason` it is the last event.
+    """New output of one request. `token_ids` are new; the counts are totals. `finish_reason` marks the last event.
 
     `logprobs` are those of `token_ids`; `prompt_logprobs` come once, with the first event that has tokens or an end.
     """
@@ -74,9 +74,9 @@ def finish_event(
 
 @dataclass(frozen=True, slots=True)
 class PlanFacts:
-    """What the log lines and metrics say about one plan. Counts of requests and tokens.
+    """Values of one plan for log lines and metrics. Counts of requests and tokens.
 
-    `num_decodes` above 0 makes it a decode iteration, `new_token` above 0 a prefill batch; with mixed chunks both.
+    `num_decodes` above 0 marks a decode iteration, `new_token` above 0 a prefill batch; with mixed chunks both.
     """
 
     number: int
@@ -96,10 +96,10 @@ class PlanFacts:
 
 @dataclass(frozen=True, slots=True)
 class SpecStats:
-    """Speculation since the start. Lists run over draft positions, the first at index 0.
+    """Speculation since the start. Lists are by draft position, the first at index 0.
 
-    `accept_length` counts the target's own token too: tokens by request and step with drafts. `accept_rates[i]` is the
-    share of those steps whose drafts up to position i were all accepted.
+    `accept_length` also counts the target model's own token: tokens per request and step with drafts. `accept_rates[i]`
+    is the share of these steps whose drafts up to position i were all accepted. `following`: drafting is enabled.
     """
 
     depth: int
@@ -119,7 +119,7 @@ class SpecStats:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A snapshot for metrics. `num_used` leaves out cached prefixes that nobody holds."""
+    """A snapshot for metrics. `num_used` excludes cached prefixes without a lock."""
 
     num_running: int
     num_waiting: int
@@ -133,7 +133,7 @@ class SchedulerStats:
     cache_hit_rate: float
     """Of the last prefill batch: cached / (cached + computed)."""
     num_retracted: int
-    """Requests that wait again after a retraction."""
+    """Requests in the queue after a retraction."""
     num_retractions_total: int
     num_preemptions_total: int
     prompt_tokens_total: int

@@ -1,4 +1,4 @@
-"""When a request ends, and when it must not even begin."""
+"""Finish conditions of a request, and the check that it can run at all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from moe_engine.types import FinishReason, Request
 
 
 def take_tokens(request: Request, tokens: list[int], vocab_size: int | None) -> tuple[list[int], FinishReason | None]:
-    """Appends new tokens up to the one that ends the request. Returns those kept, and the reason if it ended.
+    """Appends new tokens up to the one that ends the request. Returns the appended tokens, and the reason if it ended.
 
-    Order of the checks for each token: an id outside the vocabulary (which is not kept), an end token, the length.
+    Order of the checks per token: an id outside the vocabulary (not appended), an end token, the length.
     """
     kept: list[int] = []
     outputs = request.output_ids
@@ -19,7 +19,7 @@ def take_tokens(request: Request, tokens: list[int], vocab_size: int | None) -> 
             message = f"the model produced token id {token}, outside the vocabulary [0, {vocab_size})"
             if token < 0:
                 message = (
-                    "the model's logits are not finite numbers (NaN), so no token can be chosen: weights of the "
+                    "the model's logits are not finite numbers (NaN), so no token can be sampled: weights of the "
                     "checkpoint may be damaged, or --dtype too narrow; try --dtype bfloat16 or float32"
                 )
             return kept, FinishReason("abort", message=message, status_code=500)
@@ -33,7 +33,7 @@ def take_tokens(request: Request, tokens: list[int], vocab_size: int | None) -> 
 
 
 def check_fits(request: Request, config: SchedulerConfig) -> None:
-    """Refuses a request that could never run; cuts `max_new_tokens` to what fits where the client left it open.
+    """Refuses a request that could never run; reduces `max_new_tokens` to what fits if the client left it open.
 
     Raises:
         InputError: with the numbers and the flag to raise.
@@ -64,7 +64,7 @@ def check_fits(request: Request, config: SchedulerConfig) -> None:
 
 
 def end_ids(request: Request) -> frozenset[int]:
-    """Tokens that end the request: none with ignore_eos."""
+    """Stop token ids of the request; none with ignore_eos."""
     if request.sampling.ignore_eos:
         return frozenset()
     return request.eos_token_ids | frozenset(request.sampling.stop_token_ids)

@@ -1,7 +1,7 @@
-"""Recounts who owns what, repairs the books and says what was wrong. Never raises: a leak must not end a server.
+"""Integrity check: recounts the owners of slots, rows and tree nodes, repairs leaks and returns the findings.
 
-The truth is taken from the top down: live requests say which slots, rows and tree nodes they hold; the tree says which
-slots are cached; pages still pending on a step stay pending; all else is free.
+Never raises: a leak must not end a server. Live requests define which slots, rows and tree nodes are held; the tree
+defines which slots are cached; pages pending on a step stay pending; all others are free.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from moe_engine.scheduler.slot_allocator import DeferredFreePool
 from moe_engine.types import Request
 
 
-def check_integrity(memory: KVCacheManager, live: Iterable[Request]) -> list[str]:
-    """Checks and repairs tree, slots and rows. Returns the findings, empty if all was well."""
+def check_integrity(kv_cache: KVCacheManager, live: Iterable[Request]) -> list[str]:
+    """Checks and repairs tree, slots and rows. Returns the findings, empty if there are none."""
     running = [request for request in live if request.row >= 0]
-    findings = check_tree(memory.tree, [r.tree_node for r in running if r.tree_node is not None])
-    page = memory.page_size
+    findings = check_tree(kv_cache.tree, [r.tree_node for r in running if r.tree_node is not None])
+    page = kv_cache.page_size
     cached: set[int] = set()
-    for node in walk(memory.tree):
+    for node in walk(kv_cache.tree):
         cached.update(node.slots[::page])
     private: set[int] = set()
     rows: set[int] = set()
@@ -30,13 +30,13 @@ def check_integrity(memory: KVCacheManager, live: Iterable[Request]) -> list[str
             request.num_in_tree = request.tree_node.end
         own = request.slots[request.num_in_tree :: page]
         if private.intersection(own) or cached.intersection(own):
-            findings.append(f"request {request.rid!r} holds slots that somebody else holds too")
+            findings.append(f"request {request.rid!r} holds slots that have another owner too")
         private.update(own)
         if request.row in rows:
             findings.append(f"row {request.row} is held twice")
         rows.add(request.row)
-    findings += _check_pool("slot pages", memory.slots.pages, cached | private)
-    findings += _check_pool("rows", memory.rows, rows)
+    findings += _check_pool("slot pages", kv_cache.slots.pages, cached | private)
+    findings += _check_pool("rows", kv_cache.rows, rows)
     return findings
 
 
@@ -48,7 +48,7 @@ def _check_pool(name: str, pool: DeferredFreePool, owned: set[int]) -> list[str]
     distinct = set(everything)
     findings = []
     if len(free) + len(pending) != len(set(free) | set(pending)):
-        findings.append(f"{name}: some are free twice")
+        findings.append(f"{name}: some are in the free list twice")
     if owned.intersection(free) or owned.intersection(pending):
         findings.append(f"{name}: some are free and in use")
     if distinct - known:
@@ -69,7 +69,7 @@ def walk(tree: RadixCache) -> list[Node]:
 
 
 def check_tree(tree: RadixCache, held: list[Node]) -> list[str]:
-    """Checks the tree against itself and against the nodes that requests hold; repairs counts, locks and the heap."""
+    """Checks the tree's consistency and the locks of `held` nodes; repairs counts, locks and the eviction heap."""
     findings: list[str] = []
     locks: dict[Node, int] = {}
     for node in held:
@@ -126,5 +126,5 @@ def _check_node(tree: RadixCache, node: Node, seen: set[int]) -> list[str]:
         findings.append(f"a node's end is {node.end}, {node.parent.end} + {len(node.tokens)} was expected")
         node.end = node.parent.end + len(node.tokens)
     if node.parent.children.get(tree.child_key(node.tokens, 0)) is not node:
-        findings.append("a node is filed under the wrong tokens")
+        findings.append("a node has the wrong key in its parent")
     return findings

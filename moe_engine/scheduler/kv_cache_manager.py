@@ -1,7 +1,7 @@
-"""Who owns which KV slot and which worker row: the one place where requests, allocators and prefix tree meet.
+"""KV cache manager: allocates KV slots and worker rows to requests, and shares prefixes through the radix cache.
 
 A request's slots [0, num_in_tree) belong to the tree (it holds a lock on `tree_node`, whose end is num_in_tree); the
-rest are its own. Everything given up is given up "after" the last planned step, because that step may be in flight.
+others are private. Slots and rows are freed "after" the last planned step, because that step may be in flight.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KVCacheManager:
         self.page_size = config.page_size
         self._bigrams = config.bigram_prefixes
         self._reserves = config.speculation is not None
-        """Requests may hold slots for tokens that are not computed yet (drafts that were not accepted)."""
+        """Requests may hold slots of tokens that are not computed yet (rejected drafts)."""
         self.slots = SlotAllocator(config.num_slots, config.page_size)
         self.rows = DeferredFreePool(range(config.max_rows))
         cache = DisabledCache if config.disable_radix_cache else RadixCache
@@ -41,18 +41,18 @@ class KVCacheManager:
 
     @property
     def available(self) -> int:
-        """Tokens that are free, will be once the steps in flight are over, or could be evicted."""
+        """Tokens that are free, become free with the steps in flight, or can be evicted."""
         return self.slots.num_free + self.slots.num_pending + self.tree.num_evictable
 
     @property
     def num_used(self) -> int:
-        """Tokens held by requests; an unlocked cached prefix does not count."""
+        """Tokens held by requests; unlocked cached prefixes do not count."""
         return self.slots.num_slots - self.available
 
-    # -- taking
+    # -- allocation
 
     def make_room(self, num_tokens: int) -> bool:
-        """Evicts until `num_tokens` are allocatable now. False if that cannot be reached."""
+        """Evicts until `num_tokens` are allocatable now. False if that is impossible."""
         missing = num_tokens - self.slots.num_free
         if missing <= 0:
             return True
@@ -61,7 +61,7 @@ class KVCacheManager:
         return self.slots.num_free >= num_tokens
 
     def attach(self, request: Request, node: Node) -> None:
-        """Locks the prefix that ends with `node` and gives it to the request, which must hold nothing yet."""
+        """Locks the prefix that ends with `node` for the request, which must hold no slots yet."""
         self.tree.lock(node)
         request.tree_node = node
         request.num_in_tree = node.end
@@ -76,7 +76,7 @@ class KVCacheManager:
         request.slots = []
 
     def extend(self, request: Request, count: int) -> list[int] | None:
-        """Slots for the next `count` tokens, appended to the request's; None, nothing changed, if there is no room."""
+        """Slots of the next `count` tokens, appended to the request's; None, without a change, if there is no room."""
         used = len(request.slots)
         last = request.slots[-1] if used else 0
         page = self.page_size
@@ -130,7 +130,7 @@ class KVCacheManager:
         return sum(self._missing(r, r.num_computed + r.num_maybe + w) for r, w in zip(requests, widths))
 
     def reserve(self, requests: list[Request], widths: list[int]) -> list[RowWrite]:
-        """Gives each request slots for `widths[i]` tokens behind the last it may have; returns what is new of them.
+        """Allocates slots for `widths[i]` tokens behind the last possible token of each request; returns the new ones.
 
         `make_room(reserve_need(requests, widths))` must have succeeded.
         """
@@ -146,17 +146,17 @@ class KVCacheManager:
         return writes
 
     def _missing(self, request: Request, num_tokens: int) -> int:
-        """Pool tokens to be taken so that the request has slots for `num_tokens`."""
+        """Pool tokens to allocate until the request has slots for `num_tokens`."""
         used = len(request.slots)
         return max(0, -(-num_tokens // self.page_size) - -(-used // self.page_size)) * self.page_size
 
-    # -- giving to the tree
+    # -- caching in the tree
 
     def cache_unfinished(self, request: Request) -> RowWrite | None:
-        """Puts the computed whole pages of a running request into the tree, for others to share.
+        """Inserts the computed whole pages of a running request into the tree, to share them.
 
-        Where the tree already has the same tokens, the request adopts the tree's slots and gives up its own; the
-        returned write tells the worker.
+        If the tree already has the same tokens, the request switches to the tree's slots and frees its own; the
+        returned write updates the worker's slot table.
         """
         old, start = request.tree_node, request.num_in_tree
         node, present = self._insert(request, request.num_computed)
@@ -174,9 +174,9 @@ class KVCacheManager:
         return RowWrite(request.row, start, present)
 
     def release(self, request: Request) -> None:
-        """Takes row and slots from a request that ends or is retracted; what it computed stays in the tree.
+        """Frees row and slots of a request that ends or is retracted; its computed KV stays cached in the tree.
 
-        The KV of the last token is not kept: it was not computed, or only by a step whose result is wasted.
+        The KV of the last token is dropped: it was not computed, or only by a step whose result is discarded.
         """
         known = request.num_tokens - (1 if request.output_ids else 0)
         start = request.num_in_tree
@@ -200,14 +200,14 @@ class KVCacheManager:
         run = bigrams(token_run(request, start, end + 1)) if self._bigrams else token_run(request, start, end)
         return self.tree.insert(request.tree_node, run, request.slots[start:end], self.step)
 
-    # -- time
+    # -- steps
 
     def retire(self, step: int) -> bool:
-        """Step `step` is over. True if anything became free by that."""
+        """Step `step` has finished. True if that freed any slots or rows."""
         return bool(self.slots.retire(step)) | bool(self.rows.retire(step))
 
     def reset(self) -> None:
-        """Forgets tree and ownership; only when no request holds anything and no step is in flight."""
+        """Clears tree and ownership; only if no request holds slots and no step is in flight."""
         self.tree.flush(0)
         self.slots.reset()
         self.rows.reset()

@@ -1,4 +1,4 @@
-"""The batch log lines that tools parse, in SGLang's words. Pure functions."""
+"""Batch log lines in SGLang's format, which tools parse. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from moe_engine.scheduler.events import PlanFacts
 
 
 def prefill_line(facts: PlanFacts) -> str:
-    """One for each prefill batch."""
+    """The line of a prefill batch."""
     return (
         f"Prefill batch. #new-seq: {facts.new_seq}, #new-token: {facts.new_token}, "
         f"#cached-token: {facts.cached_token}, token usage: {facts.token_usage:.2f}, "
@@ -17,7 +17,7 @@ def prefill_line(facts: PlanFacts) -> str:
 def decode_line(
     facts: PlanFacts, gen_throughput: float, *, cuda_graph: bool = False, accept_len: float | None = None
 ) -> str:
-    """One every `--decode-log-interval` decode iterations. `gen_throughput` in tokens a second since the last one."""
+    """The line every `--decode-log-interval` decode iterations. `gen_throughput`: tokens/s since the last one."""
     accepted = "" if accept_len is None else f"accept len: {accept_len:.2f}, "
     return (
         f"Decode batch. #running-req: {facts.num_decodes}, #token: {facts.num_used}, "

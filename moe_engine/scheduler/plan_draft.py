@@ -1,4 +1,4 @@
-"""Builds a `StepPlan`, and remembers what its result will mean."""
+"""Builds a `StepPlan`, and the `StepRecord` that maps its result to requests."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from moe_engine.types import NewRow, Request, RowWrite, Speculation, StepPlan
 
 @dataclass(slots=True)
 class StepRecord:
-    """A planned step whose result is still to come. `sampled` stands in the order of the result."""
+    """A planned step without a result yet. `sampled` has the order of the result."""
 
     number: int
     sampled: list[Request]
     sampled_rows: list[int]
     prefilled: dict[int, Request] = field(default_factory=dict)
-    """By row: requests whose prompt was computed at least in part."""
+    """By row: requests with a prefill (chunk) in this step."""
     ended: list[Request] = field(default_factory=list)
-    """Requests that want no token at all: they end when this step is over."""
+    """Requests with max_new_tokens 0: they end with this step."""
     depths: list[int] = field(default_factory=list)
-    """Of the drafts of each decode (the first entries of `sampled`); empty in a plan without speculation."""
+    """Draft depth of each decode (the first entries of `sampled`); empty in a plan without speculation."""
     num_decodes: int = 0
     prompt_spans: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By row of `prefilled`: the tokens [start, end) that are computed."""
+    """By row of `prefilled`: the computed tokens [start, end)."""
     finished_rows: list[int] = field(default_factory=list)
     row_writes: list[RowWrite] = field(default_factory=list)
-    """As in the plan, for a worker that may not have taken them in."""
+    """As in the plan, to repeat them if the worker may not have applied them."""
     alone: Request | None = None
-    """The suspect of an earlier failure that this step is made for."""
+    """The suspect that runs alone in this step."""
 
     @property
     def decoded(self) -> list[Request]:
-        """Requests that compute their last token, and their drafts."""
+        """Requests that decode in this step."""
         return self.sampled[: self.num_decodes]
 
 
 class PlanDraft:
-    """Collects decodes, then prefills, then becomes a plan. Updates the requests' counts as it goes."""
+    """Collects decodes, then prefills, and builds the plan. Updates the requests' counts."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -64,7 +64,7 @@ class PlanDraft:
     def add_speculative(
         self, requests: list[Request], depths: list[int], counts: list[int], reserved: list[RowWrite]
     ) -> bool:
-        """Decodes that bring counts[i] tokens, drafts of depths[i] levels among them. As `add_decodes`."""
+        """Decodes with counts[i] tokens each, including drafts of depths[i] levels. Returns as `add_decodes`."""
         self.speculative = True
         self.num_decodes = len(requests)
         self.counts = counts
@@ -82,9 +82,9 @@ class PlanDraft:
             some_end |= len(request.output_ids) + request.num_in_flight >= request.max_new_tokens
         return some_end
 
-    def add_decodes(self, requests: list[Request], memory: KVCacheManager) -> bool:
-        """One token each, taken from the device. True if some of them need no further step."""
-        self.slots = memory.take_decode_slots(requests)
+    def add_decodes(self, requests: list[Request], kv_cache: KVCacheManager) -> bool:
+        """Decodes of one token each, whose input ids are on the device. True if some requests need no further step."""
+        self.slots = kv_cache.take_decode_slots(requests)
         self.num_decodes = len(requests)
         self.counts = [1] * len(requests)
         self.samples = [True] * len(requests)
@@ -103,7 +103,7 @@ class PlanDraft:
         return some_end
 
     def add_prefill(self, job: PrefillJob) -> bool:
-        """A run of known tokens. True if the request decodes from the next step on."""
+        """A prefill of known tokens. True if the request decodes from the next step on."""
         request, count = job.entry.request, len(job.slots)
         if job.is_new:
             self.new_rows.append(_new_row(request, job))
@@ -128,7 +128,7 @@ class PlanDraft:
     def finish(
         self, number: int, row_writes: list[RowWrite], finished_rows: list[int], follow: bool = False
     ) -> tuple[StepPlan, StepRecord]:
-        """The plan and the record of it. Takes over the lists."""
+        """The plan and its record. `follow`: the drafter runs a draft extend. Takes over the lists."""
         speculation = None
         if self.speculative or (follow and self.rows):
             speculation = Speculation(max(self.depths, default=0), follow, self.reserved)
@@ -157,7 +157,7 @@ class PlanDraft:
 def _new_row(request: Request, job: PrefillJob) -> NewRow:
     spec = request.logprobs
     if spec is not None and spec.start is not None and request.output_ids:
-        spec = replace(spec, start=None)  # those of the prompt were delivered before the retraction
+        spec = replace(spec, start=None)  # prompt logprobs were delivered before the retraction
     return NewRow(
         row=request.row,
         rid=request.rid,

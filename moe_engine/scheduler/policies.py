@@ -1,7 +1,7 @@
-"""In which order waiting requests are offered to admission (`--schedule-policy`).
+"""Schedule policies: the order in which waiting requests are admitted (`--schedule-policy`).
 
-fcfs, lof and priority are static: the queue is kept sorted. The others order the queue anew for each prefill batch,
-behind the front region (see waiting_queue.py): lpm by cached prefix, random by chance, dfs-weight along the tree.
+fcfs, lof and priority are static: the queue stays sorted. The others sort the queue for each prefill batch, behind the
+front region (see waiting_queue.py): lpm by cached prefix, random at random, dfs-weight along the tree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 
 
 class Policy:
-    """Orders the queue as the configuration says."""
+    """Orders the queue by the configured policy."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
@@ -23,12 +23,12 @@ class Policy:
         self._random = random.Random(config.random_seed)
 
     def order(self, queue: WaitingQueue, tree: RadixCache) -> Iterable[Waiting]:
-        """The entries of the queue, most eligible first. Do not change the queue while consuming it."""
+        """The entries of the queue, in order of admission. Do not change the queue while consuming it."""
         queue.promote_aged()
         if self._name in ("fcfs", "lof") or len(queue) < 2:
             return queue.entries
         if self._name == "lpm" and len(queue) > self._config.lpm_fallback_queue:
-            return queue.entries  # by arrival: matching so many prompts would cost more than it wins
+            return queue.entries  # by arrival: matching that many prompts would cost more than it saves
         front, rest = queue.regions()
         if self._name == "random":
             return _chain(front, self._shuffled(rest))
@@ -37,7 +37,7 @@ class Policy:
         return front + by_subtree_weight(rest, tree)
 
     def _shuffled(self, entries: list[Waiting]) -> Iterator[Waiting]:
-        """A random order, drawn only as far as it is consumed."""
+        """A random order, drawn lazily."""
         for i in range(len(entries)):
             j = self._random.randrange(i, len(entries))
             entries[i], entries[j] = entries[j], entries[i]
@@ -48,10 +48,10 @@ class Policy:
         return sorted(entries, key=lambda e: (e in later, -e.matched(tree).length))
 
     def _sharing_in_batch(self, entries: list[Waiting], tree: RadixCache) -> set[Waiting]:
-        """Entries whose prefix is not cached yet but will be by an entry ahead of them: these had better wait.
+        """Entries whose prefix is not cached yet, but will be by an entry ahead of them: these should wait.
 
-        Two prompts count as sharing when their first 32 tokens (in whole pages) are equal, which is the same as a match
-        of at least 32 tokens in a tree of the waiting prompts.
+        Two prompts share a prefix if their first 32 tokens (in whole pages) are equal, which equals a match of at least
+        32 tokens in a tree of the waiting prompts.
         """
         config = self._config
         if config.in_batch_check_threshold < 0:
@@ -76,8 +76,8 @@ def _chain(first: Iterable[Waiting], second: Iterable[Waiting]) -> Iterator[Wait
 
 
 def by_subtree_weight(entries: list[Waiting], tree: RadixCache) -> list[Waiting]:
-    """Depth first through the prefix tree, children with more waiting requests below them first, each request after
-    the subtrees of the node at which its match ends. Requests without any match come last, by arrival."""
+    """Depth-first through the prefix tree, children with more waiting requests below them first, each request after
+    the subtrees of the node where its match ends. Requests without a match come last, by arrival."""
     at_node: dict[Node, list[Waiting]] = {}
     unmatched: list[Waiting] = []
     weight: dict[Node, int] = {}

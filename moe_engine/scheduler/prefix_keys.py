@@ -1,8 +1,7 @@
-"""What the prefix tree files a run of tokens under.
+"""Keys of the radix cache: usually the tokens themselves.
 
-Usually the tokens themselves. A drafter that reads a token together with its successor (MTP) leaves KV at a token's
-slot that depends on both, so there the tree is keyed by pairs of neighbours: a slot is shared by requests that agree in
-both.
+With MTP, the draft KV of a token also depends on its successor. The radix cache is then keyed by pairs of neighbours
+(bigrams), so that requests share a slot only if both tokens are equal.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Prefix tree over token ids -> KV slots.
+"""Radix cache (prefix cache): a prefix tree from token ids to KV slots.
 
-A node holds a run of tokens and their slots; a path from the root spells a prefix whose KV is in the pool. Requests
-lock the node where their prefix ends, and so the whole path; unlocked leaves are evicted least recently used first.
-Runs are compared by slices, so a match costs a memory scan, not a loop. Only whole pages are kept.
+A node holds a run of tokens and their slots; a path from the root is a prefix whose KV is in the pool. Requests lock
+the node where their prefix ends, and thereby the whole path; unlocked leaves are evicted least recently used first.
+Runs are compared by slices, so a match costs a memory scan, not a loop. Only whole pages are cached.
 
-A node keeps its identity when it is split (the new node is the upper part) and never grows, so whoever remembers a
-node that it matched in full may go on from there later instead of from the root.
+A node keeps its identity when it is split (the new node is the upper part) and never grows. A fully matched node can
+therefore be stored, and a later match can start from it instead of from the root.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Node:
         self.lock = 0
         self.last_access = 0
         self.free_after = 0
-        """The last step that may read these slots; kept up to date only while unlocked."""
+        """The last step that may read these slots; valid only while unlocked."""
         self.serial = serial
         self.in_heap = False
         self.alive = True
 
 
 class Match(NamedTuple):
-    """`node` is the last node matched in full; `length` counts `partial`'s matched head too."""
+    """`node` is the last fully matched node; `length` also counts the matched head of `partial`."""
 
     node: Node | None
     length: int
@@ -58,17 +58,17 @@ class Match(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """`node` ends the inserted run; `present` are the tree's slots for the leading tokens it already had."""
+    """`node` ends the inserted run; `present` are the tree's slots of the leading tokens that were already cached."""
 
     node: Node
     present: list[int]
 
 
 class RadixCache:
-    """The tree. It owns the slots in it and hands evicted ones to `free(slots, after_step)`.
+    """The tree. It owns its slots and passes evicted ones to `free(slots, after_step)`.
 
-    `num_evictable` and `num_protected` count tokens in unlocked and locked nodes. `version` changes whenever a match
-    could come out differently.
+    `num_evictable` and `num_protected` count tokens in unlocked and locked nodes. `version` changes whenever the result
+    of a match may change.
     """
 
     enabled = True
@@ -92,9 +92,9 @@ class RadixCache:
     # -- matching
 
     def peek(self, tokens: list[int], limit: int, extra_key: Hashable = None, start: Node | None = None) -> Match:
-        """The longest prefix of tokens[:limit] in the tree, in whole pages. Changes nothing.
+        """The longest prefix of tokens[:limit] in the tree, in whole pages. Does not change the tree.
 
-        `start` is a node that an earlier peek of the same tokens returned; the walk goes on from it if it still lives.
+        `start` is a node that an earlier peek of the same tokens returned; the walk starts from it if it still exists.
         """
         limit -= limit % self.page_size
         node = start
@@ -117,7 +117,7 @@ class RadixCache:
         return Match(node, pos)
 
     def match(self, tokens: list[int], limit: int, extra_key: Hashable = None, start: Node | None = None) -> Node:
-        """Like `peek`, but splits the node in which the match ends, marks the path as used and returns its end."""
+        """Like `peek`, but splits the node in which the match ends, marks the path as used, returns its last node."""
         found = self.peek(tokens, limit, extra_key, start)
         node = found.node if found.node is not None else self._root(extra_key)
         if found.partial is not None:
@@ -137,13 +137,13 @@ class RadixCache:
             out += run
         return out
 
-    # -- growing
+    # -- inserting
 
     def insert(self, node: Node, tokens: list[int], slots: list[int], after_step: int) -> Inserted:
-        """Adds a run below `node`, cut to whole pages. Takes over the slots of what was not there yet.
+        """Adds a run below `node`, truncated to whole pages. Takes ownership of the slots of tokens not yet cached.
 
-        `after_step` is the last step that may touch the slots. The slots of the part that was present stay the
-        caller's, to be freed or re-pointed.
+        `after_step` is the last step that may use the slots. The slots of tokens that were already cached stay the
+        caller's.
         """
         count = len(tokens) - len(tokens) % self.page_size
         present: list[int] = []
@@ -163,11 +163,11 @@ class RadixCache:
         return Inserted(node, present)
 
     def root(self, extra_key: Hashable = None) -> Node:
-        """The root of a namespace; lock it to keep it."""
+        """The root of a namespace (`extra_key`); lock it to keep it."""
         return self._root(extra_key)
 
     def forget(self, tokens: list[int], start: int, extra_key: Hashable = None) -> None:
-        """Frees what is kept of tokens[start:], and all that hangs on it. No request may hold a lock there."""
+        """Frees the cached part of tokens[start:] and everything below it. No request may hold a lock there."""
         start -= start % self.page_size
         found = self.peek(tokens, len(tokens), extra_key)
         node = found.partial if found.partial is not None else found.node
@@ -192,7 +192,7 @@ class RadixCache:
     # -- locks
 
     def lock(self, node: Node) -> None:
-        """Keeps the path to `node` from being evicted until `unlock`."""
+        """Protects the path to `node` from eviction until `unlock`."""
         walk: Node | None = node
         while walk is not None:
             if walk.lock == 0:
@@ -203,7 +203,7 @@ class RadixCache:
             walk = walk.parent
 
     def unlock(self, node: Node, after_step: int) -> None:
-        """Gives up a lock. `after_step` is the last step in which the holder may read the path."""
+        """Releases a lock. `after_step` is the last step in which the holder may read the path."""
         walk: Node | None = node
         while walk is not None:
             walk.lock -= 1
@@ -218,7 +218,7 @@ class RadixCache:
     # -- eviction
 
     def evict(self, num_tokens: int) -> int:
-        """Frees at least `num_tokens` tokens of unlocked leaves if there are so many; returns how many were freed.
+        """Frees at least `num_tokens` tokens of unlocked leaves if there are enough; returns the number freed.
 
         A leaf longer than needed loses only its tail. Freed slots are allocatable at once unless a step in flight may
         read them.
@@ -228,7 +228,7 @@ class RadixCache:
             stamp, _, node = heapq.heappop(self.heap)
             node.in_heap = False
             if not node.alive or node.lock or node.children:
-                continue  # offered again when it becomes an unlocked leaf
+                continue  # added again when it becomes an unlocked leaf
             if node.last_access != stamp:
                 self._offer(node)
                 continue
@@ -250,7 +250,7 @@ class RadixCache:
         return freed
 
     def flush(self, after_step: int = 0) -> None:
-        """Forgets everything and frees all slots. No request may hold a lock."""
+        """Clears the tree and frees all slots. No request may hold a lock."""
         for root in self.roots.values():
             stack = [root]
             while stack:
@@ -262,7 +262,7 @@ class RadixCache:
         self._clear()
 
     def rebuild_heap(self, nodes: list[Node]) -> None:
-        """Part of a repair: `nodes` are all nodes of the tree, parents first."""
+        """Rebuilds the eviction heap; `nodes` are all nodes of the tree, parents first."""
         self.heap = []
         for node in nodes:
             node.in_heap = False
@@ -270,7 +270,7 @@ class RadixCache:
                 self._offer(node)
         self.version += 1
 
-    # -- inside
+    # -- internals
 
     def _root(self, extra_key: Hashable) -> Node:
         root = self.roots.get(extra_key)
@@ -284,7 +284,7 @@ class RadixCache:
         return tokens[pos] if self.page_size == 1 else tuple(tokens[pos : pos + self.page_size])
 
     def _common(self, run: list[int], tokens: list[int], pos: int, limit: int) -> int:
-        """How many leading tokens of `run` equal tokens[pos:limit], in whole pages."""
+        """Number of leading tokens of `run` that equal tokens[pos:limit], in whole pages."""
         high = min(len(run), limit - pos)
         if tokens[pos : pos + high] == (run if high == len(run) else run[:high]):
             return high
@@ -305,7 +305,7 @@ class RadixCache:
             walk = walk.parent
 
     def _offer(self, node: Node) -> None:
-        """Puts an unlocked leaf up for eviction; drops a namespace that nobody uses."""
+        """Adds an unlocked leaf to the eviction heap; drops an empty, unlocked namespace."""
         if node.children or node.lock:
             return
         if node.parent is None:
@@ -338,7 +338,7 @@ class RadixCache:
         self._offer(parent)
 
     def _split(self, node: Node, count: int) -> Node:
-        """Cuts the first `count` tokens of `node` off into a new parent, which is returned."""
+        """Moves the first `count` tokens of `node` to a new parent, which is returned."""
         self._serial += 1
         parent = node.parent
         assert parent is not None
@@ -355,7 +355,7 @@ class RadixCache:
 
 
 class DisabledCache(RadixCache):
-    """No sharing: matches nothing, keeps nothing; requests own all their slots and free them at their end."""
+    """No prefix sharing: matches and caches nothing; requests own all their slots and free them when they end."""
 
     enabled = False
 

@@ -1,4 +1,4 @@
-"""Every request the scheduler knows, and the ways in which one enters, leaves or steps back."""
+"""Request table: all live requests of a scheduler, and how a request is added, ended or retracted."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ QUEUE_FULL = "The request queue is full."
 
 
 class RequestTable:
-    """Live requests: waiting ones are in `queue`, the others hold a row (`row >= 0`).
+    """Live requests: waiting requests are in `queue`, running requests hold a row (`row >= 0`).
 
-    Of those with a row, `decodes` will compute one more token in the next step; `chunked` has a prompt that is computed
-    in part; the rest only wait for the result of a step in flight. `row_writes` and `finished_rows` go out with the
-    next plan.
+    Of the running requests, `decodes` compute one more token in the next step; `chunked` has a partly computed prompt;
+    the rest only wait for the result of a step in flight. `row_writes` and `finished_rows` are sent with the next plan.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.memory = KVCacheManager(config)
+        self.kv_cache = KVCacheManager(config)
         self.queue = WaitingQueue(config)
         self.live: dict[str, Request] = {}
         self.decodes: list[Request] = []
@@ -34,9 +33,9 @@ class RequestTable:
         self.finished_rows: list[int] = []
         self.aborting: list[Request] = []
         self.prompt_logprobs: dict[str, list[PackedLogprobs]] = {}
-        """Chunk by chunk, of prompts that are being computed."""
-        self.num_left = 0
-        """How many requests have given up their row so far; tells that it is worth looking for room again."""
+        """Chunk by chunk, of prompts in prefill."""
+        self.num_released = 0
+        """Rows released so far; a change means that admission may succeed again."""
         self._seq = 0
 
     @property
@@ -45,18 +44,18 @@ class RequestTable:
         return len(self.live) - len(self.queue)
 
     def in_rows(self) -> list[Request]:
-        """Requests that can step back (complete only when no step is in flight)."""
+        """Requests that can be retracted (complete only when no step is in flight)."""
         return self.decodes if self.chunked is None else [*self.decodes, self.chunked.request]
 
     def take_prompt_logprobs(self, rid: str) -> PackedLogprobs | None:
-        """All that have come of a prompt."""
+        """Removes and returns the log-probabilities of a prompt so far."""
         parts = self.prompt_logprobs.pop(rid, None)
         return PackedLogprobs.join(parts) if parts else None
 
-    # -- entering
+    # -- add
 
     def add(self, request: Request, now: float) -> list[RequestEvent]:
-        """See `Scheduler.add`. One that has run elsewhere already is not refused for want of places."""
+        """See `Scheduler.add`. A request that already ran on another rank is not refused for a full queue."""
         if request.rid in self.live:
             raise InputError(f"rid {request.rid!r} is already in use by a running request", field="rid")
         check_fits(request, self.config)
@@ -73,7 +72,7 @@ class RequestTable:
         return events
 
     def _displace(self, request: Request, now: float) -> list[RequestEvent]:
-        """Makes place in a full queue by sending away its least urgent, youngest request if that is less urgent."""
+        """Makes room in a full queue: aborts its least urgent, newest request if that is less urgent than this one."""
         key = self.config.priority_key
         if not self.config.uses_priority:
             raise InputError(QUEUE_FULL, status=503)
@@ -83,10 +82,10 @@ class RequestTable:
         self.queue.remove(worst)
         return [self._end_waiting(worst.request, FinishReason("abort", message=QUEUE_FULL, status_code=503), now)]
 
-    # -- leaving
+    # -- end
 
     def end_all(self, requests: Iterable[Request], reason: FinishReason, now: float) -> list[RequestEvent]:
-        """Ends waiting ones at once, and marks those in a row for `end_aborting`."""
+        """Ends waiting requests at once, and marks running ones for `end_aborting`."""
         events = []
         entries: dict[str, Waiting] = {}
         for request in requests:
@@ -109,7 +108,7 @@ class RequestTable:
                 events.append(finish_event(request, request.to_abort, now, [], None, prompt_logprobs))
         if self.aborting:
             self.aborting = []
-            self.drop_left()
+            self.drop_rowless()
         return events
 
     def _end_waiting(self, request: Request, reason: FinishReason, now: float) -> RequestEvent:
@@ -119,42 +118,42 @@ class RequestTable:
         return finish_event(request, reason, now, [])
 
     def end_running(self, request: Request, reason: FinishReason) -> None:
-        """Frees all it holds. `drop_left` must follow."""
+        """Frees everything that the request holds. The caller must call `drop_rowless`."""
         del self.live[request.rid]
         request.status = Status.FINISHED
         request.finish_reason = reason
-        self._leave_row(request)
+        self._release_row(request)
 
-    def step_back(self, victims: list[Request]) -> None:
-        """Running requests wait again, in the front region; their KV stays cached as long as it may.
+    def retract(self, victims: list[Request]) -> None:
+        """Moves running requests back to the front region of the queue; their KV stays cached until it is evicted.
 
-        Nothing may be in flight.
+        No step may be in flight.
         """
         for request in victims:
-            self._leave_row(request)
+            self._release_row(request)
             request.status = Status.WAITING
             request.num_computed = 0
             request.retractions += 1
             self.queue.push(request, front=True)
-        self.drop_left()
+        self.drop_rowless()
 
-    def end_cause(self, request: Request, reason: FinishReason, now: float) -> list[RequestEvent]:
-        """Ends the request that a step failed for, unless it was to be aborted. It may run or wait."""
+    def end_failed(self, request: Request, reason: FinishReason, now: float) -> list[RequestEvent]:
+        """Ends the request that caused a failed step, unless it has already ended. It may be running or waiting."""
         if request.status is Status.FINISHED:
             return []
         if request.row < 0:
             return self.end_all([request], reason, now)
-        request.num_computed = min(request.num_computed, request.num_in_tree)  # nothing more of it is shared
+        request.num_computed = min(request.num_computed, request.num_in_tree)  # caches no further KV of it
         prompt_logprobs = self.take_prompt_logprobs(request.rid)
         self.end_running(request, reason)
-        self.drop_left()
+        self.drop_rowless()
         return [finish_event(request, reason, now, [], None, prompt_logprobs)]
 
     def start_over(self) -> None:
-        """All that run wait again, in the order they came, with nothing of theirs computed: the cache is lost."""
+        """Moves all running requests back to the queue, by arrival, with nothing computed: the KV cache is lost."""
         running = sorted((r for r in self.live.values() if r.row >= 0), key=lambda r: r.seq)
         self.finished_rows += [request.row for request in running]
-        self.num_left += len(running)
+        self.num_released += len(running)
         for request in running:
             request.row, request.slots, request.num_computed = -1, [], 0
             request.tree_node, request.num_in_tree = None, 0
@@ -164,17 +163,17 @@ class RequestTable:
             self.queue.push(request, front=True)
         self.decodes, self.chunked, self.row_writes = [], None, []
         self.prompt_logprobs.clear()
-        self.memory.reset()
+        self.kv_cache.reset()
 
-    def drop_left(self) -> None:
-        """Forgets requests that have no row any more."""
+    def drop_rowless(self) -> None:
+        """Removes requests without a row from `decodes`."""
         self.decodes = [r for r in self.decodes if r.row >= 0]
 
-    def _leave_row(self, request: Request) -> None:
+    def _release_row(self, request: Request) -> None:
         row = request.row
-        self.memory.release(request)
+        self.kv_cache.release(request)
         self.finished_rows.append(row)
-        self.num_left += 1
+        self.num_released += 1
         self.prompt_logprobs.pop(request.rid, None)
         if self.row_writes:
             self.row_writes = [w for w in self.row_writes if w.row != row]

@@ -1,4 +1,4 @@
-"""Takes the result of a step into the requests and tells what is new."""
+"""Applies the result of a step to its requests and returns the events."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ DraftOutcome = tuple[int, int]
 
 
 def read_result(
-    book: RequestTable, record: StepRecord, result: StepResult, now: float, outcomes: list[DraftOutcome] | None = None
+    table: RequestTable, record: StepRecord, result: StepResult, now: float, outcomes: list[DraftOutcome] | None = None
 ) -> list[RequestEvent]:
-    """Appends tokens, ends what has ended, and returns an event for each request with news.
+    """Appends tokens, ends finished requests, and returns an event for each request with new output.
 
-    Tokens of requests that ended while the step was in flight are waste and dropped. A step may bring several tokens
-    for a request (speculation); its plan must have given it slots for them. `outcomes` gets, for each
-    request with drafts that still runs, how many were verified (those behind its end are not) and accepted.
+    Tokens of requests that ended while the step was in flight are dropped. With speculation a step may return several
+    tokens for a request; its plan must have reserved slots for them. `outcomes` gets, for each running request with
+    drafts, the number of verified drafts (without those behind its end) and of accepted drafts.
 
     Raises:
         MoeEngineError: the result does not belong to the plan.
     """
     if result.rows != record.sampled_rows or len(result.tokens) != len(record.sampled):
         raise MoeEngineError(
-            f"the result of step {result.number} has rows {result.rows[:8]}, planned were {record.sampled_rows[:8]}"
+            f"the result of step {result.number} has rows {result.rows[:8]}, but its plan has {record.sampled_rows[:8]}"
         )
     if result.prompt_logprobs:
-        _keep_prompt_logprobs(book, record, result.prompt_logprobs)
-    vocab = book.config.vocab_size
+        _keep_prompt_logprobs(table, record, result.prompt_logprobs)
+    vocab = table.config.vocab_size
     top = _ANY_ID if vocab is None else vocab
     logprobs = result.logprobs
     events: list[RequestEvent] = []
     push = events.append
     some_ended = False
-    waiting_logprobs = book.prompt_logprobs
+    waiting_logprobs = table.prompt_logprobs
     depths = record.depths
     for i, (request, tokens) in enumerate(zip(record.sampled, result.tokens)):
         if request.row < 0:
@@ -51,7 +51,7 @@ def read_result(
         if request.first_token_at is None:
             request.first_token_at = now
         outputs = request.output_ids
-        if (  # the common case: one token, and it goes on
+        if (  # the common case: one token, and the request continues
             len(tokens) == 1
             and tokens[0] not in request.end_ids
             and 0 <= tokens[0] < top
@@ -62,12 +62,12 @@ def read_result(
         else:
             kept, reason = _take_several(request, tokens, vocab)
         if depth and outcomes is not None:
-            outcomes.append(_judge_drafts(request, depth, len(tokens), len(kept), ended=reason is not None))
+            outcomes.append(_count_accepted(request, depth, len(tokens), len(kept), ended=reason is not None))
         mine = logprobs[i] if logprobs else None
         mine = mine.part(0, len(kept)) if mine is not None and kept else None
-        prompt = book.take_prompt_logprobs(request.rid) if waiting_logprobs else None
+        prompt = table.take_prompt_logprobs(request.rid) if waiting_logprobs else None
         if reason is not None:
-            book.end_running(request, reason)
+            table.end_running(request, reason)
             some_ended = True
             push(finish_event(request, reason, now, kept, mine, prompt))
             continue
@@ -86,30 +86,30 @@ def read_result(
         )
     for request in record.ended:
         if request.row >= 0 and request.to_abort is None:
-            prompt = book.take_prompt_logprobs(request.rid)
+            prompt = table.take_prompt_logprobs(request.rid)
             reason = FinishReason("length", length=len(request.output_ids))
-            book.end_running(request, reason)
+            table.end_running(request, reason)
             some_ended = True
             push(finish_event(request, reason, now, [], None, prompt))
     if some_ended:
-        book.drop_left()
+        table.drop_rowless()
     return events
 
 
 def _take_several(request: Request, tokens: list[int], vocab: int | None) -> tuple[list[int], FinishReason | None]:
     if not tokens:
-        raise MoeEngineError(f"no token came back for request {request.rid!r}, which was to sample one")
+        raise MoeEngineError(f"the result has no token for request {request.rid!r}, which samples one")
     kept, reason = take_tokens(request, tokens, vocab)
     request.num_computed += max(len(kept) - 1, 0)
     if request.num_computed > len(request.slots):
         raise MoeEngineError(
-            f"{len(tokens)} tokens came back for request {request.rid!r}, more than its plan gave slots for"
+            f"the result has {len(tokens)} tokens for request {request.rid!r}, more than its plan has slots for"
         )
     return kept, reason
 
 
-def _judge_drafts(request: Request, depth: int, brought: int, kept: int, *, ended: bool) -> tuple[int, int]:
-    """(drafts judged, drafts accepted); where the request ended, what lies behind its end does not count."""
+def _count_accepted(request: Request, depth: int, brought: int, kept: int, *, ended: bool) -> tuple[int, int]:
+    """(drafts verified, drafts accepted); drafts behind the end of a request do not count."""
     judged = min(depth, kept) if ended else depth
     good = min(brought - 1, judged)
     if not request.spec_accepted:
@@ -121,9 +121,9 @@ def _judge_drafts(request: Request, depth: int, brought: int, kept: int, *, ende
     return judged, good
 
 
-def _keep_prompt_logprobs(book: RequestTable, record: StepRecord, by_row: dict[int, PackedLogprobs]) -> None:
-    """They come chunk by chunk and are reported once, with the first token."""
+def _keep_prompt_logprobs(table: RequestTable, record: StepRecord, by_row: dict[int, PackedLogprobs]) -> None:
+    """Collects prompt log-probabilities chunk by chunk; they are reported once, with the first token."""
     for row, logprobs in by_row.items():
         request = record.prefilled.get(row)
         if request is not None and request.row >= 0:
-            book.prompt_logprobs.setdefault(request.rid, []).append(logprobs)
+            table.prompt_logprobs.setdefault(request.rid, []).append(logprobs)

@@ -1,9 +1,9 @@
-"""Who has to step back when the KV pool is full.
+"""Retraction: which running requests go back to the queue when the KV pool is full.
 
-Victims are those with the fewest outputs, ties the longest prompt (least work lost, most room won); with priorities the
-least urgent first. A victim's computed KV goes to the prefix tree, so it resumes from there unless it is evicted
-meanwhile, and it waits in the front region of the queue. Against thrashing: a retraction makes room for several decode
-steps, not one; and admission pauses until a request has ended or that many steps have passed.
+Victims are the requests with the fewest outputs, ties the longest prompt (least work lost, most room gained); with
+priorities the least urgent first. A victim's computed KV is put into the radix cache, so it resumes from there unless
+that KV is evicted meanwhile; it waits in the front region of the queue. Against thrashing, a retraction makes room for
+several decode steps, and admission pauses until a request has ended or that many steps have passed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_engine.types import Request
 
 
 def victim_order(requests: Sequence[Request], config: SchedulerConfig) -> list[Request]:
-    """First the one to retract first."""
+    """The requests in the order of retraction."""
 
     def key(request: Request) -> tuple[float, int, int]:
         urgency = -config.priority_key(request.priority) if config.uses_priority else 0.0
@@ -25,19 +25,19 @@ def victim_order(requests: Sequence[Request], config: SchedulerConfig) -> list[R
     return sorted(requests, key=key)
 
 
-def choose_victims(requests: Sequence[Request], config: SchedulerConfig, memory: KVCacheManager) -> list[Request]:
-    """The requests to retract so that the others can decode on for `retract_decode_steps`; never all of them.
+def choose_victims(requests: Sequence[Request], config: SchedulerConfig, kv_cache: KVCacheManager) -> list[Request]:
+    """The requests to retract so that the others can decode for `retract_decode_steps`; never all of them.
 
-    Counts on a victim's private slots only. Nothing may be in flight.
+    Counts only a victim's private slots as freed. No step may be in flight.
     """
     needs = {
-        request.rid: memory.decode_need(
+        request.rid: kv_cache.decode_need(
             [request], max(1, min(config.retract_decode_steps, request.max_new_tokens - len(request.output_ids)))
         )
         for request in requests
     }
     need = sum(needs.values())
-    room = memory.slots.num_free + memory.tree.num_evictable
+    room = kv_cache.slots.num_free + kv_cache.tree.num_evictable
     victims: list[Request] = []
     for victim in victim_order(requests, config)[:-1]:
         if need <= room:
@@ -49,14 +49,14 @@ def choose_victims(requests: Sequence[Request], config: SchedulerConfig, memory:
 
 
 def choose_preempted(
-    running: Sequence[Request], waiting: Request, config: SchedulerConfig, memory: KVCacheManager, need: int
+    running: Sequence[Request], waiting: Request, config: SchedulerConfig, kv_cache: KVCacheManager, need: int
 ) -> list[Request]:
-    """Running requests that yield to a much more urgent waiting one: the least urgent and youngest first, until a row
-    and `need` tokens would be free. Empty if that cannot be reached by those more than the threshold less urgent."""
+    """Running requests to preempt for a much more urgent waiting one: the least urgent and newest first, until a row
+    and `need` tokens would be free. Empty if requests less urgent by more than the threshold do not suffice."""
     mine = config.priority_key(waiting.priority)
     worse = [r for r in running if config.priority_key(r.priority) - mine > config.priority_preemption_threshold]
     worse.sort(key=lambda r: (-config.priority_key(r.priority), -r.seq))
-    room = memory.available
+    room = kv_cache.available
     victims: list[Request] = []
     for victim in worse:
         victims.append(victim)

@@ -1,7 +1,7 @@
-"""Free lists that give nothing away while a step in flight may still touch it.
+"""Slot allocator: free lists that hold back freed KV slots (and rows) while a step in flight may still use them.
 
-Ids are freed "after step s": they can be handed out again only once `retire(s)` said that step s is over. With one
-step in flight while the next is planned, this is what keeps a late write of an ended request out of a new one's KV.
+Ids are freed "after step s": they are allocatable again once `retire(s)` reports that step s has finished. One step is
+in flight while the next is planned, so without this a late write of an ended request could corrupt a new request's KV.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 
 class DeferredFreePool:
-    """A pool of integer ids, freed by step number. Used as it is for the rows of the worker's tables.
+    """A pool of integer ids, freed by step number. Used directly for the rows of the worker's tables.
 
-    Handing out takes from the end of a list, so a batch costs one slice. Double frees are not looked for here, in the
-    hot path; `integrity.py` finds them.
+    Allocation takes from the end of a list, so a batch costs one slice. Double frees are not detected in this hot path;
+    `integrity.py` finds them.
     """
 
     __slots__ = ("_all", "_free", "_pending", "_retired", "num_pending")
@@ -25,14 +25,14 @@ class DeferredFreePool:
         self.reset()
 
     def reset(self) -> None:
-        """Everything is free again."""
+        """Frees all ids."""
         self._free = self._all[::-1]
         self._pending: dict[int, list[int]] = {}
         self.num_pending = 0
 
     @property
     def num_free(self) -> int:
-        """Ids that `take` can hand out now."""
+        """Ids that `take` can allocate now."""
         return len(self._free)
 
     @property
@@ -44,7 +44,7 @@ class DeferredFreePool:
         return self._retired
 
     def take(self, count: int) -> list[int] | None:
-        """`count` ids, or None (and nothing taken) if fewer are free."""
+        """Allocates `count` ids; None, without a change, if fewer are free."""
         if count == 0:
             return []
         free = self._free
@@ -52,11 +52,11 @@ class DeferredFreePool:
             return None
         taken = free[-count:]
         del free[-count:]
-        taken.reverse()  # ascending where nothing was freed yet: neighbours in the pool
+        taken.reverse()  # ascending in a fresh pool, so that slots are neighbours
         return taken
 
     def give(self, ids: list[int], after_step: int) -> None:
-        """Takes ids back; they are free once `retire(after_step)` was called, at once if it was already."""
+        """Frees ids; they become allocatable with `retire(after_step)`, or at once if that was already called."""
         if not ids:
             return
         if after_step <= self._retired:
@@ -70,7 +70,7 @@ class DeferredFreePool:
         self.num_pending += len(ids)
 
     def retire(self, completed_step: int) -> int:
-        """Steps up to `completed_step` are over. Returns how many ids became free by that."""
+        """Steps up to `completed_step` have finished. Returns the number of ids that this frees."""
         self._retired = max(self._retired, completed_step)
         if not self._pending:
             return 0
@@ -92,7 +92,7 @@ class DeferredFreePool:
         return {step: list(ids) for step, ids in self._pending.items()}
 
     def rebuild(self, owned: set[int]) -> None:
-        """Repairs the pool: what is neither `owned` by somebody nor pending is free, each id once."""
+        """Repairs the pool: ids that are neither `owned` nor pending are free, each id once."""
         seen = set(owned)
         pending: dict[int, list[int]] = {}
         for step, ids in self._pending.items():
@@ -111,8 +111,8 @@ class DeferredFreePool:
 class SlotAllocator:
     """Pages of `page_size` KV slots over [page_size, num_slots + page_size); page 0 is a dummy for padded tokens.
 
-    A page is known by its first slot. Whoever holds the first slot of a page owns all of it; a request fills a page
-    slot by slot without asking again. Counts are in tokens unless a name says pages.
+    A page is identified by its first slot. The holder of a page's first slot owns the whole page; a request fills a
+    page slot by slot without further allocation. Counts are in tokens unless a name contains "pages".
     """
 
     __slots__ = ("num_slots", "page_size", "pages")
@@ -133,13 +133,13 @@ class SlotAllocator:
         return self.pages.num_pending * self.page_size
 
     def take_pages(self, count: int) -> list[int] | None:
-        """First slots of `count` pages, or None if there are not so many."""
+        """First slots of `count` pages; None if fewer are free."""
         return self.pages.take(count)
 
     def alloc(self, count: int, last_slot: int = 0, used: int = 0) -> list[int] | None:
         """Slots for the next `count` tokens of a sequence that has `used` tokens, the last of them in `last_slot`.
 
-        Fills up the page of `last_slot`, then takes new pages. None, and nothing taken, if pages are short.
+        Fills the page of `last_slot`, then takes new pages. None, without a change, if too few pages are free.
         """
         page = self.page_size
         if page == 1:
@@ -156,11 +156,11 @@ class SlotAllocator:
         return slots
 
     def free(self, slots: list[int], after_step: int) -> None:
-        """Frees the pages of `slots`: a run that starts at the start of a page; its last page may be filled in part."""
+        """Frees the pages of `slots`, a run that starts at a page boundary; its last page may be partly filled."""
         self.pages.give(slots if self.page_size == 1 else slots[:: self.page_size], after_step)
 
     def retire(self, completed_step: int) -> int:
-        """Returns how many slots became free."""
+        """Returns the number of slots that this frees."""
         return self.pages.retire(completed_step) * self.page_size
 
     def reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Counters and snapshots for metrics, logs and routers."""
+"""Counters and snapshots for metrics, logs and load balancing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_engine.scheduler.request_table import RequestTable
 
 @dataclass(slots=True)
 class Totals:
-    """Counted since the start, except `hit_rate`, which is the last prefill batch's."""
+    """Counts since the start, except `hit_rate`, which is of the last prefill batch."""
 
     retractions: int = 0
     preemptions: int = 0
@@ -22,21 +22,21 @@ class Totals:
 
 
 def snapshot(
-    book: RequestTable, totals: Totals, ratio: float, now: float, speculation: SpecStats | None = None
+    table: RequestTable, totals: Totals, ratio: float, now: float, speculation: SpecStats | None = None
 ) -> SchedulerStats:
-    """Everything about this rank's scheduler, in constant time: the board shows it many times a second."""
-    memory, queue = book.memory, book.queue
-    used = memory.num_used
+    """Statistics of this scheduler, in constant time: the status board is updated many times a second."""
+    kv_cache, queue = table.kv_cache, table.queue
+    used = kv_cache.num_used
     oldest = queue.oldest_arrival()
     return SchedulerStats(
-        num_running=book.num_running,
+        num_running=table.num_running,
         num_waiting=len(queue),
-        num_slots=memory.slots.num_slots,
+        num_slots=kv_cache.slots.num_slots,
         num_used=used,
-        token_usage=used / memory.slots.num_slots,
-        num_free=memory.slots.num_free,
-        num_evictable=memory.tree.num_evictable,
-        num_protected=memory.tree.num_protected,
+        token_usage=used / kv_cache.slots.num_slots,
+        num_free=kv_cache.slots.num_free,
+        num_evictable=kv_cache.tree.num_evictable,
+        num_protected=kv_cache.tree.num_protected,
         new_token_ratio=ratio,
         cache_hit_rate=totals.hit_rate,
         num_retracted=queue.num_retracted,

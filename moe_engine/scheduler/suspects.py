@@ -1,9 +1,9 @@
-"""Requests of a step that failed: each runs alone until it has passed the place of the failure, or fails there again.
+"""Suspects: requests of a failed step, each run alone until it has passed the point of failure or fails again.
 
-A step computes many requests at once, and its error names none. So all of them step back, and their next steps hold one
-of them each, between steps of the others. The request whose own step fails is the cause; the others of that failure are
-free again. Where none fails alone, the failure lay in their meeting or in the device: a request that was in two such
-failures has its steps to itself from then on, so that no failure repeats without end.
+A step computes many requests, and its error names none. All its requests are retracted; then each runs in steps of its
+own, alternating with steps of the other requests. The request whose own step fails is the cause; the others of that
+failure are cleared. If none fails alone, the cause was their combination or the device: a request that was in two such
+failures always runs alone from then on, so that a failure cannot repeat forever.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from moe_engine.types import Request, Status
 
 MAX_SHARED_FAILURES = 2
 MAX_FAILURES_ALONE = 3
-"""Steps of one request each that fail without one that works between them: then it is not the requests."""
+"""Consecutive failed steps of one request each after which the cause is not the requests."""
 NEVER = 1 << 60
 
 
 @dataclass
-class _Suspicion:
-    """`until`: tokens with which the request has passed the place of the failure. `failure`: its number."""
+class _Suspect:
+    """`until`: computed tokens at which the request has passed the point of failure. `failure`: its number."""
 
     request: Request
     until: int
@@ -30,80 +30,80 @@ class _Suspicion:
 
 
 class Suspects:
-    """The suspects of one scheduler, in the order in which they are tried: the newest work first."""
+    """The suspects of one scheduler, in the order in which they run: newest work first."""
 
     def __init__(self) -> None:
-        self._order: list[_Suspicion] = []
+        self._order: list[_Suspect] = []
         self._failure = 0
         self.failed_alone = 0
-        """Failed steps of one request, or of none, since the last step that worked."""
+        """Failed steps of one request, or of none, since the last successful step."""
         self.no_room = False
-        """A suspect could not be admitted."""
+        """The last suspect could not be admitted."""
 
     def __bool__(self) -> bool:
         return bool(self._order)
 
     def __contains__(self, request: Request) -> bool:
-        return any(suspicion.request is request for suspicion in self._order)
+        return any(entry.request is request for entry in self._order)
 
-    def accuse(self, requests: Iterable[tuple[Request, int, bool]]) -> None:
-        """Adds the requests of a failed step: (request, tokens to pass, whether it computed its prompt)."""
+    def add(self, requests: Iterable[tuple[Request, int, bool]]) -> None:
+        """Adds the requests of a failed step: (request, tokens at which it has passed, whether it was in prefill)."""
         self._failure += 1
         self.no_room = False
-        accused = sorted(requests, key=lambda item: (not item[2], len(item[0].output_ids), -item[0].seq))
-        if self.failed_alone + 1 >= MAX_FAILURES_ALONE:  # the oldest have worked for longest: they show what is wrong
-            accused.reverse()
-        if not accused:
+        suspects = sorted(requests, key=lambda item: (not item[2], len(item[0].output_ids), -item[0].seq))
+        if self.failed_alone + 1 >= MAX_FAILURES_ALONE:  # the oldest ran successfully for longest: the best test
+            suspects.reverse()
+        if not suspects:
             self.failed_alone += 1
-        again = {request.rid for request, _, _ in accused}
-        self._order = [suspicion for suspicion in self._order if suspicion.request.rid not in again]
-        for request, until, _ in accused:
+        again = {request.rid for request, _, _ in suspects}
+        self._order = [entry for entry in self._order if entry.request.rid not in again]
+        for request, until, _ in suspects:
             request.failed_steps += 1
             never = request.failed_steps >= MAX_SHARED_FAILURES
-            self._order.append(_Suspicion(request, NEVER if never else until, self._failure))
+            self._order.append(_Suspect(request, NEVER if never else until, self._failure))
 
-    def ready(self, book: RequestTable, hold_prefill: bool) -> Iterator[Request]:
-        """Those that can have a step now, the first to be tried first."""
-        self._forget_ended()
-        for suspicion in list(self._order):
-            request, chunked = suspicion.request, book.chunked.request if book.chunked is not None else None
+    def ready(self, table: RequestTable, hold_prefill: bool) -> Iterator[Request]:
+        """Suspects that can have a step now, in order."""
+        self._drop_finished()
+        for entry in list(self._order):
+            request, chunked = entry.request, table.chunked.request if table.chunked is not None else None
             if request.row < 0 or chunked is request:
-                if not hold_prefill and chunked in (None, request):  # there is one chunked prompt at a time
+                if not hold_prefill and chunked in (None, request):  # at most one chunked prompt at a time
                     yield request
-            elif request in book.decodes:  # else its last step is in flight
+            elif request in table.decodes:  # else its last step is in flight
                 yield request
 
-    def keep_out(self, book: RequestTable) -> bool:
-        """Whether no other request may be admitted: a suspect waits for the last row, or for room."""
-        self._forget_ended()
-        waits = any(suspicion.request.row < 0 for suspicion in self._order)
-        return waits and (self.no_room or book.memory.rows.num_free <= 1)
+    def blocks_admission(self, table: RequestTable) -> bool:
+        """Whether other requests must not be admitted: a suspect waits for the last row, or for room."""
+        self._drop_finished()
+        waits = any(entry.request.row < 0 for entry in self._order)
+        return waits and (self.no_room or table.kv_cache.rows.num_free <= 1)
 
     def is_free(self, request: Request) -> bool:
-        """Whether it may run with others."""
+        """Whether the request may share steps with others."""
         return request not in self
 
-    def _forget_ended(self) -> None:
-        self._order = [suspicion for suspicion in self._order if suspicion.request.status is not Status.FINISHED]
+    def _drop_finished(self) -> None:
+        self._order = [entry for entry in self._order if entry.request.status is not Status.FINISHED]
 
-    def worked(self) -> None:
-        """Any step has worked."""
+    def step_succeeded(self) -> None:
+        """Resets the failure count after any successful step."""
         self.failed_alone = 0
 
     def passed(self, request: Request) -> None:
-        """A step of this request alone has worked."""
-        suspicion = next((some for some in self._order if some.request is request), None)
-        if suspicion is None:
+        """Takes in a successful step of this request alone."""
+        entry = next((some for some in self._order if some.request is request), None)
+        if entry is None:
             return
-        self._order.remove(suspicion)
-        if request.status is not Status.FINISHED and request.num_computed < suspicion.until:
-            # one that is never free lets the others have their turn; the rest go on where they are
-            self._order.insert(len(self._order) if suspicion.until == NEVER else 0, suspicion)
+        self._order.remove(entry)
+        if request.status is not Status.FINISHED and request.num_computed < entry.until:
+            # a request that always runs alone goes to the end; others continue first
+            self._order.insert(len(self._order) if entry.until == NEVER else 0, entry)
 
     def failed(self, request: Request) -> None:
-        """A step of this request alone failed: the failure is explained, and its other requests are free."""
+        """Takes in a failed step of this request alone: it is the cause, the failure's other requests are cleared."""
         self.failed_alone += 1
         cause = next(some for some in self._order if some.request is request)
-        for suspicion in [some for some in self._order if some.failure == cause.failure]:
-            self._order.remove(suspicion)
-            suspicion.request.failed_steps -= 1
+        for entry in [some for some in self._order if some.failure == cause.failure]:
+            self._order.remove(entry)
+            entry.request.failed_steps -= 1

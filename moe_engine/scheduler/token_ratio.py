@@ -1,4 +1,4 @@
-"""How much of its allowance a running request is expected to use up: SGLang's new_token_ratio."""
+"""Expected share of max_new_tokens that a running request generates: SGLang's new_token_ratio."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_engine.types import Request
 
 
 class NewTokenRatio:
-    """Starts careful, grows bolder with each decode step that fits, jumps up after a retraction."""
+    """Starts high, decays with each decode step without retraction, and jumps up after a retraction."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.initial = min(config.init_new_token_ratio * config.schedule_conservativeness, 1.0)
@@ -26,9 +26,9 @@ class NewTokenRatio:
             self.value = max(self.value - self._decay, self.lowest)
 
     def after_retraction(self, remaining: Sequence[Request]) -> None:
-        """From what the remaining requests have produced, plus some steps of grace.
+        """Sets the ratio from the outputs of the remaining requests, plus some steps of margin.
 
-        From there it comes down within the usual number of steps, however high it jumped.
+        It then decays within the usual number of steps, whatever its value.
         """
         produced = sum(len(r.output_ids) for r in remaining)
         allowed = sum(r.max_new_tokens for r in remaining)
@@ -36,6 +36,6 @@ class NewTokenRatio:
         self._decay = max(self._decay, (self.value - self.lowest) / self._steps)
 
     def reset(self) -> None:
-        """When idle."""
+        """Restores the initial ratio, when idle."""
         self.value = self.initial
         self._decay = (self.initial - self.lowest) / self._steps

@@ -1,10 +1,10 @@
-"""The requests that wait, in an order that starves nobody.
+"""Waiting queue: requests before admission, in an order without starvation.
 
-Order: by priority (where enabled), then a front region, then the policy's order. The front region holds, by arrival,
-retracted requests (they were admitted once already) and aged ones. A request is aged when the policy has let so many
-others pass that under fcfs it would long be running: once the number of admissions since it came exceeds the length of
-the queue it found plus `max_overtakes`. So under lpm, lof, dfs-weight and random every request is admitted after a
-bounded number of admissions, whatever arrives. Between priorities there is no aging: priority is strict by intent.
+Order: by priority (if enabled), then a front region, then by policy. The front region holds, by arrival, retracted
+requests (they were admitted once already) and aged requests. A request is aged when the number of admissions since its
+arrival exceeds the queue length at its arrival plus `max_overtakes`; under fcfs it would be running by then. Under lpm,
+lof, dfs-weight and random every request is therefore admitted after a bounded number of admissions. There is no aging
+between priorities: priority is strict by design.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moe_engine.types import Request
 
 FRONT, NORMAL = 0, 1
 MAX_STALE = 64
-"""Entries that have left and may still be in the heap of ages, beyond as many as wait."""
+"""Max removed entries in the heap of ages, beyond the number of waiting entries."""
 _KEY = attrgetter("key")
 
 
 class Waiting:
-    """A place in the queue. Remembers its prefix match, which is refreshed only when the tree has changed.
+    """A queue entry. Caches its prefix match, which is refreshed only when the tree has changed.
 
-    `prefix_keys` are what the tree files the tokens under: the tokens themselves, or pairs of neighbours.
+    `prefix_keys` are the tokens' keys in the radix cache: the tokens themselves, or pairs of neighbours.
     """
 
     __slots__ = ("_match", "_version", "deadline", "is_queued", "key", "limit", "prefix_keys", "request", "tokens")
@@ -38,7 +38,7 @@ class Waiting:
         self.tokens = tokens
         self.prefix_keys = prefix_keys
         self.limit = limit
-        """At most this many tokens may come from the cache."""
+        """Max tokens from the radix cache."""
         self.key: tuple[float, int, int, int] = (0, 0, 0, 0)
         self.deadline = 0
         self.is_queued = True
@@ -46,7 +46,7 @@ class Waiting:
         self._version = -1
 
     def matched(self, tree: RadixCache) -> Match:
-        """The cached prefix now; walks on from the node found last time."""
+        """The currently cached prefix; the walk starts from the last matched node."""
         if self._version != tree.version:
             self._match = tree.peek(self.prefix_keys, self.limit, self.request.extra_key, self._match.node)
             self._version = tree.version
@@ -54,7 +54,7 @@ class Waiting:
 
 
 def prefix_limit(request: Request) -> int:
-    """How much of a request may come from the cache: all but the last token, which must be computed to sample from.
+    """Max tokens of a request from the radix cache: all but the last one, whose logits are needed for sampling.
 
     With prompt log-probabilities from position s on, the logits at s - 1 are needed too.
     """
@@ -75,9 +75,9 @@ class WaitingQueue:
         self._last_deadline = 0
         self._admissions = 0
         self.num_retracted = 0
-        """Entries whose request has run before."""
+        """Entries of retracted requests."""
         self._oldest: list[tuple[float, int, Waiting]] = []
-        """Heap of (queued_at, number of the push, entry); entries that have left are dropped when they are met."""
+        """Heap of (queued_at, number of the push, entry); removed entries are dropped lazily."""
         self._num_pushed = 0
 
     def __len__(self) -> int:
@@ -85,11 +85,11 @@ class WaitingQueue:
 
     @property
     def entries(self) -> list[Waiting]:
-        """In static order; not to be changed."""
+        """In static order; read only."""
         return self._entries
 
     def push(self, request: Request, *, front: bool = False) -> Waiting:
-        """Adds a request; `front` for one that ran already."""
+        """Adds a request; `front` for a retracted one."""
         tokens = request.prompt_ids + request.output_ids if request.output_ids else request.prompt_ids
         keys = bigrams(tokens) if self._config.bigram_prefixes else tokens
         entry = Waiting(request, tokens, prefix_limit(request), keys)
@@ -103,13 +103,13 @@ class WaitingQueue:
         return entry
 
     def remove(self, entry: Waiting) -> None:
-        """Takes an entry out."""
+        """Removes an entry."""
         self._unplace(entry)
         self.num_retracted -= entry.request.retractions > 0
         entry.deadline, entry.is_queued = -1, False
 
     def admit(self, entries: list[Waiting]) -> None:
-        """Takes out entries that begin to run."""
+        """Removes entries that start to run."""
         for entry in entries:
             self.remove(entry)
         self._admissions += len(entries)
@@ -124,13 +124,13 @@ class WaitingQueue:
         return requests
 
     def oldest_arrival(self) -> float | None:
-        """`queued_at` of the request that came first; None where none waits. Constant time on average."""
+        """`queued_at` of the oldest waiting request; None if none waits. Constant time on average."""
         while self._oldest and not self._oldest[0][2].is_queued:
             heappop(self._oldest)
         return self._oldest[0][0] if self._oldest else None
 
     def promote_aged(self) -> None:
-        """Moves aged entries to the front region. Deadlines grow with arrival, so only the oldest is looked at."""
+        """Moves aged entries to the front region. Deadlines grow with arrival, so only the oldest is checked."""
         waiting = self._by_arrival
         while waiting and waiting[0].deadline < self._admissions:
             entry = waiting.popleft()
@@ -144,7 +144,7 @@ class WaitingQueue:
         return self._entries[:cut], self._entries[cut:]
 
     def _note_age(self, entry: Waiting) -> None:
-        if len(self._oldest) > 2 * len(self._entries) + MAX_STALE:  # under most policies the oldest leave first
+        if len(self._oldest) > 2 * len(self._entries) + MAX_STALE:  # rare: most policies admit the oldest first
             self._oldest = [item for item in self._oldest if item[2].is_queued]
             heapify(self._oldest)
         self._num_pushed += 1

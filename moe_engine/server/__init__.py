@@ -1,1 +1,1 @@
-"""The HTTP front end."""
+"""HTTP server: OpenAI-compatible and SGLang-native endpoints."""

@@ -1,4 +1,4 @@
-"""The HTTP application: endpoints, keys, errors."""
+"""HTTP application: routes, API keys, errors, metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_engine.frontend.frontend import Frontend, Observer
 from moe_engine.server.auth import KeyCheck
 from moe_engine.server.bodies import Bodies
 from moe_engine.server.body_work import body_work
-from moe_engine.server.control_api import LATER_ENDPOINTS, ControlApi, internal_states, version
+from moe_engine.server.control_api import UNSUPPORTED_ENDPOINTS, ControlApi, internal_states, version
 from moe_engine.server.edge import EdgeCheck
 from moe_engine.server.errors import (
     ErrorFormat,
@@ -50,12 +50,12 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     """Builds the application over a running engine.
 
     Raises:
-        ConfigError: a parser that does not exist, or a chat template that cannot be read.
+        ConfigError: an unknown parser, or an unreadable chat template.
     """
     _check_parsers(settings)
     state = ServerState(frontend, client, settings, make_template(settings, frontend.tokenizer))
     state.bodies = Bodies(body_work(state), settings.max_body_bytes, _text_processes(state))
-    # the description of FastAPI knows nothing of these endpoints, and its page fetches scripts from the internet
+    # FastAPI's schema does not cover these endpoints, and its docs page loads scripts from the internet
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.state.server = state
     _add_openai(app, state)
@@ -73,7 +73,7 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
 
 
 def _text_processes(state: ServerState) -> TextProcesses | None:
-    """None for a tokenizer that no other process can load."""
+    """None if no other process can load the tokenizer."""
     tokenizer = state.frontend.tokenizer
     if tokenizer is not None and tokenizer.source is None:
         return None
@@ -83,7 +83,7 @@ def _text_processes(state: ServerState) -> TextProcesses | None:
 
 
 def make_template(settings: ServerSettings, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """The chat template of the flags, or else of the checkpoint; None where there is none, or no tokenizer.
+    """The chat template of the flags, else of the checkpoint; None without one, or without a tokenizer.
 
     Raises:
         ConfigError: it cannot be read.
@@ -105,7 +105,7 @@ def _check_parsers(settings: ServerSettings) -> None:
 def _route(app: FastAPI, paths: str, handler: Handler, shape: ErrorFormat, methods: str = "GET") -> None:
     endpoint = guarded(handler, shape)
     wanted = methods.split()
-    if wanted == ["GET"]:  # endpoints that take POST too change something; uvicorn leaves the body out
+    if wanted == ["GET"]:  # not for endpoints with POST, which have side effects; uvicorn omits the body
         wanted.append("HEAD")
     for path in paths.split():
         for method in wanted:
@@ -162,9 +162,9 @@ def _add_native(app: FastAPI, state: ServerState) -> None:
     _route(app, "/dump_expert_distribution_record", experts.dump, native_body, "GET POST")
     _route(app, "/experts", experts.page, native_body)
     _route(app, "/experts/data", experts.data, native_body)
-    for path in LATER_ENDPOINTS:
+    for path in UNSUPPORTED_ENDPOINTS:
         shape = error_format_of(path)
-        _route(app, path, control.later, shape, "GET POST PUT")
+        _route(app, path, control.not_implemented, shape, "GET POST PUT")
 
 
 def _add_pages(app: FastAPI) -> None:
@@ -217,6 +217,6 @@ async def _no_such_route(request: Request, exc: Exception) -> Response:
 
 
 def _methods_of(request: Request) -> str:
-    """The methods that the path of a request takes."""
+    """HTTP methods of the request's path."""
     matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
     return ", ".join(sorted({method for route in matching for method in getattr(route, "methods", None) or ()}))

@@ -1,4 +1,4 @@
-"""API keys: `Authorization: Bearer KEY` on everything but health and metrics; a second key for control endpoints."""
+"""API keys: `Authorization: Bearer KEY` except for health and metrics; an admin key for control endpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_engine.server.errors import Problem, error_format_of, error_response
 
 FREE_PREFIXES = ("/health", "/metrics", "/ready", "/ping")
 FREE_PATHS = frozenset({"/", "/docs", "/openapi.json", "/experts"})
-"""They show nothing of what is served. /experts asks for the key, and sends it with what it fetches."""
+"""Pages without served data. /experts prompts for the key and sends it with its requests."""
 
 ADMIN_PATHS = frozenset(
     {"/flush_cache", "/abort_request", "/configure_logging", "/set_internal_state", "/start_profile", "/stop_profile"}
@@ -22,11 +22,11 @@ ADMIN_PREFIXES = (
 
 
 class KeyCheck:
-    """ASGI middleware that lets a request through only with the right key.
+    """ASGI middleware that rejects requests without the right key.
 
     Args:
-        api_key: wanted on all endpoints; None leaves them open.
-        admin_api_key: wanted instead on endpoints that change the engine; None means `api_key` there too.
+        api_key: required on all endpoints; None: no authentication.
+        admin_api_key: required instead on endpoints that change the engine; None: `api_key`.
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None, admin_api_key: str | None = None) -> None:
@@ -60,5 +60,5 @@ class KeyCheck:
 
 
 def changes_engine(path: str) -> bool:
-    """Whether the endpoint of a path changes the engine rather than use it."""
+    """Whether a path's endpoint changes the engine's state."""
     return path in ADMIN_PATHS or path.startswith(ADMIN_PREFIXES)

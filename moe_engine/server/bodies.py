@@ -1,14 +1,14 @@
-"""Where a request's body is worked on: decoded, checked, rendered with the chat template, tokenized.
+"""Processing of request bodies: decoding, checks, chat template, tokenization.
 
-All of it grows with the body, so it goes where it holds up no other request:
+The cost grows with the body, so it is placed where it does not block other requests:
 
-- up to `THREAD_CHARS` bytes: on the event loop, which is quickest;
-- up to `PROCESS_BYTES`: in one of a few threads;
-- beyond: in one of a few processes (`text_processes`). A single call of the JSON decoder would else hold Python's
-  interpreter lock for seconds, and so would the garbage collector over millions of objects.
+- up to `THREAD_CHARS` bytes: on the event loop, which is fastest;
+- up to `PROCESS_BYTES`: in a small thread pool;
+- beyond: in a small process pool (`text_processes`). Otherwise a single call of the JSON decoder, or the garbage
+  collector with millions of objects, would hold the GIL for seconds.
 
-The work of an endpoint is one function of the decoded body and of facts that do not change while the server runs. It
-gives a `Plan`, for endpoints that generate, or the answer's JSON in pieces.
+The work of an endpoint is one function of the decoded body and of facts that are constant while the server runs. It
+returns a `Plan` for endpoints that generate, or the response's JSON in pieces.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from fastapi import Request, Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.prepare import THREAD_CHARS, ReadRequest
-from moe_engine.server.errors import FailedElsewhereError
+from moe_engine.server.errors import RemoteProblemError
 from moe_engine.server.http_io import Body, PartsResponse, cancel_on_disconnect, decode_object
 from moe_engine.server.text_frames import Kind
 from moe_engine.server.text_processes import TextProcesses
 
 PROCESS_BYTES = 2**19
-"""Larger bodies go to a process. Decoding so many bytes holds the interpreter lock for 15 ms at the worst."""
+"""Larger bodies are sent to a process. Decoding this many bytes holds the GIL for at most 15 ms."""
 BODY_SECONDS = 300.0
-"""A client has so long to send a large body: it occupies a process meanwhile."""
+"""Time limit for receiving a large body, which occupies a process meanwhile."""
 THREADS = 4
 MAX_WAITING = 64
-"""Large bodies that may wait for a process; more are refused with 503."""
+"""Max large bodies that wait for a process; further ones are refused with 503."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """A request ready for the engine. `options`: what its endpoint needs to shape the answer."""
+    """A request ready for the engine. `options`: what its endpoint needs to build the response."""
 
     read: ReadRequest
     options: Any = None
@@ -51,12 +51,12 @@ Work = Callable[[dict[str, Any]], Plan | Iterator[bytes]]
 
 
 class Bodies:
-    """Reads bodies and does the work on them.
+    """Reads and processes request bodies.
 
     Args:
-        work: the work of each endpoint, by name.
+        work: the work function of each endpoint, by name.
         max_bytes: longer bodies are refused with 413.
-        processes: where large bodies go; None works on them in threads too.
+        processes: pool for large bodies; None: threads process these too.
     """
 
     def __init__(self, work: Mapping[str, Work], max_bytes: int, processes: TextProcesses | None) -> None:
@@ -67,13 +67,13 @@ class Bodies:
         self._waiting = 0
 
     async def plan(self, request: Request, name: str) -> Plan:
-        """Raises InputError: the body is too large, no JSON object, or not what the endpoint takes."""
+        """Raises InputError: the body is too large, not a JSON object, or invalid for the endpoint."""
         done = await self._run(request, name)
         assert isinstance(done, Plan)
         return done
 
     async def answer(self, request: Request, name: str) -> Response:
-        """Raises as `plan`."""
+        """Raises like `plan`."""
         done = await self._run(request, name)
         assert isinstance(done, Response)
         return done
@@ -100,12 +100,12 @@ class Bodies:
     async def _run_large(self, request: Request, body: Body, begun: bytes, name: str) -> Plan | Response:
         if self._waiting >= MAX_WAITING:
             raise InputError(
-                f"{self._waiting} requests with large bodies are waiting already; try again later", status=503
+                f"{self._waiting} requests with large bodies are already queued; try again later", status=503
             )
         frames = self._frames(body, begun, name)
         self._waiting += 1
         try:
-            await anext(frames)  # the whole body was passed on
+            await anext(frames)  # the whole body has been forwarded
         finally:
             self._waiting -= 1
         kind, payload = await cancel_on_disconnect(request, anext(frames))
@@ -114,7 +114,7 @@ class Bodies:
         return PartsResponse(_parts(payload, frames))
 
     async def _frames(self, body: Body, begun: bytes, name: str) -> AsyncGenerator[tuple[int, bytes]]:
-        """First an empty frame, once the process has the whole body; then what the process sends."""
+        """First an empty frame, once the process has the whole body; then the frames of the process."""
         assert self._processes is not None
         async with self._processes.session(name) as process:
             try:
@@ -128,7 +128,7 @@ class Bodies:
             yield Kind.PART, b""
             while (frame := await process.receive())[0] != Kind.END:
                 if frame[0] == Kind.PROBLEM:
-                    raise FailedElsewhereError(pickle.loads(frame[1]))
+                    raise RemoteProblemError(pickle.loads(frame[1]))
                 yield frame
 
 

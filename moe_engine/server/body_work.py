@@ -1,4 +1,4 @@
-"""The work of every endpoint that takes text, by name; the same in the server and in the processes for large bodies."""
+"""Body work functions of all endpoints that take text, by name; used by the server and the large-body processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Health, facts about the model and the server, load, and the endpoints that later parts bring."""
+"""Control endpoints: health, model and server info, load; 501 for endpoints that are not implemented."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_engine.server.state import ServerState, health_problem
 
 STATE_TIMEOUT = 2.0
 
-LATER_ENDPOINTS = (
+UNSUPPORTED_ENDPOINTS = (
     "/update_weights", "/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor",
     "/update_weights_from_ipc", "/update_weight_version", "/init_weights_update_group", "/destroy_weights_update_group",
     "/begin_weight_update", "/end_weight_update", "/weights_checker", "/get_weights_by_name",
@@ -37,19 +37,19 @@ class ControlApi:
         self._probe: asyncio.Task[None] | None = None
 
     async def health(self, request: Request) -> Response:
-        """Liveness and progress, from shared memory: no generation, no queue."""
+        """Liveness and progress, from shared memory: needs neither generation nor a queue."""
         problem = health_problem(self._state.client.health(), self._state.settings.watchdog_timeout)
         if problem is not None:
             raise InputError(problem, status=503)
         return Response(status_code=200)
 
     async def health_generate(self, request: Request) -> Response:
-        """Generates one token. Requests that come meanwhile share it: as in SGLang, the endpoint needs no key."""
+        """Generates one token. Concurrent requests share it, because the endpoint needs no key (as in SGLang)."""
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._generate_one())
             self._probe.add_done_callback(
                 lambda task: task.cancelled() or task.exception()
-            )  # every client may have hung up
+            )  # retrieves the exception: all clients may have disconnected
         timeout = self._state.settings.health_timeout
         try:
             await cancel_on_disconnect(request, asyncio.shield(self._probe))
@@ -60,7 +60,7 @@ class ControlApi:
     async def _generate_one(self) -> None:
         inp = GenerateInput(
             input_ids=[0],
-            # a seed of its own, as probes must not change those that are drawn for requests
+            # a fixed seed: probes must not change the seeds drawn for requests
             sampling_params={"max_new_tokens": 1, "temperature": 0.0, "sampling_seed": 0},
             rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
             log_metrics=False,
@@ -125,7 +125,7 @@ class ControlApi:
         }
 
     async def loads(self, request: Request) -> Response:
-        """Load per data-parallel rank, as SGLang's routers read it; `dp_rank` in the query asks for one of them."""
+        """Load per data-parallel rank, in the form SGLang's routers read; query parameter `dp_rank` selects one."""
         info, healths = self._state.client.info, self._state.client.healths()
         wanted = _loads_query(request, len(healths))
         loads = [
@@ -172,15 +172,15 @@ class ControlApi:
             ]
         )
 
-    async def later(self, request: Request) -> Response:
+    async def not_implemented(self, request: Request) -> Response:
         raise NotAvailableYet(f"{request.url.path}: not available yet in moe-engine {version()}")
 
 
 def _loads_query(request: Request, num_ranks: int) -> int | None:
-    """The data-parallel rank that a query of /v1/loads asks for; None for all.
+    """The data-parallel rank of a /v1/loads query; None for all.
 
     Raises:
-        InputError: a rank that is not there, or a section or format that this server does not have.
+        InputError: an unknown rank, or a section or format that is not implemented.
     """
     query = request.query_params
     for name, known in (("include", {"core", "all"}), ("format", {"json"})):
@@ -201,7 +201,7 @@ def _loads_query(request: Request, num_ranks: int) -> int | None:
 
 
 async def internal_states(state: ServerState) -> list[dict[str, Any]]:
-    """What the cores tell of themselves, one dict a rank; empty when they do not answer in time."""
+    """Internal state of the cores, one dict per rank; empty if they do not reply in time."""
     try:
         return await asyncio.wait_for(state.client.call("internal_state"), STATE_TIMEOUT)
     except (TimeoutError, MoeEngineError):

@@ -1,8 +1,8 @@
-"""What is refused before any endpoint sees it: heads that are too large, and web pages of other origins.
+"""Middleware that rejects requests before any endpoint: oversized headers, and cross-origin web pages (CSRF).
 
 A server without a key on a developer's machine trusts every request, and any web page that the developer visits can
-send one: `<img src="http://localhost:30000/dump_expert_distribution_record">` is enough. Browsers name the origin of a
-request in headers that a page cannot change. Programs send none of these headers and are not affected.
+send one: `<img src="http://localhost:30000/dump_expert_distribution_record">` is enough. Browsers report a request's
+origin in headers that a page cannot change. Programs send none of these headers and are not affected.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from moe_engine.server.errors import Problem, error_format_of, error_response
 from moe_engine.server.http_protocol import MAX_HEAD_BYTES
 
 SIMPLE_TYPES = ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
-"""Bodies that a page may send anywhere without the browser asking the server first."""
+"""Content types that a page may send cross-origin without a CORS preflight."""
 
 
 class EdgeCheck:
     """ASGI middleware.
 
     Args:
-        check_origin: whether requests of other origins' pages are refused where they change the engine, and where the
-            browser did not ask first (a CORS preflight). With an API key, which such a page lacks, there is no need.
+        check_origin: refuse cross-origin requests of web pages that change the engine or that had no CORS preflight.
+            Not needed with an API key, which such a page does not have.
     """
 
     def __init__(self, app: ASGIApp, check_origin: bool) -> None:
@@ -58,7 +58,7 @@ class EdgeCheck:
 
 
 def is_cross_origin(headers: Headers) -> bool:
-    """Whether a browser sends the request for a page of another origin."""
+    """Whether a browser sent the request for a page of another origin."""
     site = headers.get("sec-fetch-site")
     if site is not None:
         return site not in ("same-origin", "none")

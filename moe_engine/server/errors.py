@@ -1,4 +1,4 @@
-"""Every failure as an HTTP answer: OpenAI's shape on /v1, SGLang's on the native endpoints."""
+"""HTTP error responses: OpenAI's format on /v1, SGLang's on the native endpoints."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from moe_engine.errors import EngineDeadError, GenerationError, InputError, NotA
 
 logger = logging.getLogger("moe_engine.server")
 
-CLIENT_GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "NotFoundError", 413: "invalid_request_error"}
 
 
-class ClientGoneError(Exception):
-    """The client hung up; nobody reads the answer."""
+class ClientDisconnectedError(Exception):
+    """The client disconnected; the response is not needed."""
 
 
 class ModelNotFoundError(InputError):
@@ -30,8 +30,8 @@ class ModelNotFoundError(InputError):
         super().__init__(f"The model {model!r} does not exist; this server has {served!r}.", field="model", status=404)
 
 
-class FailedElsewhereError(Exception):
-    """A request failed in another process, which named the problem."""
+class RemoteProblemError(Exception):
+    """A request failed in another process, which reported the problem."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -40,7 +40,7 @@ class FailedElsewhereError(Exception):
 
 @dataclass(frozen=True)
 class Problem:
-    """What a client is told of a failure."""
+    """A failure as reported to the client."""
 
     status: int
     message: str
@@ -53,8 +53,8 @@ class Problem:
 
 
 def problem_of(exc: BaseException) -> Problem:
-    """Names a failure for the client. What nobody foresaw is logged with its traceback."""
-    if isinstance(exc, FailedElsewhereError):
+    """Converts an exception for the client. Unexpected ones are logged with their traceback."""
+    if isinstance(exc, RemoteProblemError):
         return exc.problem
     if isinstance(exc, ModelNotFoundError):
         return Problem(404, exc.message, "invalid_request_error", exc.field, "model_not_found")
@@ -72,7 +72,7 @@ def problem_of(exc: BaseException) -> Problem:
 
 
 def openai_body(problem: Problem) -> dict[str, Any]:
-    """OpenAI's fields at the top (as SGLang has them) and under "error" (where OpenAI's own client looks)."""
+    """OpenAI's fields at top level (as in SGLang) and under "error" (where OpenAI's client reads them)."""
     fields = problem.fields()
     return {"object": "error", **fields, "error": fields}
 
@@ -82,7 +82,7 @@ def native_body(problem: Problem) -> dict[str, Any]:
 
 
 def error_format_of(path: str) -> ErrorFormat:
-    """How errors of a path look."""
+    """Error format of a path."""
     return openai_body if path.startswith("/v1") else native_body
 
 
@@ -93,27 +93,27 @@ Handler = Callable[[Request], Awaitable[Response]]
 def error_response(problem: Problem, shape: ErrorFormat) -> Response:
     response = Response(msgspec.json.encode(shape(problem)), problem.status, media_type="application/json")
     if problem.status in (408, 413, 431):
-        response.headers["connection"] = "close"  # the rest of the body is not wanted
+        response.headers["connection"] = "close"  # the rest of the body is not read
     if problem.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     return response
 
 
 def stream_error(exc: Exception) -> bytes:
-    """The event that ends a stream in which something went wrong."""
+    """The event that ends a failed stream."""
     problem = problem_of(exc)
     return b"data: " + msgspec.json.encode({"error": problem.fields()}) + b"\n\n"
 
 
 def guarded(handler: Handler, shape: ErrorFormat) -> Handler:
-    """A handler whose failures become answers, and touch no other request."""
+    """A handler whose exceptions become error responses and do not affect other requests."""
 
     @wraps(handler)
     async def run(request: Request) -> Response:
         try:
             return await handler(request)
-        except ClientGoneError:
-            return Response(status_code=CLIENT_GONE)
+        except ClientDisconnectedError:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as exc:
             return error_response(problem_of(exc), shape)
 

@@ -1,4 +1,4 @@
-"""Recording of experts over HTTP, with SGLang's endpoints and answers, and the live page."""
+"""Expert-recording endpoints, with SGLang's paths and responses, and the live page."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class ExpertsApi:
 
     async def start(self, request: Request) -> Response:
         await self._records.start()
-        return _said("Start recording expert distribution.")
+        return _text_line("Start recording expert distribution.")
 
     async def stop(self, request: Request) -> Response:
         await self._records.stop()
-        return _said("Stop recording expert distribution.")
+        return _text_line("Stop recording expert distribution.")
 
     async def dump(self, request: Request) -> Response:
-        """Where to is the operator's choice alone; the log names the files. Says what is in none of them."""
+        """Writes the dump to the server's folder; the log names the files. The response lists lost records."""
         dump = await self._records.dump()
         lost = [f"Without the records of what was lost: {loss}" for loss in dump.lost]
-        return _said("\n".join(["Dump expert distribution record.", *lost]))
+        return _text_line("\n".join(["Dump expert distribution record.", *lost]))
 
     async def page(self, request: Request) -> Response:
         headers = {"content-security-policy": POLICY, "cache-control": "no-cache"}
@@ -41,13 +41,13 @@ class ExpertsApi:
         try:
             view = await asyncio.wait_for(self._records.snapshot(), VIEW_TIMEOUT)
         except TimeoutError:
-            raise InputError("a step takes long; ask again", status=503) from None
+            raise InputError("a long step is running; try again", status=503) from None
         return json_response(view or NOTHING)
 
 
 NOTHING = {"layers": 0, "experts": 0, "counts": [], "balancedness": {}, "recording": False, "pass": -1}
-"""The view of a server that cannot record."""
+"""The view of a server with recording off."""
 
 
-def _said(line: str) -> Response:
+def _text_line(line: str) -> Response:
     return Response(f"{line}\n", media_type="text/plain; charset=utf-8")

@@ -1,4 +1,4 @@
-"""The page that `GET /experts` serves: a heat map of the experts that polls ``experts/data``. Imports no torch."""
+"""Live page of `GET /experts`: a heat map of the experts that polls ``experts/data``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import lru_cache
 from importlib import resources
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-"""Content-Security-Policy to serve it with: it loads nothing but its data."""
+"""Content-Security-Policy of the page: it loads only its own data."""
 
 
 @lru_cache

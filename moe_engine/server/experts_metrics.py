@@ -1,4 +1,4 @@
-"""Balance of experts as Prometheus metrics; on the page only where the engine reports or rebalances."""
+"""Prometheus metrics of expert balance; present only if the engine records or rebalances experts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import prometheus_client as prom
 
-# name -> (field of the state, what it is)
+# name -> (field of the state, help text)
 _COUNTERS = {
-    "eplb_rebalances_total": ("rebalances", "Times that experts were moved to a new plan."),
-    "eplb_experts_received_total": ("experts_received", "Experts that came to a rank from others (rank 0)."),
-    "eplb_pause_seconds_total": ("pause_seconds", "Time that steps waited for moves (rank 0), s."),
+    "eplb_rebalances_total": ("rebalances", "Number of rebalances (moves of experts to a new plan)."),
+    "eplb_experts_received_total": ("experts_received", "Experts received from other ranks (rank 0)."),
+    "eplb_pause_seconds_total": ("pause_seconds", "Time that steps waited for expert moves (rank 0), s."),
 }
 _GAUGES = {
-    "eplb_longest_pause_seconds": ("longest_pause", "Longest wait of one step for moves (rank 0), s."),
-    "eplb_pause_share": ("pause_share", "Waits for moves over the time of the steps with moves (rank 0)."),
-    "eplb_planned_balancedness": ("after", "Mean over max tokens of the ranks that the last plan should bring."),
+    "eplb_longest_pause_seconds": ("longest_pause", "Longest wait of one step for expert moves (rank 0), s."),
+    "eplb_pause_share": ("pause_share", "Share of waits for moves in the time of steps with expert moves (rank 0)."),
+    "eplb_planned_balancedness": ("after", "Mean over max tokens of the ranks expected from the last plan."),
 }
 
 
@@ -39,7 +39,7 @@ class ExpertMetrics:
         self._balancedness = prom.Gauge("sglang:eplb_balancedness", text, [*names, "window"], registry=registry)
 
     def set(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """`states` of the cores that have any of it; of several the first one's, whose rank 0 is the world's."""
+        """`states`: of the cores that report it; only the first one is used, whose rank 0 is the world's."""
         for state in states[:1]:
             for window, value in state.get("balancedness", {}).items():
                 self._balancedness.labels(**self._labels, window=window).set(value)

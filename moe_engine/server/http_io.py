@@ -1,4 +1,4 @@
-"""Requests in, answers and event streams out, and noticing at once when a client is gone."""
+"""HTTP I/O: request bodies, JSON responses, event streams (SSE), detection of client disconnects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from moe_engine.errors import InputError
-from moe_engine.server.errors import ClientGoneError, ErrorFormat, error_response, problem_of, stream_error
+from moe_engine.server.errors import ClientDisconnectedError, ErrorFormat, error_response, problem_of, stream_error
 from moe_engine.unicode_checks import check_unicode_within
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 SMALL_BODY_BYTES = 2**16
 BODY_PAUSE_SECONDS = 60.0
-"""A client that sends nothing of its body for so long is refused with 408."""
+"""A request whose body stalls for this long is refused with 408."""
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -37,10 +37,10 @@ def sse(value: Any) -> bytes:
 
 
 class Body:
-    """The body of a request as it arrives.
+    """A request body, read as it arrives.
 
     Raises:
-        InputError: 415, it is compressed; 413, as soon as it is known to be longer than `limit` bytes.
+        InputError: 415 if compressed; 413 as soon as it exceeds `limit` bytes.
     """
 
     def __init__(self, request: Request, limit: int) -> None:
@@ -56,14 +56,14 @@ class Body:
         self.is_complete = False
 
     async def read(self, enough: int) -> bytes:
-        """The whole body, or its beginning once there are more than `enough` bytes. Raises as the class."""
+        """The whole body, or its beginning once it exceeds `enough` bytes. Raises like the class."""
         parts: list[bytes] = []
         while self._size <= enough and (part := await self._next()) is not None:
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def rest(self) -> AsyncGenerator[bytes]:
-        """What `read` has left. Raises as the class."""
+        """The rest of the body after `read`. Raises like the class."""
         while (part := await self._next()) is not None:
             yield part
 
@@ -72,9 +72,9 @@ class Body:
             async with asyncio.timeout(BODY_PAUSE_SECONDS):
                 part = await anext(self._stream, None)
         except ClientDisconnect:
-            raise ClientGoneError from None
+            raise ClientDisconnectedError from None
         except TimeoutError:
-            raise InputError(f"nothing of the request body came for {BODY_PAUSE_SECONDS:g} s", status=408) from None
+            raise InputError(f"no data of the request body for {BODY_PAUSE_SECONDS:g} s", status=408) from None
         if part is None:
             self.is_complete = True
             return None
@@ -85,7 +85,7 @@ class Body:
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object sent to an endpoint that takes a few short fields.
+    """Reads the JSON object of an endpoint with a few short fields.
 
     Raises:
         InputError: not JSON, not an object, compressed, or longer than `SMALL_BODY_BYTES`.
@@ -94,7 +94,7 @@ async def read_object(request: Request) -> dict[str, Any]:
 
 
 def decode_object(body: bytes | bytearray) -> dict[str, Any]:
-    """The JSON object in a body.
+    """Decodes the JSON object in a body.
 
     Raises:
         InputError: not JSON, or not an object.
@@ -111,8 +111,8 @@ def decode_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _decode_leniently(body: bytes | bytearray, cause: Exception) -> Any:
-    """Python clients send NaN and Infinity; decoding them lets the check of the field name it. What Python's decoder
-    lets through besides, half surrogate pairs, is refused here: all strings of a request can be encoded."""
+    """Accepts NaN and Infinity, which Python clients send, so that the field's check can name the field. Rejects lone
+    surrogates, which Python's decoder accepts too: all strings of a request must be encodable."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -136,26 +136,26 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client hangs up. The request's body was read before.
+    """The result of `work`, which is cancelled if the client disconnects. Call after the body was read.
 
     Raises:
-        ClientGoneError: the client hung up.
+        ClientDisconnectedError: the client disconnected.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request.receive))
+    disconnect = asyncio.ensure_future(_disconnected(request.receive))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGoneError
+            raise ClientDisconnectedError
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
 class PartsResponse(Response):
-    """An answer in parts. When the client hangs up, the generator is closed at once, wherever it stands."""
+    """A response in parts. If the client disconnects, the generator is closed at once."""
 
     media_type = "application/json"
 
@@ -166,15 +166,15 @@ class PartsResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         pump = asyncio.ensure_future(self._pump(scope, receive, send))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        disconnect = asyncio.ensure_future(_disconnected(receive))
         try:
-            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({pump, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             pump.cancel()
-            gone.cancel()
-            await asyncio.gather(pump, gone, return_exceptions=True)
+            disconnect.cancel()
+            await asyncio.gather(pump, disconnect, return_exceptions=True)
         if not pump.cancelled():
-            pump.result()  # an answer that broke off must not look complete: the connection is closed
+            pump.result()  # raises after a failure, which closes the connection: the response must not look complete
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._parts) as parts:
@@ -185,7 +185,7 @@ class PartsResponse(Response):
 
 
 class EventStream(PartsResponse):
-    """A stream of server-sent events, closed with `data: [DONE]`.
+    """A stream of server-sent events, ended by `data: [DONE]`.
 
     The status line waits for the first event, so that a request the engine refuses gets a proper HTTP error.
     """
@@ -214,7 +214,7 @@ class EventStream(PartsResponse):
 
 
 def plain_floats(value: Any) -> Any:
-    """Replaces numbers JSON cannot hold by null."""
+    """Replaces numbers that JSON cannot represent by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

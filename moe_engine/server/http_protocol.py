@@ -1,12 +1,12 @@
-"""uvicorn's HTTP/1.1 connection, with bodies of requests that offer an upgrade, and limits on a request's head.
+"""uvicorn's HTTP/1.1 connection, plus support for bodies of requests with ``Upgrade``, and limits on request headers.
 
-Clients such as Java's HttpClient and ``curl --http2`` send ``Upgrade: h2c`` with every first request on a plain
-connection. A server that does not take the offer answers in HTTP/1.1 as if the header were not there (RFC 9110, 7.8);
-httptools, however, stops reading at the end of such a head and leaves the body to the new protocol. uvicorn's other
-parser, h11, does read it, but spends several times as long on each piece of a stream.
+Clients such as Java's HttpClient and ``curl --http2`` send ``Upgrade: h2c`` with the first request of every plain
+connection. A server that does not upgrade must respond in HTTP/1.1 as if the header were absent (RFC 9110, 7.8);
+httptools, however, stops parsing after such headers and leaves the body to the new protocol. uvicorn's other parser,
+h11, parses it, but takes several times as long for each chunk of a stream.
 
-uvicorn has no public way to change either, and no limits on a head for httptools. This class is built on a private one:
-`PRIVATE` lists what it uses, pyproject.toml has an upper bound for uvicorn's version, and a test compares them.
+uvicorn has no public hook for either, and no header limits with httptools. This class extends a private one: `PRIVATE`
+lists the attributes used, pyproject.toml bounds uvicorn's version, and a test compares them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES = 2**16
 HEAD_SECONDS = 60.0
-"""A request's head must be complete so long after the connection, or after the head's first byte."""
+"""Time limit for a complete request head, from the connection or from the head's first byte."""
 
 PRIVATE = frozenset(
     {"_unset_keepalive_if_required", "cycle", "headers", "logger", "loop", "parser", "send_400_response", "transport"}
     | {"on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete"}
 )
-"""What `Connection` uses of `HttpToolsProtocol` beyond `asyncio.Protocol`; of `cycle` its `more_body`."""
+"""Attributes of `HttpToolsProtocol` used by `Connection` beyond `asyncio.Protocol`; of `cycle`: `more_body`."""
 
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class Connection(HttpToolsProtocol):
-    """Ignores offers to upgrade: what follows such a head is read as its body. Refuses heads that are long or late."""
+    """Ignores ``Upgrade``: the data after such a head is parsed as its body. Refuses oversized or slow heads."""
 
     _head_bytes: int | None = 0
-    """Bytes of a head that is not complete; None while a body or an answer is on its way."""
+    """Bytes of an incomplete head; None during a body or a response."""
     _head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -73,7 +73,7 @@ class Connection(HttpToolsProtocol):
                 return
             except httptools.HttpParserUpgrade as offer:
                 data = data[offer.args[0] :]
-                self.cycle.more_body = True  # httptools has just called it complete
+                self.cycle.more_body = True  # undoes httptools' on_message_complete
                 self.parser = httptools.HttpRequestParser(_Rest(self))
                 self.parser.feed_data(_head_again(self.headers))
             except httptools.HttpParserError:
@@ -106,13 +106,13 @@ class Connection(HttpToolsProtocol):
 
 
 def _head_again(headers: list[tuple[bytes, bytes]]) -> bytes:
-    """A head that promises the same body and offers nothing."""
+    """A head with the same body framing and without ``Upgrade``."""
     lines = [b"POST / HTTP/1.1", *(name + b": " + value for name, value in headers if name in _FRAMING)]
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
 class _Rest:
-    """A connection's callbacks for a head it has seen already: nothing of it is told twice, all that follows is."""
+    """Callbacks for a head that the connection has already seen: skips that head, forwards everything after it."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -1,7 +1,7 @@
-"""``moe-engine serve``: from flags to a server that answers, and back down again.
+"""``moe-engine serve``: starts the engine and the HTTP server from the flags, shuts both down.
 
-The core process starts first (importing torch and loading take longest); meanwhile this process imports the HTTP stack
-and the tokenizer.
+The core process starts first (importing torch and loading weights take longest); meanwhile this process imports the
+HTTP stack and the tokenizer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger("moe_engine")
 
 ENGINE_DIED = 1
 DEAD_ENGINE_GRACE_SECONDS = 1.0
-"""After the engine died: so long the server still answers, so that every client reads the error."""
+"""How long the server still responds after the engine died, so that every client receives the error."""
 
 
 def serve(args: EngineArgs) -> int:
@@ -49,7 +49,7 @@ def serve(args: EngineArgs) -> int:
         0 after a drain, 1 if the engine died.
 
     Raises:
-        ConfigError: a flag, the model's config, the checkpoint or the address is at fault.
+        ConfigError: a flag, the model's config, the checkpoint or the address is invalid.
         EngineDeadError: the engine failed while starting.
     """
     began = time.monotonic()
@@ -70,11 +70,11 @@ def serve(args: EngineArgs) -> int:
             logger.info("%s", line)
         import uvloop
 
-        from moe_engine.server.app import make_template  # slow: while the core loads
+        from moe_engine.server.app import make_template  # slow import: overlaps with the core's loading
 
         tokenizer, settings = open_tokenizer(config), server_settings(config)
-        make_template(settings, tokenizer)  # a broken one is told of at once, not after the weights
-        info = wait_ready(cores)  # in this thread: a signal interrupts it
+        make_template(settings, tokenizer)  # a broken template fails before the weights are loaded
+        info = wait_ready(cores)  # on the main thread, so that a signal interrupts it
         return uvloop.run(_serve(config, cores, info, tokenizer, settings, sock, began))
     finally:
         stop_cores(cores)
@@ -82,7 +82,7 @@ def serve(args: EngineArgs) -> int:
 
 
 def _report_to_node_0(args: EngineArgs, place: ClusterPlace | None, error: NodeRankError) -> None:
-    """So that it does not wait for this node."""
+    """Reports the error to node 0, so that it does not wait for this node."""
     from moe_engine.cluster.node import report_refusal
     from moe_engine.planning.prepare import secret_of_nodes
     from moe_engine.processes.zmq_sockets import job_keys
@@ -94,17 +94,17 @@ def _report_to_node_0(args: EngineArgs, place: ClusterPlace | None, error: NodeR
 
 
 def _serve_node(config: ResolvedConfig) -> int:
-    """What a node without the HTTP server runs, until node 0 ends it."""
+    """Runs a node without the HTTP server until node 0 stops it."""
     from moe_engine.cluster.node import run_node
     from moe_engine.executor.sharded_worker import rank_group_options
 
     plan = config.parallel
     if plan.local_rank:
-        logger.info("Nothing to do: the first process of node %d starts all its ranks", plan.node_rank)
+        logger.info("Exiting: the first process of node %d starts all of its ranks", plan.node_rank)
         return 0
     options = rank_group_options(config)
     if options is None:
-        raise ConfigError(f"--node-rank {plan.node_rank}: one rank needs one node")
+        raise ConfigError(f"--node-rank {plan.node_rank}: a single rank runs on a single node")
     for line in explain.start_lines(config):
         logger.info("%s", line)
     return run_node(config, options, config.logging.log_level)
@@ -133,7 +133,7 @@ async def _serve(
         if client.cause_of_death() is not None:
             switch.stop_after(DEAD_ENGINE_GRACE_SECONDS)
         elif not client.closing:
-            logger.error("Serving goes on with the other replicas")
+            logger.error("Serving continues with the other replicas")
 
     for core in cores:
         core.on_death(replica_died, asyncio.get_running_loop())
@@ -165,13 +165,14 @@ async def _serve(
 
 def _report_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical("The watchdog failed: a step that does not end is no longer noticed", exc_info=error)
+        logger.critical("The watchdog failed: stalled steps are no longer detected", exc_info=error)
 
 
 async def _watch(client: CoreClient, timeout: float) -> None:
-    """Ends an engine that does not move: its requests get an error and a supervisor starts it anew.
+    """Watchdog: kills a stalled engine, so that its requests fail and a supervisor restarts the server.
 
-    Seen twice in a row: where this process was held up itself, the engine has a moment to show that it lives.
+    A stall must be seen twice in a row: after this process was itself blocked, the engine gets time to update its
+    status.
     """
     from moe_engine.server.state import stall
 
@@ -184,7 +185,7 @@ async def _watch(client: CoreClient, timeout: float) -> None:
 
 
 def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> None:
-    """For a person at a terminal: that it is ready, and a line to copy."""
+    """Prints the READY line and an example command for interactive users."""
     key = '-H "Authorization: Bearer $API_KEY" ' if config.server.api_key else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
     print(f"READY in {seconds:.1f} s on port {port}. Try:", file=sys.stdout)
@@ -193,10 +194,10 @@ def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> N
 
 
 def server_settings(config: ResolvedConfig) -> ServerSettings:
-    """The HTTP front end's part of the configuration.
+    """The HTTP server's part of the configuration.
 
     Raises:
-        ConfigError: the checkpoint's generation_config.json holds a value out of range.
+        ConfigError: a value in the checkpoint's generation_config.json is out of range.
     """
     from moe_engine.server.settings import ServerSettings, load_sampling_defaults
 

@@ -1,7 +1,7 @@
-"""Log-probabilities as JSON, in the three shapes of the server's answers (see `frontend.logprob_format`).
+"""Log-probabilities as JSON, in the three formats of the server's responses (see `frontend.logprob_format`).
 
-A token's text and bytes are encoded once and kept; of each number only its digits are new. So an entry costs a look-up
-and a concatenation, where dictionaries and lists of Python objects cost twenty times that.
+The JSON of a token's text and bytes is cached; only numbers are encoded each time. An entry costs a look-up and a
+concatenation, a twentieth of the cost with Python dictionaries and lists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NULL = b"null"
 
 
 class _Fragments(dict[int, bytes]):
-    """JSON made of a token, once."""
+    """Cache of a token's JSON, made on first use."""
 
     def __init__(self, make: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class _Fragments(dict[int, bytes]):
 
 
 class TokenJson:
-    """What is known of the tokens of one tokenizer; shared by all answers.
+    """JSON fragments of one tokenizer's tokens; shared by all responses.
 
     Args:
-        tokenizer: None with `--skip-tokenizer-init`: no text then.
+        tokenizer: None with `--skip-tokenizer-init`: no texts.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -74,11 +74,13 @@ class ChatLogprobs:
 
     def render(self, block: PackedLogprobs) -> Columns:
         heads, values = self._heads, _numbers(block.values)
-        rivals = _rivals([heads[i] + value for i, value in zip(ids_of(block.top_ids), _numbers(block.top))], block)
+        alternatives = _alternatives(
+            [heads[i] + value for i, value in zip(ids_of(block.top_ids), _numbers(block.top))], block
+        )
         return [
             [
                 heads[token] + value + b',"top_logprobs":[' + (b"},".join(row) + b"}" if row else b"") + b"]}"
-                for token, value, row in zip(ids_of(block.token_ids), values, rivals)
+                for token, value, row in zip(ids_of(block.token_ids), values, alternatives)
             ]
         ]
 
@@ -87,7 +89,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """`logprobs` of a plain completion: parallel lists. Offsets are -1, as SGLang has them."""
+    """`logprobs` of a plain completion: parallel lists. Offsets are -1, as in SGLang."""
 
     def __init__(self, tokens: TokenJson) -> None:
         self._texts = tokens.texts
@@ -95,10 +97,10 @@ class CompletionLogprobs:
     def render(self, block: PackedLogprobs) -> Columns:
         texts, values = self._texts, _numbers(block.values)
         pairs = [(texts[token], value) for token, value in zip(ids_of(block.top_ids), _numbers(block.top))]
-        # several tokens may have one text, such as U+FFFD, and a JSON object has each name once
+        # several tokens may have the same text, such as U+FFFD, but names in a JSON object must be unique
         tops = [
             b"{" + b",".join([name + b":" + value for name, value in dict(row).items()]) + b"}" if row else NULL
-            for row in _rivals(pairs, block)
+            for row in _alternatives(pairs, block)
         ]
         return [[texts[token] for token in ids_of(block.token_ids)], values, tops]
 
@@ -114,7 +116,7 @@ class CompletionLogprobs:
 
 
 class NativeLogprobs:
-    """SGLang's `meta_info`: an entry is [logprob, token id, text]; rivals are a list of entries, or null."""
+    """SGLang's `meta_info`: an entry is [logprob, token id, text]; alternatives are a list of entries, or null."""
 
     def __init__(self, tokens: TokenJson, options: LogprobOptions) -> None:
         self._texts = tokens.texts
@@ -125,7 +127,10 @@ class NativeLogprobs:
         asked = self._entries(list(self._options.token_ids * block.num_tokens), block.asked)
         return [
             self._entries(ids_of(block.token_ids), block.values),
-            *([b"[" + b",".join(row) + b"]" if row else NULL for row in _rivals(flat, block)] for flat in (top, asked)),
+            *(
+                [b"[" + b",".join(row) + b"]" if row else NULL for row in _alternatives(flat, block)]
+                for flat in (top, asked)
+            ),
         ]
 
     def _entries(self, ids: list[int], values: bytes) -> list[bytes]:
@@ -140,12 +145,12 @@ class NativeLogprobs:
 
 
 def _numbers(data: bytes) -> list[bytes]:
-    """float32 numbers as JSON; what JSON cannot hold is null."""
+    """float32 numbers as JSON; non-finite ones are null."""
     return _encode(floats_of(data))[1:-1].split(b",") if data else []
 
 
-def _rivals(flat: list[T], block: PackedLogprobs) -> list[list[T]]:
-    """The rivals of each token; none where nothing was computed."""
+def _alternatives(flat: list[T], block: PackedLogprobs) -> list[list[T]]:
+    """The alternatives of each token; empty where none were computed."""
     values = floats_of(block.values)
     return [[] if math.isnan(value) else row for row, value in zip(rows_of(flat, len(values)), values)]
 

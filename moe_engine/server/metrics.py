@@ -1,4 +1,4 @@
-"""Prometheus metrics under SGLang's names: counters and histograms from the front end, gauges read when scraped."""
+"""Prometheus metrics under SGLang's names: counters and histograms of the front end, gauges read at scrape time."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _GAUGES = {
     "token_usage": "Share of the KV pool in use.",
     "kv_used_tokens": "KV slots held by running requests, as the schedulers count them.",
     "kv_available_tokens": "KV slots that are free.",
-    "kv_evictable_tokens": "KV slots that hold cached prefixes nobody uses now.",
+    "kv_evictable_tokens": "KV slots with cached prefixes that are not in use.",
     "gen_throughput": "Generated tokens per second.",
     "cache_hit_rate": "Share of the last prefill batch's tokens found in the prefix cache.",
-    "num_retracted_reqs": "Requests taken back to the queue for want of KV slots.",
-    "new_token_ratio": "Share of the possible output that admission reserves.",
-    "utilization": "Running requests over the most that may run.",
+    "num_retracted_reqs": "Requests retracted to the queue because KV slots ran out.",
+    "new_token_ratio": "Share of the remaining output length that admission reserves.",
+    "utilization": "Running requests over the maximum.",
     "is_cuda_graph": "Schedulers whose last decode step was replayed from a CUDA graph.",
-    "compilations_after_ready": "Kernels compiled while requests could be waiting, since the start.",
-    "num_alive_schedulers": "Data-parallel ranks that were not lost.",
+    "compilations_after_ready": "Kernels compiled after READY.",
+    "num_alive_schedulers": "Data-parallel ranks alive.",
     "max_total_num_tokens": "KV slots.",
     "page_size": "KV slots per page.",
     "context_len": "Longest sequence, tokens.",
@@ -52,22 +52,25 @@ _FROM_STATE = {
     "compilations_after_ready": "compilations_after_ready",
 }
 _MEANS = {"cache_hit_rate", "new_token_ratio"}
-"""Of several schedulers the mean is shown, of all others the sum."""
+"""Averaged over several schedulers; all others are summed."""
 
 _TOTALS_FROM_STATE = {
-    "num_retracted_requests_total": ("num_retractions_total", "Times a running request was taken back to the queue."),
+    "num_retracted_requests_total": (
+        "num_retractions_total",
+        "Number of retractions of running requests to the queue.",
+    ),
 }
 
 _SPECULATION = {
-    "spec_accept_length": "Tokens a request gained from a step with drafts, the model's own included; since the start.",
-    "spec_accept_rate": "Share of drafts accepted, since the start.",
-    "spec_num_steps": "Depth of the drafts of the step planned last.",
+    "spec_accept_length": "Tokens per request and verify step, including the target's own; since startup.",
+    "spec_accept_rate": "Share of drafts accepted, since startup.",
+    "spec_num_steps": "Draft depth of the last planned step.",
 }
-_BY_POSITION = ("spec_position_accept_rate", "Share of steps whose drafts were all accepted up to this position.")
+_BY_POSITION = ("spec_position_accept_rate", "Share of verify steps that accepted all drafts up to this position.")
 
 
 class Metrics:
-    """An `Observer` of the front end that renders a Prometheus page."""
+    """An `Observer` of the front end that renders the Prometheus page."""
 
     def __init__(self, model_name: str, info: EngineInfo, version: str) -> None:
         self.registry = prom.CollectorRegistry()
@@ -131,7 +134,7 @@ class Metrics:
     # -- the page
 
     def render(self, client: EngineClient, states: Sequence[dict[str, Any]]) -> bytes:
-        """The page, gauges fresh from shared memory and the cores' answers."""
+        """The page; gauges are read from shared memory and the cores' replies."""
         health, info = client.health(), self._info
         schedulers = max(1, sum(health.alive for health in client.healths()))
         values: dict[str, float] = {
@@ -184,7 +187,7 @@ class Metrics:
 
 
 class SpeculationGauges:
-    """What came of drafts; on the page only where the engine makes them."""
+    """Metrics of speculative decoding; present only if it is enabled."""
 
     def __init__(self, registry: prom.CollectorRegistry, labels: Mapping[str, str]) -> None:
         names = list(labels)
@@ -197,7 +200,7 @@ class SpeculationGauges:
         self._by_position = prom.Gauge(f"sglang:{name}", text, [*names, "position"], registry=registry)
 
     def set(self, ranks: Sequence[Mapping[str, Any]]) -> None:
-        """`ranks`: the `SpecStats` of each as a dict."""
+        """`ranks`: each rank's `SpecStats` as a dict."""
         proposed = [sum(counts) for counts in zip(*(rank["proposed"] for rank in ranks))]
         accepted = [sum(counts) for counts in zip(*(rank["accepted"] for rank in ranks))]
         steps = sum(rank["verify_total"] for rank in ranks)

@@ -1,16 +1,16 @@
-"""Counts of HTTP requests and answers, under SGLang's names."""
+"""Counters of HTTP requests and responses, under SGLang's names."""
 
 from __future__ import annotations
 
 import prometheus_client as prom
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moe_engine.server.errors import CLIENT_GONE
+from moe_engine.server.errors import CLIENT_CLOSED_REQUEST
 from moe_engine.server.metrics import Metrics
 
 
 class StatusCount:
-    """ASGI middleware. Paths that no endpoint takes count as one, so that clients cannot make up label values."""
+    """ASGI middleware. Unknown paths share one label value, so that clients cannot create label values."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -20,7 +20,7 @@ class StatusCount:
         )
         self._responses = prom.Counter(
             "sglang:http_responses_total",
-            "HTTP answers by endpoint and status; 499: the client had hung up.",
+            "HTTP responses by endpoint and status; 499: the client disconnected.",
             [*names, "status_code"],
             registry=metrics.registry,
         )
@@ -29,16 +29,16 @@ class StatusCount:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = CLIENT_GONE
+        status = CLIENT_CLOSED_REQUEST
 
-        async def watched(message: Message) -> None:
+        async def counted_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, counted_send)
         finally:
             route = scope.get("route")
             labels = {

@@ -12,7 +12,7 @@ from fastapi import Request, Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.frontend import Job
-from moe_engine.frontend.generate_input import GenerateInput, check_token_ids, refuse_later_fields
+from moe_engine.frontend.generate_input import GenerateInput, check_token_ids, refuse_unsupported_fields
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import native_body
 from moe_engine.server.http_io import EventStream, cancel_on_disconnect, encode_json, json_response, read_object, sse
@@ -60,8 +60,8 @@ class NativeApi:
         return json_response(outputs if job.is_list else outputs[0])
 
     def read_generate(self, body: dict[str, Any]) -> Plan:
-        refuse_later_fields(body)
-        if body.get("routed_dp_rank") is None:  # its older name
+        refuse_unsupported_fields(body)
+        if body.get("routed_dp_rank") is None:  # the older name is data_parallel_rank
             body["routed_dp_rank"] = body.get("data_parallel_rank")
         inp = GenerateInput(**{name: body[name] for name in _FIELDS if body.get(name) is not None})
         inp.stream = boolean(body, "stream")
@@ -83,7 +83,7 @@ class NativeApi:
         return Response(status_code=200)
 
     async def flush_cache(self, request: Request) -> Response:
-        """Forgets cached prefixes, if need be once the server is idle within `timeout` seconds (in the query)."""
+        """Clears the prefix cache; with `timeout` (query, seconds) waits for the server to become idle."""
         if await cancel_on_disconnect(request, self._flush(time.monotonic() + _flush_timeout(request))):
             return Response(
                 "Cache flushed.\nPlease check backend logs for more details. "

@@ -1,4 +1,4 @@
-"""The log of requests, and several observers behind one."""
+"""Request log (`--log-requests`), and a composite of several observers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTIAL_CHARS = 2048
 
 
 class Observers:
-    """Passes everything on to each of `members`."""
+    """Forwards every event to each of `members`."""
 
     def __init__(self, *members: Observer) -> None:
         self._members = members
@@ -35,9 +35,9 @@ class Observers:
 
 
 class RequestLog:
-    """`--log-requests`: a line when a request comes and one when it ends.
+    """`--log-requests`: a line per received request and one per finished request.
 
-    Levels as SGLang's: 0 metadata, 1 and sampling parameters, 2 and the beginning of the texts, 3 everything.
+    SGLang's levels: 0 metadata, 1 plus sampling parameters, 2 plus the beginning of the texts, 3 everything.
     """
 
     def __init__(self, level: int) -> None:

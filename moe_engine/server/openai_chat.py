@@ -1,4 +1,4 @@
-"""/v1/chat/completions."""
+"""/v1/chat/completions endpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe_engine.server.http_io import EventStream, cancel_on_disconnect, json_re
 from moe_engine.server.openai_choice import ChoiceParser, ParserOptions, parser_options
 from moe_engine.server.openai_common import matched_stop, usage_of
 from moe_engine.server.openai_messages import check_tools, render_prompt
-from moe_engine.server.openai_types import ChatRequest, answer_fields, parse_openai_sampling, parse_request
+from moe_engine.server.openai_types import ChatRequest, parse_openai_sampling, parse_request, response_fields
 from moe_engine.server.state import ServerState
 
 
@@ -38,9 +38,9 @@ class ChatApi:
         return json_response(self._answer(req, job, model, parsers))
 
     def read(self, body: dict[str, Any]) -> Plan:
-        """Its options: the request without what the prompt was made of, the model's name, `ParserOptions`."""
+        """`Plan.options`: the request without the prompt's fields, the model's name, `ParserOptions`."""
         req = parse_request(body, ChatRequest)
-        model = self._state.answered_model(req.model)
+        model = self._state.response_model(req.model)
         self._state.tokenizer()
         tools = self._tools(req)
         options = {
@@ -51,10 +51,10 @@ class ChatApi:
         prompt = render_prompt(self._state, req.messages, options, tools)
         parsers = parser_options(self._state, req, prompt, tools)
         read = self._state.frontend.read(self._input(req, prompt, parsers))
-        return Plan(read, (answer_fields(req, messages=[]), model, parsers))
+        return Plan(read, (response_fields(req, messages=[]), model, parsers))
 
     def _tools(self, req: ChatRequest) -> list[dict[str, Any]]:
-        """The functions the model may call; none with tool_choice "none"."""
+        """The functions that the model may call; empty with tool_choice "none"."""
         choice = req.tool_choice if req.tool_choice is not None else "auto"
         if isinstance(choice, str) and choice not in ("auto", "none", "required"):
             raise InputError(f"tool_choice: expected auto, none or required, got {choice!r:.40}", field="tool_choice")

@@ -1,4 +1,4 @@
-"""One choice of a chat answer: its text split into reasoning, content and tool calls."""
+"""One choice of a chat response: its text parsed into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from moe_engine.tokenizer.tool_calls import MARKERS, ToolCallParser, ToolDelta
 
 @dataclass(frozen=True)
 class ParserOptions:
-    """How the choices of one request are read."""
+    """Parser options of one request's choices."""
 
     reasoning: ReasoningFormat | None = None
     inside: bool = False
-    """The answer starts inside the reasoning."""
+    """The output starts inside the reasoning."""
     stream_reasoning: bool = True
     tool_form: str | None = None
     tool_names: frozenset[str] = frozenset()
     parallel_tools: bool = True
     keep_special: frozenset[int] = frozenset()
-    """Special tokens that must stay in the text for the parsers to see."""
+    """Special tokens kept in the text for the parsers."""
     think_end_id: int | None = None
 
     def count_reasoning(self, output_ids: Sequence[int]) -> int:
-        """Tokens up to and including `</think>`; all of them if it never comes; 0 without reasoning."""
+        """Tokens up to and including `</think>`; all of them if it is missing; 0 without reasoning."""
         if self.think_end_id is None:
             return 0
         try:
@@ -38,7 +38,7 @@ class ParserOptions:
 
 
 def parser_options(state: ServerState, req: ChatRequest, prompt: str, tools: Sequence[dict[str, Any]]) -> ParserOptions:
-    """Settles, from flags and request, how the answer to `prompt` is read."""
+    """Parser options for the output of `prompt`, from flags and request."""
     settings, tokenizer = state.settings, state.tokenizer()
     parser = settings.reasoning_parser if req.separate_reasoning is not False else None
     reasoning = REASONING_FORMATS[parser] if parser else None
@@ -59,7 +59,7 @@ def parser_options(state: ServerState, req: ChatRequest, prompt: str, tools: Seq
 
 
 class ChoiceParser:
-    """Feeds text through the reasoning parser, then what is content through the tool-call parser."""
+    """Passes text through the reasoning parser and its content through the tool-call parser."""
 
     def __init__(self, options: ParserOptions) -> None:
         self._reasoning = (
@@ -74,7 +74,7 @@ class ChoiceParser:
         )
 
     def push(self, text: str) -> list[dict[str, Any]]:
-        """The deltas a piece of text gives."""
+        """The deltas of a piece of text."""
         if not text:
             return []
         if self._reasoning is None:
@@ -83,7 +83,7 @@ class ChoiceParser:
         return ([{"reasoning_content": reasoning}] if reasoning else []) + (self._content(content) if content else [])
 
     def finish(self) -> list[dict[str, Any]]:
-        """The deltas of what was held back."""
+        """The deltas of the text held back; call after the last piece."""
         deltas: list[dict[str, Any]] = []
         if self._reasoning is not None:
             reasoning, content = self._reasoning.finish()
@@ -101,7 +101,7 @@ class ChoiceParser:
         return finish["type"]
 
     def whole(self, text: str) -> dict[str, Any]:
-        """The message of a whole answer."""
+        """The message of a complete output."""
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[dict[str, Any]] = []

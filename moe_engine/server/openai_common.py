@@ -1,4 +1,4 @@
-"""Pieces of OpenAI's answers that chat and plain completions share."""
+"""Parts of OpenAI's responses shared by chat and plain completions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_engine.frontend.generation import Generation
 
 
 def usage_of(generations: Iterable[Generation], *, cache_report: bool, reasoning_tokens: int = 0) -> dict[str, Any]:
-    """Token counts. The prompt of n > 1 copies counts once."""
+    """Token counts. A prompt with n > 1 copies counts once."""
     prompt = completion = cached = 0
     seen: set[int] = set()
     for g in generations:

@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""/v1/completions endpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
 from moe_engine.server.http_io import EventStream, cancel_on_disconnect, json_response, sse
 from moe_engine.server.openai_common import matched_stop, usage_of
-from moe_engine.server.openai_types import CompletionRequest, answer_fields, parse_openai_sampling, parse_request
+from moe_engine.server.openai_types import CompletionRequest, parse_openai_sampling, parse_request, response_fields
 from moe_engine.server.state import ServerState
 
 DEFAULT_MAX_TOKENS = 16
@@ -38,15 +38,15 @@ class CompletionsApi:
         return json_response(self._answer(req, job, model))
 
     def read(self, body: dict[str, Any]) -> Plan:
-        """Its options: the request without its prompt, the model's name."""
+        """`Plan.options`: the request without its prompt, the model's name."""
         req = parse_request(body, CompletionRequest)
-        model = self._state.answered_model(req.model)
+        model = self._state.response_model(req.model)
         tokenizer = self._state.tokenizer()
         read = self._state.frontend.read(self._input(req))
         for prompt in read.prompts:
             if req.echo and prompt.text is None:
                 prompt.text = tokenizer.decode(prompt.ids, skip_special_tokens=False)
-        return Plan(read, (answer_fields(req, prompt=""), model))
+        return Plan(read, (response_fields(req, prompt=""), model))
 
     def _input(self, req: CompletionRequest) -> GenerateInput:
         prompt = req.prompt
@@ -60,7 +60,7 @@ class CompletionsApi:
             raise InputError("suffix: not available yet in moe-engine; leave it out", field="suffix")
         if req.best_of is not None and req.best_of > (req.n if isinstance(req.n, int) else 1):
             raise InputError(
-                "best_of: more answers than n asks for are not available yet in moe-engine; leave it out",
+                "best_of: values above n are not available yet in moe-engine; leave it out",
                 field="best_of",
             )
         max_tokens = DEFAULT_MAX_TOKENS if req.max_tokens is None else req.max_tokens

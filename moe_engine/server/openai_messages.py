@@ -1,4 +1,4 @@
-"""Checks a conversation and renders it with the model's chat template."""
+"""Validation of chat messages and tools; prompt rendering with the model's chat template."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages, their shape checked.
+    """Checks the shape of the messages and returns them.
 
     Raises:
-        InputError: naming the message and the field.
+        InputError: names the message and the field.
     """
     if not isinstance(messages, list) or not messages:
         raise InputError("messages: expected a list with at least one message", field="messages")
@@ -66,10 +66,10 @@ def _check_tool_calls(calls: Any, where: str) -> None:
 
 
 def check_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The functions offered, each checked for its name.
+    """Checks the tools and returns them.
 
     Raises:
-        InputError: naming the entry.
+        InputError: names the entry.
     """
     for i, tool in enumerate(tools or []):
         if tool.get("type", "function") != "function":
@@ -86,7 +86,7 @@ def render_prompt(
     """The prompt of a conversation. `options`: chat_template_kwargs, continue_final_message, add_generation_prompt.
 
     Raises:
-        InputError: no template, a wrong message, or one the template refuses.
+        InputError: no template, an invalid message, or one rejected by the template.
     """
     checked = check_messages(messages)
     if state.chat_template is None:
@@ -106,7 +106,7 @@ def render_prompt(
             )
         checked, prefix = checked[:-1], last["content"]
         if not checked:
-            raise InputError("messages: nothing stands before the message to be continued", field="messages")
+            raise InputError("messages: there is no message before the one to be continued", field="messages")
     add_prompt = options.get("add_generation_prompt")
     if add_prompt is not None and not isinstance(add_prompt, bool):
         raise InputError("add_generation_prompt: expected true or false", field="add_generation_prompt")

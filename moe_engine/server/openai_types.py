@@ -1,7 +1,7 @@
-"""Bodies of the OpenAI endpoints, and their sampling fields.
+"""Request types of the OpenAI endpoints, and conversion of their sampling fields.
 
-Types are msgspec's: checking them takes microseconds and errors carry the path of the field. Sampling values are typed
-`Any` here because `sampling_checks` judges them, with better messages. Unknown fields are ignored, as SGLang does.
+Types are msgspec structs: validation takes microseconds and errors contain the field's path. Sampling values are typed
+`Any` because `sampling_checks` validates them with better messages. Unknown fields are ignored, as in SGLang.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class CommonRequest(msgspec.Struct, kw_only=True):
-    """Fields of both kinds of completion."""
+    """Fields common to chat and plain completions."""
 
     model: str | None = None
     stream: bool | None = False
@@ -35,7 +35,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     data_parallel_rank: int | None = None
     """The older name of `routed_dp_rank`."""
     response_format: dict[str, Any] | None = None
-    # sampling, in OpenAI's spelling
+    # sampling, OpenAI's names
     temperature: Any = None
     top_p: Any = None
     n: Any = None
@@ -58,7 +58,7 @@ class CommonRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
     no_stop_trim: Any = None
-    # brought by later parts
+    # not implemented yet
     lora_path: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None
@@ -110,10 +110,10 @@ _REFUSED = (
 
 
 def parse_request(body: Mapping[str, Any], kind: type[R]) -> R:
-    """The typed request.
+    """Parses the body into a typed request.
 
     Raises:
-        InputError: naming the field of the wrong type, or the feature that is not there yet.
+        InputError: names the field of the wrong type, or the feature that is not implemented yet.
     """
     try:
         request = msgspec.convert(body, kind)
@@ -134,14 +134,14 @@ def parse_request(body: Mapping[str, Any], kind: type[R]) -> R:
 _SHAPING = ("stream", "stream_options", "n", "echo", "logprobs", "top_logprobs")
 
 
-def answer_fields(request: R, **bulk: Any) -> R:
-    """A request with only the fields that shape its answer. `bulk`: small values for fields that must be there."""
+def response_fields(request: R, **bulk: Any) -> R:
+    """A copy with only the fields that shape the response. `bulk`: small values for required fields."""
     names = {field.name for field in msgspec.structs.fields(request)}
     return type(request)(**bulk, **{name: getattr(request, name) for name in _SHAPING if name in names})
 
 
 def _named(message: str) -> InputError:
-    """msgspec's "Expected `int`, got `str` - at `$.n`" with the field in front."""
+    """Rewrites msgspec's "Expected `int`, got `str` - at `$.n`" with the field first."""
     what, _, path = message.partition(" - at `$")
     if "missing required field" in what:
         field = what.split("`")[1]
@@ -154,13 +154,13 @@ def _named(message: str) -> InputError:
 def parse_openai_sampling(
     request: CommonRequest, defaults: Mapping[str, Any], max_tokens: Any, length_field: str = "max_tokens"
 ) -> SamplingParams:
-    """Sampling parameters of a request; what it leaves out comes from the model's defaults, then from SGLang's.
+    """Sampling parameters of a request; missing ones default to the model's, then to SGLang's.
 
     Args:
-        length_field: the field that `max_tokens` came from.
+        length_field: the request field that holds `max_tokens`.
 
     Raises:
-        InputError: with the client's name of the field.
+        InputError: names the field as the client spelled it.
     """
     values = dict(defaults)
     values |= {name: value for name in _SAME if (value := getattr(request, name)) is not None}

@@ -1,4 +1,4 @@
-"""The description of all endpoints: /openapi.json for programs, /docs as a page. Neither needs the internet."""
+"""OpenAPI description of all endpoints: /openapi.json, and /docs as an HTML page. Both work offline."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """What is said of an endpoint.
+    """Description of an endpoint.
 
     Args:
-        content: media type of its answer; None: an empty body.
-        streams: whether the answer may be a stream of events instead.
+        content: media type of its response; None: an empty body.
+        streams: whether the response may be an event stream instead.
         body: JSON schema of the request's body, or None.
         query: parameters in the query: name to type.
     """
@@ -39,7 +39,7 @@ class Endpoint:
 
 
 def _object(**types: str) -> dict[str, Any]:
-    """A schema: fields and their types, required ones with a `*`."""
+    """A JSON schema from field types; `*` marks required fields."""
     any_of = {name: {} if kind.strip("*") == "any" else {"type": kind.strip("*")} for name, kind in types.items()}
     required = [name for name, kind in types.items() if kind.endswith("*")]
     return {"type": "object", "properties": any_of} | ({"required": required} if required else {})
@@ -59,44 +59,44 @@ _LOADS = (("dp_rank", "integer"), ("include", "string"), ("format", "string"))
 _GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
 
 ENDPOINTS = (
-    Endpoint("/v1/chat/completions", _POST, "Answers a conversation", streams=True, body=_reference(ChatRequest)),
-    Endpoint("/v1/completions", _POST, "Continues a prompt", streams=True, body=_reference(CompletionRequest)),
-    Endpoint("/v1/models", _GET, "The model that is served"),
-    Endpoint("/v1/models/{model}", _GET, "The same by its name"),
-    Endpoint("/generate", ("POST", "PUT"), "Continues prompts, in SGLang's form", streams=True, body=_GENERATE),
-    Endpoint("/abort_request", _POST, "Ends requests", None, body=_object(rid="string", abort_all="boolean")),
-    Endpoint("/flush_cache", _BOTH, "Forgets cached prefixes", TEXT, query=(("timeout", "number"),)),
-    Endpoint("/tokenize", _POST, "Tokens of texts or of a conversation", body=_TOKENIZE),
-    Endpoint("/v1/tokenize", _POST, "The same", body=_TOKENIZE),
-    Endpoint("/detokenize", _POST, "Text of tokens", body=_DETOKENIZE),
-    Endpoint("/v1/detokenize", _POST, "The same", body=_DETOKENIZE),
+    Endpoint("/v1/chat/completions", _POST, "Chat completion", streams=True, body=_reference(ChatRequest)),
+    Endpoint("/v1/completions", _POST, "Text completion", streams=True, body=_reference(CompletionRequest)),
+    Endpoint("/v1/models", _GET, "The served model"),
+    Endpoint("/v1/models/{model}", _GET, "The served model, by name"),
+    Endpoint("/generate", ("POST", "PUT"), "Generation, SGLang's format", streams=True, body=_GENERATE),
+    Endpoint("/abort_request", _POST, "Aborts requests", None, body=_object(rid="string", abort_all="boolean")),
+    Endpoint("/flush_cache", _BOTH, "Clears the prefix cache", TEXT, query=(("timeout", "number"),)),
+    Endpoint("/tokenize", _POST, "Token ids of texts or of a conversation", body=_TOKENIZE),
+    Endpoint("/v1/tokenize", _POST, "Same as /tokenize", body=_TOKENIZE),
+    Endpoint("/detokenize", _POST, "Text of token ids", body=_DETOKENIZE),
+    Endpoint("/v1/detokenize", _POST, "Same as /detokenize", body=_DETOKENIZE),
     Endpoint(
-        "/separate_reasoning", _POST, "Splits thinking from the answer",
+        "/separate_reasoning", _POST, "Separates reasoning from content",
         body=_object(text="string*", reasoning_parser="string"),
     ),
     Endpoint(
-        "/parse_function_call", _POST, "Finds the tool calls in a text",
+        "/parse_function_call", _POST, "Parses tool calls in a text",
         body=_object(text="string*", tools="array*", tool_call_parser="string"),
     ),
-    Endpoint("/health", _GET, "200 while the engine works, else 503 with the reason", None),
-    Endpoint("/ready", _GET, "As /health", None),
-    Endpoint("/ping", _GET, "As /health", None),
-    Endpoint("/health_generate", _GET, "200 after one token was generated", None),
-    Endpoint("/model_info", _GET, "Facts about the model"),
+    Endpoint("/health", _GET, "200 while the engine is healthy, else 503 with the reason", None),
+    Endpoint("/ready", _GET, "Same as /health", None),
+    Endpoint("/ping", _GET, "Same as /health", None),
+    Endpoint("/health_generate", _GET, "200 after generating one token", None),
+    Endpoint("/model_info", _GET, "Model information"),
     Endpoint("/get_model_info", _GET, "Old name of /model_info"),
     Endpoint("/server_info", _GET, "Every flag with its value, memory, throughput"),
     Endpoint("/get_server_info", _GET, "Old name of /server_info"),
     Endpoint("/v1/loads", _GET, "Requests and tokens of each data-parallel rank", query=_LOADS),
     Endpoint("/get_load", _GET, "Old form of /v1/loads"),
-    Endpoint("/start_expert_distribution_record", _BOTH, "Begins to record which experts are chosen", TEXT),
-    Endpoint("/stop_expert_distribution_record", _BOTH, "Ends the recording", TEXT),
-    Endpoint("/dump_expert_distribution_record", _BOTH, "Writes the record to the operator's folder", TEXT),
+    Endpoint("/start_expert_distribution_record", _BOTH, "Starts expert recording", TEXT),
+    Endpoint("/stop_expert_distribution_record", _BOTH, "Stops expert recording", TEXT),
+    Endpoint("/dump_expert_distribution_record", _BOTH, "Writes the recorded counts to the server's dump folder", TEXT),
     Endpoint("/experts", _GET, "Live page of the experts", HTML),
-    Endpoint("/experts/data", _GET, "What the live page shows"),
+    Endpoint("/experts/data", _GET, "Data of the live page"),
     Endpoint("/metrics", _GET, "Prometheus metrics, with --enable-metrics", TEXT),
-    Endpoint("/", _GET, "Where to look"),
+    Endpoint("/", _GET, "List of endpoints"),
     Endpoint("/docs", _GET, "This page", HTML),
-    Endpoint("/openapi.json", _GET, "This page for programs"),
+    Endpoint("/openapi.json", _GET, "OpenAPI description (JSON)"),
 )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ With <code>--api-key</code>, send the header <code>Authorization: Bearer KEY</co
 
 
 def docs_page(version: str, url: str) -> str:
-    """/docs. `url`: how the client calls the server."""
+    """HTML of /docs. `url`: the server's URL as seen by the client."""
     schemas = openapi(version)["components"]["schemas"]
     rows = "\n".join(
         f"<tr><td>{' '.join(endpoint.methods)}<td><code>{html.escape(endpoint.path)}</code>"

@@ -1,4 +1,4 @@
-"""Parsers as endpoints: /separate_reasoning and /parse_function_call."""
+"""Parser endpoints: /separate_reasoning and /parse_function_call."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def _text(body: dict[str, Any]) -> str:
 
 
 @lru_cache
-def _later(field: str) -> frozenset[str]:
-    """Names that the flag of the same name knows and a later part brings."""
-    from moe_engine.config.field import fields_of  # not at the top: the package loads numpy
+def _unsupported(field: str) -> frozenset[str]:
+    """Values that the flag of the same name knows and that are not implemented yet."""
+    from moe_engine.config.field import fields_of  # lazy: the package imports numpy
     from moe_engine.config.server import ServerArgs
 
     return frozenset(next(info.flag.unsupported for info in fields_of(ServerArgs) if info.name == field))
@@ -72,7 +72,7 @@ def _later(field: str) -> frozenset[str]:
 
 def _choice(body: dict[str, Any], field: str, default: str | None, known: tuple[str, ...]) -> str:
     name = body.get(field, default)
-    if name in _later(field):
+    if name in _unsupported(field):
         raise InputError(
             f"{field}: {name!r:.40} is not available yet in moe-engine; choose one of {', '.join(known)}", field=field
         )

@@ -1,4 +1,4 @@
-"""Runs the application: listens, says when it is ready, drains on SIGTERM."""
+"""Runs the HTTP application: listens, calls the ready hook, drains on SIGTERM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BACKLOG = 4096
 
 
 class GracefulServer(uvicorn.Server):
-    """uvicorn that tells when it listens, finishes what runs on the first signal and leaves at once on the second."""
+    """uvicorn server with a ready hook; the first signal drains running requests, the second exits at once."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Hook | None) -> None:
         super().__init__(config)
@@ -46,7 +46,7 @@ class GracefulServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, but does not raise the signal again afterwards: a drained server has exited well."""
+        """Like uvicorn's, but does not re-raise the signal afterwards: a drained server exits with code 0."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -76,19 +76,19 @@ async def serve(
     quiet_paths: tuple[str, ...] = (),
     stop: StopSwitch | None = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; then stops accepting, lets running requests end, and returns.
+    """Serves until SIGTERM or SIGINT, then stops accepting, drains running requests, and returns.
 
     Args:
         sock: from `bind`.
-        on_ready: called with (host, port) once requests are answered; may be async.
+        on_ready: called with (host, port) once the server accepts requests; may be async.
         keep_alive_seconds: how long a connection without a request stays open (`--timeout-keep-alive`).
-        drain_seconds: longest wait for running requests; None waits for all (`--timeout-graceful-shutdown`). A second
+        drain_seconds: max wait for running requests; None: no limit (`--timeout-graceful-shutdown`). A second
             signal ends the wait.
-        quiet_paths: requests whose path begins with one of these are left out of the access log.
-        stop: ends the server from inside.
+        quiet_paths: path prefixes excluded from the access log.
+        stop: stops the server from inside the process.
 
     Raises:
-        ConfigError: another process listens there since the socket was bound.
+        ConfigError: another process has started to listen there since the socket was bound.
     """
     http_level = logging.getLevelNamesMapping().get((log_level_http or log_level).upper(), logging.INFO)
     config = uvicorn.Config(
@@ -106,7 +106,7 @@ async def serve(
     )
     try:
         sock.listen(BACKLOG)
-    except OSError as exc:  # another server that was starting too was quicker
+    except OSError as exc:  # another server that started concurrently listens already
         host, port = sock.getsockname()[:2]
         raise ConfigError(f"--host {host} --port {port}: cannot listen there: {exc.strerror}") from None
     server = GracefulServer(config, on_ready)

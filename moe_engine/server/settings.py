@@ -1,4 +1,4 @@
-"""What the operator chose for the HTTP front end. Filled from the launch flags; nothing here reads a flag itself."""
+"""Settings of the HTTP server, filled from the launch flags."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class ServerSettings:
     """Names and defaults are SGLang's flags'.
 
     Args:
-        served_model_name: name in /v1/models; None takes the engine's.
-        sampling_defaults: sampling fields of the model's generation_config.json; used by the OpenAI endpoints where a
-            request leaves them out (`--sampling-defaults model`).
-        frontend: what holds for every request, from HTTP or from Python.
+        served_model_name: name in /v1/models; None: the engine's.
+        sampling_defaults: sampling fields of the model's generation_config.json, defaults of the OpenAI endpoints
+            (`--sampling-defaults model`).
+        frontend: settings for every request, from HTTP or Python.
         server_args: all launch flags, shown by /server_info.
         max_body_bytes: larger request bodies are refused with 413.
-        watchdog_timeout: a step older than this while work is queued makes /health fail.
-        health_timeout: seconds /health_generate waits for its token.
+        watchdog_timeout: seconds; a longer step with queued work makes /health fail.
+        health_timeout: seconds that /health_generate waits for its token.
     """
 
     host: str = "127.0.0.1"
@@ -62,7 +62,7 @@ def load_sampling_defaults(model_dir: str | Path) -> dict[str, Any]:
     """Sampling fields of a checkpoint's generation_config.json, checked; empty without one.
 
     Raises:
-        ConfigError: the file is no JSON object, or a value is out of range.
+        ConfigError: the file is not a JSON object, or a value is out of range.
     """
     path = Path(model_dir) / "generation_config.json"
     if not path.is_file():
@@ -70,9 +70,9 @@ def load_sampling_defaults(model_dir: str | Path) -> dict[str, Any]:
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         values = {name: config[name] for name in _GENERATION_FIELDS if config.get(name) is not None}
-        if values.get("top_k") == 0:  # transformers' way to say: the whole vocabulary
+        if values.get("top_k") == 0:  # in transformers: the whole vocabulary
             values["top_k"] = -1
         parse_sampling(values, "")
     except (msgspec.MsgspecError, InputError) as exc:
-        raise ConfigError(f"{path}: {exc}; mend it, or start with --sampling-defaults openai") from None
+        raise ConfigError(f"{path}: {exc}; fix the file, or start with --sampling-defaults openai") from None
     return values

@@ -1,4 +1,4 @@
-"""What all endpoints share."""
+"""Server state shared by all endpoints, and health checks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class ServerState:
     def model_name(self) -> str:
         return self.settings.served_model_name or self.client.info.served_model_name
 
-    def answered_model(self, model: str | None) -> str:
-        """The name to answer with: the client's own, as in SGLang, whatever it is.
+    def response_model(self, model: str | None) -> str:
+        """The model name of the response: the client's own, as in SGLang.
 
         Raises:
-            InputError: a LoRA adapter is asked for (`base:adapter`).
+            InputError: the name selects a LoRA adapter (`base:adapter`).
         """
         if model is not None and ":" in model and model not in self._names:
             base, _, adapter = model.partition(":")
@@ -57,7 +57,7 @@ class ServerState:
 
     @cached_property
     def token_json(self) -> TokenJson:
-        """For answers with log-probabilities."""
+        """For responses with log-probabilities."""
         return TokenJson(self.frontend.tokenizer)
 
     def tokenizer(self) -> Tokenizer:
@@ -67,7 +67,7 @@ class ServerState:
 
 
 def health_problem(health: Health, watchdog_timeout: float) -> str | None:
-    """Why the engine cannot be relied upon, or None. Judged from shared memory alone, in no time."""
+    """Reason the engine is unhealthy, or None. Reads shared memory only; never blocks."""
     if health.dead or not health.alive:
         return health.dead or "a process of the engine is dead"
     if not health.ready:
@@ -76,15 +76,15 @@ def health_problem(health: Health, watchdog_timeout: float) -> str | None:
 
 
 def stall(health: Health, watchdog_timeout: float) -> str | None:
-    """What has not moved for longer than --watchdog-timeout, or None."""
+    """Reason the engine is stalled (no progress for --watchdog-timeout), or None."""
     if health.last_step_age > watchdog_timeout and (health.num_running or health.num_waiting):
         return (
-            f"stalled: step {health.last_step + 1} has not ended for {health.last_step_age:.1f} s (--watchdog-timeout "
+            f"stalled: step {health.last_step + 1} not finished for {health.last_step_age:.1f} s (--watchdog-timeout "
             f"{watchdog_timeout:g}) with {health.num_running} requests running and {health.num_waiting} waiting"
         )
     if health.silence > watchdog_timeout:
         return (
-            f"stalled: the engine core gave no sign of life for {health.silence:.1f} s (--watchdog-timeout "
-            f"{watchdog_timeout:g}); is its process stopped?"
+            f"stalled: no heartbeat from the engine core for {health.silence:.1f} s (--watchdog-timeout "
+            f"{watchdog_timeout:g}); check whether its process is stopped"
         )
     return None

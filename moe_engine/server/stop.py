@@ -1,4 +1,4 @@
-"""How a server ends: told from inside because its engine is gone, or by SIGTERM before there is anything to drain."""
+"""Server stop: from inside after the engine died, or by SIGTERM before the server can drain."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 
 
 class StopSwitch:
-    """Handed to the HTTP server; `stop_after` makes it end as SIGTERM would, after a while to answer clients."""
+    """Passed to the HTTP server; `stop_after` stops it like SIGTERM, after a delay to respond to clients."""
 
     def __init__(self) -> None:
         self._stop: Callable[[], None] | None = None
 
     def connect(self, stop: Callable[[], None]) -> None:
-        """The server tells how to end it."""
+        """Called by the server with its stop function."""
         self._stop = stop
 
     def stop_after(self, seconds: float) -> None:
@@ -30,7 +30,7 @@ class StopSwitch:
 
 @contextmanager
 def sigterm_exits() -> Iterator[None]:
-    """SIGTERM ends the program well, with code 0 and through its `finally` clauses, until the server drains on it."""
+    """SIGTERM exits with code 0 through the `finally` clauses, until the server handles it by draining."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

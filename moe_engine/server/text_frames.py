@@ -1,4 +1,4 @@
-"""The frames between the server and a process that works on large bodies: kind, length, payload. Over a socket pair."""
+"""Frames between the server and a large-body process, over a socket pair: kind, length, payload."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import struct
 
 HEADER = struct.Struct(">BI")
 FRAME_BYTES = 2**18
-"""About the size of a payload: a reader is never busy with one for long."""
+"""Approximate payload size, small enough to keep the reader responsive."""
 
 
 class Kind(enum.IntEnum):
     """To the process: SPEC once, then for each body JOB with the endpoint's name, BODY parts, BODY_END.
 
-    Back, for each JOB: READY; then either PROBLEM, or HEAD (a `Plan`) with its PROMPTS, or PARTs of the answer; END.
-    PROBLEM may also take the place of anything that was still to come. Payloads but BODY, JOB and PART are pickles.
+    Back, for each JOB: READY; then either PROBLEM, or HEAD (a `Plan`) with its PROMPTS, or PARTs of the response; END.
+    PROBLEM may also replace all remaining frames. Payloads other than BODY, JOB and PART are pickles.
     """
 
     SPEC = 0

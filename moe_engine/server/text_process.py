@@ -1,6 +1,6 @@
-"""A process that works on large request bodies, one after the other. Started by `text_processes`.
+"""Worker process for large request bodies, one at a time. Started by `text_processes`.
 
-It exits when the server has ended, after `IDLE_SECONDS` without work, and after work that took much memory.
+It exits when the server exits, after `IDLE_SECONDS` without work, and after work that used much memory.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from moe_engine.server.text_processes import TextSpec
 IDLE_SECONDS = 60.0
 MAX_MEMORY_BYTES = 4 * 2**30
 KEPT_MEMORY_BYTES = 2**30
-"""A process that held more at any time exits, so that the machine gets the memory back."""
+"""A process whose peak memory exceeds this exits after its work, to return the memory."""
 PROMPTS_PER_FRAME = 64
 NICENESS = 5
-"""The work on a large body lasts seconds anyway: the engine's own processes come first."""
+"""Large bodies take seconds anyway: the engine's other processes have priority."""
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     spec: TextSpec = pickle.loads(server.receive()[1])
     logs.setup_logging(spec.settings.log_level)
     work = body_work(_state(spec))
-    gc.disable()  # it would search millions of decoded objects again and again for cycles that JSON cannot have
+    gc.disable()  # it would repeatedly scan millions of decoded objects, and JSON has no cycles
     while server.work_on_next(work):
         gc.collect()
         if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > KEPT_MEMORY_BYTES:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 class _NoEngine(NamedTuple):
-    """In the place of the engine's client: its facts are all that the work on a body needs."""
+    """Stands in for the engine's client: body work only needs its `info`."""
 
     info: EngineInfo
 
@@ -64,14 +64,14 @@ def _state(spec: TextSpec) -> ServerState:
 
 
 class Server:
-    """This process's end of the socket pair."""
+    """This process's side of the socket pair."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._stream = connection.makefile("rb")
 
     def receive(self) -> tuple[int, bytes]:
-        """The next frame. Raises EOFError when the server has closed its end."""
+        """The next frame. Raises EOFError if the server has closed its side."""
         header = self._stream.read(HEADER.size)
         if len(header) < HEADER.size:
             raise EOFError
@@ -82,7 +82,7 @@ class Server:
         self._connection.sendall(frame(kind, payload))
 
     def work_on_next(self, work: dict[str, Work]) -> bool:
-        """Takes a body and answers. False: there is none, or no server."""
+        """Processes one body. False: no body within `IDLE_SECONDS`, or the server has closed the connection."""
         try:
             name = self._next_job()
             if name is None:
@@ -97,7 +97,7 @@ class Server:
                 raise
             except Exception as exc:
                 self.send(Kind.PROBLEM, pickle.dumps(problem_of(exc)))
-        except (EOFError, OSError):  # the server has ended, or closed its end because its client hung up
+        except (EOFError, OSError):  # the server exited, or closed its side because its client disconnected
             return False
         return True
 
@@ -139,7 +139,7 @@ class Server:
 
 _TOO_MUCH = Problem(
     413,
-    f"the request takes more than {MAX_MEMORY_BYTES >> 30} GB of memory to work on; send smaller ones",
+    f"processing the request body needs more than {MAX_MEMORY_BYTES >> 30} GB of memory; send smaller requests",
     "invalid_request_error",
     None,
     413,

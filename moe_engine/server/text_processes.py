@@ -1,4 +1,4 @@
-"""The processes that work on large bodies, from the server: started when needed, used again, ended when idle."""
+"""Pool of worker processes for large request bodies: started on demand, reused, stopped when idle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_PROCESSES = 2
 
 @dataclass(frozen=True)
 class TextSpec:
-    """What such a process is started with: all that the work on a body depends on."""
+    """Specification of a process: everything that body work depends on."""
 
     tokenizer: TokenizerSource | None
     chat_template: ChatTemplate | None
@@ -35,7 +35,7 @@ class TextSpec:
 
 
 class TextProcesses:
-    """At most `MAX_PROCESSES` processes. Further requests wait for one in order of arrival."""
+    """At most `MAX_PROCESSES` processes. Further requests wait in order of arrival."""
 
     def __init__(self, spec: TextSpec) -> None:
         self._spec = spec
@@ -44,7 +44,7 @@ class TextProcesses:
 
     @asynccontextmanager
     async def session(self, name: str) -> AsyncGenerator[TextProcess]:
-        """A process that expects a body for the endpoint `name`. It is killed if the block ends before its answer."""
+        """A process ready for a body of the endpoint `name`; killed if the block exits before the response ends."""
         async with self._slots:
             process = await self._borrow(name)
             try:
@@ -60,13 +60,11 @@ class TextProcesses:
             process = self._idle.pop()
             if await process.begin(name):
                 return process
-            process.kill()  # it ended, idle for long
+            process.kill()  # it has exited after idling
         process = await TextProcess.start(self._spec)
         if not await process.begin(name):
             process.kill()
-            raise GenerationError(
-                "the process for large bodies ended while it started; the server's log has the reason"
-            )
+            raise GenerationError("the process for large bodies failed to start; see the server's log")
         return process
 
     def close(self) -> None:
@@ -76,7 +74,7 @@ class TextProcesses:
 
 
 class TextProcess:
-    """The server's end of one process. `finished`: it has answered and waits for the next body."""
+    """The server's side of one process. `finished`: it has responded and waits for the next body."""
 
     def __init__(
         self, popen: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -94,14 +92,14 @@ class TextProcess:
             popen = await asyncio.to_thread(
                 subprocess.Popen, command, stdin=theirs.fileno(), stdout=2, start_new_session=True
             )
-        # Waiting leaves no zombie. A process that cannot be waited for is ended.
+        # Reaps the process. One that cannot be waited for is killed.
         start_watched("request body process", partial(_wait, popen), lambda message: popen.kill())
         process = cls(popen, *await asyncio.open_unix_connection(sock=ours))
         process._writer.write(frame(Kind.SPEC, pickle.dumps(spec)))
         return process
 
     async def begin(self, name: str) -> bool:
-        """Whether the process is there and will work on a body for the endpoint `name`."""
+        """Announces a body for the endpoint `name`; whether the process is alive and ready for it."""
         self.finished = False
         try:
             await self._write(frame(Kind.JOB, name.encode()))
@@ -110,14 +108,14 @@ class TextProcess:
             return False
 
     async def send(self, part: bytes) -> None:
-        """The next part of the body. Raises as `receive`."""
+        """Sends the next part of the body. Raises like `receive`."""
         try:
             await self._write(frame(Kind.BODY, part))
         except OSError:
             raise await self._death() from None
 
     async def end(self) -> None:
-        """The body is complete. Raises as `receive`."""
+        """Marks the body as complete. Raises like `receive`."""
         try:
             await self._write(frame(Kind.BODY_END))
         except OSError:
@@ -127,7 +125,7 @@ class TextProcess:
         """The next frame: kind and payload.
 
         Raises:
-            InputError: 413, the process died of the body; of its size most likely.
+            InputError: 413, the process died while processing the body, most likely because of its size.
         """
         try:
             kind, payload = await self._read()
@@ -150,7 +148,7 @@ class TextProcess:
 
     async def _death(self) -> InputError:
         end = describe_exit(await asyncio.to_thread(self._popen.wait))
-        return InputError(f"the process that worked on this large body {end}; send smaller requests", status=413)
+        return InputError(f"the process for this large body {end}; send smaller requests", status=413)
 
 
 def _wait(popen: subprocess.Popen[bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Text in and out: tokens, incremental decoding, stop strings, chat templates, reasoning and tool-call parsers."""
+"""Tokenization, incremental detokenization, stop strings, chat templates, reasoning and tool-call parsers."""
 
 from moe_engine.tokenizer.detokenizer import Detokenizer
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer

@@ -1,4 +1,4 @@
-"""The visible text of one answer: tokens decoded, special tokens skipped, cut at the first stop string."""
+"""Visible text of one output: detokenized, special tokens skipped, cut at the first stop string."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _NOTHING: frozenset[int] = frozenset()
 
 
 class TextAssembler:
-    """Takes tokens, gives text. Once `matched` is set, the answer is over at the token `push` stopped at.
+    """Converts tokens to text. Once `matched` is set, the output ends at the token where `push` stopped.
 
     Args:
-        stops: stop strings. One that spells a special token that is skipped in the text still stops on that token.
+        stops: stop strings. One that equals a special token skipped in the text still stops at that token.
         trim: whether the stop string is cut off.
-        keep: special tokens shown even when the others are skipped.
+        keep: special tokens shown even if the others are skipped.
     """
 
     __slots__ = ("_detokenizer", "_matcher", "_special_stop", "_special_stops")
@@ -42,13 +42,13 @@ class TextAssembler:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that was found."""
+        """The stop string found, or None."""
         if self._special_stop is not None:
             return self._special_stop
         return self._matcher.matched if self._matcher is not None else None
 
     def push(self, ids: Sequence[int]) -> tuple[str, int]:
-        """Takes tokens; returns the new visible text and how many tokens were used: fewer when a stop was found."""
+        """Adds tokens; returns the new visible text and the number of tokens used: fewer if a stop was found."""
         if self._matcher is None:
             return self._detokenizer.push(ids), len(ids)
         text = ""
@@ -64,7 +64,7 @@ class TextAssembler:
         return text, len(ids)
 
     def flush(self) -> str:
-        """Text held back for a stop string or an unfinished character, once no more tokens come."""
+        """Text held back for a possible stop string or incomplete character; call after the last token."""
         rest = self._detokenizer.flush()
         if self._matcher is None:
             return rest

@@ -1,4 +1,4 @@
-"""Renders conversations with a checkpoint's Jinja template, in the sandbox and with the helpers of transformers."""
+"""Chat templates: renders conversations with a checkpoint's Jinja template, with transformers' sandbox and helpers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOOPS_OVER_CONTENT = re.compile(r"\{%-?\s*for\s[^%]*?\bin\s[^%]*?(\.content|\[[
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: marks answers for training; here its body is just shown."""
+    """`{% generation %}...{% endgeneration %}`: marks responses for training; here its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja's own declaration
 
@@ -33,11 +33,11 @@ class GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled template, or several by name (then "default", and "tool_use" when there are tools).
+    """A compiled template, or several by name ("default", and "tool_use" for requests with tools).
 
     Args:
         source: Jinja source, or a dict of name to source.
-        special_tokens: bos_token, eos_token, ... as the template may name them.
+        special_tokens: template variables bos_token, eos_token, ...
     """
 
     def __init__(self, source: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
@@ -68,7 +68,7 @@ class ChatTemplate:
         """The prompt of a conversation.
 
         Raises:
-            InputError: when the template refuses the conversation or cannot render it.
+            InputError: the template rejects the conversation or cannot render it.
         """
         if clash := _RESERVED & set(kwargs or {}):
             where = f"chat_template_kwargs.{min(clash)}"
@@ -90,7 +90,7 @@ class ChatTemplate:
             except TypeError:
                 if not any(m.get("tool_calls") for m in prepared):
                     raise
-                # templates that paste the arguments in, such as DeepSeek's, want them as the text OpenAI sends
+                # templates that concatenate arguments, such as DeepSeek's, need them as text, as OpenAI sends them
                 return template.render(messages=[_arguments_as_text(m) for m in prepared], **context)
         except jinja2.TemplateError as exc:
             raise InputError(f"messages: the chat template refuses them: {exc}", field="messages") from exc
@@ -106,7 +106,7 @@ def load_chat_template(
     """The template of `--chat-template` (a file, or Jinja source), else the checkpoint's own, else None.
 
     Raises:
-        ConfigError: naming the flag and what was wrong with it.
+        ConfigError: names the flag and the problem.
     """
     if chosen is None:
         return ChatTemplate(own, special_tokens) if own else None
@@ -132,7 +132,7 @@ def load_chat_template(
 
 
 def prepare_message(message: Mapping[str, Any], *, keep_parts: bool) -> dict[str, Any]:
-    """A message as templates expect it: parts joined unless the template loops over them, arguments as objects."""
+    """Converts a message for templates: parts joined unless the template loops over them, arguments as objects."""
     out = dict(message)
     content = out.get("content")
     if isinstance(content, list) and not keep_parts:
@@ -149,7 +149,7 @@ def prepare_message(message: Mapping[str, Any], *, keep_parts: bool) -> dict[str
 
 
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """OpenAI's newer name of the system role would be dropped in silence by templates that do not know it."""
+    """OpenAI's "developer" role becomes "system": templates that do not know it would silently drop the message."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
 
 
@@ -179,9 +179,9 @@ def _arguments_text(arguments: Any) -> str:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that begin with an underscore, which would open ways out of the sandbox."""
+    """Jinja's namespace without names that start with an underscore, which would allow sandbox escapes."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # "self" must stay free as a keyword
+    def __init__(*args: Any, **kwargs: Any) -> None:  # no parameter "self": a template may pass it as a keyword
         self, given = args[0], args[1:]
         attrs = dict(*given, **kwargs)
         for name in attrs:

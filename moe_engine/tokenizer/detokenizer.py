@@ -1,6 +1,6 @@
-"""Tokens to text, piece by piece, at a cost per token that does not grow with the sequence.
+"""Incremental detokenization with constant cost per token.
 
-A character may be spread over several tokens; its bytes wait until it is whole. Two ways:
+A character may span several tokens; its bytes are held back until it is complete. Two methods:
 
 - byte-level vocabularies (DeepSeek, Qwen, Llama 3): tokens are byte strings; an incremental UTF-8 decoder is exact;
 - all others (SentencePiece style): the text of a short window of tokens, minus that of its older half.
@@ -13,22 +13,22 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Protocol
 
 MAX_PENDING_TOKENS = 8
-"""A window that ends in a broken character is shown as it is after this many tokens: it will never be mended."""
+"""A window that ends in an incomplete character is emitted as is after this many tokens: it is invalid."""
 
 PROMPT_TAIL_TOKENS = 5
-"""Prompt tokens given to a window as left context, so that a leading space of the answer survives."""
+"""Prompt tokens used as left context of a window, so that a leading space of the output is kept."""
 
 
 class Detokenizer(Protocol):
     def push(self, ids: Sequence[int]) -> str:
-        """Takes the next tokens; returns the characters they complete."""
+        """Adds tokens; returns the characters that they complete."""
 
     def flush(self) -> str:
-        """What is left when no more tokens come: a broken character as U+FFFD, or nothing."""
+        """Remaining text after the last token: an incomplete character as U+FFFD, or nothing."""
 
 
 class ByteDetokenizer:
-    """For vocabularies whose tokens are byte strings. `table[id]` are the bytes of a token."""
+    """For vocabularies whose tokens are byte strings. `table[id]`: bytes of a token."""
 
     __slots__ = ("_decoder", "_skip", "_table")
 
@@ -46,7 +46,7 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any vocabulary. `decode` turns a few ids into text; `prompt_tail` are the last tokens before the answer."""
+    """For any vocabulary. `decode` converts a few ids to text; `prompt_tail`: the prompt's last tokens."""
 
     __slots__ = ("_before", "_decode", "_num_shown", "_skip", "_window")
 

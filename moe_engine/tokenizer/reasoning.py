@@ -1,4 +1,4 @@
-"""Splits a model's thinking from its answer, in whole texts and in streams alike (SGLang's `--reasoning-parser`)."""
+"""Reasoning parsers: separate reasoning from content, in whole texts and streams (SGLang's `--reasoning-parser`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ THINK_END = "</think>"
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The tags of a model family, and when its answers start inside the reasoning though no tag says so.
+    """Tags of a model family, and when its output starts inside the reasoning without a start tag.
 
     Args:
         forced: always.
-        switch: when this chat_template_kwarg is true.
+        switch: if this chat_template_kwarg is true.
     """
 
     start: str = THINK_START
@@ -42,12 +42,12 @@ REASONING_PARSERS = tuple(REASONING_FORMATS)
 class ReasoningParser:
     """Text up to the end tag (`</think>`) is reasoning, the rest is content.
 
-    A leading start tag is dropped. Both parts lose leading white space, reasoning its trailing white space too. Without
-    an end tag everything is reasoning. In a stream, whatever could become a tag is held back.
+    A leading start tag is dropped. Leading white space of both parts and trailing white space of the reasoning are
+    removed. Without an end tag everything is reasoning. In a stream, a possible tag prefix is held back.
 
     Args:
-        inside: whether the answer starts inside the reasoning (the prompt ended with an opened `<think>`).
-        stream_reasoning: False gathers the reasoning until it is whole.
+        inside: whether the output starts inside the reasoning (the prompt ended with an open `<think>`).
+        stream_reasoning: False buffers the reasoning until it is complete.
         form: the tags.
     """
 
@@ -62,13 +62,13 @@ class ReasoningParser:
         self._gathered: list[str] = []
 
     def push(self, text: str) -> tuple[str, str]:
-        """Takes the next piece; returns the new reasoning and the new content."""
+        """Adds text; returns the new reasoning and the new content."""
         self._held += text
         if self._state == "start":
             self._start()
         reasoning = self._reason() if self._state == "reasoning" else ""
         content = ""
-        if self._state == "gap":  # white space between the tag and the answer
+        if self._state == "gap":  # white space between the tag and the content
             self._held = self._held.lstrip()
             if self._held:
                 self._state = "content"
@@ -77,7 +77,7 @@ class ReasoningParser:
         return self._gather(reasoning), content
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, once no more text can come."""
+        """Text held back; call after the last text."""
         held, self._held = self._held, ""
         self._stream_reasoning = True
         if self._state == "reasoning" or (self._state == "start" and self._inside):
@@ -121,7 +121,7 @@ class ReasoningParser:
 
 
 def starts_inside(parser: str, prompt: str, template_kwargs: Mapping[str, Any]) -> bool:
-    """Whether the answer to a rendered prompt begins inside the reasoning."""
+    """Whether the output for a rendered prompt starts inside the reasoning."""
     form = REASONING_FORMATS[parser]
     if prompt.rstrip().endswith(form.start):
         return True

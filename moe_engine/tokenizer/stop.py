@@ -1,10 +1,10 @@
-"""Stop strings in a stream of text pieces: what may be shown now, what must wait, where the text is cut."""
+"""Stop-string matching in streamed text: which text to emit, to hold back, and to cut."""
 
 from __future__ import annotations
 
 
 def overlap(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `marker`: what a stream must hold back."""
+    """Length of the longest suffix of `text` that is a proper prefix of `marker`: a stream must hold it back."""
     start = max(0, len(text) - len(marker) + 1)
     at = text.find(marker[0], start)
     while at >= 0:
@@ -15,15 +15,14 @@ def overlap(text: str, marker: str) -> int:
 
 
 class StopMatcher:
-    """Finds the stop string that ends first in a text that comes in pieces.
+    """Finds the stop string that ends first in a streamed text.
 
-    The cut depends on the text alone, never on how it was split: of all stop strings the one whose last character comes
-    first wins, and of those ending together the one that starts first. Text that could still become a stop string is
-    held back.
+    The result is independent of how the text was split into pieces: the stop string that ends first wins; among those
+    that end together, the one that starts first. Text that may become a stop string is held back.
 
     Args:
         stops: the stop strings, none empty.
-        trim: whether the stop string itself is cut off as well (SGLang's default) or kept (`no_stop_trim`).
+        trim: whether the stop string itself is removed (SGLang's default) or kept (`no_stop_trim`).
     """
 
     __slots__ = ("_held", "_stops", "_trim", "matched")
@@ -35,7 +34,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, piece: str) -> str:
-        """Takes the next piece; returns text that is safe to show. Sets `matched` when a stop string is complete."""
+        """Adds a piece; returns the text that is safe to emit. Sets `matched` when a stop string is complete."""
         if self.matched is not None or not piece:
             return ""
         text = self._held + piece
@@ -53,6 +52,6 @@ class StopMatcher:
         return text[: len(text) - held]
 
     def flush(self) -> str:
-        """The text still held back, once no more can come."""
+        """Text held back; call after the last piece."""
         held, self._held = self._held, ""
         return held

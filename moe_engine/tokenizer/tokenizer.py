@@ -1,6 +1,6 @@
-"""The tokenizer of a checkpoint: `tokenizer.json` through the `tokenizers` library, anything else through transformers.
+"""Tokenizer of a checkpoint: `tokenizer.json` through the `tokenizers` library, anything else through transformers.
 
-transformers takes seconds to import and is loaded only where it is needed: checkpoints without a `tokenizer.json`,
+transformers takes seconds to import and is loaded only if needed: checkpoints without a `tokenizer.json`,
 `--tokenizer-mode slow`, and names of the Hugging Face hub.
 """
 
@@ -23,7 +23,7 @@ _NOTHING: frozenset[int] = frozenset()
 
 
 class Backend(Protocol):
-    """The library underneath. Ids and texts only, no policy."""
+    """The underlying library. Ids and texts only, no policy."""
 
     special_ids: frozenset[int]
     vocab_size: int
@@ -36,7 +36,7 @@ class Backend(Protocol):
 
 
 class FastBackend:
-    """`tokenizer.json` by the Rust library."""
+    """`tokenizer.json` through the Rust library."""
 
     def __init__(self, path: Path) -> None:
         import tokenizers
@@ -52,7 +52,7 @@ class FastBackend:
         self.vocab_size = self._tok.get_vocab_size()
 
     def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
-        # not its `encode`, even for one text: that one holds Python's interpreter lock all the while
+        # not `encode`, even for one text: `encode` holds the GIL for its whole run
         return [e.ids for e in self._tok.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: list[int]) -> str:
@@ -69,7 +69,7 @@ class FastBackend:
 
 
 class TransformersBackend:
-    """Everything else, by transformers."""
+    """Everything else, through transformers."""
 
     def __init__(self, path: str, *, use_fast: bool, trust_remote_code: bool, revision: str | None) -> None:
         from transformers import AutoTokenizer
@@ -81,7 +81,7 @@ class TransformersBackend:
         except Exception as exc:
             reason = " ".join(str(exc).split())
             raise ConfigError(
-                f"--tokenizer-path {path}: transformers cannot make a tokenizer of what is there ({reason:.200}); "
+                f"--tokenizer-path {path}: transformers cannot load a tokenizer from it ({reason:.200}); "
                 "add the model's tokenizer.json, or serve token ids with --skip-tokenizer-init"
             ) from exc
         self.special_ids = frozenset(self.hf.all_special_ids)
@@ -105,7 +105,7 @@ class TransformersBackend:
 
 
 class ByteTable(dict[int, bytes]):
-    """Bytes of every token of a byte-level vocabulary, looked up once each."""
+    """Bytes of every token of a byte-level vocabulary, computed on first use."""
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class ByteTable(dict[int, bytes]):
         token = self._backend.token(token_id) or ""
         try:
             value = bytes([self._alphabet[c] for c in token])
-        except KeyError:  # an added token with characters outside the alphabet stands for itself
+        except KeyError:  # an added token with characters outside the alphabet is literal text
             value = token.encode()
         self[token_id] = value
         return value
@@ -124,7 +124,7 @@ class ByteTable(dict[int, bytes]):
 
 @dataclass(frozen=True)
 class TokenizerSource:
-    """Where a tokenizer came from, so that another process can load the same one: arguments of `load_tokenizer`."""
+    """Arguments of `load_tokenizer`, so that another process can load the same tokenizer."""
 
     path: str
     mode: str
@@ -138,14 +138,14 @@ class TokenizerSource:
 
 
 class Tokenizer:
-    """Encodes and decodes with the rules of one checkpoint.
+    """Encodes and decodes with one checkpoint's tokenizer.
 
     Args:
-        backend: the library.
+        backend: the underlying library.
         config: contents of `tokenizer_config.json`.
         byte_level: whether every token is a byte string.
         chat_template: the checkpoint's own template, or several by name.
-        source: what `load_tokenizer` loaded; None for a tokenizer made of its parts, which no other process can load.
+        source: arguments of `load_tokenizer`; None for a tokenizer built from parts, which other processes cannot load.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Tokenizer:
         self.bos_id = backend.id(self.bos_token) if self.bos_token else None
         self.eos_id = backend.id(self.eos_token) if self.eos_token else None
         self.special_ids = backend.special_ids
-        # as Llama tokenizers of transformers 4 (DeepSeek): if the config names either, it overrides the post-processor
+        # as in transformers 4's Llama tokenizers (DeepSeek): if the config sets either, it overrides the post-processor
         explicit = isinstance(backend, FastBackend) and ("add_bos_token" in config or "add_eos_token" in config)
         self._add_bos = bool(config.get("add_bos_token")) if explicit else None
         self._add_eos = bool(config.get("add_eos_token")) if explicit else None
@@ -184,14 +184,14 @@ class Tokenizer:
         return self._backend.vocab_size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. A text that already begins with BOS (a rendered chat) never gets a second one."""
+        """Token ids of a text. A text that already starts with BOS (a rendered chat) does not get a second one."""
         return self.encode_batch([text], add_special_tokens)[0]
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of each text. Memory beyond the ids is bounded, whatever the texts are.
+        """Token ids of each text. Memory beyond the ids is bounded for any texts.
 
         Raises:
-            InputError: 413, a text of megabytes that can be tokenized only whole; see `slices`.
+            InputError: 413, a text of megabytes that cannot be split; see `slices`.
         """
         batch: list[list[int]] = [[] for _ in texts]
         for index, ids in self.encode_parts(texts, add_special_tokens):
@@ -199,7 +199,7 @@ class Tokenizer:
         return batch
 
     def encode_parts(self, texts: list[str], add_special_tokens: bool = True) -> Iterator[tuple[int, list[int]]]:
-        """`encode_batch` in parts: the index of a text and its next ids; each text has one part at least."""
+        """`encode_batch` in parts: the index of a text and its next ids; at least one part per text."""
         first = 0
         for group in slices.groups(texts):
             if len(group[0]) > slices.SLICE_CHARS:
@@ -229,7 +229,7 @@ class Tokenizer:
         return batch
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
-        """The ids, changed in place: a rendered chat brings the BOS that was put in front of it."""
+        """Removes a duplicate BOS in place: a rendered chat already starts with the BOS that was prepended."""
         if len(ids) > 1 and ids[0] == ids[1] == self.bos_id:
             del ids[0]
         return ids
@@ -239,31 +239,31 @@ class Tokenizer:
 
     @cached_property
     def _ends(self) -> tuple[list[int], list[int]]:
-        """The special tokens before and behind every text."""
+        """Special tokens before and after every text."""
         plain, whole = self._encode_group(["a"], False)[0], self._encode_group(["a"], True)[0]
         at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         return whole[:at], whole[at + len(plain) :]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, keep: Set[int] = _NOTHING) -> str:
-        """Text of a whole sequence; special tokens in `keep` stay even when the others are skipped."""
+        """Text of a whole sequence; special tokens in `keep` are shown even if the others are skipped."""
         detokenizer = self.detokenizer(skip_special_tokens, keep)
         return detokenizer.push(ids) + detokenizer.flush()
 
     def detokenizer(
         self, skip_special_tokens: bool = True, keep: Set[int] = _NOTHING, prompt_ids: Sequence[int] = ()
     ) -> Detokenizer:
-        """A fresh incremental decoder for an answer to `prompt_ids`."""
+        """A new incremental decoder for an output that follows `prompt_ids`."""
         skip = (self.special_ids - keep if keep else self.special_ids) if skip_special_tokens else _NOTHING
         if self._table is not None:
             return ByteDetokenizer(self._table, skip)
         return WindowDetokenizer(self._backend.decode, skip, prompt_ids[-PROMPT_TAIL_TOKENS:])
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token spelled exactly so, or None."""
+        """The id of exactly this token, or None."""
         return self._backend.id(token)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token by itself; bytes that are no whole character show as U+FFFD."""
+        """Text of a single token; bytes of an incomplete character become U+FFFD."""
         if self._table is not None:
             return self._table[token_id].decode("utf-8", "replace")
         return self._backend.decode([token_id])
@@ -279,7 +279,7 @@ def load_tokenizer(
     """Loads the tokenizer of a checkpoint folder (or hub name).
 
     Raises:
-        ConfigError: naming the file at fault.
+        ConfigError: names the file at fault.
     """
     source = TokenizerSource(str(path), mode, trust_remote_code, revision)
     folder = Path(path)
@@ -331,7 +331,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 class _DecoderOnly(msgspec.Struct):
-    """The one field of tokenizer.json that tells how tokens become text; the rest is skipped unparsed."""
+    """The only field of tokenizer.json that determines detokenization; the rest is skipped without parsing."""
 
     decoder: dict[str, Any] | None = None
 

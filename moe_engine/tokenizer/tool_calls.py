@@ -1,4 +1,4 @@
-"""Reads DeepSeek's tool calls out of an answer, in whole texts and in streams alike (`--tool-call-parser`).
+"""Tool-call parsers for DeepSeek's formats, for whole texts and streams (`--tool-call-parser`).
 
 Wire formats (the bar is U+FF5C, the blank U+2581):
 
@@ -25,7 +25,7 @@ MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Where a call's name and arguments stand between its markers."""
+    """Text around a call's name and arguments, between its markers."""
 
     before_name: str
     after_name: str
@@ -40,7 +40,7 @@ TOOL_FORMATS = {
 
 @dataclass(frozen=True)
 class ToolDelta:
-    """A piece of one call. The first piece of a call has `id` and `name`; later ones only more of `arguments`."""
+    """A piece of one call. The first piece has `id` and `name`; later ones only further `arguments`."""
 
     index: int
     arguments: str = ""
@@ -49,13 +49,13 @@ class ToolDelta:
 
 
 class ToolCallParser:
-    """A small machine over the markers: text, between calls, name, arguments.
+    """State machine over the markers: text, between calls, name, arguments.
 
-    Calls of functions that were not offered are dropped, as SGLang does; so is everything after the calls.
+    Calls of functions that were not offered are dropped, as in SGLang; so is all text after the calls.
 
     Args:
         form: a key of `TOOL_FORMATS`.
-        names: the functions offered; None accepts any.
+        names: the offered functions; None accepts any.
         parallel: False keeps the first call only.
     """
 
@@ -71,7 +71,7 @@ class ToolCallParser:
         self.num_calls = 0
 
     def push(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """Takes the next piece; returns plain text and what is new of the calls."""
+        """Adds text; returns the new plain text and the new pieces of calls."""
         self._held += text
         shown: list[str] = []
         deltas: list[ToolDelta] = []
@@ -80,7 +80,7 @@ class ToolCallParser:
         return "".join(shown), deltas
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
-        """What was held back, once no more text can come. A call cut short keeps the arguments it has."""
+        """Text held back; call after the last text. A truncated call keeps the arguments received so far."""
         held, self._held = self._held, ""
         if self._state == "text":
             return held, []

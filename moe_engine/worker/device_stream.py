@@ -1,8 +1,8 @@
-"""How the worker meets its device: host buffers that go there, results that come back. The only file here that asks
-which device it is.
+"""Copies between host and device: uploads of host buffers, downloads of results. The only worker file with code per
+device.
 
-On the CPU both directions are views of the same memory. On CUDA buffers are pinned, copies are asynchronous, and what
-comes back is awaited on an event, so that the launching thread never waits.
+On the CPU both directions are views of the same memory. On CUDA, buffers are pinned, copies are asynchronous, and
+downloads are awaited on an event, so that the launching thread never waits.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.parallel.overlap import Lane, ThreadLane
+from moe_engine.parallel.overlap import CommStream, CommThread
 
 
 class HostCopy:
-    """Tensors on their way to the host. `wait` returns them there; arrays are there already."""
+    """Tensors being downloaded. `wait` returns them on the host; arrays are on the host already."""
 
     def __init__(self, tensors: Sequence[Tensor] | Sequence[np.ndarray], event: torch.cuda.Event | None = None) -> None:
         self._tensors = tensors
@@ -38,7 +38,7 @@ class HostCopy:
 class DeviceStream:
     """The device of one rank and its copies.
 
-    `asynchronous`: work is only launched by torch calls and goes on after they return; reading a value stalls it.
+    `asynchronous`: torch calls only launch work and return before it is done; reading a value stalls.
     """
 
     def __init__(self, device: str | torch.device) -> None:
@@ -48,12 +48,12 @@ class DeviceStream:
             self.device = torch.device("cuda", torch.cuda.current_device())
 
     def bind_thread(self) -> None:
-        """Called once by the thread that will run the steps."""
+        """To be called once by the thread that runs the steps."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def staging(self, num_int64: int) -> Tensor:
-        """A host buffer to fill and give to `upload`; fresh each time, so a copy under way is never overwritten."""
+        """A host buffer to fill and pass to `upload`; new each time, so a copy in flight is never overwritten."""
         if not self.asynchronous:
             return torch.from_numpy(np.empty(num_int64, dtype=np.int64))
         return torch.empty(num_int64, dtype=torch.int64, pin_memory=True)
@@ -66,12 +66,11 @@ class DeviceStream:
         return pinned.to(self.device, non_blocking=True)
 
     def arrays(self, *tensors: Tensor) -> tuple[Any, ...]:
-        """The tensors themselves, or arrays over the same memory where the host has it: for arithmetic that is written
-        alike for both."""
+        """The tensors, or arrays over the same memory on the CPU: for arithmetic in code common to both."""
         return tensors if self.asynchronous else tuple(tensor.numpy() for tensor in tensors)
 
     def upload_parts(self, staging: Tensor, parts: Sequence[np.ndarray]) -> list[Tensor]:
-        """What `upload` gives, cut up: a tensor for each of some contiguous arrays over the memory of `staging`."""
+        """`upload`, split: one tensor for each contiguous array over the memory of `staging`."""
         if not self.asynchronous:
             return [torch.from_numpy(part) for part in parts]
         base, there = staging.data_ptr(), self.upload(staging).view(torch.uint8)
@@ -82,22 +81,22 @@ class DeviceStream:
         ]
 
     def from_list(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """A small device tensor of host values or lists of them, for things that change rarely."""
+        """A small device tensor of host values or lists of them, for values that change rarely."""
         return self.upload(torch.tensor(values, dtype=dtype))
 
     def rows_of(self, tensor: Tensor, indices: Sequence[int]) -> Tensor:
-        """Some rows of a device tensor, as new memory. An index that is a list would wait for an accelerator."""
+        """Some rows of a device tensor, as new memory. Indexing with a list would synchronize with an accelerator."""
         return tensor.index_select(0, self.from_list(indices, torch.int64))
 
     def read(self, tensor: Tensor) -> np.ndarray:
-        """A tensor's values on the host, now: an accelerator is waited for."""
+        """A tensor's values on the host; synchronizes with an accelerator."""
         return tensor.cpu().numpy() if self.asynchronous else tensor.numpy()
 
     def host_view(self, tensor: Tensor) -> np.ndarray | None:
         """A contiguous tensor as an array over the same memory, None on an accelerator; bfloat16 as raw int16.
 
-        For the small bookkeeping of a step: an array's operators take a fraction of a tensor's time, and they do not
-        offer the interpreter lock to the scheduler's thread, which would keep it until its own work is done.
+        For the small bookkeeping of a step: numpy operators take a fraction of torch's time, and do not release the
+        interpreter lock to the scheduler's thread, which would keep it until its own work is done.
         """
         if self.asynchronous:
             return None
@@ -119,10 +118,10 @@ class DeviceStream:
             torch.cuda.synchronize(self.device)
 
     def lazy_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros whose memory is taken only when first written, where the system can do that.
+        """Zeros whose memory is committed at the first write, if the system supports it.
 
-        `torch.zeros` on the CPU writes every page at once (tried on torch 2.13); an anonymous mapping is zero by
-        itself and costs nothing until used.
+        `torch.zeros` on the CPU writes every page at once (observed with torch 2.13); an anonymous mapping is zeroed by
+        the kernel and costs nothing until used.
         """
         if self.asynchronous or not hasattr(mmap, "MAP_ANONYMOUS"):
             return torch.zeros(*shape, dtype=dtype, device=self.device)
@@ -135,7 +134,7 @@ class DeviceStream:
         return torch.frombuffer(mapping, dtype=dtype).view(*shape)
 
     def free_bytes(self) -> int:
-        """Memory that can still be taken on the device (on the CPU: of the machine)."""
+        """Free memory of the device (on the CPU: of the machine)."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
         import psutil
@@ -144,7 +143,7 @@ class DeviceStream:
 
 
 class StreamLane:
-    """Implements `parallel.overlap.Lane` by a second stream of an accelerator."""
+    """Implements `parallel.overlap.CommStream` by a second stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -158,11 +157,11 @@ class StreamLane:
 
 
 class StreamPending:
-    """A call whose work is on its way on another stream.
+    """A call whose work runs on another stream.
 
     Args:
-        kept: what the call reads. Were it given back before its owner has waited, the owner's next tensors would lie
-            in its memory while the other stream is still at it.
+        kept: tensors that the call reads. If they were freed before `wait`, the first stream could reuse their memory
+            while the other stream still reads it.
     """
 
     def __init__(self, device: torch.device, done: Any, result: Any, kept: Any) -> None:
@@ -175,7 +174,7 @@ class StreamPending:
 
 
 class CudaGraphs:
-    """Implements `step_graphs.GraphBackend`. All recordings share one memory pool, which only one of them uses at a
+    """Implements `step_graphs.GraphBackend`. All graphs share one memory pool, which only one of them uses at a
     time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -185,17 +184,17 @@ class CudaGraphs:
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
-        # another thread waits for results meanwhile; only this one must keep to what can be recorded
+        # another thread waits for results meanwhile; only this thread is restricted to capturable calls
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph
 
 
 def make_graphs(device: torch.device) -> CudaGraphs | None:
-    """What records launches of a device; None where launches cost nothing that a recording saves."""
+    """The graph backend of a device; None on a CPU, which has no kernel launches to save."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
-def make_lane(device: torch.device) -> Lane:
+def make_lane(device: torch.device) -> CommStream:
     """A lane beside the stream or thread that runs steps on a device."""
-    return ThreadLane() if device.type == "cpu" else StreamLane(device)
+    return CommThread() if device.type == "cpu" else StreamLane(device)

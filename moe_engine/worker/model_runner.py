@@ -1,4 +1,5 @@
-"""One step from plan to tokens: rows, batch, forward, sample. Runs on the thread that owns the device."""
+"""The model runner: one step from plan to tokens (update rows, build the batch, forward, sample). Runs on the thread
+that owns the device."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.request_rows import RequestRows
-from moe_engine.worker.batch.step_batch import StepBatch, follow_on
+from moe_engine.worker.batch.step_batch import StepBatch, concatenate
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.graphs.step_graphs import StepGraphs, StepShape
@@ -39,7 +40,7 @@ RUNNING = "running the model"
 
 
 class PendingResult(Protocol):
-    """A step that was launched. `take` waits for its results; `ready` says whether it would have to."""
+    """A launched step. `take` waits for its result; `ready`: whether `take` returns at once."""
 
     @property
     def ready(self) -> bool: ...
@@ -76,10 +77,10 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Executes plans against one model and one KV pool. Logits a model returns may be changed in place.
+    """Executes plans with one model and one KV pool. May change the model's logits in place.
 
-    `speculation` is set once the parts that it shares with the runner exist; without it no plan may ask for it.
-    `graphs` is set when steps have been recorded; without it every step is run kernel by kernel.
+    `speculation` is set after construction, as it shares parts with the runner; without it no plan may speculate.
+    `graphs` is set after CUDA graphs are captured; without it every step runs kernel by kernel.
     """
 
     def __init__(
@@ -109,29 +110,29 @@ class ModelRunner:
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         self._phase = "idle"
         self._logits_ended = 0.0
-        self._failed: int | None = None  # the step that raised, or was not run, just before
-        self._nothing = torch.zeros(0, dtype=torch.int64)
+        self._failed: int | None = None  # number of the previous step, if it raised or was not run
+        self._empty = torch.zeros(0, dtype=torch.int64)
 
     @property
     def phase(self) -> str:
-        """What the step in work is doing, or the last one did; may be read from any thread."""
+        """Phase of the current or last step; may be read from any thread."""
         layer = getattr(self.model, "at_layer", None) if self._phase.startswith(RUNNING) else None
         return self._phase if layer is None else f"{self._phase}, layer {layer}"
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs a step to its end.
+        """Runs a step and returns its result.
 
         Raises:
-            StepError: with step, phase and sizes; the rows of the plan are then in an undefined state until entered
-                anew by `NewRow`.
+            StepError: with step, phase and sizes; the rows of the plan are then in an undefined state until the next
+                `NewRow`.
         """
         return self.launch(plan).take()
 
     def launch(self, plan: StepPlan) -> PendingResult:
-        """Runs a step up to where its results are on their way to the host; on the CPU that is its end.
+        """Runs a step until the download of its results has started; on the CPU the step is then complete.
 
-        The step that was planned behind a failed one, which has the next number, is not run: it relies on slots and
-        lengths that the failed one was to leave in the tables.
+        The step planned behind a failed one, which has the next number, is not run: it relies on slots and lengths that
+        the failed step should have written to the tables.
         """
         failed, self._failed = self._failed, None
         if failed is not None and plan.number == failed + 1:
@@ -157,10 +158,10 @@ class ModelRunner:
             return self._launch_speculative(plan)
         began = time.perf_counter()
         if not plan.rows:
-            self._join_others(plan)
-            return PendingStep(plan.number, [], HostCopy([self._nothing]))
-        self._draft_with_others(plan)
-        shape = self._recorded_shape(plan)
+            self._run_idle(plan)
+            return PendingStep(plan.number, [], HostCopy([self._empty]))
+        self._draft_idle(plan)
+        shape = self._graph_shape(plan)
         if shape is not None:
             batch, hidden, logits = self._replay(shape, lambda: self.builder.build(plan))
             pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
@@ -171,37 +172,37 @@ class ModelRunner:
         prompts = self._prompt_logprobs(plan, batch, hidden)
         if not len(batch.sampled.rows):
             if self.speculation is not None:
-                self.speculation.advance_ordinary(plan, batch.sampled, self._nothing)
+                self.speculation.advance_plain(plan, batch.sampled, self._empty)
             if sizes is not None:
                 self.sampler.passes.join(self._logits, hidden[:0], sizes)
-            return PendingStep(plan.number, [], HostCopy([self._nothing]), prompts=prompts)
+            return PendingStep(plan.number, [], HostCopy([self._empty]), prompts=prompts)
         sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
         pending = self._sample(plan, self._passes(plan, sampled_hidden), batch.sampled, prompts)
         pending.seconds = time.perf_counter() - began
         return pending
 
     def _passes(self, plan: StepPlan, hidden: Tensor, logits: Tensor | None = None) -> Passes:
-        """The passes over the logits of hidden [S, D], which a recording may have left: logits [S, V]."""
+        """The passes over the logits of hidden [S, D]. A CUDA graph may have computed them already: logits [S, V]."""
         if logits is not None:
-            recorded, self._phase, self._logits_ended = logits, "sampling", time.perf_counter()
-            return lambda work: [work(slice(0, len(recorded)), recorded)]
+            computed, self._phase, self._logits_ended = logits, "sampling", time.perf_counter()
+            return lambda work: [work(slice(0, len(computed)), computed)]
         return partial(self.sampler.passes.over, self._logits, hidden, self.shared.sizes(plan))
 
     def _logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        """The head, hidden [S, D] -> [S, V] float32."""
+        """The LM head, hidden [S, D] -> [S, V] float32."""
         self._phase = "computing logits"
         logits = self.model.logits(hidden, sizes)
         self._phase, self._logits_ended = "sampling", time.perf_counter()
         return logits
 
-    def _recorded_shape(self, plan: StepPlan) -> StepShape | None:
-        """The recording that serves a step, if any: not where halves take turns, or where passes are looked at."""
+    def _graph_shape(self, plan: StepPlan) -> StepShape | None:
+        """The CUDA graph for a step, if any; None with two-batch overlap or while passes are recorded."""
         if self.graphs is None or self.shared.halves(plan) is not None or getattr(self.model, "is_watching", False):
             return None
         return self.graphs.shape_of(plan)
 
     def _replay(self, shape: StepShape, build: Callable[[], StepBatch]) -> tuple[StepBatch, Tensor, Tensor | None]:
-        """The step's batch, its hidden states [T, D] and logits [T, V] (None where the recording has no head)."""
+        """Replays a graph: the step's batch, hidden states [T, D] and logits [T, V] (None if the graph has no head)."""
         assert self.graphs is not None
         self._phase = "building the batch"
         batch = build()
@@ -210,8 +211,9 @@ class ModelRunner:
         return batch, *self.graphs.run(shape, batch)
 
     def _forward(self, plan: StepPlan, sizes: StepSizes | None) -> tuple[StepBatch, Tensor]:
-        """Builds the step and runs the model, in two halves where these can take turns: hidden states [T, D]."""
-        whole = bool(self.rows.prompt_logprobs) and not self.shared.is_shared  # else the facts say so, to all groups
+        """Builds the batch and runs the model, in two halves with two-batch overlap: hidden states [T, D]."""
+        # with several groups the exchanged facts include prompt logprobs, so that all groups decide alike
+        whole = bool(self.rows.prompt_logprobs) and not self.shared.is_shared
         parts = None if whole else self.shared.halves(plan)
         self._phase = "building the batch"
         if parts is None:
@@ -230,68 +232,68 @@ class ModelRunner:
             for batch, (_, half) in zip(batches, parts)
         ]
         self._phase = f"{RUNNING} in two halves"
-        hidden = self._in_turns(forwards)
-        return follow_on(*batches), torch.cat(hidden)
+        hidden = self._run_overlapped(forwards)
+        return concatenate(*batches), torch.cat(hidden)
 
-    def _in_turns(self, forwards: list[ForwardBatch]) -> list[Tensor]:
+    def _run_overlapped(self, forwards: list[ForwardBatch]) -> list[Tensor]:
         assert isinstance(self.model, SupportsTBO)
         return self.model.forward_overlapped(forwards)
 
-    def _join_others(self, plan: StepPlan) -> None:
-        """A step in which this rank's group computes nothing, and others may."""
+    def _run_idle(self, plan: StepPlan) -> None:
+        """A step with an idle batch: this rank's group has no requests, other groups may have some."""
         if not self.shared.is_shared:
             return
-        self._phase = "taking part in a step of others"
-        self._draft_with_others(plan)
+        self._phase = "drafting with an idle batch"
+        self._draft_idle(plan)
         sizes = self.shared.sizes(plan)
         assert sizes is not None
         if sizes.is_idle:
             return
-        shape = self._recorded_shape(plan)
+        shape = self._graph_shape(plan)
         if shape is not None and self.graphs is not None:
-            nothing, logits = self.graphs.run(shape, None)
+            empty, logits = self.graphs.run(shape, None)
             if logits is None:
-                self.sampler.passes.join(self._logits, nothing, sizes)
+                self.sampler.passes.join(self._logits, empty, sizes)
             return
         parts = self.shared.halves(plan)
-        self._phase = f"{RUNNING} for a step of others"
+        self._phase = f"{RUNNING} with an idle batch"
         if parts is None:
             hidden = self.model.forward(self.shared.idle_batch(sizes))
         else:
-            hidden = self._in_turns([self.shared.idle_batch(half) for _, half in parts])[0]
+            hidden = self._run_overlapped([self.shared.idle_batch(half) for _, half in parts])[0]
         head = self.shared.prompt_head(self.model, plan)
         if head is not None:
             head.finish(hidden)
         self.sampler.passes.join(self._logits, hidden[:0], sizes)
 
-    def _draft_with_others(self, plan: StepPlan) -> None:
-        """The forwards in which other groups draft, where this one drafts nothing."""
+    def _draft_idle(self, plan: StepPlan) -> None:
+        """Runs idle batches in the draft forwards of other groups."""
         if self.speculation is not None:
-            self.speculation.draft_with_others(self.shared.draft_sizes(plan))
+            self.speculation.draft_idle(self.shared.draft_sizes(plan))
 
     def _launch_speculative(self, plan: StepPlan) -> PendingSpeculation:
-        """As `_launch`, around the parts of `SpeculativeStep`."""
+        """`_launch` of a plan with speculation, with the parts of `SpeculativeStep`."""
         step, speculation = self.speculation, plan.speculation
         if step is None or speculation is None:
-            raise ValueError(f"plan {plan.number} speculates, but this worker was made without a drafter")
+            raise ValueError(f"plan {plan.number} speculates, but this worker has no drafter")
         began = time.perf_counter()
         self._phase = "drafting"
         whole = plan
         sizes = self.shared.sizes(plan)
         left_out: list[int] = []
-        if sizes is None:  # else the other ranks count on all tokens of the plan
+        if sizes is None:  # else the other ranks expect all tokens of the plan
             plan, left_out = step.without_ended(plan)
         step.reserve(speculation)
         if not plan.rows:
             return PendingSpeculation.empty(plan.number, [(i, whole.rows[i]) for i in left_out])
-        judged = self._judge_in_one_call(step, plan, speculation) if sizes is None else None
-        if judged is not None:
-            draft_seconds, model_seconds, follow_seconds = judged.seconds.tolist()
+        verified = self._run_fused(step, plan, speculation) if sizes is None else None
+        if verified is not None:
+            draft_seconds, model_seconds, follow_seconds = verified.seconds.tolist()
             took = StepSeconds(time.perf_counter() - began, draft_seconds, follow_seconds, model_seconds)
-            return PendingSpeculation.judged(plan, judged, took, [(i, whole.rows[i]) for i in left_out])
+            return PendingSpeculation.verified(plan, verified, took, [(i, whole.rows[i]) for i in left_out])
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
         drafted = time.perf_counter()
-        shape, prompts = self._recorded_shape(plan), []
+        shape, prompts = self._graph_shape(plan), []
         model_began, logits = drafted, None
         if shape is not None:
             batch, hidden, logits = self._replay(shape, lambda: step.build(plan, verification))
@@ -314,28 +316,26 @@ class ModelRunner:
         )
         accepted, new = step.accept(drawn, batch.sampled, verification)
         step.advance(plan, verification, accepted, new)
-        paths = [accepted.path] if drawn.logprobs else []  # which nodes' log-probabilities are wanted
+        paths = [accepted.path] if drawn.logprobs else []  # nodes whose log-probabilities are reported
         copy = self.stream.download([accepted.tokens, accepted.counts, new, *paths])
         follow_began = time.perf_counter()
         if speculation.follow:
-            self._phase = "letting the drafter follow"
+            self._phase = "draft extend"
             step.update_cache(plan, batch, forward, hidden, verification, accepted)
         ended = time.perf_counter()
         plan_rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
         model_seconds = self._logits_ended - model_began
         seconds = StepSeconds(ended - began, drafted - began, ended - follow_began, model_seconds)
-        if left_out:  # not the step that was planned: its time would mislead
+        if left_out:  # not the planned step: its time would mislead the cost model
             seconds = StepSeconds()
         pending = PendingSpeculation(plan.number, plan_rows, copy, seconds, prompts=prompts)
         pending.left_out, pending.cuda_graph = [(i, whole.rows[i]) for i in left_out], shape is not None
         pending.logprobs, pending.nodes = drawn.logprobs, verification.decodes.host_nodes
         return pending
 
-    def _judge_in_one_call(
-        self, step: SpeculativeStep, plan: StepPlan, speculation: Speculation
-    ) -> VerifiedChains | None:
-        run = partial(step.run_whole, plan, speculation)
-        return self.model.in_one_call(run) if isinstance(self.model, ExpertRecordingModel) else run()
+    def _run_fused(self, step: SpeculativeStep, plan: StepPlan, speculation: Speculation) -> VerifiedChains | None:
+        run = partial(step.run_fused, plan, speculation)
+        return self.model.fused_pass(run) if isinstance(self.model, ExpertRecordingModel) else run()
 
     def _sample(
         self, plan: StepPlan, passes: Passes, sampled: SampledRows, prompts: list[PendingPrompt]
@@ -345,7 +345,7 @@ class ModelRunner:
         valid = drawn.tokens.clamp_min(0)
         self.rows.last_token.index_copy_(0, sampled.rows_device, valid)
         if self.speculation is not None:
-            self.speculation.advance_ordinary(plan, sampled, valid)
+            self.speculation.advance_plain(plan, sampled, valid)
         return PendingStep(plan.number, plan_rows, self.stream.download([drawn.tokens]), drawn.logprobs, prompts)
 
     def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> list[PendingPrompt]:

@@ -1,7 +1,7 @@
-"""The worker of one rank: a thread that owns torch and runs one step after another.
+"""The worker of one rank: a thread that owns torch and runs the steps in order.
 
-`execute` returns at once with a future, so that the scheduler plans step N+1 while step N runs: on the CPU torch's
-operators release the interpreter lock, on an accelerator the thread only launches, and a second thread waits for the
+`execute` returns a future at once, so that the scheduler plans step N+1 while step N runs: on the CPU torch's operators
+release the interpreter lock; on an accelerator the thread only launches kernels, and a second thread waits for the
 sampled tokens.
 """
 
@@ -40,7 +40,7 @@ from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.eplb.expert_recovery import RankRecovery
 from moe_engine.worker.eplb.expert_setup import attach_experts, make_recovery, with_experts
 from moe_engine.worker.graphs.compile_setup import finish_regions, start_regions
-from moe_engine.worker.graphs.graph_setup import record_steps
+from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.model_runner import ModelRunner, PendingResult
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
@@ -55,23 +55,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """All a worker is built from; every "auto" but the kernels' has been resolved.
+    """Options of a worker; every "auto" except the kernels' is resolved.
 
     Args:
-        dtype: name of the activation dtype; `kv_dtype` that of the KV cache (`kv_format`), or ``auto`` for the same.
-        num_slots: tokens the KV pool holds, a multiple of `page_size`.
-        max_rows: requests that run at once.
+        dtype: name of the activation dtype; `kv_dtype`: of the KV cache (`kv_format`), ``auto`` for the same.
+        num_slots: tokens of the KV pool, a multiple of `page_size`.
+        max_rows: max running requests.
         backends: row by family (attention, experts, linear, ops); missing ones are ``auto``.
-        dummy_seed: of the random weights that load_format ``dummy`` draws.
-        num_threads: threads of torch's operators; None is one per physical core this process may use.
-        deterministic: a token is computed alike whether alone or in a chunk (see `MLAFormPolicy`).
-        absorbed_break_even: the policy's number where measured; None derives it from the model's widths.
-        draft_config: of the model in `speculation.draft_model_path`, where there is one.
-        experts: where they stand, and what is recorded of them.
-        graphs: steps that are recorded on an accelerator.
-        compiled: steps that torch compiles.
+        dummy_seed: seed of the random weights of load_format ``dummy``.
+        num_threads: threads of torch's operators; None: one per physical core this process may use.
+        deterministic: a token is computed the same way alone and in a chunk (see `MLAFormPolicy`).
+        absorbed_break_even: measured value of the policy; None derives it from the model's widths.
+        draft_config: config of the model in `speculation.draft_model_path`, if there is one.
+        experts: placement, EPLB and expert distribution recording.
+        graphs: steps that are captured as CUDA graphs.
+        compiled: steps that torch.compile compiles.
         shapes: the largest sizes of a step, for kernels that compile at first use.
-        logits_rows: most rows of logits at once; a step with more makes several passes.
+        logits_rows: max rows of logits at once; a step with more computes several passes.
     """
 
     model_path: str
@@ -106,20 +106,20 @@ class WorkerInfo:
     weight_bytes: int = 0
     kv_bytes: int = 0
     draft_bytes: int = 0
-    """Weights and cache of the drafter, beside the two above."""
+    """Weights and KV cache of the drafter, in addition to the two above."""
     num_threads: int = 0
     num_graphs: int = 0
-    """Recorded decode steps."""
+    """Captured decode steps."""
     load_seconds: float = 0.0
     warmup_seconds: float = 0.0
 
 
 class Worker:
-    """Runs plans in the order they are given. `execute` may be called from one other thread.
+    """Runs plans in order of submission. `execute` may be called from one other thread.
 
     Args:
-        experts: recording of them and their balance.
-        recovery: where other ranks may be lost.
+        experts: expert recording and EPLB.
+        recovery: recovery after the loss of other ranks (--elastic-ep).
     """
 
     def __init__(
@@ -145,13 +145,13 @@ class Worker:
         parallel: ParallelContext = SINGLE,
         progress: bool = False,
     ) -> Worker:
-        """Builds kernels, loads the model, takes the KV pool, warms up. Ready when it returns.
+        """Builds kernels, loads the model, allocates the KV pool, warms up. Returns a ready worker.
 
         Args:
-            progress: show a bar on stderr while weights are read.
+            progress: show a progress bar of weight loading on stderr.
 
         Raises:
-            ConfigError: a backend that was asked for cannot be had, or the checkpoint does not fit the config.
+            ConfigError: a named backend is not available, or the checkpoint does not fit the config.
         """
         stream = DeviceStream(options.device)
         thread = step_thread(stream, options.num_threads)
@@ -163,7 +163,7 @@ class Worker:
         return cls(runner, thread, info, experts, recovery)
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """The result of a step, or the `StepError` that ended it."""
+        """A future of the step's result, or of its `StepError`."""
         if self._collector is None:
             return self._thread.submit(self.runner.execute, plan)
         future: Future[StepResult] = Future()
@@ -175,13 +175,13 @@ class Worker:
         return self._thread.submit(function, *args)
 
     def call_all(self, method: str) -> Future[list[Any]]:
-        """Calls one of `calls` on every rank, here the only one; answers in the order of the ranks."""
+        """Calls one of `calls` on every rank, here the only one; results by rank."""
         return self.call(lambda: [self.calls[method]()])
 
     @property
     def calls(self) -> dict[str, Callable[[], Any]]:
-        """What `call_all` can call on a rank, on the worker's thread between steps. Answers are plain values, and no
-        call waits for other ranks."""
+        """Methods for `call_all`, run on the worker's thread between steps. Results are plain values, and no call waits
+        for other ranks."""
         experts = self.experts
         return {
             "start_experts": experts.start,
@@ -191,11 +191,11 @@ class Worker:
         }
 
     def state(self) -> dict[str, Any]:
-        """What changes while it serves, for whoever watches."""
+        """Values that change while serving, for metrics."""
         return self.experts.state() | {"compilations_after_ready": guard.compilations_after_ready()}
 
     def close(self) -> None:
-        """Ends the threads after the steps given so far."""
+        """Ends the threads after the submitted steps."""
         self._thread.shutdown()
         self.experts.close()
         if self._collector is not None:
@@ -211,7 +211,7 @@ class Worker:
 
 
 def step_thread(stream: DeviceStream, num_threads: int | None) -> ThreadPoolExecutor:
-    """The one thread that runs a worker's steps. torch counts operator threads per calling thread, so it asks here."""
+    """The thread that runs a worker's steps. torch's number of operator threads is per calling thread: set here."""
 
     def begin() -> None:
         torch.set_num_threads(num_threads or physical_cores())
@@ -221,7 +221,7 @@ def step_thread(stream: DeviceStream, num_threads: int | None) -> ThreadPoolExec
 
 
 def physical_cores() -> int:
-    """Cores this process may use, not counting hyper-threads."""
+    """Cores this process may use, without hyper-threads."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
 
@@ -238,12 +238,12 @@ def _prepare(
     parallel: ParallelContext,
     progress: bool,
 ) -> tuple[ModelRunner, WorkerInfo, ExpertControl, RankRecovery | None]:
-    """Everything before READY; runs on the step thread."""
+    """Startup of the worker before READY; runs on the step thread."""
     from moe_engine.models.loader import load_model, open_again
 
     began = time.perf_counter()
     guard.reset()
-    if stream.asynchronous:  # Triton compiles for nothing else, and its import takes a second
+    if stream.asynchronous:  # Triton is for accelerators only, and its import takes a second
         guard.watch()
     regions = start_regions(options.compiled)
     config = options.model_config
@@ -286,7 +286,7 @@ def _prepare(
         draft_bytes = add_speculation(runner, speculation, draft_options)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
-    num_graphs = record_steps(runner, options.graphs, progress=progress)
+    num_graphs = capture_graphs(runner, options.graphs, progress=progress)
     mtp = mtp_layers(runner)
     experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp)
     open_weights = partial(
@@ -327,9 +327,9 @@ def _draft_options(
 
 
 def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> None:
-    """So that nothing compiles, loads or starts later; on many ranks collective."""
+    """Warms up, so that nothing compiles, loads or starts while serving; collective on several ranks."""
     warm_up(runner, num_tokens=min(NUM_TOKENS, options.shapes.tokens or NUM_TOKENS))
-    if runner.stream.asynchronous:  # the kernels of a CPU do not compile by size
+    if runner.stream.asynchronous:  # CPU kernels are not compiled per size
         warm_sizes(runner, options.shapes.tokens)
     compile_kernels(backends, options.shapes)
 
@@ -337,7 +337,7 @@ def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> No
 def _collect(pending: PendingResult, future: Future[StepResult], parallel: ParallelContext) -> None:
     try:
         result = pending.take()
-        parallel.check_peers()  # what a replayed graph computed without a peer must not become an answer
+        parallel.check_peers()  # rejects the result of a graph that was replayed without a lost peer
         future.set_result(result)
     except Exception as error:
         future.set_exception(error)

@@ -1,6 +1,6 @@
-"""Exchanges over all_to_all: a token crosses once to a rank, however many of its experts are there; one sum returns.
+"""Dispatch over all_to_all: a token is sent once per target rank, for all its experts there; one sum returns.
 
-Legend: T tokens of this rank, N tokens arrived, R ranks.
+Legend: T tokens of this rank, N received tokens, R ranks.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from moe_engine.parallel.dispatch.workspace import Workspace
 
 
 @dataclass(frozen=True)
-class VariableWay:
-    """How the sums come back: the rows sent to and received from each rank, and where each token's copies went."""
+class VariableHandle:
+    """Combine handle: the rows sent to and received from each rank, and the positions of each token's copies."""
 
     slot: int
-    positions: Tensor  # int64 [T, R] row among those sent, -1: not sent to that rank
+    positions: Tensor  # int64 [T, R] row in the send buffer, -1: not sent to that rank
     num_sent: list[int]
     num_received: list[int]
 
 
 @dataclass(frozen=True)
-class StaticWay:
+class StaticHandle:
     slot: int
     num_tokens: int  # T
 
 
 class VariableAllToAll:
-    """As many rows as there are: one exchange of sizes, one of tokens; the host waits for the sizes. For prefill."""
+    """Exact row counts: one exchange of sizes, one of tokens; the host waits for the sizes. For prefill."""
 
     def __init__(self, group: Group, shape: DispatchShape) -> None:
         self._group = group
@@ -42,12 +42,12 @@ class VariableAllToAll:
         self._workspace = Workspace(group.device)
         self._records = RecordBuffers(RecordFormat.of(shape), self._workspace)
 
-    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, VariableWay]:
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, VariableHandle]:
         mask = owner_mask(tokens.ids, self._num_local, self._group.size)  # [T, R]
         counts = mask.sum(0)
         sizes = torch.stack((counts, torch.zeros_like(counts)))  # sent to each rank, and received from it
         self._group.all_to_all(sizes[1], sizes[0])
-        num_sent, num_received = sizes.tolist()  # the one wait for a device
+        num_sent, num_received = sizes.tolist()  # the only device synchronisation
         places = mask.cumsum(0) - 1 + (counts.cumsum(0) - counts)  # by rank, then by token
         sources = _sources(torch.where(mask, places, sum(num_sent)), sum(num_sent))
         positions = torch.where(mask, places, -1)
@@ -60,10 +60,10 @@ class VariableAllToAll:
         self._group.all_to_all(received, sent, num_received, num_sent)
 
         ids = local_ids(arrived.ids, self._group.rank, self._num_local)
-        way = VariableWay(slot, positions, num_sent, num_received)
-        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), way
+        handle = VariableHandle(slot, positions, num_sent, num_received)
+        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), handle
 
-    def collect(self, partial: Tensor, handle: VariableWay) -> Tensor:
+    def collect(self, partial: Tensor, handle: VariableHandle) -> Tensor:
         shape = (sum(handle.num_sent), partial.shape[1])
         returned = self._workspace.take("returned", handle.slot, shape, partial.dtype)
         self._group.all_to_all(returned, partial, handle.num_sent, handle.num_received)
@@ -71,17 +71,17 @@ class VariableAllToAll:
 
 
 def _sources(places: Tensor, count: int) -> Tensor:
-    """places [T, R] of each token's copies, `count` where there is none -> int64 [count]: the token at each place."""
+    """places [T, R] of each token's copies, `count` if none -> int64 [count]: the token at each position."""
     tokens = torch.arange(len(places), device=places.device).repeat_interleave(places.shape[1])
     return tokens.new_empty(count + 1).scatter_(0, places.flatten(), tokens)[:count]
 
 
 class StaticAllToAll:
-    """`shape.max_tokens` rows for every pair of ranks: no sizes to exchange, shapes that depend on no value, and a host
-    that never waits. For decode, made for the size M of its batch.
+    """`shape.max_tokens` rows for every pair of ranks: no sizes to exchange, static shapes, no host wait. For decode,
+    built for the max batch size M.
 
-    Every token goes to every rank in its own row: with room for all, leaving some out would save no byte, and finding
-    out which costs more than it saves.
+    Every token goes to every rank in its own row: the static message size is the same either way, and selecting target
+    ranks costs more than it saves.
     """
 
     def __init__(self, group: Group, shape: DispatchShape) -> None:
@@ -91,7 +91,7 @@ class StaticAllToAll:
         self._workspace = Workspace(group.device)
         self._records = RecordBuffers(RecordFormat.of(shape), self._workspace)
 
-    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, StaticWay]:
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, StaticHandle]:
         num_tokens, num_rows = len(tokens.ids), self._max_tokens * self._group.size
         sent, parts = self._records.take("sent", slot, num_rows)
         write_parts(tokens, parts.first(num_tokens))
@@ -104,9 +104,9 @@ class StaticAllToAll:
 
         ids = without_lost(arrived.ids, self._group.alive)
         ids = local_ids(ids, self._group.rank, self._num_local)
-        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), StaticWay(slot, num_tokens)
+        return Tokens(arrived.data, arrived.scales, ids, arrived.weights), StaticHandle(slot, num_tokens)
 
-    def collect(self, partial: Tensor, handle: StaticWay) -> Tensor:
+    def collect(self, partial: Tensor, handle: StaticHandle) -> Tensor:
         shape = (self._group.size, self._max_tokens, partial.shape[1])
         returned = self._workspace.take("returned", handle.slot, shape, partial.dtype)
         self._group.all_to_all(returned, partial.view(shape))

@@ -1,7 +1,7 @@
-"""The exchange without routing: every rank sees all tokens, computes its experts' share, and the shares are summed.
+"""Dispatch by all_gather: every rank gets all tokens, computes its experts' share, and the shares are summed.
 
-Moves R times the tokens whatever they chose, in two plain collectives: right where ranks are few or K is near R.
-Legend: T tokens of this rank, M rows that each rank gives, R ranks.
+Moves R times the tokens whatever the choices, in two plain collectives: best for few ranks or K near R.
+Legend: T tokens of this rank, M rows sent by each rank, R ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class AllGather:
     """all_gather the tokens, reduce_scatter the sums.
 
     Args:
-        static: every rank gives `shape.max_tokens` rows to every call, and the host never waits (low latency); else as
-            many as the rank with most tokens has, which is exchanged first (normal).
+        static: every rank sends `shape.max_tokens` rows in every call, and the host never waits (low latency); else the
+            largest token count of any rank, which is exchanged first (normal).
     """
 
     def __init__(self, group: Group, shape: DispatchShape, static: bool) -> None:

@@ -1,4 +1,4 @@
-"""From a choice to the dispatchers of a rank: one for each mode in use, and the one that picks by phase."""
+"""Builds a rank's dispatchers from a choice: one per mode in use, and the dispatcher that selects by phase."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class Groups:
     """The ranks that share a layer's experts.
 
     Attributes:
-        experts: all of them, in the order of their experts.
-        node: those of this rank's host; rails: those with this rank's place, one of each host. Needed by two_hop.
-        process_group: torch's own of `experts`; needed by deepep, symm_mem and nvshmem.
+        experts: all ranks, in the order of their experts.
+        node: ranks of this host; rails: ranks with this local rank, one per host. Needed by two_hop.
+        process_group: torch's process group of `experts`; needed by deepep, symm_mem and nvshmem.
         deep_ep: the library; None imports it.
-        symm_mem: what joins the ranks' memory for symm_mem; None: torch's symmetric memory.
+        symm_mem: symmetric memory provider of symm_mem; None: torch's.
         shuffles: NVSHMEM's operations; None: torch's.
-        on_host: whether the host arranges rows itself and may wait in every mode; None: as the group of `experts` says.
-        token_rows: its kernels; None: what serves on this machine.
+        on_host: True if the host permutes rows itself and may wait in every mode; None: as for the group of `experts`.
+        token_rows: permute/unpermute kernels of the host; None: this machine's best.
     """
 
     experts: Group
@@ -80,8 +80,8 @@ def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, grou
     """Collective over `groups.experts`.
 
     Args:
-        shape: `max_tokens` is the most that a rank brings in any phase.
-        decode_tokens: the most in low latency: its buffers have this size, on a device also its messages, used or not.
+        shape: `max_tokens` is a rank's max tokens in any phase.
+        decode_tokens: max tokens in low latency: its buffers, and on a device its messages, always have this size.
     """
     decode_shape = replace(shape, max_tokens=decode_tokens)
     sizes: dict[Mode, DispatchShape] = {"normal": shape, "low_latency": decode_shape}
@@ -96,10 +96,10 @@ def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, grou
 
 
 class PhasedDispatcher:
-    """The dispatcher of each phase. Every rank of the group must be in the same phase: the step's plan says which.
+    """The dispatcher of each phase. All ranks of the group must use the same phase, given by the step's plan.
 
     Args:
-        make: makes them; collective over the group.
+        make: constructs them; collective over the group.
     """
 
     def __init__(self, make: Callable[[], dict[Phase, Dispatcher]]) -> None:
@@ -107,12 +107,12 @@ class PhasedDispatcher:
         self._by_phase = make()
 
     def renew(self) -> None:
-        """All is made anew, for the ranks that the group has left; what was under way is forgotten. Collective."""
+        """Rebuilds all dispatchers for the group's live ranks; pending dispatches are dropped. Collective."""
         self._by_phase = self._make()
 
     @property
     def takes_rows(self) -> bool:
-        """As `Dispatcher.takes_rows`, in every phase: whoever quantises does not know the phase."""
+        """See `Dispatcher.takes_rows`; true only if true in every phase, since producers do not know the phase."""
         return all(dispatcher.takes_rows for dispatcher in self._by_phase.values())
 
     def dispatch(
@@ -123,18 +123,18 @@ class PhasedDispatcher:
         phase: Phase,
         format: ActivationFormat = UNQUANTIZED,
     ) -> tuple[ExpertBatch, tuple[Dispatcher, Any]]:
-        """As `Dispatcher.dispatch`, in the mode of the phase."""
+        """See `Dispatcher.dispatch`; in the phase's mode."""
         dispatcher = self._by_phase[phase]
         batch, handle = dispatcher.dispatch(x, topk_ids, topk_weights, format)
         return batch, (dispatcher, handle)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: tuple[Dispatcher, Any]) -> Tensor:
-        """As `Dispatcher.combine`, with the dispatcher that made the handle."""
-        dispatcher, theirs = handle
-        return dispatcher.combine(rows, topk_weights, theirs)
+        """See `Dispatcher.combine`; with the dispatcher of the handle."""
+        dispatcher, inner = handle
+        return dispatcher.combine(rows, topk_weights, inner)
 
     def check_peers(self) -> None:
-        """As `WatchesPeers.check_peers`, of all phases: for the end of a step, when its results have come."""
+        """See `WatchesPeers.check_peers`; for all phases, at the end of a step when its results are available."""
         for dispatcher in self._by_phase.values():
             if isinstance(dispatcher, WatchesPeers):
                 dispatcher.check_peers()
@@ -145,8 +145,8 @@ Maker = Callable[[Groups, Shapes], list[Dispatcher]]
 
 
 def _exchanged(make_exchange: Callable[[Groups, DispatchShape, bool], Exchange]) -> Maker:
-    """Dispatchers of our own exchanges: grouped rows in normal mode, padded ones in low latency; on the host grouped in
-    both."""
+    """Dispatchers of our own exchanges: grouped rows in normal mode, padded rows in low latency; on the host grouped
+    rows in both."""
 
     def make(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
         made: list[Dispatcher] = []
@@ -160,7 +160,7 @@ def _exchanged(make_exchange: Callable[[Groups, DispatchShape, bool], Exchange])
 
 
 def _arrangement(groups: Groups, shape: DispatchShape, static: bool) -> tuple[Layout, CheckChoices | None]:
-    """How rows lie before the experts, and who looks at the choices first."""
+    """The batch layout of the experts, and the check of the router's choices."""
     device = groups.experts.device
     if groups.host_arranges:
         rows = groups.rows(shape)
@@ -191,7 +191,7 @@ def _two_hop(groups: Groups, shape: DispatchShape, static: bool) -> Exchange:
 
 
 def _deepep(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
-    """The newest generation that the library offers."""
+    """The newest generation in the library."""
     library = groups.deep_ep or generation.load()
     found = generation.generation_of(library)
     if found == "Buffer":
@@ -205,7 +205,7 @@ def _deepep(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
 
 
 def _legacy(library: ModuleType, groups: Groups, shapes: Shapes) -> list[Dispatcher]:
-    """One buffer for both modes: normal mode cleans up behind itself."""
+    """One buffer for both modes: normal mode restores it after use."""
     low_latency = shapes.get("low_latency")
     buffer = legacy.make_buffer(library, groups.process_group, low_latency or shapes["normal"], low_latency is not None)
     made: list[Dispatcher] = []
@@ -220,9 +220,9 @@ def _legacy(library: ModuleType, groups: Groups, shapes: Shapes) -> list[Dispatc
 
 
 def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
-    """Low latency through peers' memory; prefill, which has sizes to wait for anyway, by torch's all_to_all."""
+    """Low latency through symmetric memory; prefill, which waits for sizes anyway, by torch's all_to_all."""
     from moe_engine.parallel.dispatch.symm_mem.dispatcher import SymmMemDispatcher
-    from moe_engine.parallel.dispatch.symm_mem.memory import TorchSymmetricMemory  # these two bring Triton along
+    from moe_engine.parallel.dispatch.symm_mem.memory import TorchSymmetricMemory  # these two import Triton
 
     memory = groups.symm_mem or TorchSymmetricMemory(groups.process_group)
     return _with_low_latency(
@@ -231,7 +231,7 @@ def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
 
 
 def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
-    """Low latency by NVSHMEM; prefill by what crosses between nodes least often."""
+    """Low latency by NVSHMEM; prefill by the backend with the least traffic between nodes."""
     from moe_engine.parallel.dispatch.symm_mem.nvshmem import NvshmemDispatcher, TorchShuffles
 
     shuffles = groups.shuffles or TorchShuffles(groups.process_group)
@@ -243,7 +243,7 @@ def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
 def _with_low_latency(
     groups: Groups, shapes: Shapes, prefill: str, make: Callable[[DispatchShape], Dispatcher]
 ) -> list[Dispatcher]:
-    """What `make` makes in low latency, another backend's dispatcher in normal mode."""
+    """`make`'s dispatcher in low latency, another backend's in normal mode."""
     return [
         make(shape) if mode == "low_latency" else _MAKERS[prefill](groups, {mode: shape})[0]
         for mode, shape in shapes.items()

@@ -1,4 +1,4 @@
-"""The dispatcher made of an exchange between ranks and a layout on this one."""
+"""A dispatcher composed of an exchange between ranks and a layout on this rank."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from moe_engine.parallel.dispatch.protocol import DispatchShape, Exchange, Keeps
 from moe_engine.parallel.dispatch.workspace import Slots
 
 CheckChoices = Callable[[Tensor, int], None]
-"""`rows.check_choices`, or its like: physical ids [T, K] and how many experts there are."""
+"""Type of `rows.check_choices`: physical ids [T, K] and the number of experts."""
 
 
 @dataclass(frozen=True)
 class ExchangedHandle:
-    """What combine needs of a dispatch."""
+    """Dispatch data for combine."""
 
     slot: int
     topk_weights: Tensor  # [T, K] of this rank's tokens
-    weights: Tensor  # [N, K] of the tokens that arrived
+    weights: Tensor  # [N, K] of the received tokens
     positions: Tensor  # [N, K] rows of the batch
     handle: Any
 
 
 class ExchangedDispatcher:
-    """`Dispatcher`: the exchange brings tokens, the layout arranges them.
+    """`Dispatcher`: the exchange delivers tokens, the layout permutes them.
 
     Args:
-        check: refuses wrong ids before they travel; it waits for the device, so low latency has None.
+        check: rejects invalid ids before they are sent; synchronises with the device, so None in low latency.
     """
 
     def __init__(self, shape: DispatchShape, exchange: Exchange, layout: Layout, check: CheckChoices | None) -> None:
@@ -62,7 +62,7 @@ class ExchangedDispatcher:
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExchangedHandle) -> Tensor:
         if topk_weights is not handle.topk_weights:
-            raise ValueError("combine takes the topk_weights that were given to dispatch: they have travelled already")
-        self._slots.give_back(handle.slot)
+            raise ValueError("combine needs the topk_weights passed to dispatch: they were already sent")
+        self._slots.release(handle.slot)
         partial = self._layout.reduce(rows, handle.positions, handle.weights)
         return self._exchange.collect(partial, handle.handle)

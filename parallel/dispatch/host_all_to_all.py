@@ -1,12 +1,11 @@
-"""The exchange over all_to_all for ranks whose messages end on the host (gloo): one message out and one back.
+"""Dispatch over all_to_all for CPU ranks (gloo): usually one message out and one back.
 
-A token crosses once to a rank, however many of its experts are there, and the bytes are exact in either mode. How many
-rows a rank sends is not known to the one that receives them; here it needs not be, for gloo takes messages that are
-shorter than their room: each rank has a fixed room for every other, and a message begins with a head that says how much
-of it is filled. Where any rank has more tokens than a room, all see so in the heads and send the rows in a second
-message, of sizes that are then known.
+A token is sent once per target rank, and byte counts are exact in both modes. The receiver does not know a sender's row
+count; this works because gloo accepts messages shorter than the receive buffer: each pair of ranks has a buffer of
+fixed size, and a message begins with a header that holds its row count. If any rank has more tokens than a buffer
+holds, all ranks read that from the headers and send the rows in a second message of known sizes.
 
-Legend: T tokens of this rank, N tokens arrived, R ranks, A ranks that others are sent to: alive, and not this one.
+Legend: T tokens of this rank, N received tokens, R ranks, A live ranks other than this one.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from moe_engine.parallel.dispatch.payload import RecordFormat
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
 
 HEAD_BYTES = 16
-"""Of a message: the rows in it, and the tokens of its sender; int64."""
+"""Message header: rows in the message, and tokens of the sender; int64."""
 
 
 @dataclass(frozen=True)
 class Handle:
-    """How the sums come back: the rows sent to and received from each rank, and whose they are."""
+    """Combine handle: the rows sent to and received from each rank, and their tokens."""
 
     slot: int
-    positions: Tensor  # int64 [T, R] each token's row among those that were sent, by rank, then by token; -1: none
+    positions: Tensor  # int64 [T, R] each token's row in the send buffer, by rank, then by token; -1: none
     num_sent: list[int]
     num_received: list[int]
 
 
 class HostAllToAll:
-    """Over a group whose `all_to_all` takes fewer rows than there is room for.
+    """For groups whose `all_to_all` accepts fewer rows than the receive buffer holds.
 
     Args:
-        room_tokens: up to so many tokens of every rank, all goes in one message.
+        room_tokens: max tokens per rank for a single message.
     """
 
     def __init__(self, group: Group, shape: DispatchShape, room_tokens: int, rows: TokenRows) -> None:
@@ -57,14 +56,14 @@ class HostAllToAll:
         self._arrived = [GrowingRecords(form) for _ in range(NUM_LIVE)]
         self._returned = [GrowingRows(shape.hidden, shape.dtype) for _ in range(NUM_LIVE)]
 
-        # one block: the messages that leave, rooms for those that come, and what stays here
+        # one block: send buffers, receive buffers, and local rows
         room, num_away = HEAD_BYTES + self._room_tokens * form.num_bytes, len(self._away)
         self._room_bytes = [room if rank in self._away else 0 for rank in range(group.size)]
         self._memory = torch.empty((2 * num_away + 1) * room, dtype=torch.uint8)
         self._sent, self._received, _ = self._memory.split([num_away * room, num_away * room, room])
         self._sent_words = self._sent.numpy().view(np.int64)
         self._heads = self._received.numpy().reshape(num_away, room)[:, :HEAD_BYTES].view(np.int64)  # [A, 2]
-        self._begins = [2 * num_away * room] * group.size  # of the rows from each rank
+        self._begins = [2 * num_away * room] * group.size  # byte offset of the rows from each rank
         for number, rank in enumerate(self._away, start=num_away):
             self._begins[rank] = number * room + HEAD_BYTES
 
@@ -79,9 +78,9 @@ class HostAllToAll:
         group.all_to_all(self._received, self._sent[: sum(sizes)], self._room_bytes, sizes)
         num_received = [0] * group.size
         num_received[group.rank] = num_sent[group.rank]
-        for rank, (count, theirs) in zip(self._away, self._heads.tolist()):
+        for rank, (count, sender_tokens) in zip(self._away, self._heads.tolist()):
             num_received[rank] = count
-            fits = fits and theirs <= self._room_tokens
+            fits = fits and sender_tokens <= self._room_tokens
 
         records, arrived = self._arrived[slot].take(sum(num_received))
         if fits:
@@ -99,11 +98,11 @@ class HostAllToAll:
         return self._rows.sum_rows(returned, handle.positions)
 
     def _address(self, num_sent: list[int], num_tokens: int, fits: bool) -> tuple[list[int], list[int]]:
-        """Writes the heads of the messages, whose rows follow where they fit.
+        """Writes the message headers; rows follow if they fit.
 
         Returns:
-            The sizes of the messages [R], and where each rank's rows would begin if they were counted from all rows'
-            first [R]; bytes.
+                The sizes of the messages [R], and the offset of each rank's rows relative to the first row [R]; in
+                bytes.
         """
         record, own = self._records.num_bytes, self._group.rank
         sizes, bases, begin, first = [0] * len(num_sent), [0] * len(num_sent), 0, 0

@@ -1,7 +1,7 @@
-"""What the dispatch buffers of a rank on a CPU hold at most. Imports no torch: memory is planned without it.
+"""Max size of the dispatch buffers of a CPU rank. Imports no torch: memory is planned without it.
 
-At most means: every token goes to every rank, and comes from there. Two results that are alive at once are halves of a
-step, so they are counted as one. Legend: R ranks, T most tokens of a rank.
+The maximum: every token goes to every rank, and comes from every rank. Two results alive at once are halves of a step,
+so they count as one. Legend: R ranks, T max tokens of a rank.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 ROOM_TOKENS = 64
-"""Of a message in normal mode, see `host_all_to_all`: more than what a message costs are then its bytes."""
+"""Buffer bytes of a message in normal mode, see `host_all_to_all`: beyond this, bytes dominate the message cost."""
 
 
 @dataclass(frozen=True)
 class HostLoad:
-    """What one mode asks for.
+    """Sizes of one mode.
 
     Attributes:
-        num_nodes: hosts that the ranks stand on, evenly.
+        num_nodes: hosts, with equal rank counts.
         tokens: T.
-        room_tokens: of them fit into the first message.
-        record_bytes: of a token with its choices, as it travels; row_bytes: of a result.
+        room_tokens: tokens that fit into the first message.
+        record_bytes: of a dispatched token with its choices; row_bytes: of a result.
     """
 
     num_ranks: int
@@ -38,7 +38,7 @@ class HostLoad:
 
 
 def all_to_all(load: HostLoad) -> int:
-    """Messages out and in and what stays; rows that do not fit them; what arrived; sums that came back."""
+    """Send and receive buffers and local rows; overflow rows; received tokens; returned sums."""
     room = min(load.tokens, load.room_tokens)
     records = (2 * load.num_ranks - 1) * room + load.everything
     if load.tokens > room:
@@ -47,9 +47,9 @@ def all_to_all(load: HostLoad) -> int:
 
 
 def two_hop(load: HostLoad) -> int:
-    """An all-to-all between hosts, and one inside for all that it brings."""
+    """An all-to-all between hosts, and one inside a host for the received tokens."""
     inside = load.num_ranks // load.num_nodes
-    static = load.room_tokens >= load.tokens  # a room then has all that can come
+    static = load.room_tokens >= load.tokens  # a buffer then holds all possible tokens
     arriving = load.num_nodes * load.tokens
     room = arriving if static else load.room_tokens
     return all_to_all(replace(load, num_ranks=load.num_nodes)) + all_to_all(
@@ -58,12 +58,12 @@ def two_hop(load: HostLoad) -> int:
 
 
 def shared_memory(load: HostLoad) -> int:
-    """This rank's share of the common memory, its tokens and the sums it makes; and what it takes from all."""
+    """This rank's share of the shared memory (its tokens and sums), and the rows it reads."""
     return (load.tokens + load.everything) * load.record_bytes + load.everything * load.row_bytes
 
 
 def allgather(load: HostLoad) -> int:
-    """The tokens of this rank and of all."""
+    """The tokens of this rank and of all ranks."""
     return (load.tokens + load.everything) * load.record_bytes
 
 
@@ -73,4 +73,4 @@ OF_BACKEND: dict[str, Callable[[HostLoad], int]] = {
     "shared_memory": shared_memory,
     "allgather": allgather,
 }
-"""By the names of `tables.ROWS`: those that serve CPUs and several ranks."""
+"""Keyed by the names of `tables.ROWS`: backends for several CPU ranks."""

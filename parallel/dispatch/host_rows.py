@@ -1,4 +1,4 @@
-"""What `rows` and `layouts` do, for ranks whose tensors lie on the host: by the kernels of `kernels.token_rows`."""
+"""The functions of `rows` and `layouts` for ranks with host tensors, by the kernels of `kernels.permutation`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_engine.parallel.dispatch.payload import RecordFormat, decode
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Tokens
 
 FEW = 64
-"""Records whose views are kept: making them takes longer than filling them."""
+"""Max records with cached views: creating views takes longer than filling them."""
 
 
 def taking_part(group: Group) -> Tensor:
@@ -22,7 +22,7 @@ def taking_part(group: Group) -> Tensor:
 
 
 class GrowingRows:
-    """Rows of one width, made once and again when more are asked for. What was taken is valid until the next `take`."""
+    """A grow-only buffer of rows of one width. A result is valid until the next `take`."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         self._rows = torch.empty(0, width, dtype=dtype)
@@ -35,7 +35,7 @@ class GrowingRows:
 
 
 class GrowingRecords:
-    """Records likewise, as bytes and as the tokens that they hold."""
+    """A grow-only buffer of records, as bytes and as views of their tokens."""
 
     def __init__(self, form: RecordFormat) -> None:
         self._form = form
@@ -60,7 +60,7 @@ class GrowingRecords:
 
 
 class HostChecks:
-    """`exchanged.CheckChoices`: asks the kernel, and looks for what is wrong only if it refuses."""
+    """`exchanged.CheckChoices`: runs the kernel's check, and searches for the error only if it fails."""
 
     def __init__(self, rows: TokenRows) -> None:
         self._rows = rows
@@ -71,7 +71,7 @@ class HostChecks:
 
 
 class HostLayout:
-    """As `GroupedLayout`: one row for each (token, choice) that is here, sorted by expert, by arrival inside one."""
+    """See `GroupedLayout`: one row per local (token, choice), sorted by expert, then by arrival."""
 
     def __init__(self, num_experts: int, hidden: int, dtype: torch.dtype, rows: TokenRows) -> None:
         self._num_experts = num_experts

@@ -1,6 +1,6 @@
-"""From arrived tokens to the experts' rows and back, on one rank.
+"""Permute and unpermute on one rank: from received tokens to the experts' rows and back.
 
-Legend: N tokens arrived, K experts per token, E experts of this rank, D hidden.
+Legend: N received tokens, K experts per token, E experts of this rank, D hidden.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moe_engine.parallel.dispatch.workspace import Workspace
 
 
 class GroupedLayout:
-    """`grouped`: one row for each (token, choice) that is here, sorted by expert, by arrival inside an expert."""
+    """`grouped`: one row per local (token, choice), sorted by expert, then by arrival."""
 
     def __init__(self, num_experts: int, dtype: torch.dtype, device: torch.device) -> None:
         self._experts = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
@@ -40,7 +40,7 @@ class GroupedLayout:
         return torch.index_select(values, 0, tokens, out=rows)
 
     def _sort(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The token of each row [M], offsets [E + 1], positions [N, K]. Waits for the device."""
+        """The token of each row [M], offsets [E + 1], positions [N, K]. Synchronises with the device."""
         ordered, order = ids.flatten().sort(stable=True)  # [N * K], -1 first
         starts = torch.searchsorted(ordered, self._experts, out_int32=True)  # [E + 1]
         num_absent = int(starts[0])
@@ -57,13 +57,13 @@ class PaddedLayout:
     """`padded`: [E, capacity, D] with counts on the device; shapes depend on no value and the host never waits.
 
     Args:
-        capacity: rows for each expert. Tokens name an expert at most once, so as many as tokens can arrive.
+        capacity: rows per expert. A token has an expert at most once, so the max number of received tokens.
     """
 
     def __init__(self, num_experts: int, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
         self._num_experts = num_experts
         self._capacity = capacity
-        # of the row before an expert's first; of the column for what is not here: so low that no count lifts it to 0
+        # row before each expert's first; the column of non-local choices is so low that no count brings it to 0
         self._bases = torch.arange(num_experts + 1, device=device) * capacity - 1
         self._bases[num_experts] = torch.iinfo(torch.int64).min // 2
         self._dtype = dtype
@@ -91,11 +91,11 @@ class PaddedLayout:
     def _place(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """counts [E], positions [N, K]."""
         num_experts = self._num_experts
-        experts = ids.remainder(num_experts + 1).long()  # [N, K], E where it is not here
+        experts = ids.remainder(num_experts + 1).long()  # [N, K], E if not local
         named = torch.zeros(len(experts), num_experts + 1, dtype=torch.int64, device=experts.device)
-        so_far = named.scatter_(1, experts, 1).cumsum(0)  # [N, E + 1] of the tokens up to this one
+        so_far = named.scatter_(1, experts, 1).cumsum(0)  # [N, E + 1] counts up to and including this token
         counts = so_far[-1, :-1].to(torch.int32)
-        # -1, as an index, names the last row: one beyond the batch, for whatever is not here
+        # index -1 is the last row, one beyond the batch: receives non-local choices
         positions = so_far.add_(self._bases).gather(1, experts).clamp_min_(-1)
         return counts, positions
 

@@ -17,14 +17,14 @@ from moe_engine.parallel.dispatch.protocol import Phase, Tokens
 
 @dataclass(frozen=True)
 class LocalHandle:
-    """What combine needs of a dispatch: where each (token, choice) went."""
+    """Dispatch data for combine: the row of each (token, choice)."""
 
     position: Tensor  # [T, K] row of the batch
     num_tokens: int
 
 
 class LocalDispatcher:
-    """Produces the ``grouped`` layout; router weights are applied in `combine`, once. Has `PhasedDispatcher`'s face."""
+    """Produces the ``grouped`` layout; `combine` applies the router weights. Interface of `PhasedDispatcher`."""
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
@@ -39,7 +39,7 @@ class LocalDispatcher:
         phase: Phase = "prefill",
         format: ActivationFormat = UNQUANTIZED,
     ) -> tuple[ExpertBatch, LocalHandle]:
-        """x [T, D], topk_ids [T, K] -> rows sorted by expert (stable: by token inside an expert). No phase differs."""
+        """x [T, D], topk_ids [T, K] -> rows sorted by expert, then by token. All phases are equal."""
         x = unquantized(x)
         num_tokens, top_k = topk_ids.shape
         flat = topk_ids.reshape(-1).long()
@@ -56,12 +56,12 @@ class LocalDispatcher:
         """rows [M, D] in dispatch order, weights [T, K] -> [T, D], summed over K in float32 in column order."""
         chosen = rows.index_select(0, handle.position.reshape(-1))
         chosen = chosen.view(*handle.position.shape, rows.shape[-1])  # [T, K, D]
-        weighted = chosen.float().mul_(topk_weights.unsqueeze(-1))  # `chosen` is ours: no third copy of K rows a token
+        weighted = chosen.float().mul_(topk_weights.unsqueeze(-1))  # in place: no third copy of K rows per token
         return weighted.sum(dim=1).to(rows.dtype)
 
 
 class LocalExchange:
-    """The exchange of one rank that holds all experts: what every layout and test of many ranks can be held against."""
+    """The exchange of a single rank with all experts: the reference for layouts and multi-rank tests."""
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, None]:
         return tokens, None

@@ -1,7 +1,7 @@
-"""Tokens as bytes: FP8 on the wire, and the record that carries a token with its choices.
+"""Tokens as bytes: FP8 dispatch, and the record of a token with its choices.
 
 A record is one row of bytes: data | scales | router weights (float32) | expert ids (int32), padded to 16 bytes, so that
-a token crosses to a rank in one message, whatever its dtype.
+a token is sent to a rank in one message, whatever its dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK = 128  # channels that share a scale
 
 
 def encode(x: Activation, ids: Tensor, weights: Tensor, fp8: bool, format: ActivationFormat = UNQUANTIZED) -> Tokens:
-    """x [T, D] with its choices, as it travels; quantised here if need be, as the experts read it."""
+    """x [T, D] with its choices in dispatch format; quantized here if needed, in the experts' activation format."""
     data: Tensor
     scales: Tensor | None = None
     if not fp8:
@@ -60,7 +60,7 @@ def decode(tokens: Tokens, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """Where the parts of a token lie in its record, in bytes."""
+    """Byte layout of a token's record."""
 
     data_dtype: torch.dtype
     hidden: int
@@ -82,17 +82,17 @@ class RecordFormat:
 
     @property
     def records(self) -> Records:
-        """As kernels take it."""
+        """The layout as kernel argument."""
         return Records(self.num_bytes, self.data_bytes + 4 * self.num_scales + 4 * self.top_k, self.top_k)
 
     def parts(self, tokens: Tokens) -> list[Part]:
-        """The tokens' numbers, each with its place in the records."""
+        """The tokens' tensors, each with its byte offset in the records."""
         scales_end = self.data_bytes + 4 * self.num_scales
         found = [(tokens.data, 0), (tokens.weights, scales_end), (tokens.ids, scales_end + 4 * self.top_k)]
         return found if tokens.scales is None else [*found, (tokens.scales, self.data_bytes)]
 
     def view(self, records: Tensor) -> Tokens:
-        """The parts of uint8 [N, num_bytes] records, as views."""
+        """The fields of uint8 [N, num_bytes] records, as views."""
         scales_end = self.data_bytes + 4 * self.num_scales
         weights_end = scales_end + 4 * self.top_k
         data = records[:, : self.hidden * self.data_dtype.itemsize].view(self.data_dtype)
@@ -102,12 +102,12 @@ class RecordFormat:
         return Tokens(data, scales, ids, weights)
 
     def write(self, tokens: Tokens, records: Tensor) -> None:
-        """Packs tokens into as many records."""
+        """Packs tokens into the same number of records."""
         write_parts(tokens, self.view(records))
 
 
 def write_parts(tokens: Tokens, into: Tokens) -> None:
-    """As `RecordFormat.write`, into the view of the records."""
+    """`RecordFormat.write` into the view of the records."""
     into.data.copy_(tokens.data)
     into.weights.copy_(tokens.weights)
     into.ids.copy_(tokens.ids)
@@ -116,7 +116,7 @@ def write_parts(tokens: Tokens, into: Tokens) -> None:
 
 
 class RecordBuffers:
-    """Buffers of records by name and slot, each with its parts: viewing them takes longer than moving a few tokens."""
+    """Buffers of records by name and slot, with cached field views: views cost more than copying a few tokens."""
 
     def __init__(self, form: RecordFormat, workspace: Workspace) -> None:
         self._format = form
@@ -124,7 +124,7 @@ class RecordBuffers:
         self._parts: dict[tuple[str, int], tuple[Tensor, Tokens]] = {}
 
     def take(self, name: str, slot: int, num_rows: int) -> tuple[Tensor, Tokens]:
-        """uint8 [num_rows, bytes] and its parts; valid as `Workspace.take`'s."""
+        """uint8 [num_rows, bytes] and its fields; same validity as `Workspace.take`."""
         buffer = self._workspace.take(name, slot, (num_rows, self._format.num_bytes), torch.uint8)
         known = self._parts.get((name, slot))
         if known is None or known[0] is not buffer:

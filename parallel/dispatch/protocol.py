@@ -1,13 +1,13 @@
-"""What dispatchers are made of: tokens travel to the ranks of their experts, and weighted sums travel back.
+"""Dispatcher: DeepEP-style dispatch and combine. Tokens are sent to their experts' ranks, weighted sums are returned.
 
     dispatch:  x, choices --encode--> Tokens --Exchange.deliver--> Tokens --Layout.expand--> ExpertBatch
     combine:   rows --Layout.reduce (router weights)--> partial sums --Exchange.collect--> [T, D]
 
-An *exchange* moves tokens between ranks and knows no experts' kernels; a *layout* permutes rows on one rank and knows
-no ranks: any exchange goes with any layout. Libraries that do both in one kernel implement `Dispatcher` directly.
+An *exchange* moves tokens between ranks and is independent of expert kernels; a *layout* permutes rows on one rank and
+is independent of ranks: any exchange works with any layout. Libraries with both in one kernel implement `Dispatcher`.
 
-Experts are *physical* experts, numbered over all ranks: expert e lives on rank e // num_local as its e % num_local.
-Legend: T tokens of this rank, N tokens arrived here, D hidden, K experts per token, E physical experts, R ranks.
+Experts are *physical* experts, numbered over all ranks: expert e is on rank e // num_local as its e % num_local.
+Legend: T tokens of this rank, N received tokens, D hidden, K experts per token, E physical experts, R ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, Ac
 
 Phase = Literal["prefill", "decode"]
 Mode = Literal["normal", "low_latency"]
-NUM_LIVE = 2  # results of one dispatcher that may be alive: dispatched, not yet combined
+NUM_LIVE = 2  # max pending results of a dispatcher: dispatched, not yet combined
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class DispatchShape:
     Attributes:
         num_experts: physical experts over all ranks, redundant ones included.
         num_ranks: R; divides num_experts.
-        max_tokens: most tokens that a rank brings to one call.
+        max_tokens: max tokens of a rank per call.
         dtype: of the activations.
-        fp8: tokens travel as float8_e4m3 with a float32 scale for each 128 channels; results travel in `dtype`.
+        fp8: tokens are sent as float8_e4m3 with a float32 scale per 128 channels; results are sent in `dtype`.
     """
 
     num_experts: int
@@ -48,7 +48,7 @@ class DispatchShape:
 
     def __post_init__(self) -> None:
         if self.num_experts % self.num_ranks:
-            raise ValueError(f"{self.num_experts} experts cannot be shared evenly by {self.num_ranks} ranks")
+            raise ValueError(f"{self.num_experts} experts cannot be divided evenly among {self.num_ranks} ranks")
         if self.fp8 and self.hidden % 128:
             raise ValueError(f"FP8 dispatch scales blocks of 128 channels; hidden is {self.hidden}")
 
@@ -59,7 +59,7 @@ class DispatchShape:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens on their way to experts.
+    """Dispatched tokens.
 
     Attributes:
         data: [N, D] in the activation dtype, or float8_e4m3fn with `scales`.
@@ -74,16 +74,16 @@ class Tokens:
     weights: Tensor
 
     def first(self, count: int) -> Tokens:
-        """The first of them, as views."""
+        """The first `count` tokens, as views."""
         scales = None if self.scales is None else self.scales[:count]
         return Tokens(self.data[:count], scales, self.ids[:count], self.weights[:count])
 
 
 class Exchange(Protocol):
-    """Moves tokens to the ranks that hold their experts, and sums back. `slot` (0, 1) keeps two results apart."""
+    """Sends tokens to their experts' ranks, and sums back. `slot` (0, 1) separates two pending results."""
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Any]:
-        """Collective. Returns the tokens that have an expert here (and maybe more, with ids -1), and the way back.
+        """Collective. Returns the tokens with a local expert (and maybe others, with ids -1), and the combine handle.
 
         Static exchanges return the same number of rows in every call and leave rows without expert unspecified.
         The result is valid until the slot's next use.
@@ -94,13 +94,13 @@ class Exchange(Protocol):
 
 
 class Layout(Protocol):
-    """Permutes arrived tokens into what the experts' kernel takes, and sums its rows back."""
+    """Permutes received tokens into an `ExpertBatch`, and sums its rows back (unpermute)."""
 
     def expand(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
-        """Returns the batch and, for each (token, choice), its row of the batch: int64 [N, K], -1 without one."""
+        """Returns the batch and, for each (token, choice), its row of the batch: int64 [N, K], -1 if none."""
 
     def reduce(self, rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
-        """rows as the kernel returns them -> [N, D]: sum_k weights[n, k] * rows[positions[n, k]], 0 without any."""
+        """rows from the kernel -> [N, D]: sum_k weights[n, k] * rows[positions[n, k]], 0 without any."""
 
 
 @runtime_checkable
@@ -108,35 +108,35 @@ class KeepsRows(Protocol):
     """A layout that can leave tokens in FP8."""
 
     def expand_rows(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
-        """As `Layout.expand`, of tokens with scales: a batch with scales."""
+        """`Layout.expand` of tokens with scales: a batch with scales."""
 
 
 class Dispatcher(Protocol):
-    """The face towards the routed experts. All ranks of the group call dispatch and combine alike, in one order."""
+    """The interface to the routed experts. All ranks of the group make the same calls in the same order."""
 
     @property
     def takes_rows(self) -> bool:
-        """Whether `dispatch` takes tokens that were quantised before, because they travel so."""
+        """True if `dispatch` accepts quantized tokens, since it sends FP8."""
 
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, Any]:
-        """Sends every token to the experts it chose.
+        """Sends every token to its chosen experts.
 
         Args:
-            x: [T, D], numbers unless it `takes_rows`; T may differ between ranks and be 0.
-            format: of the experts' input: tokens that travel in FP8 get such scales, and where it names rows
-                the batch may come in FP8.
-            topk_ids: [T, K] physical experts, each at most once a token; -1 is skipped (a dropped choice, a dead rank).
-            topk_weights: float32 [T, K]; they travel with the tokens.
+            x: [T, D], unquantized unless it `takes_rows`; T may differ between ranks and be 0.
+                format: activation format of the experts: sets the scales of tokens sent in FP8, and if it has rows the
+                    batch may stay FP8.
+            topk_ids: [T, K] physical experts, each at most once per token; -1 is skipped (dropped choice, lost rank).
+            topk_weights: float32 [T, K]; sent with the tokens.
 
         Returns:
-            The rows for this rank's experts, and the handle that `combine` consumes. At most `NUM_LIVE` handles are
-            alive; the batch is valid until its handle is combined.
+                The rows for this rank's experts, and the handle for `combine`. At most `NUM_LIVE` handles may be
+                pending; the batch is valid until its handle is combined.
 
         Raises:
-            ValueError: ids out of range or named twice (normal mode; low latency never waits to look).
-            PeerLost: another rank is gone.
+            ValueError: ids out of range or repeated (normal mode; low latency does not check).
+            PeerLost: another rank is lost.
         """
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Tensor:
@@ -144,14 +144,14 @@ class Dispatcher(Protocol):
 
         Args:
             rows: the experts' results in the layout of the batch; rows beyond its counts are never read.
-            topk_weights: the ones given to dispatch. Most backends have sent them to the experts' ranks, which sum
-                before they send back; some weigh here.
+                topk_weights: the ones passed to dispatch. Most backends have sent them to the experts' ranks, which sum
+                    before they send back; some apply them here.
         """
 
 
 @runtime_checkable
 class WatchesPeers(Protocol):
-    """A dispatcher whose device waits for peers while no host looks on: no call of a captured graph could raise."""
+    """A dispatcher whose kernels wait for peers without the host: calls in a captured graph cannot raise."""
 
     def check_peers(self) -> None:
-        """Raises `PeerLost` if the device has given up a peer, as far as it has said so; never waits."""
+        """Raises `PeerLost` if a kernel has reported a timeout on a peer; never waits."""

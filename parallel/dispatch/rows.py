@@ -1,6 +1,6 @@
-"""Rows gathered and summed: what every dispatcher does on its own rank.
+"""Gather and sum of rows, used by every dispatcher on its own rank.
 
-`F.embedding_bag` is torch's fused gather, scale and sum: one pass, float32 sums, and it reads only rows it is told of.
+`F.embedding_bag` is torch's fused gather, scale and sum: one pass, float32 sums, and it reads only listed rows.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from moe_engine.kernels.permutation.reference import halves
 def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None, count: int | None = None) -> Tensor:
     """rows [M, D], positions int64 [N, S] (-1: none), weights float32 [N, S] -> [N, D] in rows' dtype.
 
-    Reads only named rows.
+    Reads only listed rows.
 
     Args:
-        count: how many positions are not -1; None asks the device, which is waited for.
+        count: number of positions that are not -1; None reads it from the device (synchronises).
     """
     valid = positions >= 0
     ends = valid.sum(1).cumsum(0)
@@ -31,7 +31,7 @@ def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None, cou
         return F.embedding_bag(
             chosen, rows, offsets, mode="sum", include_last_offset=True, per_sample_weights=scale
         )  # fmt: skip
-    # The weights must have the rows' dtype: name each row twice, with the weight's high and low half.
+    # The weights must have the rows' dtype: list each row twice, with the weight's high and low half.
     scale = halves(scale, rows.dtype).flatten()
     return F.embedding_bag(
         chosen.repeat_interleave(2), rows, offsets * 2, mode="sum", include_last_offset=True, per_sample_weights=scale
@@ -39,20 +39,20 @@ def sum_rows(rows: Tensor, positions: Tensor, weights: Tensor | None = None, cou
 
 
 def _where(mask: Tensor, values: Tensor, count: int | None) -> Tensor:
-    """values[mask] [count], for which the host need not wait where it knows the count."""
+    """values[mask] [count], without synchronisation if the host knows the count."""
     if count is None:
         return values[mask]
-    places = torch.where(mask.flatten(), mask.flatten().cumsum(0) - 1, count)  # what is left out: one beyond the last
+    places = torch.where(mask.flatten(), mask.flatten().cumsum(0) - 1, count)  # unselected entries: one beyond the last
     return values.new_empty(count + 1).scatter_(0, places, values.flatten())[:count]
 
 
 def sum_rows_static(rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The same with shapes that depend on no value, so that the host never waits: fit for a captured graph.
+    """`sum_rows` with static shapes, without host synchronisation: usable in a captured graph.
 
-    A missing position reads another row of the token with weight 0, never a row that may hold anything.
+    A missing position reads another row of the token with weight 0, never an uninitialized row.
     """
     valid = positions >= 0
-    some = positions.amax(1, keepdim=True)  # a row that this token has
+    some = positions.amax(1, keepdim=True)  # one row of this token
     chosen = torch.where(valid, positions, some).clamp_min_(0)
     scale = valid.to(rows.dtype) if weights is None else weights * valid
     if weights is not None and rows.dtype != torch.float32:
@@ -63,29 +63,29 @@ def sum_rows_static(rows: Tensor, positions: Tensor, weights: Tensor | None = No
 
 
 def owner_mask(ids: Tensor, num_local: int, num_ranks: int) -> Tensor:
-    """Physical ids [T, K] -> bool [T, R]: whether a rank holds any expert of the token. -1 belongs to nobody."""
+    """Physical ids [T, K] -> bool [T, R]: True if the rank holds any expert of the token. -1 has no rank."""
     ranks = torch.arange(num_ranks, dtype=ids.dtype, device=ids.device)
     return ((ids // num_local).unsqueeze(2) == ranks).any(1)
 
 
 def local_ids(ids: Tensor, rank: int, num_local: int) -> Tensor:
-    """Physical ids -> counted from the rank's first expert, -1 where another rank holds it."""
+    """Physical ids -> local ids, counted from the rank's first expert; -1 for other ranks' experts."""
     local = ids - rank * num_local
     return local.masked_fill_(local.clamp(0, num_local - 1) != local, -1)
 
 
 def without_lost(ids: Tensor, alive: Tensor | None) -> Tensor:
-    """ids [R * M, K] of the rows of R ranks, in their order -> the same, -1 in those of ranks not `alive` [R]."""
+    """ids [R * M, K] of the rows of R ranks, in rank order -> the same, -1 for ranks not `alive` [R]."""
     if alive is None:
         return ids
     return torch.where(alive.repeat_interleave(len(ids) // len(alive)).unsqueeze(1), ids, -1)
 
 
 def check_choices(ids: Tensor, num_experts: int) -> None:
-    """Refuses what no router should produce. Waits for the device, once.
+    """Rejects invalid router output. Synchronises with the device, once.
 
     Raises:
-        ValueError: an id outside -1..num_experts-1, or an expert named twice by one token.
+        ValueError: an id outside -1..num_experts-1, or a repeated expert in one token.
     """
     if not ids.numel():
         return
@@ -97,4 +97,4 @@ def check_choices(ids: Tensor, num_experts: int) -> None:
     if bool(outside.any()):
         raise ValueError(f"topk_ids holds an expert outside 0..{num_experts - 1}")
     token = int(twice.nonzero()[0])
-    raise ValueError(f"token {token} names an expert twice: {ids[token].tolist()}")
+    raise ValueError(f"token {token} has a repeated expert: {ids[token].tolist()}")

@@ -1,6 +1,6 @@
-"""Every way to dispatch, why one cannot serve, and which mode a phase of the engine uses.
+"""Dispatch backend selection (MoE all-to-all): the backends, their refusal reasons, and the mode of each phase.
 
-Adding a backend is one adapter file, one row here and one maker in `build.py`.
+Adding a backend takes one adapter file, one row here and one maker in `build.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_engine.parallel.dispatch import symm_mem
 from moe_engine.parallel.dispatch.deepep import FIRST_GENERATION_TOKENS, is_first_generation
 from moe_engine.parallel.dispatch.deepep import why_not as deepep_why_not
 
-if TYPE_CHECKING:  # the protocol imports torch; choosing does not need it
+if TYPE_CHECKING:  # the protocol imports torch; selection does not need it
     from moe_engine.parallel.dispatch.protocol import Mode, Phase
 
 MODES: tuple[Mode, ...] = ("normal", "low_latency")
@@ -23,13 +23,13 @@ MODES: tuple[Mode, ...] = ("normal", "low_latency")
 
 @dataclass(frozen=True)
 class Place:
-    """What the choice depends on.
+    """Inputs of the selection.
 
     Attributes:
         device_kind: ``cpu`` or ``cuda``.
         num_ranks: of the expert-parallel group.
-        num_nodes: hosts they stand on; ranks are numbered host by host.
-        unlinked: why the GPUs of this host cannot reach each other's memory, as far as its driver tells; else None.
+        num_nodes: hosts; ranks are numbered host by host.
+        unlinked: why the GPUs of this host cannot access each other's memory, according to the driver; else None.
     """
 
     device_kind: str
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True)
 class FixedSizes:
-    """Tokens of a rank that a low-latency dispatch can be made for: multiples of `multiple`, at most `most`."""
+    """Supported max tokens of a rank in a low-latency dispatch: multiples of `multiple`, at most `most`."""
 
     multiple: int = 1
     most: int | None = None
@@ -67,7 +67,7 @@ class DispatchRow:
 
 @dataclass(frozen=True)
 class DispatchChoice:
-    """The backend and the mode of each phase, why, and why each other was not taken."""
+    """The selected backend, the mode of each phase, the reason, and the refusal reasons of the others."""
 
     row: DispatchRow
     modes: dict[Phase, Mode]
@@ -76,18 +76,18 @@ class DispatchChoice:
 
 
 def _local(place: Place) -> str | None:
-    return None if place.num_ranks == 1 else f"the experts stand on {place.num_ranks} ranks"
+    return None if place.num_ranks == 1 else f"the experts are on {place.num_ranks} ranks"
 
 
 def _many(place: Place) -> str | None:
-    return "there is one rank" if place.num_ranks == 1 else None
+    return "there is only one rank" if place.num_ranks == 1 else None
 
 
 def _shared_memory(place: Place) -> str | None:
     if place.device_kind != "cpu":
-        return f"is memory of the host; the device is {place.device_kind}"
+        return f"needs host memory; the device is {place.device_kind}"
     if place.num_nodes > 1:
-        return f"joins ranks of one host; there are {place.num_nodes} nodes"
+        return f"works inside one host; there are {place.num_nodes} nodes"
     return _many(place) or host_support.why_not()
 
 
@@ -111,9 +111,9 @@ def _nvshmem(place: Place) -> str | None:
 
 def _two_hop(place: Place) -> str | None:
     if place.num_nodes == 1:
-        return "there is one node"
+        return "there is only one node"
     if place.num_ranks % place.num_nodes:
-        return f"{place.num_ranks} ranks do not stand evenly on {place.num_nodes} nodes"
+        return f"{place.num_ranks} ranks are not distributed evenly over {place.num_nodes} nodes"
     return "every node has one rank" if place.num_ranks == place.num_nodes else None
 
 
@@ -123,7 +123,7 @@ ROWS = [
     DispatchRow("shared_memory", MODES, 30, _shared_memory),
     DispatchRow("two_hop", MODES, 20, _two_hop),
     DispatchRow("all_to_all", MODES, 10, _many),
-    # taken when asked for: neither has been measured on several GPUs
+    # only on request: neither has been measured on several GPUs
     DispatchRow("symm_mem", MODES, 5, _symm_mem),
     DispatchRow("nvshmem", MODES, 4, _nvshmem),
     DispatchRow("allgather", MODES, 0, _many),
@@ -131,22 +131,22 @@ ROWS = [
 
 
 def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchChoice:
-    """The backend asked for, or the most preferred that can serve; `mode` auto: low latency for decode alone.
+    """The requested backend, or the most preferred available one; `mode` auto: low latency for decode only.
 
     Raises:
-        ValueError: the backend or mode asked for is unknown or cannot serve here; with the reason.
+        ValueError: the requested backend or mode is unknown or unavailable; with the reason.
     """
     by_name = {row.name: row for row in ROWS}
     refusals = {row.name: row.why_not(place) or _lacks(row, mode) for row in ROWS}
     if asked == "auto":
         able = sorted((row for row in ROWS if refusals[row.name] is None), key=lambda row: -row.preference)
         if not able:
-            raise ValueError("no dispatch backend can serve: " + "; ".join(f"{n}: {w}" for n, w in refusals.items()))
-        row, reason = able[0], f"most preferred of {len(able)} that can serve"
+            raise ValueError("no dispatch backend is available: " + "; ".join(f"{n}: {w}" for n, w in refusals.items()))
+        row, reason = able[0], f"most preferred of {len(able)} available"
     elif asked not in by_name:
         raise ValueError(f"unknown dispatch backend {asked!r}; known: {', '.join(by_name)}")
     elif refusals[asked]:
-        raise ValueError(f"dispatch backend {asked!r} cannot serve here: {refusals[asked]}")
+        raise ValueError(f"dispatch backend {asked!r} is unavailable: {refusals[asked]}")
     else:
         row, reason = by_name[asked], "asked for"
     left_over = "not asked for" if asked != "auto" else f"less preferred than {row.name}"

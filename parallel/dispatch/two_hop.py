@@ -1,8 +1,8 @@
-"""The exchange that knows nodes: a token crosses to another node once, and is handed on inside it.
+"""Two-hop (hierarchical) dispatch: a token is sent to another node once, and forwarded inside it.
 
-First hop: to the rank with the same place in every node that holds any of the token's experts. Second hop: inside the
-node to the ranks that hold them. The sums go back the same handle: one row a token and node returns over the network.
-Ranks are numbered node by node: rank = node * ranks per node + place.
+First hop: to the rank with the same local rank in every node with an expert of the token. Second hop: inside the node
+to the experts' ranks. The sums return by the same hops: one row per token and node over the network. Ranks are numbered
+node by node: rank = node * ranks per node + local rank.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class TwoHop:
     """Two exchanges in a row.
 
     Args:
-        between_nodes: over the ranks with this rank's place, one of each node, in the order of the nodes.
-        inside_node: over the ranks of this node; what arrives from the first hop is its tokens, so it must take
-            as many as can arrive, and its experts are those of the node.
+        between_nodes: over the ranks with this local rank, one per node, in node order.
+        inside_node: over the ranks of this node; its input tokens are the tokens received in the first hop, so it must
+            support their max number, and its experts are the node's.
     """
 
     def __init__(self, between_nodes: Exchange, inside_node: Exchange) -> None:
@@ -28,10 +28,10 @@ class TwoHop:
         self._inside = inside_node
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Any]:
-        in_node, way_between = self._between.deliver(tokens, slot)
-        arrived, way_inside = self._inside.deliver(in_node, slot)
-        return arrived, (way_between, way_inside)
+        in_node, between_handle = self._between.deliver(tokens, slot)
+        arrived, inside_handle = self._inside.deliver(in_node, slot)
+        return arrived, (between_handle, inside_handle)
 
     def collect(self, partial: Tensor, handle: Any) -> Tensor:
-        way_between, way_inside = handle
-        return self._between.collect(self._inside.collect(partial, way_inside), way_between)
+        between_handle, inside_handle = handle
+        return self._between.collect(self._inside.collect(partial, inside_handle), between_handle)

@@ -1,4 +1,4 @@
-"""Buffers that are made once and used by every call: fresh pages cost the CPU more than the copy into them."""
+"""Buffers allocated once and reused by every call: fresh pages cost the CPU more than the copy into them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from moe_engine.parallel.dispatch.protocol import NUM_LIVE
 
 
 class Workspace:
-    """Grow-only buffers by name and slot. What `take` returned is valid until that name and slot are taken again."""
+    """Grow-only buffers by name and slot. A result is valid until the next `take` of its name and slot."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._views: dict[tuple[str, int], Tensor] = {}  # decode asks for the same shapes again and again
+        self._views: dict[tuple[str, int], Tensor] = {}  # decode takes the same shapes repeatedly
 
     def take(self, name: str, slot: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised tensor."""
@@ -31,18 +31,18 @@ class Workspace:
 
 
 class Slots:
-    """Hands out the numbers of the results that are alive: the lowest that is free, so that whoever begins with none
-    alive begins alike. Ranks that replay graphs recorded at different times then meet in the same slots."""
+    """Allocates slots to pending results: the lowest free slot, so that a start without pending results is always the
+    same. Ranks that replay graphs captured at different times then use the same slots."""
 
     def __init__(self) -> None:
         self._free = list(range(NUM_LIVE))
 
     def take(self) -> int:
         if not self._free:
-            raise RuntimeError(f"{NUM_LIVE} dispatched batches are alive; combine one before the next dispatch")
+            raise RuntimeError(f"{NUM_LIVE} dispatched batches are pending; combine one before the next dispatch")
         return self._free.pop(0)
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         if slot in self._free:
-            raise RuntimeError("this handle was combined before; a handle is used once")
+            raise RuntimeError("this handle was already combined; a handle can be used once")
         self._free = sorted((*self._free, slot))

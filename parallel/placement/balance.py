@@ -1,4 +1,4 @@
-"""How evenly a placement spreads given counts over the ranks: predicted loads and balancedness.
+"""Balancedness: predicted loads of the ranks for a placement and given counts.
 
 Legend: S passes, L layers, E experts, G ranks.
 """
@@ -23,11 +23,11 @@ def rank_loads(placement: ExpertPlacement, counts: ArrayLike) -> NDArray[np.floa
 
 
 def layer_balancedness(loads: ArrayLike) -> NDArray[np.float64]:
-    """loads [..., G] -> mean / max over the ranks, 1 where perfectly even."""
+    """loads [..., G] -> mean / max over the ranks, 1 if perfectly even."""
     loads = np.asarray(loads, dtype=np.float64)
     return (loads.mean(-1) + EPSILON) / (loads.max(-1) + EPSILON)
 
 
 def balancedness(placement: ExpertPlacement, counts: ArrayLike) -> float:
-    """The mean over passes and layers of mean / max tokens a rank; counts [L, E] or [S, L, E]."""
+    """The mean over passes and layers of mean / max tokens per rank; counts [L, E] or [S, L, E]."""
     return float(layer_balancedness(rank_loads(placement, counts)).mean())

@@ -1,4 +1,4 @@
-"""How many experts, slots, ranks and nodes there are, and how they divide.
+"""Numbers of experts, slots, ranks and nodes, and their divisibility.
 
 Legend: E logical experts, P slots, G ranks.
 """
@@ -12,17 +12,17 @@ from moe_engine.errors import ConfigError
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """The sizes a plan is made for.
+    """The sizes of a placement.
 
     Args:
         num_experts: logical experts of a layer (E).
         num_ranks: expert-parallel ranks (G), numbered node by node.
-        num_redundant: slots beyond one for each expert (``--ep-num-redundant-experts``).
-        num_nodes: machines the ranks are spread over evenly.
-        num_groups: expert groups of the router; 1 where it has none.
+        num_redundant: slots beyond one per expert (``--ep-num-redundant-experts``).
+        num_nodes: nodes; ranks are evenly distributed.
+        num_groups: expert groups of the router; 1 if it has none.
 
     Raises:
-        ConfigError: the numbers do not divide; names the nearest ones that do.
+        ConfigError: the sizes do not divide; the message has the nearest valid sizes.
     """
 
     num_experts: int
@@ -38,8 +38,8 @@ class ExpertLayout:
         if over:
             fitting = self.num_redundant + self.num_ranks - over
             raise ConfigError(
-                f"--ep-num-redundant-experts {self.num_redundant}: {self.num_experts} experts and these make "
-                f"{self.num_physical} slots, not a multiple of --ep-size {self.num_ranks}; {fitting} would fit"
+                f"--ep-num-redundant-experts {self.num_redundant}: {self.num_experts} experts plus these are "
+                f"{self.num_physical} slots, not a multiple of --ep-size {self.num_ranks}; {fitting} are valid"
             )
         if self.num_ranks % self.num_nodes:
             raise ConfigError(f"--ep-size {self.num_ranks} is not a multiple of the {self.num_nodes} nodes (--nnodes)")
@@ -60,5 +60,5 @@ class ExpertLayout:
 
     @property
     def groups_fit_nodes(self) -> bool:
-        """Whether whole expert groups can be given to nodes, so that a token need not leave its groups' nodes."""
+        """True if nodes can hold whole expert groups, so that a token is sent only to its groups' nodes."""
         return self.num_groups > 1 and self.num_groups % self.num_nodes == 0

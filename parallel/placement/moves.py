@@ -1,13 +1,13 @@
-"""The way from one placement to another in small chunks, with every expert present all the way.
+"""EPLB moves: from one placement to another in small chunks, with every expert present at all times.
 
-Each rank has `chunk_size` spare slots. A chunk copies experts into the spare slots of the ranks that want them while
-steps still use the old table; between two steps the spare slots are then written to their places (or trade places with
-them) and the layer's table changes. So a step waits for one chunk at most, and every read of a chunk comes before every
-write. No rank sends or receives more than `chunk_size` experts in a chunk.
+Each rank has `chunk_size` spare slots. A chunk copies experts into the spare slots of their new ranks while steps still
+use the old table; between two steps the spare slots are then written to their destinations (or swapped with them) and
+the layer's table changes. So a step waits for at most one chunk, and every read of a chunk precedes every write. No
+rank sends or receives more than `chunk_size` experts per chunk.
 
-Slots of a rank are alike, so an expert that stays on its rank stays in its slot, and a rank's new experts take the
-slots of those it gives up; which ones is decided here. Where the last copy of an expert would be overwritten, the
-rank that is to hold it receives it in the same chunk; if that chain is too long for a chunk, two slots trade experts.
+Slots of a rank are interchangeable, so an expert that stays on its rank stays in its slot, and a rank's new experts
+take the slots of those it drops; the assignment is made here. If the last copy of an expert would be overwritten, its
+new rank receives it in the same chunk; if that chain is too long for a chunk, two slots swap experts.
 
 Legend: L layers, P slots, G ranks.
 """
@@ -24,7 +24,7 @@ from moe_engine.parallel.placement.placement import EMPTY, ExpertPlacement
 
 @dataclass(frozen=True)
 class Copy:
-    """One expert into one slot. `source` is a slot, or None: no rank has it, it comes from the checkpoint."""
+    """Copy of an expert into a slot. `source` is a slot, or None: no rank holds it, it is read from the checkpoint."""
 
     expert: int
     source: int | None
@@ -33,10 +33,10 @@ class Copy:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What happens between two steps of one layer.
+    """Copies of one layer, applied between two steps.
 
     Args:
-        layer: whose experts move.
+        layer: layer of the moved experts.
         copies: at most `chunk_size` into and out of each rank; read all before writing any.
         table: the layer's physical_to_logical [P] once they are done.
     """
@@ -49,13 +49,13 @@ class Chunk:
 def plan_moves(
     old: ExpertPlacement, new: ExpertPlacement, *, chunk_size: int = 1, num_nodes: int = 1
 ) -> Iterator[Chunk]:
-    """Layer by layer the chunks that lead from `old` to `new`, planned as they are asked for.
+    """The chunks from `old` to `new`, layer by layer, planned lazily.
 
-    After the last chunk of a layer each rank holds the experts `new` gives it, in the order of the chunk's table.
+    After a layer's last chunk each rank holds its experts of `new`, in the order of the chunk's table.
     Layers that do not change have no chunk.
 
     Args:
-        old: the placement in force; the slots of dead ranks are empty (`ExpertPlacement.without_ranks`).
+        old: the current placement; slots of lost ranks are empty (`ExpertPlacement.without_ranks`).
         new: of the same sizes.
         chunk_size: spare slots of each rank.
         num_nodes: sources on the receiver's node are preferred.
@@ -74,15 +74,15 @@ def plan_moves(
 
 def _all_layers(old: ExpertPlacement, new: ExpertPlacement, chunk_size: int, ranks_per_node: int) -> Iterator[Chunk]:
     for layer in range(old.num_layers):
-        way = _LayerWay(
+        way = _LayerMoves(
             old.physical_to_logical[layer].tolist(), new.by_rank[layer].tolist(), chunk_size, ranks_per_node
         )
         for copies, table in way.chunks():
             yield Chunk(layer, copies, table)
 
 
-class _LayerWay:
-    """One layer on its way: the table so far, what each rank still wants, and which slots it can give for it."""
+class _LayerMoves:
+    """Move state of one layer: the current table, each rank's missing experts, and its free slots."""
 
     def __init__(self, table: list[int], wanted: list[list[int]], chunk_size: int, ranks_per_node: int) -> None:
         self._table = table
@@ -91,16 +91,16 @@ class _LayerWay:
         self._per_rank = len(table) // len(wanted)
         self._goal = [Counter(expert for expert in experts if expert != EMPTY) for experts in wanted]
         self._kept = {expert for goal in self._goal for expert in goal}
-        self._want: list[Counter[int]] = []  # by rank: experts still to come
-        self._free: list[list[int]] = []  # by rank: slots whose expert the rank gives up
+        self._missing: list[Counter[int]] = []  # by rank: missing experts
+        self._free: list[list[int]] = []  # by rank: slots of experts that the rank drops
         for rank in range(len(wanted)):
-            self._want.append(Counter())
+            self._missing.append(Counter())
             self._free.append([])
             self._settle(rank)
         self._start_chunk()
 
     def _settle(self, rank: int) -> None:
-        """Compares what the rank holds with its goal."""
+        """Compares the rank's experts with its target."""
         want = self._goal[rank].copy()
         free = []
         for slot in range(rank * self._per_rank, (rank + 1) * self._per_rank):
@@ -108,23 +108,23 @@ class _LayerWay:
                 want[self._table[slot]] -= 1
             else:
                 free.append(slot)
-        self._want[rank], self._free[rank] = +want, free
+        self._missing[rank], self._free[rank] = +want, free
 
     def _start_chunk(self) -> None:
         self._copies: list[Copy] = []
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
-        self._holders: dict[int, list[int]] = {}  # slots of each expert when the chunk begins
+        self._holders: dict[int, list[int]] = {}  # slots of each expert at the start of the chunk
         for slot, expert in enumerate(self._table):
             if expert != EMPTY:
                 self._holders.setdefault(expert, []).append(slot)
-        self._left = Counter({expert: len(slots) for expert, slots in self._holders.items()})  # copies when it ends
+        self._left = Counter({expert: len(slots) for expert, slots in self._holders.items()})  # copies at its end
 
     def chunks(self) -> Iterator[tuple[tuple[Copy, ...], tuple[int, ...]]]:
-        while any(self._want):
+        while any(self._missing):
             self._start_chunk()
-            for rank in range(len(self._want)):
-                while any(self._add_chain(self._chain(rank, expert)) for expert in list(self._want[rank])):
+            for rank in range(len(self._missing)):
+                while any(self._add_chain(self._chain(rank, expert)) for expert in list(self._missing[rank])):
                     pass
             if not self._copies:
                 self._add_chain(self._trade())
@@ -140,7 +140,7 @@ class _LayerWay:
             yield (), tuple(self._table)
 
     def _add_chain(self, chain: list[Copy]) -> bool:
-        """Takes copies into the chunk; False if there are none."""
+        """Adds copies to the chunk; False if there are none."""
         for copy in chain:
             rank = copy.dest // self._per_rank
             self._left[self._table[copy.dest]] -= 1
@@ -148,8 +148,8 @@ class _LayerWay:
             self._received[rank] += 1
             self._count_sent(self._sent, copy)
             self._free[rank].remove(copy.dest)
-            self._want[rank][copy.expert] -= 1
-            self._want[rank] = +self._want[rank]
+            self._missing[rank][copy.expert] -= 1
+            self._missing[rank] = +self._missing[rank]
         self._copies += chain
         return bool(chain)
 
@@ -158,9 +158,9 @@ class _LayerWay:
             sent[copy.source // self._per_rank] += 1
 
     def _chain(self, rank: int, expert: int) -> list[Copy]:
-        """Copies that bring the expert to the rank and a new home to every last copy they overwrite.
+        """Copies that bring the expert to the rank, and every last copy they overwrite to its target rank.
 
-        Empty if the chunk has no room for them.
+        Empty if they do not fit into the chunk.
         """
         chain: list[Copy] = []
         sent, received, left = self._sent.copy(), self._received.copy(), self._left.copy()
@@ -172,27 +172,27 @@ class _LayerWay:
             if not found:
                 return []
             free = [slot for slot in self._free[rank] if slot not in used]
-            slot = next((slot for slot in free if self._may_go(self._table[slot], left)), free[0])
+            slot = next((slot for slot in free if self._may_overwrite(self._table[slot], left)), free[0])
             chain.append(Copy(expert, source, slot))
             self._count_sent(sent, chain[-1])
             received[rank] += 1
             used.add(slot)
             victim = self._table[slot]
-            homeless = not self._may_go(victim, left)
+            displaced = not self._may_overwrite(victim, left)
             left[expert] += 1
             left[victim] -= 1
-            if not homeless:
+            if not displaced:
                 return chain
-            homes = [other for other, want in enumerate(self._want) if want[victim]]
-            rank = next((home for home in homes if received[home] < self._chunk_size), homes[0])
+            target_ranks = [other for other, want in enumerate(self._missing) if want[victim]]
+            rank = next((home for home in target_ranks if received[home] < self._chunk_size), target_ranks[0])
             expert = victim
 
-    def _may_go(self, expert: int, left: Counter[int]) -> bool:
-        """Whether a slot with this expert may be overwritten: it is empty, not the last copy, or nobody's goal."""
+    def _may_overwrite(self, expert: int, left: Counter[int]) -> bool:
+        """True if a slot with this expert may be overwritten: it is empty, not the last copy, or not in the target."""
         return expert == EMPTY or left[expert] > 1 or expert not in self._kept
 
     def _source(self, expert: int, rank: int, sent: Counter[int]) -> tuple[int | None, bool]:
-        """The best slot to read from, and whether there is one: own rank, own node, then who has sent least."""
+        """The best source slot, and whether there is one: own rank, own node, then the rank that has sent least."""
         if expert not in self._holders:
             return None, True
         node = rank // self._ranks_per_node
@@ -209,9 +209,11 @@ class _LayerWay:
         return (min(able, key=far), True) if able else (None, False)
 
     def _trade(self) -> list[Copy]:
-        """Two slots exchange experts, which brings one of them home: the way out where every chain is too long."""
-        rank = next(rank for rank, want in enumerate(self._want) if want)
+        """Swaps the experts of two slots, one of which reaches its target: the fallback if every chain is too long."""
+        rank = next(rank for rank, want in enumerate(self._missing) if want)
         slot = self._free[rank][0]
-        home = next(other for other, want in enumerate(self._want) if want[self._table[slot]])
-        back = next((other for other in self._free[home] if self._want[rank][self._table[other]]), self._free[home][0])
+        home = next(other for other, want in enumerate(self._missing) if want[self._table[slot]])
+        back = next(
+            (other for other in self._free[home] if self._missing[rank][self._table[other]]), self._free[home][0]
+        )
         return [Copy(self._table[slot], slot, back), Copy(self._table[back], back, slot)]

@@ -1,7 +1,7 @@
-"""Renames what a plan does not distinguish, so that as many experts as possible stay on their ranks.
+"""Renames interchangeable ranks of a plan, so that as many experts as possible stay on their ranks.
 
-Ranks of one node are alike to a plan, and so are whole nodes and the slots of a rank. Only ranks are renamed here;
-slots are settled by `moves`, which knows what is where at each moment.
+Ranks of one node are interchangeable in a plan, and so are whole nodes and the slots of a rank. Only ranks are renamed
+here; `moves` assigns slots, since it tracks the current contents.
 
 Legend: L layers, G ranks, P slots, E experts.
 """
@@ -15,10 +15,10 @@ from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.placement import ExpertPlacement
 
 
-def keep_near(plan: ExpertPlacement, previous: ExpertPlacement, layout: ExpertLayout) -> ExpertPlacement:
+def maximize_overlap(plan: ExpertPlacement, previous: ExpertPlacement, layout: ExpertLayout) -> ExpertPlacement:
     """`plan` with its nodes, and its ranks inside each node, renamed to overlap with `previous`.
 
-    Matches greedily, the pair with most experts in common first: at most half of what the best matching keeps is lost.
+    Greedy matching, the pair with most common experts first: keeps at least half of the optimum.
     """
     per_node = layout.ranks_per_node
     renamed = np.empty_like(plan.by_rank)
@@ -49,7 +49,7 @@ def _experts_in_common(old: NDArray[np.int32], new: NDArray[np.int32], num_exper
 
 
 def _match(value: NDArray[np.int64]) -> list[int]:
-    """Square [B, B] -> for each row its column; the greatest values first, of equal ones the unchanged place."""
+    """Square [B, B] -> the column of each row; largest values first, ties in favour of the unchanged index."""
     value = 2 * value + np.eye(len(value), dtype=value.dtype)
     columns = [0] * len(value)
     for _ in range(len(value)):

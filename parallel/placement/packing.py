@@ -1,7 +1,7 @@
-"""The two steps of EPLB for many problems at once: how many copies each expert gets, and which pack each copy goes to.
+"""The two steps of EPLB, batched over problems: replicas per expert, then packing of replicas onto ranks or nodes.
 
-Beyond the published greedy, copies of one expert never share a pack where that can be avoided, and exchanges between
-the heaviest pack and the others follow until none helps.
+In addition to the published greedy, copies of one expert share a pack only if unavoidable, and exchanges between the
+heaviest pack and the others follow until none improves.
 
 Legend: N independent problems (layers, or layers x nodes), E experts, M items (copies), B packs (ranks or nodes).
 """
@@ -15,22 +15,22 @@ FloatArray = NDArray[np.float64]
 IdArray = NDArray[np.int64]
 
 MAX_EXCHANGES = 200
-"""Of one problem; what is left to gain after that many is small, and planning must end in a fraction of a second."""
+"""Max exchanges per problem; further gains are small, and planning must end in a fraction of a second."""
 
 
 def replicate(counts: FloatArray, num_slots: int, max_copies: int) -> IdArray:
-    """Gives spare slots, one by one, to the expert with the most tokens a copy.
+    """Assigns spare slots, one by one, to the expert with the most tokens per copy.
 
     Args:
         counts: [N, E] tokens of each expert.
         num_slots: copies in all, at least E.
-        max_copies: of one expert, as there are packs to hold them apart; exceeded only when all experts have as many.
+        max_copies: of one expert, the number of packs; exceeded only if all experts have that many.
 
     Returns:
         [N, num_slots] experts: one copy of each, then the added ones.
     """
     num_problems, num_experts = counts.shape
-    # untouched experts count a little, so that spare slots of a layer without tokens are dealt out evenly
+    # unused experts get a small weight, so that spare slots of a layer without tokens are distributed evenly
     floor = 1e-6 * (counts.mean(axis=1, keepdims=True) + 1.0)
     copies = np.ones((num_problems, num_experts), dtype=np.int64)
     slots = np.empty((num_problems, num_slots), dtype=np.int64)
@@ -45,21 +45,21 @@ def replicate(counts: FloatArray, num_slots: int, max_copies: int) -> IdArray:
 
 
 def pack(weights: FloatArray, owners: IdArray, num_packs: int) -> IdArray:
-    """Deals items to packs of equal number and nearly equal weight.
+    """Distributes items over packs of equal size and nearly equal weight.
 
     Args:
         weights: [N, M]; M is a multiple of `num_packs`.
-        owners: [N, M] ids from 0; items of one owner keep to different packs wherever it has no more than `num_packs`.
+        owners: [N, M] ids from 0; items of one owner go to different packs if it has at most `num_packs`.
 
     Returns:
-        [N, M] the items, those of pack 0 first.
+        [N, M] the items, ordered by pack.
     """
-    order = np.lexsort((owners, -weights))  # heaviest first, an owner's equal items in a row
+    order = np.lexsort((owners, -weights))  # heaviest first, equal items of an owner adjacent
     heavy = np.take_along_axis(weights, order, axis=1)
     owner = np.take_along_axis(owners, order, axis=1)
     packs = _lightest_first(heavy, owner, num_packs)
     clashing = _clashes(packs, owner, num_packs)
-    packs[clashing] = np.arange(heavy.shape[1]) % num_packs  # dealt in turn, owner by owner, none can clash
+    packs[clashing] = np.arange(heavy.shape[1]) % num_packs  # round-robin by owner: no clash possible
     by_owner = np.argsort(owner[clashing], axis=1, kind="stable")
     packs[clashing] = np.take_along_axis(packs[clashing], np.argsort(by_owner, axis=1), axis=1)
     items = np.take_along_axis(order, np.argsort(packs, axis=1, kind="stable"), axis=1)
@@ -67,7 +67,7 @@ def pack(weights: FloatArray, owners: IdArray, num_packs: int) -> IdArray:
 
 
 def _lightest_first(weights: FloatArray, owners: IdArray, num_packs: int) -> IdArray:
-    """[N, M] the pack of each item: the lightest with room, if possible without an item of the same owner."""
+    """[N, M] the pack of each item: the lightest with free space, if possible without an item of the same owner."""
     num_problems, num_items = weights.shape
     rows = np.arange(num_problems)
     loads = np.zeros((num_problems, num_packs))
@@ -86,28 +86,28 @@ def _lightest_first(weights: FloatArray, owners: IdArray, num_packs: int) -> IdA
 
 
 def _clashes(packs: IdArray, owners: IdArray, num_packs: int) -> NDArray[np.bool_]:
-    """[N]: whether two items of an owner share a pack."""
+    """[N]: True if two items of an owner share a pack."""
     pairs = np.sort(owners * num_packs + packs, axis=1)
     return (pairs[:, 1:] == pairs[:, :-1]).any(axis=1)
 
 
 def exchange(items: IdArray, weights: FloatArray, owners: IdArray, num_packs: int) -> IdArray:
-    """Exchanges an item of the heaviest pack with one of another as long as the heavier of the two becomes lighter.
+    """Exchanges items of the heaviest pack with items of other packs while the heavier of the two becomes lighter.
 
     Args:
-        items: [N, M] a dealing as `pack` returns it. Owners that are not doubled in a pack will not be.
+        items: [N, M] a packing from `pack`. Introduces no duplicate owners in a pack.
         weights: [N, M] by item.
         owners: [N, M] by item.
 
     Returns:
-        [N, M] the better dealing.
+        [N, M] the improved packing.
     """
     size = items.shape[1] // num_packs
     settled = items.copy()
-    active = np.arange(len(items))  # problems that the last round made better
+    active = np.arange(len(items))  # problems improved in the last round
     for _ in range(MAX_EXCHANGES):
         items = settled[active]
-        weight = np.take_along_axis(weights[active], items, axis=1)  # [N, M] by place
+        weight = np.take_along_axis(weights[active], items, axis=1)  # [N, M] by position
         owner = np.take_along_axis(owners[active], items, axis=1)
         first, second, better = _best_exchange(weight, owner, num_packs, size)
         active, first, second, items = active[better], first[better], second[better], items[better]
@@ -121,10 +121,10 @@ def exchange(items: IdArray, weights: FloatArray, owners: IdArray, num_packs: in
 def _best_exchange(
     weight: FloatArray, owner: IdArray, num_packs: int, size: int
 ) -> tuple[IdArray, IdArray, NDArray[np.bool_]]:
-    """[N] places in the heaviest pack, [N] places elsewhere, and [N] whether exchanging them helps."""
+    """[N] positions in the heaviest pack, [N] positions elsewhere, and [N] whether exchanging them improves."""
     num_problems, num_items = weight.shape
     rows = np.arange(num_problems)
-    pack_of = np.repeat(np.arange(num_packs), size)  # of each place
+    pack_of = np.repeat(np.arange(num_packs), size)  # of each position
     loads = weight.reshape(num_problems, num_packs, size).sum(axis=2)
     heaviest = loads.argmax(axis=1)
     places = heaviest[:, None] * size + np.arange(size)  # [N, size]
@@ -132,8 +132,8 @@ def _best_exchange(
     top = loads[rows, heaviest]
     heavier = np.maximum(top[:, None, None] - moved, loads[:, None, pack_of] + moved)
     same = np.take_along_axis(owner, places, axis=1)[:, :, None] == owner[:, None, :]
-    there = same.reshape(num_problems, size, num_packs, size).any(axis=3)[:, :, pack_of]  # what leaves has a copy there
-    here = same.any(axis=1, keepdims=True)  # what would come has one here
+    there = same.reshape(num_problems, size, num_packs, size).any(axis=3)[:, :, pack_of]  # outgoing: a copy is there
+    here = same.any(axis=1, keepdims=True)  # incoming: a copy is here
     own_pack = (pack_of == heaviest[:, None])[:, None, :]
     heavier = np.where(there | here | own_pack, np.inf, heavier).reshape(num_problems, -1)
     best = heavier.argmin(axis=1)

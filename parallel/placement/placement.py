@@ -1,6 +1,6 @@
-"""`ExpertPlacement`: which expert each slot holds, and the tables that follow from it.
+"""`ExpertPlacement`: the expert in each slot, and derived tables.
 
-Legend: L layers, E logical experts, P slots, G ranks, X most copies of one expert.
+Legend: L layers, E logical experts, P slots, G ranks, X max copies of one expert.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ EMPTY = -1
 
 @dataclass(frozen=True, eq=False)
 class ExpertPlacement:
-    """Never changed once made; a new plan is a new value.
+    """Immutable; a new plan is a new value.
 
     Args:
-        physical_to_logical: int32 [L, P]; `EMPTY` marks a slot that holds nothing (its rank is gone).
+        physical_to_logical: int32 [L, P]; `EMPTY` marks an empty slot (of a lost rank).
         num_experts: logical experts of a layer (E).
         num_ranks: expert-parallel ranks (G).
 
     Raises:
-        ConfigError: an expert id is out of range, or the slots do not divide among the ranks.
+        ConfigError: an expert id is out of range, or the slots do not divide evenly among the ranks.
     """
 
     physical_to_logical: IntArray
@@ -77,20 +77,20 @@ class ExpertPlacement:
     @cached_property
     def num_valid(self) -> IntArray:
         """[L, E]: copies of each expert."""
-        copies = np.zeros((self.num_layers, self.num_experts + 1), dtype=np.int32)  # the last column counts EMPTY
+        copies = np.zeros((self.num_layers, self.num_experts + 1), dtype=np.int32)  # the last column is for EMPTY
         np.add.at(copies, (np.arange(self.num_layers)[:, None], self.physical_to_logical), 1)
         return np.ascontiguousarray(copies[:, :-1])
 
     @cached_property
     def logical_to_all_physical(self) -> IntArray:
-        """[L, E, X]: the slots of each expert in rising order, padded with -1."""
+        """[L, E, X]: the slots of each expert in ascending order, padded with -1."""
         width = max(1, int(self.num_valid.max()))
         slots = np.full((self.num_layers, self.num_experts, width), -1, dtype=np.int32)
         for layer, row in enumerate(self.physical_to_logical):
             order = np.argsort(row, kind="stable").astype(np.int32)
             order = order[row[order] != EMPTY]
             experts = row[order]
-            starts = np.searchsorted(experts, experts)  # where the copies of the same expert begin
+            starts = np.searchsorted(experts, experts)  # start of the copies of the same expert
             slots[layer, experts, np.arange(len(order)) - starts] = order
         return slots
 
@@ -103,7 +103,7 @@ class ExpertPlacement:
         """This placement, if every expert has a slot.
 
         Raises:
-            ConfigError: names `source` and the first experts without one.
+            ConfigError: with `source` and the first experts without a slot.
         """
         if self.missing:
             named = ", ".join(f"layer {layer} expert {expert}" for layer, expert in self.missing[:3])
@@ -111,12 +111,12 @@ class ExpertPlacement:
         return self
 
     def of_ranks(self, alive: ArrayLike) -> ExpertPlacement:
-        """That of the ranks alive alone, renumbered. `alive`: bool [G]."""
+        """The placement of the live ranks only, renumbered. `alive`: bool [G]."""
         kept = self.by_rank[:, np.asarray(alive, dtype=bool)]
         return ExpertPlacement(kept.reshape(self.num_layers, -1), self.num_experts, kept.shape[1])
 
     def without_ranks(self, alive: NDArray[np.bool_]) -> ExpertPlacement:
-        """The same with the slots of dead ranks empty. `alive`: bool [G]."""
+        """The placement with the slots of lost ranks empty. `alive`: bool [G]."""
         table = self.by_rank.copy()
         table[:, ~np.asarray(alive, dtype=bool)] = EMPTY
         return ExpertPlacement(table.reshape(self.num_layers, -1), self.num_experts, self.num_ranks)

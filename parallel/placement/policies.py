@@ -1,7 +1,7 @@
-"""EPLB: from the tokens each expert got to a placement that spreads them evenly.
+"""EPLB policies: a balanced placement from the tokens of each expert.
 
-`deepseek` ignores nodes. `deepseek_hierarchical` first gives whole expert groups to nodes, so that a router which
-limits a token to some groups limits it to some nodes, and adds and packs copies inside each node.
+`deepseek` ignores nodes. `deepseek_hierarchical` first assigns whole expert groups to nodes, so that a router which
+limits a token to some groups limits it to some nodes, then replicates and packs inside each node.
 Source: the description of DeepSeek's EPLB (github.com/deepseek-ai/EPLB); the code is our own.
 
 Legend: L layers, E experts, P slots, S passes.
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from moe_engine.errors import ConfigError
 from moe_engine.parallel.placement.balance import layer_balancedness, rank_loads
 from moe_engine.parallel.placement.layout import ExpertLayout
-from moe_engine.parallel.placement.nearness import keep_near
+from moe_engine.parallel.placement.nearness import maximize_overlap
 from moe_engine.parallel.placement.packing import FloatArray, IdArray, exchange, pack, replicate
 from moe_engine.parallel.placement.placement import EMPTY, ExpertPlacement
 
@@ -25,16 +25,16 @@ POLICIES = ("auto", "deepseek", "deepseek_hierarchical", "trivial")
 
 
 def resolve_policy(policy: str, layout: ExpertLayout) -> str:
-    """What ``auto`` (``--eplb-algorithm``) means: hierarchical where groups fit the nodes, else deepseek.
+    """Resolves ``auto`` (``--eplb-algorithm``): hierarchical if groups fit the nodes, else deepseek.
 
     Raises:
-        ConfigError: the name is unknown, or groups cannot be dealt to these nodes.
+        ConfigError: the name is unknown, or groups do not divide evenly over these nodes.
     """
     if policy not in POLICIES:
         raise ConfigError(f"--eplb-algorithm {policy}: unknown; there are {', '.join(POLICIES)}")
     if policy == "deepseek_hierarchical" and layout.num_groups % layout.num_nodes:
         raise ConfigError(
-            f"--eplb-algorithm {policy}: {layout.num_groups} expert groups cannot be dealt to "
+            f"--eplb-algorithm {policy}: {layout.num_groups} expert groups do not divide evenly over "
             f"{layout.num_nodes} nodes; use deepseek"
         )
     if policy != "auto":
@@ -49,17 +49,17 @@ def plan_placement(
     previous: ExpertPlacement | None = None,
     min_gain: float = 0.0,
 ) -> ExpertPlacement:
-    """The placement for given counts. The same on every rank: nothing in it is drawn at random.
+    """The placement for given counts. Deterministic, so the same on every rank.
 
     Args:
         counts: tokens of each logical expert, [L, E], or [S, L, E] to be summed.
         policy: one of `POLICIES`.
-        previous: the placement in force, of the same sizes. Each layer then takes what moves fewest experts: nothing,
-            some exchanges, or a new plan whose ranks are renamed so that as many experts as possible stay.
-        min_gain: balancedness (0 to 1) that a layer gives up rather than move more experts.
+        previous: the current placement, of the same sizes. Each layer then uses the option with the fewest moves: none,
+            some exchanges, or a new plan with ranks renamed so that as many experts as possible stay.
+        min_gain: balancedness (0 to 1) that a layer sacrifices to move fewer experts.
 
     Raises:
-        ConfigError: the shape does not fit the layout, or the policy does not.
+        ConfigError: the shape or the policy does not fit the layout.
     """
     tokens = summed_counts(counts, layout.num_experts)
     policy = resolve_policy(policy, layout)
@@ -69,25 +69,25 @@ def plan_placement(
     if policy == "deepseek":
         layout = replace(layout, num_groups=1, num_nodes=1)
     plan = _hierarchical(tokens, layout)
-    if layout.num_nodes == 1 or not layout.num_redundant:  # else trivial copies would leave their node
+    if layout.num_nodes == 1 or not layout.num_redundant:  # else trivial copies would be on other nodes
         plan = _better_layers(trivial, plan, tokens)
     if previous is None:
         return plan
-    plan = keep_near(plan, previous, layout)
+    plan = maximize_overlap(plan, previous, layout)
     if not (previous.physical_to_logical == EMPTY).any():
         plan = _better_layers(_exchanged(previous, tokens, layout), plan, tokens, min_gain)
     return _better_layers(previous, plan, tokens, min_gain)
 
 
 def summed_counts(counts: ArrayLike, num_experts: int) -> FloatArray:
-    """[L, E] or [S, L, E] -> float64 [L, E]. Raises ConfigError for another shape or counts that are no counts."""
+    """[L, E] or [S, L, E] -> float64 [L, E]. Raises ConfigError for another shape or invalid counts."""
     tokens = np.asarray(counts, dtype=np.float64)
     if tokens.ndim == 3:
         tokens = tokens.sum(axis=0)
     if tokens.ndim != 2 or tokens.shape[1] != num_experts:
         shape = list(np.shape(counts))
         raise ConfigError(
-            f"logical_count has shape {shape}; this model needs [layers, {num_experts}], or passes before"
+            f"logical_count has shape {shape}; this model needs [layers, {num_experts}], or passes in front"
         )
     if not np.isfinite(tokens).all() or tokens.min(initial=0) < 0:
         raise ConfigError("logical_count holds negative or infinite counts")
@@ -99,7 +99,7 @@ def _hierarchical(tokens: FloatArray, layout: ExpertLayout) -> ExpertPlacement:
     num_layers, num_nodes = len(tokens), layout.num_nodes
     experts = _experts_by_node(tokens, layout)  # [L * nodes, E / nodes]
     node_tokens = np.take_along_axis(np.repeat(tokens, num_nodes, axis=0), experts, axis=1)
-    slots = replicate(node_tokens, layout.num_physical // num_nodes, layout.ranks_per_node)  # places in `experts`
+    slots = replicate(node_tokens, layout.num_physical // num_nodes, layout.ranks_per_node)  # indices into `experts`
     copies = _copies(slots, experts.shape[1])
     share = np.take_along_axis(node_tokens / copies, slots, axis=1)
     items = pack(share, slots, layout.ranks_per_node)
@@ -127,7 +127,7 @@ def _copies(slots: IdArray, num_experts: int) -> IdArray:
 
 
 def _exchanged(previous: ExpertPlacement, tokens: FloatArray, layout: ExpertLayout) -> ExpertPlacement:
-    """`previous` after exchanges between ranks (of a node) that even it out; experts keep their numbers of copies."""
+    """`previous` after balancing exchanges between ranks (of a node); experts keep their numbers of copies."""
     table = previous.physical_to_logical.astype(np.int64)
     owners = table.reshape(len(tokens) * layout.num_nodes, -1)
     share = np.take_along_axis(tokens / np.maximum(previous.num_valid, 1), table, axis=1).reshape(owners.shape)
@@ -140,7 +140,7 @@ def _exchanged(previous: ExpertPlacement, tokens: FloatArray, layout: ExpertLayo
 def _better_layers(
     kept: ExpertPlacement, plan: ExpertPlacement, tokens: FloatArray, min_gain: float = 0.0
 ) -> ExpertPlacement:
-    """`plan`, but `kept` in each layer where the plan is not better by more than `min_gain`."""
+    """`plan`, but `kept` in each layer where the plan does not improve by more than `min_gain`."""
     gain = layer_balancedness(rank_loads(plan, tokens)) - layer_balancedness(rank_loads(kept, tokens))  # [L]
     worth = gain > max(min_gain, 1e-9)
     worth |= (kept.num_valid == 0).any(axis=1)  # an incomplete layer cannot stay

@@ -1,6 +1,6 @@
-"""The moves to a new placement as one array of integers: planned on one rank, followed by all.
+"""The moves to a new placement as one integer array: planned on one rank, broadcast to all.
 
-    header [number of layers that move]; for each: [layer, number of chunks]; for each chunk: [number of copies];
+    header [number of changed layers]; for each: [layer, number of chunks]; for each chunk: [number of copies];
     for each copy: [expert, source slot, destination slot]
 
 Legend: L layers, P slots.
@@ -18,10 +18,10 @@ from moe_engine.parallel.placement.placement import ExpertPlacement
 
 
 def encode_moves(chunks: Iterable[Chunk]) -> NDArray[np.int64]:
-    """Chunks as `plan_moves` yields them, between complete placements: every copy has a source.
+    """Encodes chunks from `plan_moves` between complete placements: every copy has a source.
 
     Raises:
-        ValueError: an expert is nowhere to be copied from.
+        ValueError: an expert has no source.
     """
     by_layer: dict[int, list[Chunk]] = {}
     for chunk in chunks:
@@ -39,7 +39,7 @@ def encode_moves(chunks: Iterable[Chunk]) -> NDArray[np.int64]:
 
 
 def decode_moves(program: NDArray[np.int64], placement: ExpertPlacement) -> list[list[Chunk]]:
-    """The chunks of each layer that moves, in order. `placement`: the one in force when they begin."""
+    """The chunks of each changed layer, in order. `placement`: the placement before the first chunk."""
     values = iter(program.tolist())
     layers = []
     for _ in range(next(values)):

@@ -1,6 +1,6 @@
-"""Which copy of an expert a token goes to: from the router's logical ids to slots.
+"""Replica choice: the router's logical ids to slots.
 
-Legend: L layers, E logical experts, P slots, G ranks, X most copies, T tokens, K experts per token.
+Legend: L layers, E logical experts, P slots, G ranks, X max copies, T tokens, K experts per token.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def static_choice(
 ) -> NDArray[np.int32]:
     """The slot each rank sends each expert's tokens to: its own copy, else one on its node, else any.
 
-    Ranks that have the same copies to choose from take them in turn, and another one begins for each layer and expert.
-    What a rank takes hangs on the layer's table alone, so every rank computes the same.
+    Ranks with the same candidate copies take them round-robin, with a different start per layer and expert. A rank's
+    choice depends only on the layer's table, so every rank computes the same.
 
     Args:
         placement: copies on ranks.
-        num_nodes: machines the ranks are spread over evenly.
-        first_layer: the model's number of the placement's first layer.
-        ranks: whose choice is wanted; all G where None.
+        num_nodes: nodes; ranks are evenly distributed.
+        first_layer: the model's index of the placement's first layer.
+        ranks: ranks to compute; None: all G.
 
     Returns:
-        int32 [L, G, E] slots; -1 where an expert has none.
+        int32 [L, G, E] slots; -1 if an expert has none.
     """
     wanted = range(placement.num_ranks) if ranks is None else ranks
     slots, per_node = placement.logical_to_all_physical, placement.num_ranks // num_nodes
@@ -49,7 +49,7 @@ def static_choice(
 
 
 def _deal(copies: list[int], per_rank: int, per_node: int, turn: int, ranks: Sequence[int]) -> list[int]:
-    """One of the copies (slots) for each of the ranks: the next one after that of the rival before it."""
+    """One of the copies (slots) for each of the ranks, round-robin among ranks with the same candidates."""
     here: dict[int, list[int]] = {}
     near: dict[int, list[int]] = {}
     for slot in copies:
@@ -60,8 +60,8 @@ def _deal(copies: list[int], per_rank: int, per_node: int, turn: int, ranks: Seq
 
 
 class LayerChoice(NamedTuple):
-    """The copies to choose from in a layer, on the host: slots int32 [E, X], or [E, 1] that are chosen already, and how
-    many copies there are, [E]."""
+    """Candidate copies of a layer, on the host: slots int32 [E, X], or [E, 1] if already chosen, and the number of
+    copies, [E]."""
 
     layer: int
     slots: Tensor
@@ -69,12 +69,12 @@ class LayerChoice(NamedTuple):
 
 
 class ReplicaChoice:
-    """Turns logical expert ids into slots, on the device. Its tensors keep their place when the placement changes.
+    """Maps logical expert ids to slots, on the device. Its tensors keep their addresses when the placement changes.
 
     Args:
         placement: copies on ranks.
-        rank: whose tokens are sent.
-        algorithm: ``static`` (one slot an expert for this rank) or ``dynamic`` (token row mod number of copies: ranks
+        rank: the sending rank.
+        algorithm: ``static`` (one slot per expert for this rank) or ``dynamic`` (token row mod number of copies: ranks
             that compute the same rows agree).
         num_nodes: for ``static``.
         device: of the ids.
@@ -93,12 +93,12 @@ class ReplicaChoice:
         device: torch.device | str = "cpu",
     ) -> None:
         if algorithm not in ALGORITHMS:
-            raise ConfigError(f"--ep-dispatch-algorithm {algorithm}: unknown here; there are {', '.join(ALGORITHMS)}")
+            raise ConfigError(f"--ep-dispatch-algorithm {algorithm}: unknown; choose from {', '.join(ALGORITHMS)}")
         self._rank = rank
         self._dynamic = algorithm == "dynamic"
         self._num_nodes = num_nodes
         width = max(1, placement.num_physical - placement.num_experts + 1) if self._dynamic else 1
-        # one row more than experts: -1, no expert, is the last one's index, and gives -1
+        # one extra row: index -1 (no expert) is the last row, and maps to -1
         shape = (placement.num_layers, placement.num_experts + 1)
         self._slots = torch.full((*shape, width), -1, dtype=torch.int32, device=device)  # [L, E + 1, X]
         self._copies = torch.ones(shape, dtype=torch.int64, device=device)
@@ -108,23 +108,23 @@ class ReplicaChoice:
             self.update_layer(self.prepare(layer, table))
 
     def prepare(self, layer: int, table: ArrayLike) -> LayerChoice:
-        """What `update_layer` needs for one layer's physical_to_logical [P]; on any thread, at any time.
+        """Prepares `update_layer` for one layer's physical_to_logical [P]; callable from any thread at any time.
 
         Raises:
-            ValueError: an expert has more copies than the placement this was made with could hold.
+            ValueError: an expert has more copies than the initial placement allows.
         """
         placement = ExpertPlacement(np.array([table], dtype=np.int32), self._num_experts, self._num_ranks)
         if self._dynamic:
             slots = placement.logical_to_all_physical[0]
             if slots.shape[1] > self._slots.shape[2]:
-                raise ValueError(f"{slots.shape[1]} copies of an expert; made for {self._slots.shape[2]} at most")
+                raise ValueError(f"{slots.shape[1]} copies of an expert; the maximum is {self._slots.shape[2]}")
             copies = np.maximum(placement.num_valid[0], 1)
             return LayerChoice(layer, torch.from_numpy(slots), torch.from_numpy(copies))
         chosen = static_choice(placement, num_nodes=self._num_nodes, first_layer=layer, ranks=[self._rank])[0, 0]
         return LayerChoice(layer, torch.from_numpy(chosen)[:, None])
 
     def update_layer(self, choice: LayerChoice) -> None:
-        """Takes over what was prepared for a layer; between two steps, when the experts are in their slots."""
+        """Applies a prepared layer; between two steps, when the experts are in their slots."""
         self._slots[choice.layer, :-1, : choice.slots.shape[1]].copy_(choice.slots)
         if choice.copies is not None:
             self._copies[choice.layer, :-1].copy_(choice.copies)

@@ -1,4 +1,4 @@
-"""What ``--init-expert-location`` may be: ``trivial``, a .pt or .json file, or JSON itself; a map or recorded counts.
+"""Values of ``--init-expert-location``: ``trivial``, a .pt or .json file, or JSON itself; a map or recorded counts.
 
 Legend: L layers, P slots, E logical experts, S passes.
 """
@@ -23,17 +23,17 @@ MAP, COUNTS = "physical_to_logical_map", "logical_count"
 
 
 def from_any(value: str, layout: ExpertLayout, num_layers: int, policy: str = "auto") -> ExpertPlacement:
-    """The placement a flag's value describes.
+    """The placement given by a flag's value.
 
     Args:
         value: ``trivial``; the path of a .pt or .json file, or JSON text, that holds `physical_to_logical_map` [L, P]
             (used as it is) or `logical_count` [L, E] or [S, L, E] (planned with EPLB; a stat dump is such a file).
-        layout: what the placement must fit.
-        num_layers: L, all layers of the model; dense ones count and stay unused.
+        layout: required sizes.
+        num_layers: L, all layers of the model; dense ones included, unused.
         policy: the EPLB policy for counts.
 
     Raises:
-        ConfigError: names the flag or the file, what is wrong, and what is needed.
+        ConfigError: with the flag or the file, the error, and the required value.
     """
     if value == "trivial":
         return ExpertPlacement.trivial(layout, num_layers)
@@ -45,7 +45,7 @@ def from_any(value: str, layout: ExpertLayout, num_layers: int, policy: str = "a
                 f"{source}: {MAP} has shape {list(table.shape)}; {num_layers} layers and {layout.num_experts} experts "
                 f"with --ep-num-redundant-experts {layout.num_redundant} need [{num_layers}, {layout.num_physical}]"
             )
-        if table.min() < 0:  # only ranks that died leave slots empty
+        if table.min() < 0:  # only lost ranks have empty slots
             raise ConfigError(f"{source}: {MAP} holds {table.min()}; experts are 0 to {layout.num_experts - 1}")
         return _named(source, lambda: ExpertPlacement(table, layout.num_experts, layout.num_ranks)).require_complete(
             source
@@ -55,14 +55,14 @@ def from_any(value: str, layout: ExpertLayout, num_layers: int, policy: str = "a
         if counts.ndim not in (2, 3) or counts.shape[-2] != num_layers:
             raise ConfigError(
                 f"{source}: {COUNTS} has shape {list(counts.shape)}; needed: [{num_layers}, {layout.num_experts}], "
-                "or passes before"
+                "or passes in front"
             )
         return _named(source, lambda: plan_placement(counts, layout, policy))
     raise ConfigError(f"{source}: holds neither {MAP} nor {COUNTS}, but {', '.join(map(str, data)) or 'nothing'}")
 
 
 def _load(value: str) -> tuple[str, Mapping[str, Any]]:
-    """What to call the source in errors, and the mapping in it."""
+    """The source's name for errors, and the mapping in it."""
     if value.lstrip().startswith("{"):
         return FLAG, _parse(value, FLAG)
     path = Path(value)
@@ -86,7 +86,7 @@ def _parse(text: str, source: str) -> Mapping[str, Any]:
 
 def _mapping(data: Any, source: str) -> Mapping[str, Any]:
     if not isinstance(data, Mapping):
-        raise ConfigError(f"{source}: holds a {type(data).__name__}; needed: an object with {MAP} or {COUNTS}")
+        raise ConfigError(f"{source}: holds a {type(data).__name__}; expected an object with {MAP} or {COUNTS}")
     return data
 
 
@@ -96,14 +96,14 @@ def _array(value: Any, source: str) -> np.ndarray:
     except ValueError as error:
         raise ConfigError(f"{source}: rows of unequal length") from error
     if not np.issubdtype(array.dtype, np.number) or not array.size:
-        raise ConfigError(f"{source}: needed is a table of numbers")
+        raise ConfigError(f"{source}: expected a table of numbers")
     if np.issubdtype(array.dtype, np.floating) and (array != np.floor(array)).any():
-        raise ConfigError(f"{source}: holds fractions; needed are whole numbers")
+        raise ConfigError(f"{source}: holds fractions; expected integers")
     return array
 
 
 def _named(source: str, make: Any) -> ExpertPlacement:
-    """`make()`, its complaints with the source in front."""
+    """`make()`, with the source as prefix of its errors."""
     try:
         placement = make()
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""A plan without the ranks that died, and what of the model died with them.
+"""Placement after the loss of ranks, and the experts lost with them.
 
 Legend: L layers, E experts, G ranks, P slots.
 """
@@ -18,14 +18,14 @@ from moe_engine.parallel.placement.policies import plan_placement, summed_counts
 
 @dataclass(frozen=True)
 class SurvivorPlan:
-    """A placement in which dead ranks hold nothing.
+    """A placement with empty slots on lost ranks.
 
     Args:
-        placement: of the full size; the slots of dead ranks are `EMPTY`.
-        lost: (layer, expert) whose every copy was on a dead rank; those that are placed must be read from the
+        placement: of the full size; slots of lost ranks are `EMPTY`.
+        lost: (layer, expert) with all copies on lost ranks; those that are placed must be read from the
             checkpoint.
-        unplaced: (layer, expert) that the remaining slots have no room for, the ones with the fewest tokens; the router
-            must not choose them.
+        unplaced: (layer, expert) without a slot on the remaining ranks, those with the fewest tokens; the router must
+            not choose them.
     """
 
     placement: ExpertPlacement
@@ -41,23 +41,23 @@ def plan_for_survivors(
     policy: str = "auto",
     min_gain: float = 0.0,
 ) -> SurvivorPlan:
-    """Plans for the ranks that are left, near to what they hold.
+    """Plans for the live ranks, with few moves.
 
     Args:
         counts: tokens of each logical expert, [L, E] or [S, L, E].
-        layout: of the whole group, the dead included.
+        layout: of the whole group, lost ranks included.
         alive: bool [G].
-        previous: the placement in force when they died.
-        policy: as for `plan_placement`; nodes that lost unequal numbers of ranks are treated as one.
-        min_gain: as for `plan_placement`.
+        previous: the placement before the loss.
+        policy: see `plan_placement`; nodes with unequal numbers of live ranks are treated as one.
+        min_gain: see `plan_placement`.
 
     Raises:
-        ConfigError: no rank is left, or the sizes do not agree.
+        ConfigError: no live rank, or the sizes do not agree.
     """
     alive = np.asarray(alive, dtype=bool)
     tokens = summed_counts(counts, layout.num_experts)
     if alive.shape != (layout.num_ranks,) or not alive.any():
-        raise ConfigError(f"alive ranks {alive.tolist()}: needed is one of {layout.num_ranks} at least")
+        raise ConfigError(f"live ranks {alive.tolist()}: at least one of {layout.num_ranks} is needed")
     survivors = previous.of_ranks(alive)
     num_slots = survivors.num_physical
     if num_slots < layout.num_experts:
@@ -73,14 +73,14 @@ def plan_for_survivors(
 
 
 def _nodes_left(layout: ExpertLayout, alive: np.ndarray) -> int:
-    """Nodes with ranks, if all have equally many; else 1."""
+    """Nodes with live ranks, if all have the same number; else 1."""
     left = alive.reshape(layout.num_nodes, -1).sum(axis=1)
     left = left[left > 0]
     return len(left) if (left == left[0]).all() else 1
 
 
 def _policy(policy: str, layout: ExpertLayout, alive: np.ndarray) -> str:
-    """`policy`, or auto where groups no longer fit the nodes that are left."""
+    """`policy`, or auto if groups no longer fit the remaining nodes."""
     fits = layout.num_groups % _nodes_left(layout, alive) == 0
     return policy if fits or policy != "deepseek_hierarchical" else "auto"
 
@@ -95,7 +95,7 @@ def _layout_of(layout: ExpertLayout, alive: np.ndarray, num_slots: int) -> Exper
 
 
 def _hottest(tokens: np.ndarray, survivors: ExpertPlacement) -> np.ndarray:
-    """[L, slots]: the experts with most tokens, one slot each; what is kept stays where it is."""
+    """[L, slots]: the experts with most tokens, one slot each; kept experts stay in place."""
     num_slots = survivors.num_physical
     table = survivors.physical_to_logical.copy()
     for layer, row in enumerate(table):

@@ -1,4 +1,4 @@
-"""Reads what torch.save wrote, executing nothing of it. Imports torch only when called."""
+"""Reads torch.save files without executing code. Imports torch only when called."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def load_tensors(path: Path, source: str) -> Any:
 
     Args:
         path: the file.
-        source: what to call it in errors.
+        source: the file's name in errors.
 
     Raises:
-        ConfigError: there is no such file, it is cut short, or holds anything else.
+        ConfigError: the file is missing, truncated, or has other contents.
     """
     import torch
 
@@ -24,6 +24,6 @@ def load_tensors(path: Path, source: str) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise ConfigError(f"{source}: {error.strerror or error}") from error
-    except Exception as error:  # torch's unpickler stumbles over foreign bytes in many ways: KeyError, EOFError, ...
+    except Exception as error:  # torch's unpickler raises many types for foreign bytes: KeyError, EOFError, ...
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        raise ConfigError(f"{source}: not a file of torch.save that holds tensors, or cut short ({reason})") from error
+        raise ConfigError(f"{source}: not a torch.save file of tensors, or truncated ({reason})") from error

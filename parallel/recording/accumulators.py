@@ -1,4 +1,4 @@
-"""What is kept of the passes: summable counts in a buffer, or a record of each.
+"""Storage of recorded passes: summable counts in a buffer, or one record per pass.
 
 Legend: L layers, E logical experts, P physical experts, S passes.
 """
@@ -16,10 +16,10 @@ from moe_engine.parallel.recording.pass_counts import PassCounts
 
 
 class LogicalMap:
-    """Physical to logical experts, on the device; changes layer by layer while experts move.
+    """Physical to logical experts, on the device; updated layer by layer while experts move.
 
     Args:
-        table: int [L, P]; -1 is a slot without an expert. Slot i holds expert i mod E where it is None.
+        table: int [L, P]; -1 is an empty slot. None: slot i holds expert i mod E.
     """
 
     def __init__(self, config: RecorderConfig, table: Tensor | None = None) -> None:
@@ -30,7 +30,7 @@ class LogicalMap:
             raise ValueError(f"map is {list(table.shape)}, not [{config.num_layers}, {config.num_physical}]")
         self._num_experts = config.num_experts
         self.table = table.to(config.device, torch.int64, copy=True)
-        self._target = torch.where(self.table < 0, self._num_experts, self.table)  # empty slots into a last column
+        self._target = torch.where(self.table < 0, self._num_experts, self.table)  # empty slots: extra last column
         self._sums = torch.zeros(config.num_layers, config.num_experts + 1, dtype=torch.int32, device=config.device)
         own = torch.arange(config.num_physical, device=config.device)
         self.is_identity = config.num_physical == config.num_experts and bool((self.table == own).all())
@@ -49,10 +49,10 @@ class LogicalMap:
 
 
 class Accumulator(Protocol):
-    """Keeps passes until they are dumped."""
+    """Stores passes until they are dumped."""
 
     def add(self, pass_id: int, counts: PassCounts, logical: Tensor) -> None:
-        """Takes over a pass; `logical` is int32 [L, E]."""
+        """Stores a pass; `logical` is int32 [L, E]."""
 
     def total(self) -> Tensor:
         """int64 [L, E] tokens since `clear_total`."""
@@ -60,7 +60,7 @@ class Accumulator(Protocol):
     def clear_total(self) -> None: ...
 
     def reset(self) -> None:
-        """Forgets the passes, not the total."""
+        """Clears the passes, not the total."""
 
 
 class StatAccumulator:
@@ -75,7 +75,7 @@ class StatAccumulator:
         self.buffer.keep(pass_id)
 
     def passes(self) -> tuple[list[int], Tensor]:
-        """Numbers of the passes kept and their counts int32 [S, L, E] of this rank, oldest first."""
+        """Ids of the stored passes and their counts int32 [S, L, E] on this rank, oldest first."""
         return self.buffer.pass_ids, self.buffer.rows()
 
     def total(self) -> Tensor:
@@ -111,7 +111,7 @@ class RecordAccumulator:
         self._total += logical
 
     def content(self) -> dict[str, Any]:
-        """Of this rank's dump file."""
+        """Content of this rank's dump file."""
         return {"records": list(self._records), "last_physical_to_logical_map": self._map.table.cpu()}
 
     def total(self) -> Tensor:

@@ -17,7 +17,7 @@ EPSILON = 1e-5
 
 
 class BalanceWindows:
-    """Fed with the counts of all ranks after each pass."""
+    """Balancedness windows, updated with the counts of all ranks after each pass."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -27,7 +27,7 @@ class BalanceWindows:
         self._tokens = 0
 
     def go_on(self, alive: Sequence[bool]) -> None:
-        """Of these ranks from now on: the others were lost."""
+        """Restricts later passes to the live ranks."""
         self._places = [rank for rank, lives in enumerate(alive) if lives]
 
     def add(self, pass_id: int, physical: Tensor) -> float:
@@ -40,7 +40,7 @@ class BalanceWindows:
         return balancedness
 
     def mean(self, window: int = max(WINDOWS)) -> float | None:
-        """Over the last passes, fewer if there were fewer; None before the first."""
+        """Mean over the last `window` passes, or fewer if there are fewer; None before the first."""
         last = list(islice(self._last, window))
         return sum(last) / len(last) if last else None
 

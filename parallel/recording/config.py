@@ -1,4 +1,4 @@
-"""What a recorder is made from. Imports no torch.
+"""Recorder settings. Imports no torch.
 
 Legend: L layers, E logical experts, P physical experts, G expert-parallel ranks.
 """
@@ -21,28 +21,28 @@ MAX_TOP_K = 8
 
 
 def recorder_directory(environment: Mapping[str, str]) -> Path:
-    """Where dumps go: the operator's variable, or the system's temporary directory. Never a request's choice."""
+    """Dump directory: the operator's variable, or the system's temporary directory. Never set by a request."""
     return Path(environment.get(DIRECTORY_VARIABLE) or tempfile.gettempdir())
 
 
 @dataclass(frozen=True)
 class RecorderConfig:
-    """Sizes and choices of one rank's recorder.
+    """Sizes and settings of one rank's recorder.
 
     Args:
         mode: ``--expert-distribution-recorder-mode``.
         num_layers, num_experts, num_physical: L, E, P.
-        directory: where a rank of the modes per_pass and per_token writes its dumps.
-        source: who counts: the ``router`` by its choices, or the ``dispatcher`` by what arrived for this rank's slots.
-        buffer_size: passes that stat keeps (``--expert-distribution-recorder-buffer-size``); -1 keeps all.
-        rank: this rank's number, in names and contents of dumps.
-        counts_here: whether this rank's choices count. Where all ranks route the same tokens only one rank's do.
-        ep_rank, ep_size: G and this rank's place among them; its slots are numbers ep_rank * P/G and on.
-        report_balancedness: compute it after each pass, which sums the counts over the ranks.
-        device: of ids and counts, as torch takes it.
+        directory: dump directory of a rank in the modes per_pass and per_token.
+        source: what is counted: the ``router``'s choices, or tokens received per slot from the ``dispatcher``.
+        buffer_size: passes stored in mode stat (``--expert-distribution-recorder-buffer-size``); -1 keeps all.
+        rank: rank in names and contents of dumps.
+        counts_here: True if this rank's choices count. If all ranks route the same tokens, only one rank counts.
+        ep_rank, ep_size: G and this rank's index; its slots start at ep_rank * P/G.
+        report_balancedness: compute balancedness after each pass, with an all_reduce of the counts.
+        device: torch device of ids and counts.
 
     Raises:
-        ConfigError: names the flag and the fix.
+        ConfigError: with the flag and the fix.
     """
 
     mode: str
@@ -63,23 +63,23 @@ class RecorderConfig:
     def __post_init__(self) -> None:
         check_mode(self.mode, self.top_k, self.buffer_size)
         if self.source not in SOURCES:
-            raise ConfigError(f"recorder source {self.source}: unknown; there are {', '.join(SOURCES)}")
+            raise ConfigError(f"recorder source {self.source}: unknown; choose from {', '.join(SOURCES)}")
         if self.mode == "per_token" and self.source == "dispatcher":
             raise ConfigError(
-                "--expert-distribution-recorder-mode per_token cannot count by the dispatcher: it records what the "
-                "router chooses"
+                "--expert-distribution-recorder-mode per_token does not support the dispatcher source: it records "
+                "router choices"
             )
         if self.num_physical % self.ep_size:
             raise ConfigError(f"{self.num_physical} physical experts are not a multiple of --ep-size {self.ep_size}")
 
 
 def check_mode(mode: str, top_k: int, buffer_size: int) -> None:
-    """Raises ConfigError for a mode that is unknown or cannot record this model, and for a buffer of no passes."""
+    """Raises ConfigError for a mode that is unknown or does not support this model, and for an empty buffer."""
     flag = f"--expert-distribution-recorder-mode {mode}"
     if mode not in MODES:
-        raise ConfigError(f"{flag}: unknown; there are {', '.join(MODES)}")
+        raise ConfigError(f"{flag}: unknown; choose from {', '.join(MODES)}")
     if mode == "per_token" and top_k > MAX_TOP_K:
-        raise ConfigError(f"{flag} holds {MAX_TOP_K} experts a token, this model has {top_k}; use per_pass")
+        raise ConfigError(f"{flag} supports {MAX_TOP_K} experts per token, this model has {top_k}; use per_pass")
     if buffer_size != -1 and buffer_size < 1:
         raise ConfigError(
             f"--expert-distribution-recorder-buffer-size {buffer_size}: give a number of passes, or -1 for all"

@@ -1,4 +1,4 @@
-"""Dump files: SGLang's names, written whole or not at all."""
+"""Dump files: SGLang's names, written atomically."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from moe_engine.parallel.recording.config import DIRECTORY_VARIABLE
 
 
 class RecordingError(MoeEngineError):
-    """A dump could not be written; names the file and the fix. What was recorded is still there."""
+    """A dump could not be written; the message has the file and the fix. The recorded data are kept."""
 
 
 def write_dump(directory: Path, content: dict[str, Any], rank: int | None) -> Path:
     """Saves `content` for ``torch.load(weights_only=True)``.
 
     Args:
-        directory: made if it is not there.
+        directory: created if missing.
         content: tensors, numbers, text, lists and dicts of them.
-        rank: part of the name where every rank writes; None where one does.
+        rank: part of the name if every rank writes; None if one rank writes.
 
     Raises:
         RecordingError: the directory or the file cannot be written.
@@ -39,10 +39,10 @@ def write_dump(directory: Path, content: dict[str, Any], rank: int | None) -> Pa
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
-    except (OSError, RuntimeError) as error:  # torch turns a full disk into a RuntimeError
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
         raise RecordingError(
-            f"{path}: cannot be written ({reason}); nothing was lost: make room there and dump again, or start the "
+            f"{path}: cannot be written ({reason}); no data were lost: free disk space and dump again, or start the "
             f"server with {DIRECTORY_VARIABLE} set to another directory"
         ) from error
     return path

@@ -1,4 +1,4 @@
-"""From the ranks' parts to what is written: counts summed pass by pass, each token once.
+"""Merges the ranks' parts of a dump: counts summed per pass, each token once.
 
 Legend: S passes, L layers, E logical experts.
 """
@@ -18,11 +18,11 @@ from moe_engine.parallel.recording.dump_file import RecordingError, write_dump
 logger = logging.getLogger(__name__)
 
 Part = Mapping[str, Any]
-"""What `ExpertRecorder.dump_part` returns on one rank."""
+"""Result of `ExpertRecorder.dump_part` on one rank."""
 
 
 def pack_counts(pass_ids: Sequence[int], counts: NDArray[np.int32]) -> dict[str, Any]:
-    """counts [S, L, E] of those passes as plain values, in two bytes each where that is enough."""
+    """counts [S, L, E] of those passes as plain values, in two bytes each if possible."""
     narrow = np.dtype(np.uint16 if counts.max(initial=0) < 1 << 16 else np.int32)
     data = counts.astype(narrow).tobytes()
     return {"pass_ids": list(pass_ids), "shape": list(counts.shape), "dtype": narrow.name, "counts": data}
@@ -34,8 +34,8 @@ def unpack_counts(part: Part) -> NDArray[Any]:
 
 
 def sum_counts(parts: Sequence[Part]) -> dict[str, Any]:
-    """One part from those of all ranks that count, at least one; passes of the same number are summed, whoever has
-    recorded them. Of a ring the newest are kept, oldest first."""
+    """Merges the parts of all counting ranks, at least one, into one part; passes with the same id are summed. Of a
+    ring the newest are kept, oldest first."""
     numbers = sorted({number for part in parts for number in part["pass_ids"]})
     capacity = max(part["capacity"] for part in parts)
     if capacity != -1:
@@ -52,11 +52,11 @@ def sum_counts(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def sum_parts(parts: Sequence[Part]) -> dict[str, Any]:
-    """The content of a dump of the modes stat and stat_approx, from parts as `sum_counts` takes them.
+    """The content of a dump of the modes stat and stat_approx, from the parts of all counting ranks, see `sum_counts`.
 
     Returns:
         SGLang's: `rank`, `logical_count` int32 [S, L, E] and `average_utilization_rate_over_window`. S is the ring's
-        length, passes oldest first and zeros behind them; of an endless buffer the passes recorded.
+        length, passes oldest first, then zeros; of an unlimited buffer the number of recorded passes.
     """
     import torch
 
@@ -72,14 +72,14 @@ def sum_parts(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def write_parts(directory: Path, parts: Sequence[Part | None]) -> list[Path]:
-    """Writes what the ranks had recorded; returns the files, those that ranks wrote themselves included.
+    """Writes the ranks' records; returns the files, those written by ranks included.
 
     Args:
-        directory: the operator's; made if it is not there.
+        directory: the operator's; created if missing.
 
     Raises:
-        RecordingError: the file, or some rank's, could not be written. Whoever has the parts keeps their counts and
-            hands them in again with the next ones.
+        RecordingError: the file, or some rank's, could not be written. The caller keeps the parts and passes them again
+            with the next ones.
     """
     found = [part for part in parts if part is not None]
     paths = [Path(part["path"]) for part in found if "path" in part]

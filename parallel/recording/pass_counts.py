@@ -1,4 +1,4 @@
-"""What one pass counts: tokens of each physical expert in each layer, and each token's experts where asked for.
+"""Counts of one pass: tokens of each physical expert per layer, and optionally each token's experts.
 
 Legend: L layers, M of them with experts, P physical experts, T tokens, K experts per token.
 """
@@ -18,15 +18,15 @@ from moe_engine.parallel.recording.config import MAX_TOP_K, RecorderConfig
 
 
 class PassCounts:
-    """Filled layer by layer; the same tensors in every pass.
+    """Filled layer by layer; tensors are reused in every pass.
 
-    A layer counts at its `place` while a pass runs, or only leaves its ids here; they are then counted once, at the end
-    of the pass, in a handful of operators.
+    A layer either counts at its `place` during a pass, or only stores its ids here; stored ids are counted once, at the
+    end of the pass, in a few operators.
     """
 
     def __init__(self, config: RecorderConfig) -> None:
         self._device = torch.device(config.device)
-        # one column more than slots, the first: there the -1 of rows that are no token are counted
+        # one extra first column, for the -1 of padding rows
         shape = (config.num_layers, config.num_physical + 1)
         self._all = torch.zeros(shape, dtype=torch.int32, device=self._device)
         self._flat = self._all.view(-1)
@@ -37,39 +37,39 @@ class PassCounts:
         local = config.num_physical // config.ep_size
         self._local = self.physical[:, config.ep_rank * local : (config.ep_rank + 1) * local]
         self._adds = False
-        """Whether layers have counted in place in the pass that has ended."""
+        """True if layers counted in place in the last pass."""
         self._layers: list[int] = []
         self._ids: list[Tensor] = []
-        self._room = torch.empty(config.num_layers, 0, config.top_k, dtype=torch.int32, device=self._device)
-        self._rooms: Sequence[Tensor] = self._room.unbind(0)
-        self._in_room = 0
-        self._first: dict[tuple[int, ...], Tensor] = {}  # by layers: int32 [M, 1, 1], where slot 0 is counted
+        self._ids_buffer = torch.empty(config.num_layers, 0, config.top_k, dtype=torch.int32, device=self._device)
+        self._layer_ids: Sequence[Tensor] = self._ids_buffer.unbind(0)
+        self._num_stored = 0
+        self._first: dict[tuple[int, ...], Tensor] = {}  # by layers: int32 [M, 1, 1], index of slot 0
         self._ones = torch.ones(0, dtype=torch.int32, device=self._device)
         self._again: tuple[tuple[int, ...], Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
         self._per_token = config.mode == "per_token"
         self._topk_ids = torch.empty(0)
         self.details: dict[str, Any] = {}
-        """Of per_token: what the record says of the batch."""
+        """Mode per_token: batch fields of the record."""
 
     def place(self, layer: int) -> CountPlace:
-        """Where the layer may count its choices itself, in the host's memory: one of [L, P]."""
+        """Position at which the layer counts its choices itself, in host memory: a row of [L, P]."""
         return CountPlace(self.cell, layer * self._in_place.shape[1])
 
     def begin(self) -> None:
-        """Forgets what was counted."""
+        """Clears the counts."""
         self._all.zero_()
         if self._ids:
-            self._layers, self._ids, self._in_room = [], [], 0
+            self._layers, self._ids, self._num_stored = [], [], 0
         self.cell.point(self._in_place.data_ptr(), self._in_place.nbytes)
 
     def end(self) -> None:
-        """What layers do from now on is not of the pass."""
+        """Ends the pass: later layer runs are not counted."""
         self._adds = self.cell.hide()
 
     def describe(
         self, input_ids: Tensor, positions: Tensor, extend_seq_lens: Sequence[int] | None, forward_mode: int
     ) -> None:
-        """Of per_token: after `begin`, the batch; `input_ids` and `positions` are [T]."""
+        """Mode per_token: the batch, after `begin`; `input_ids` and `positions` are [T]."""
         self._topk_ids = torch.full((len(self._all), input_ids.shape[0], MAX_TOP_K), -1, dtype=torch.int32)
         self.details = {
             "input_ids": input_ids.tolist(),
@@ -79,35 +79,37 @@ class PassCounts:
             "misc_objects": [],
         }
 
-    def room_for(self, num_tokens: int) -> Tensor:
-        """int32 [T, K] for a layer's choices, which are then given to `add_choices`: so they need not be gathered."""
-        if self._room.shape[1] != num_tokens:
-            self._room = self._room.new_empty(self._room.shape[0], num_tokens, self._room.shape[2])
-            self._rooms = self._room.unbind(0)
+    def ids_buffer(self, num_tokens: int) -> Tensor:
+        """int32 [T, K] buffer for a layer's choices, passed to `add_choices` afterwards: avoids a copy."""
+        if self._ids_buffer.shape[1] != num_tokens:
+            self._ids_buffer = self._ids_buffer.new_empty(
+                self._ids_buffer.shape[0], num_tokens, self._ids_buffer.shape[2]
+            )
+            self._layer_ids = self._ids_buffer.unbind(0)
             self._again = None
-        self._in_room += 1
-        return self._rooms[self._in_room - 1]
+        self._num_stored += 1
+        return self._layer_ids[self._num_stored - 1]
 
     def add_choices(self, layer: int, topk_ids: Tensor) -> None:
-        """topk_ids int32 [T, K] physical, not changed until they are counted. A layer may run for parts of the tokens
-        one after the other."""
+        """topk_ids int32 [T, K] physical, unchanged until counted. A layer may run several times, for consecutive parts
+        of the tokens."""
         self._layers.append(layer)
         self._ids.append(topk_ids)
 
     def add_arrivals(self, layer: int, counts: Tensor | Sequence[int]) -> None:
-        """counts [P/G] of this rank's slots."""
+        """counts [P/G] of received tokens of this rank's slots."""
         if not isinstance(counts, Tensor):
             counts = upload(np.asarray(counts, dtype=np.int32), self._device)
         self._local[layer] += counts
 
     def finish(self) -> None:
-        """Counts what the layers left."""
+        """Counts the ids stored by the layers."""
         if self._adds:
             self.physical += self._in_place
             self._adds = False
         if not self._ids:
             return
-        if self._in_room == len(self._ids):
+        if self._num_stored == len(self._ids):
             ids, offsets, places, flat, ones = self._views(tuple(self._layers))
             torch.add(ids, offsets, out=places)
         else:
@@ -123,12 +125,12 @@ class PassCounts:
         return self._topk_ids
 
     def _views(self, layers: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of ids in the room: they [M, T, K], what is added to them, room for the sum, that in one row, and ones.
+        """Views for counting stored ids: ids [M, T, K], their offsets, a buffer for the sum, its flat view, and ones.
 
-        Decodes have as many tokens pass after pass, and making a view costs as much as counting: they are kept.
+        Cached: decode passes have the same number of tokens, and creating views costs as much as counting.
         """
         if self._again is None or self._again[0] != layers:
-            ids = self._room[: len(layers)]
+            ids = self._ids_buffer[: len(layers)]
             places = torch.empty_like(ids)
             self._again = layers, ids, self._offsets(layers), places, places.view(-1), self._some_ones(ids.numel())
         return self._again[1:]
@@ -139,7 +141,7 @@ class PassCounts:
         return self._ones[:count]
 
     def _keep_choices(self) -> None:
-        """Where a layer ran twice, for two halves of the pass, the second one's tokens follow the first one's."""
+        """Stores each token's choices. If a layer ran twice (two halves of a pass), the second half's tokens follow."""
         kept = [0] * len(self._all)
         for layer, ids in zip(self._layers, self._ids):
             begin, end = kept[layer], kept[layer] + len(ids)
@@ -156,7 +158,7 @@ class PassCounts:
 
 
 def _at_least(topk_ids: Tensor, tokens: int) -> Tensor:
-    """[L, T, 8] with room for more tokens: a layer that sees other ranks' tokens routes more than the batch has."""
+    """[L, T, 8] grown to at least `tokens`: a layer that gets other ranks' tokens routes more than the batch has."""
     missing = tokens - topk_ids.shape[1]
     if missing <= 0:
         return topk_ids

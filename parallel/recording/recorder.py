@@ -1,4 +1,4 @@
-"""`ExpertRecorder`: the object the MoE layers leave their choices with, and the operator starts, stops and dumps.
+"""`ExpertRecorder`: records the choices of MoE layers; started, stopped and dumped by the operator.
 
 Legend: L layers, E logical experts, P physical experts, G ranks, T tokens, K experts per token, S passes.
 """
@@ -24,7 +24,7 @@ from moe_engine.parallel.recording.pass_counts import PassCounts
 logger = logging.getLogger(__name__)
 
 AllReduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over all ranks and returns the sum, in place or not. Every rank calls it at the same point."""
+"""all_reduce of a tensor over all ranks, in place or not. Every rank calls it at the same point."""
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -32,24 +32,24 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 class ExpertRecorder:
-    """One rank's recorder. All methods run on the thread of the steps, and in inference mode: what is made there cannot
-    be changed elsewhere.
+    """One rank's recorder. All methods run on the thread of the steps, in inference mode: tensors created there cannot
+    be modified elsewhere.
 
-    Layers count at their `count_place`, where their kernel can; others leave their choices here::
+    Layers count at their `count_place` if their kernel supports it; others pass their choices::
 
         if recorder.counting:
             recorder.on_select(layer_index, topk_ids)
 
-    While nothing is `wanted` neither layers nor passes need know of the recorder (`ExpertControl` sees to that).
+    While `wanted` is false, `ExpertControl` disconnects layers and passes from the recorder.
 
-    Three may want the counts of a pass: the operator, who starts and stops (`recording`); the report of balancedness,
-    and the rebalancer (`watch`), both from the beginning on, because their ranks meet at fixed passes. What the
-    operator does never makes ranks wait for each other, so it need not come to all of them at the same step.
+    Counts of a pass have three consumers: the operator (start, stop: `recording`), the balancedness report, and the
+    rebalancer (`watch`); the last two run from the start, because their collectives are at fixed passes. The operator's
+    calls never make ranks wait for each other, so they need not arrive at all ranks in the same step.
 
     Args:
         config: sizes and choices.
-        all_reduce: over the ranks whose counts are summed; called in every pass with `report_balancedness`, else never.
-        physical_to_logical: int [L, P]; slot i holds expert i mod E where it is None.
+        all_reduce: over the counting ranks; called in every pass with `report_balancedness`, else never.
+        physical_to_logical: int [L, P]; None: slot i holds expert i mod E.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class ExpertRecorder:
         self.recording = False
         self.counting = False
         self.wanted = False
-        """Whether somebody wants counts, be it of other ranks."""
+        """True if counts have a consumer on any rank."""
         self.wants_batches = config.mode == "per_token"
-        """Whether `begin_pass` must be followed by `describe_pass`."""
+        """True if `begin_pass` must be followed by `describe_pass`."""
         self.balance = BalanceWindows(config.ep_size)
         self._all_reduce = all_reduce
         self._map = LogicalMap(config, physical_to_logical)
@@ -73,13 +73,13 @@ class ExpertRecorder:
         self._window: Tensor | None = None  # int64 [L, E] since `take_window`
         self._pass_id = -1
         self._in_pass = False
-        self._uncounted = False  # the last pass has ended, and what its layers left is not counted yet
+        self._uncounted = False  # the ids of the last pass are not counted yet
         self._all_in_place = False
         self._into: PassBuffer | None = None
-        self._look()
+        self._update_consumers()
 
-    def _look(self) -> None:
-        """Between passes: who wants counts may have changed."""
+    def _update_consumers(self) -> None:
+        """Between passes: updates the consumers' state."""
         self.wanted = self.recording or self.config.report_balancedness or self._window is not None
         self.counting = self.wanted and self.config.counts_here
         self._in_pass = False
@@ -89,41 +89,41 @@ class ExpertRecorder:
         self._into = kept if alone and self.config.counts_here else None
 
     def count_in_place(self, all_layers: bool) -> None:
-        """Between passes: whether every layer counts at its `count_place` from now on. Where nobody else wants a pass's
-        counts, that place is then its row among those kept, and a pass costs next to nothing."""
+        """Between passes: sets whether every layer counts at its `count_place`. If there is no other consumer, that
+        place is the pass's row in the buffer, and a pass costs next to nothing."""
         self._count()
         self._all_in_place = all_layers
-        self._look()
+        self._update_consumers()
 
     # -- the operator
 
     @torch.inference_mode()
     def start(self) -> None:
-        """Forgets what was recorded and records from the next pass on."""
+        """Clears the record and records from the next pass on."""
         if self.recording:
-            logger.warning("the expert distribution is being recorded already; what was recorded is dropped")
+            logger.warning("the expert distribution is already being recorded; the existing record is dropped")
         self._count()
         self._kept.reset()
         self._kept.clear_total()
         self.recording = True
-        self._look()
+        self._update_consumers()
 
     def stop(self) -> None:
-        """Records no more; what was recorded stays for a dump."""
+        """Stops recording; the record is kept for a dump."""
         if not self.recording:
             logger.warning("the expert distribution is not being recorded; nothing to stop")
         self._count()
         self.recording = False
-        self._look()
+        self._update_consumers()
 
     @torch.inference_mode()
     def dump_part(self) -> dict[str, Any] | None:
-        """This rank's part of a dump, which is forgotten here; goes on recording if it was.
+        """This rank's part of a dump, cleared here; recording continues if active.
 
         Returns:
-            Plain values for `merge.write_parts`: of stat and stat_approx the counts; of the other modes, whose records
-            are large, the ``path`` of the file that this rank wrote, or the ``error`` that kept it from doing so
-            (nothing is then forgotten). None where another rank counts the same tokens.
+                Plain values for `merge.write_parts`: the counts in the modes stat and stat_approx; in the other modes,
+                whose records are large, the ``path`` of the file written by this rank, or the ``error`` of a failed
+                write (nothing is then cleared). None if another rank counts the same tokens.
         """
         if not self.config.counts_here:
             return None
@@ -145,7 +145,7 @@ class ExpertRecorder:
 
     @torch.inference_mode()
     def snapshot(self) -> dict[str, Any]:
-        """For the live view: plain values; `counts` [L][E] of this rank since the start, None where others count."""
+        """For the live view: plain values; `counts` [L][E] of this rank so far, None if another rank counts."""
         self._count()
         return {
             "layers": self.config.num_layers,
@@ -159,15 +159,15 @@ class ExpertRecorder:
     # -- the rebalancer
 
     def watch(self) -> None:
-        """Counts from now on for `take_window`."""
+        """Enables counting for `take_window`."""
         self._count()
         shape = (self.config.num_layers, self.config.num_experts)
         self._window = torch.zeros(shape, dtype=torch.int64, device=self.config.device)
-        self._look()
+        self._update_consumers()
 
     @torch.inference_mode()
     def take_window(self) -> Tensor:
-        """int64 [L, E]: logical counts of this rank since the last call; zeros where another rank counts."""
+        """int64 [L, E]: logical counts of this rank since the last call; zeros if another rank counts."""
         assert self._window is not None, "watch first"
         self._count()
         window = self._window.clone()
@@ -177,7 +177,7 @@ class ExpertRecorder:
     # -- the runner
 
     def begin_pass(self, pass_id: int) -> None:
-        """Before a forward pass, where `counting`. `pass_id`: its number, the same on all ranks."""
+        """Called before a forward pass if `counting`. `pass_id` is the same on all ranks."""
         into = self._into
         if into is None:
             self._count()
@@ -189,24 +189,24 @@ class ExpertRecorder:
     def describe_pass(
         self, input_ids: Tensor, positions: Tensor, extend_seq_lens: Sequence[int] | None, forward_mode: int
     ) -> None:
-        """What the pass that has begun computes.
+        """Describes the batch of the started pass.
 
         Args:
             input_ids, positions: [T].
             extend_seq_lens: new tokens of each request of a prefill.
-            forward_mode: SGLang's number: 1 extend, 2 decode, 3 mixed, 4 idle.
+            forward_mode: SGLang's value: 1 extend, 2 decode, 3 mixed, 4 idle.
         """
         self._counts.describe(input_ids, positions, extend_seq_lens, forward_mode)
 
     def drop_pass(self) -> None:
-        """There was none after all."""
+        """Cancels the started pass."""
         self._in_pass = False
         self._counts.cell.hide()
 
     def end_pass(self) -> None:
-        """After a forward pass. Nothing is kept if none began: recording started within it.
+        """Called after a forward pass. Keeps nothing if no pass was started: recording began during it.
 
-        What the layers left is counted later, between two steps: here kernels would wait for it, in the middle of one.
+        The stored ids are counted later, between two steps: here kernels would wait for it, in the middle of a step.
         """
         was_begun, self._in_pass = self._in_pass, False
         into = self._into
@@ -219,16 +219,16 @@ class ExpertRecorder:
             return
         self._uncounted = was_begun
         self._counts.end()
-        if self.config.report_balancedness:  # also where others count: all ranks meet here
+        if self.config.report_balancedness:  # on non-counting ranks too: a collective
             self._count()
             self.balance.add(self._pass_id, self._all_reduce(self._counts.physical.clone()))
 
     def _count(self) -> None:
-        """The last pass, if that has not been done: before anything else happens here."""
+        """Counts the last pass if still uncounted; called before any other operation."""
         if not self._uncounted:
             return
         self._uncounted = False
-        if torch.is_inference_mode_enabled():  # as in every step
+        if torch.is_inference_mode_enabled():  # true in every step
             self._count_now()
         else:
             with torch.inference_mode():
@@ -244,39 +244,39 @@ class ExpertRecorder:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Counts the last pass now, which the next one would do."""
+        """Counts the last pass now instead of at the next pass."""
         self._count()
 
     # -- the MoE layers
 
     def count_place(self, layer_index: int) -> CountPlace | None:
-        """Where the layer may count itself, which is then told of nothing; None where more is wanted of it."""
+        """Position at which the layer counts itself, without further calls; None if more than counts is needed."""
         return self._counts.place(layer_index) if self._by_router and not self.wants_batches else None
 
-    def room_for(self, num_tokens: int) -> Tensor:
-        """int32 [T, K] that a layer may fill and give to `on_select`, where `counting`."""
-        return self._counts.room_for(num_tokens)
+    def ids_buffer(self, num_tokens: int) -> Tensor:
+        """int32 [T, K] buffer that a layer may fill and pass to `on_select`, if `counting`."""
+        return self._counts.ids_buffer(num_tokens)
 
     def on_select(self, layer_index: int, topk_ids: Tensor) -> None:
-        """The router's choice in a layer, where `counting`: topk_ids int [T, K] physical ids."""
+        """Records the router's choice in a layer, if `counting`: topk_ids int [T, K] physical ids."""
         if self._by_router:
             self._counts.add_choices(layer_index, topk_ids)
 
     def on_dispatch(self, layer_index: int, counts: Tensor | Sequence[int]) -> None:
-        """What arrived for this rank's slots, [P/G], where `counting`."""
+        """Records tokens received for this rank's slots, [P/G], if `counting`."""
         if not self._by_router:
             self._counts.add_arrivals(layer_index, counts)
 
     @property
-    def wants_arrivals(self) -> bool:
-        """Whether `on_dispatch` is what counts."""
+    def counts_dispatched(self) -> bool:
+        """True if counts come from `on_dispatch`."""
         return not self._by_router
 
     # -- the placement
 
     @torch.inference_mode()
     def update_layer(self, layer_index: int, physical_to_logical: Tensor) -> None:
-        """Between passes: a layer's slots hold other experts from now on, int [P]."""
+        """Between passes: sets the experts of a layer's slots, int [P]."""
         self._count()
         self._map.update_layer(layer_index, physical_to_logical)
-        self._look()
+        self._update_consumers()

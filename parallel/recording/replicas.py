@@ -1,4 +1,4 @@
-"""What replicas have counted, on its way to one dump. Imports nothing heavy: a front end does it."""
+"""Merges the replicas' counts into one dump. Imports nothing heavy, since the front end runs it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def align_passes(replicas: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The parts of all replicas (`merge.Part`) as of one: replicas number their passes each for itself, and now the
-    newest of each have the same number, so that a ring keeps as much of one as of the other. Sums stay what they are.
+    """The parts of all replicas (`merge.Part`) as parts of one: replicas number passes independently; the newest
+    pass of each gets the same id, so that a ring keeps equally much of each. Sums do not change.
     """
     newest = [max((n for part in parts for n in part.get("pass_ids", ())), default=0) for parts in replicas]
     return [

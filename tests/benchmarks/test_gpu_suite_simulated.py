@@ -57,7 +57,11 @@ def test_a_kernel_that_loses_the_gpu_costs_its_own_lines(simulated, tmp_path):
 
 def test_tests_for_a_gpu_run_on_a_simulated_one(simulated):
     """Those that are quick there; `pytest -p tests.simulated_cuda.plugin -m gpu tests` runs all that can."""
-    asked = ["tests/worker/test_before_ready.py", "tests/vendors/test_on_gpu.py", "tests/parallel/test_symm_mem_gpu.py"]
+    asked = [
+        "tests/worker/test_before_ready.py",
+        "tests/kernels/vendors/test_on_gpu.py",
+        "tests/distributed/dispatch/test_symm_mem_gpu.py",
+    ]
     chosen = "a_cuda_graph_reads or test_recorded_absorbed[1-triton] or streams_of_their_own"
     command = [sys.executable, "-m", "pytest", "-p", "tests.simulated_cuda.plugin", "-m", "gpu", "-q", "-k", chosen]
     done = subprocess.run(
@@ -127,7 +131,7 @@ def test_summary_names_what_was_missed_and_what_failed():
         "decode": {"failed": "Traceback\nRuntimeError: no memory\n"}, "parity": {"wrong": 3},
     }  # fmt: skip
     text = summary(result)
-    assert text.startswith("targets: 1 met, 1 missed, 1 not tried\n  missed: b: 0.50 of 1.00\n")
+    assert text.startswith("targets: 1 met, 1 missed, 1 not measured\n  missed: b: 0.50 of 1.00\n")
     assert "kernels: k with triton: Broken: y" in text and "part parity: 3 wrong" in text
     assert "part decode failed: RuntimeError: no memory" in text
 

@@ -35,7 +35,8 @@ def test_another_figure_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("block", "words"), [("weather 2026-11-21_cpu_startup", "no table weather"), ("speed nothing", "no such result")]
+    ("block", "words"),
+    [("weather 2026-11-21_cpu_startup", "unknown table weather"), ("speed nothing", "no such result")],
 )
 def test_a_block_without_a_result_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], block: str, words: str

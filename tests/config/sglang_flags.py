@@ -1,4 +1,4 @@
-"""The fields of SGLang's ServerArgs (0.4.x, whose dumps guides print), with values that ask for nothing."""
+"""The fields of SGLang's ServerArgs (0.4.x, whose dumps guides print), with values that request nothing."""
 
 from __future__ import annotations
 
@@ -42,4 +42,4 @@ SERVER_ARGS: dict[str, Any] = {
 }  # fmt: skip
 
 MACHINE = ("device", "tokenizer_path", "served_model_name")
-"""Fields whose values belong to the machine and its model."""
+"""Fields that depend on the machine and the model."""

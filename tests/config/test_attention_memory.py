@@ -1,4 +1,4 @@
-"""What attention backends take beside KV: stated by them, counted by the ledger; who cannot run is refused early."""
+"""Workspaces of attention backends: computed by them, counted by the ledger; unusable backends are refused early."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def test_the_ledger_counts_what_the_backend_states(prepared: Callable[..., Resol
     flags = {"attention_backend": name, "page_size": 64, "max_running_requests": 256, "context_length": 8192}
     with_graphs, without = prepared(**flags), prepared(**flags, disable_cuda_graph=True)
     num_bytes, detail = workspace(with_graphs)
-    assert name in detail and f"{with_graphs.graphs.num_graphs} recorded steps" in detail
+    assert name in detail and f"{with_graphs.graphs.num_graphs} captured steps" in detail
     load = AttentionLoad(256, 1, V3_WIDTHS, 8196 // 64 + 1, with_graphs.graphs.num_graphs, 256, expanded=16384)
-    assert ("expanded keys once more" in detail) == (name != "triton")
+    assert ("a copy of expanded keys" in detail) == (name != "triton")
     assert num_bytes == getattr(workspaces, name)(load)
     assert workspace(without)[0] < num_bytes
     assert with_graphs.max_total_num_tokens < without.max_total_num_tokens
     assert "attention workspace" in explain_text(with_graphs)
 
 
-def test_none_on_a_cpu(resolved: Callable[..., ResolvedConfig]) -> None:
+def test_no_workspace_on_a_cpu(resolved: Callable[..., ResolvedConfig]) -> None:
     assert all(row.name != "attention workspace" for row in resolved().ledger.rows)
 
 
@@ -69,7 +69,7 @@ def test_none_on_a_cpu(resolved: Callable[..., ResolvedConfig]) -> None:
 def test_a_draft_model_has_a_workspace_of_its_own(
     model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, width: int, name: str
 ) -> None:
-    """Its backend is another instance, which also catches up with many tokens a request; nothing of it is recorded."""
+    """Its backend is another instance, also for draft extends of many tokens a request; its steps are not captured."""
     monkeypatch.setattr(probe, "_found", lambda name: True)
     folder, drafter = model_dir(SMALL), model_dir({**LLAMA, "head_dim": width}, name="draft")
     args = EngineArgs.from_kwargs(

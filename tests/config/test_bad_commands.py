@@ -1,4 +1,4 @@
-"""Every command with input that is wrong: exit code 2 and one line that says what is wrong, never a traceback."""
+"""Every command with invalid input: exit code 2 and one line with the error, never a traceback."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from moe_engine.server.app import make_template
 from moe_engine.server.launch import server_settings
 
 REMARKS = ("no --model-path", "note: ", "[20")
-"""How lines begin that are no error; the last is the log."""
+"""Prefixes of lines that are not errors; the last is the log."""
 
 
 def run(capsys: pytest.CaptureFixture[str], argv: list[str]) -> tuple[int, list[str]]:
-    """(exit code, lines on stderr but remarks). An exception is a failure of the test."""
+    """(exit code, lines on stderr without remarks). An exception fails the test."""
     try:
         code = main(argv)
     except SystemExit as stop:
@@ -40,7 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], argv: list[str]) -> tuple[int, list[
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Things that are not what a flag wants."""
+    """Values that a flag does not accept."""
     import torch
 
     folder = tmp_path_factory.mktemp("bad")
@@ -191,7 +191,7 @@ JUNK: dict[str, Callable[[], bytes]] = {
      "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"],
 )  # fmt: skip
 def test_broken_files_of_a_checkpoint(tmp_path, name, kind):
-    """What `serve` does with a checkpoint before its engine is ready."""
+    """The startup of `serve` with a checkpoint, before its engine is ready."""
     folder = tmp_path / "model"
     shutil.copytree(embedded_model(), folder)
     (folder / name).write_bytes(JUNK[kind]())

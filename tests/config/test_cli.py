@@ -1,4 +1,4 @@
-"""The command line as users meet it: quick help, one clear message and exit code 2, no traceback, no torch."""
+"""The command line: fast help, one clear message and exit code 2, no traceback, no torch."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_every_command_has_help(capsys, command):
 def test_mistakes_exit_with_2_and_one_message(capsys, model_dir):
     for argv, words in [
         (["sevre"], "did you mean serve"),
-        (["--port", "3"], "name a command first"),
-        (["serve", "--tp", "3"], "attention heads cannot be shared evenly by 3 ranks"),
-        (["serve", "--pp", "4"], "--pp-size 4: not available yet"),
+        (["--port", "3"], "give a command first"),
+        (["serve", "--tp", "3"], "attention heads cannot be split evenly over 3 ranks"),
+        (["serve", "--pp", "4"], "--pp-size 4: not supported yet"),
         (["serve", "--page-sise", "4"], "--page-size"),
         (["plan", "--model-path", "/no/such"], "no such folder"),
         (["plan", "--model-path", str(model_dir())], "no *.safetensors"),
@@ -81,7 +81,7 @@ def test_verdicts_of_doctor_cannot_be_misread(capsys):
 
 
 def test_plan_for_gpus_that_are_not_here(capsys, model_dir):
-    """Every decision is that of such a machine; what is shown of recorded steps is what is recorded."""
+    """Every decision is that of such a machine; the shown CUDA graph sizes are those captured."""
     flags = ["plan", "--model-path", str(model_dir(V3)), "--load-format", "dummy", "--tp", "8", "--attn-dp-size", "8"]
     flags += ["--moe-a2a-backend", "all_to_all", "--speculative-algorithm", "NEXTN"]
     code, out, _ = run(capsys, *flags, "--hardware", "8xH200", "--json", "--max-dispatch-tokens-per-rank", "100")

@@ -1,4 +1,4 @@
-"""--enable-torch-compile: what it makes of a launch, and what it is refused with, by name."""
+"""--enable-torch-compile: its settings, and the flags with which it is refused, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moe_engine.planning.explain import explain_text
 from moe_engine.types import CompileSettings
 
 
-def test_torch_computes_what_it_compiles(resolved):
+def test_compiled_families_use_torch(resolved):
     assert resolved().compiled == CompileSettings() and resolved().asked_backends["ops"] == "auto"
     config = resolved(enable_torch_compile=True, torch_compile_cache_dir="/somewhere")
     assert config.compiled == CompileSettings(32, "/somewhere")
@@ -43,6 +43,6 @@ def test_what_cannot_be_compiled_is_refused_with_both_names(resolved, flags, wor
         resolved(enable_torch_compile=True, torch_compile_max_bs=0)
 
 
-def test_flags_of_nothing_are_remarked(resolved):
-    assert any("--torch-compile-max-bs does nothing" in note for note in resolved(torch_compile_max_bs=8).notes)
+def test_flags_without_effect_are_remarked(resolved):
+    assert any("--torch-compile-max-bs has no effect" in note for note in resolved(torch_compile_max_bs=8).notes)
     assert not EngineArgs.from_kwargs().backends.enable_torch_compile

@@ -1,4 +1,4 @@
-"""The secret that nodes share: where it comes from, what is refused, and where it never shows."""
+"""The secret shared by nodes: its sources, refusals, and that it is never shown."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         find_secret({}, str(tmp_path / "none"))
 
 
-def test_the_secret_shows_nowhere(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_secret_is_never_shown(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_VARIABLE, SECRET)
     for flags in ({}, {"dist_secret_file": str(file)}):
         config = prepare(EngineArgs.from_kwargs(**NODES, **flags))
@@ -76,7 +76,7 @@ def test_flags_of_all_nodes_are_compared_without_the_secret(monkeypatch: pytest.
 def test_remarks(file: Path) -> None:
     one_node = prepare(EngineArgs.from_kwargs(dist_secret_file=str(file)))
     assert one_node.parallel.secret is None
-    assert any("--dist-secret-file: nothing to do" in note for note in one_node.notes)
+    assert any("--dist-secret-file: no effect" in note for note in one_node.notes)
     assert not any(
         "chmod" in note for note in prepare(EngineArgs.from_kwargs(**NODES, dist_secret_file=str(file))).notes
     )

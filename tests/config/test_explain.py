@@ -1,4 +1,4 @@
-"""--explain shows every value with its origin, the ledger, and every kernel row with its verdict."""
+"""--explain shows every value with its origin, the ledger, and every kernel row with its reason."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_start_lines(resolved):
     assert any("weights" in line for line in lines) and lines[-1].startswith("Note: ")
 
 
-def test_what_moves_tokens_is_explained(resolved):
+def test_the_dispatcher_is_explained(resolved):
     config = resolved(tp=2, moe_a2a_backend="all_to_all")
     text = explain_text(config)
     assert "dispatch    all_to_all  asked for" in text
-    assert "not symm_mem: symmetric memory joins GPUs; the device is cpu" in text
-    assert "not nvshmem: NVSHMEM joins GPUs; the device is cpu" in text
+    assert "not symm_mem: symmetric memory is for GPUs; the device is cpu" in text
+    assert "not nvshmem: NVSHMEM is for GPUs; the device is cpu" in text
     (kernel,) = explain_json(config)["kernels"]
     assert kernel["family"] == "dispatch" and "symm_mem" in kernel["refused"]
     assert "dispatch " not in explain_text(resolved(tp=2)).split("kernels:")[1]

@@ -1,4 +1,4 @@
-"""Flags are derived from fields; old and new spellings, files, keywords and refusals read alike."""
+"""Flags are derived from fields; old and new spellings, files and keywords have the same checks and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_engine.config.args import PARTS, EngineArgs, build_parser
 from moe_engine.config.dropped import DROPPED, FOREIGN, SATISFIED
 from moe_engine.config.field import fields_of, flag, option_of
 from moe_engine.config.flags import known_options, parse_flags
-from moe_engine.config.unsupported_flags import LATER
+from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.config.values import parse_count
 from moe_engine.errors import ConfigError, NotAvailableYet
 
@@ -27,7 +27,7 @@ def cli(text: str) -> EngineArgs:
 
 
 @pytest.mark.parametrize("info", ALL_FIELDS, ids=lambda info: info.name)
-def test_every_field_teaches_and_has_a_flag(info):
+def test_every_field_has_help_and_a_flag(info):
     assert len(info.flag.help) > 20 and info.flag.help.rstrip().endswith((".", ")"))
     assert info.option in known_options(build_parser())
     allowed = info.flag.allowed()
@@ -38,8 +38,8 @@ def test_every_field_teaches_and_has_a_flag(info):
     assert not set(info.flag.unsupported) & {*(allowed or ()), *info.flag.synonyms}
 
 
-def test_no_name_stands_twice():
-    names = [info.name for info in ALL_FIELDS] + list(LATER) + list(SATISFIED) + list(DROPPED)
+def test_names_are_unique():
+    names = [info.name for info in ALL_FIELDS] + list(UNSUPPORTED_FLAGS) + list(SATISFIED) + list(DROPPED)
     assert len(names) == len(set(names))
 
 
@@ -104,26 +104,26 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--pp-size 4", "--pp-size 4: not available yet in moe-engine (comes with more forms of parallelism); "
+        ("--pp-size 4", "--pp-size 4: not supported yet: further forms and settings of parallelism; "
                         "leave it out or use 1"),
-        ("--pp 8", "--pp-size 8: not available yet"),
-        ("--attn-cp-size 2 --enable-symm-mem", "--attn-cp-size 2: not available yet"),
-        ("--enable-symm-mem", "--enable-symm-mem: not available yet in moe-engine"),
+        ("--pp 8", "--pp-size 8: not supported yet"),
+        ("--attn-cp-size 2 --enable-symm-mem", "--attn-cp-size 2: not supported yet"),
+        ("--enable-symm-mem", "--enable-symm-mem: not supported yet: further forms"),
         ("--speculative-algorithm EAGLE3", "EAGLE draft heads"),
         ("--moe-a2a-backend mooncake", "more dispatch backends"),
-        ("--lora-paths a b", "--lora-paths a b: not available yet"),
-        ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prompts"),
-        ("--disaggregation-mode decode", "separate engines"),
+        ("--lora-paths a b", "--lora-paths a b: not supported yet"),
+        ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prefill"),
+        ("--disaggregation-mode decode", "prefill-decode disaggregation"),
         ("--grammar-backend llguidance", "structured output"),
         ("--enable-hicache", "hierarchical KV cache"),
-        ("--cpu-offload-gb 4", "weights kept in RAM"),
-        ("--kv-cache-dtype nvfp4", "KV caches of 4 bits"),
+        ("--cpu-offload-gb 4", "weights offloaded to RAM"),
+        ("--kv-cache-dtype nvfp4", "4-bit KV caches"),
         ("--attention-backend trtllm_mla", "TensorRT-LLM kernels"),
         ("--attention-backend aiter", "other accelerators"),
-        ("--triton-attention-num-kv-splits 16", "settings of single Triton kernels"),
-        ("--triton-attention-reduce-in-fp32", "settings of single Triton kernels"),
-        ("--flashinfer-mla-disable-ragged", "the form of prompt attention"),
-        ("--enable-piecewise-cuda-graph", "CUDA graphs of prompts"),
+        ("--triton-attention-num-kv-splits 16", "settings of individual Triton kernels"),
+        ("--triton-attention-reduce-in-fp32", "settings of individual Triton kernels"),
+        ("--flashinfer-mla-disable-ragged", "the form of prefill attention"),
+        ("--enable-piecewise-cuda-graph", "CUDA graphs of prefill"),
         ("--enable-llama4-multimodal", "multimodal models"),
         ("--quantization marlin", "other quantisation schemes"),
         ("--quantization awq", "other quantisation schemes"),
@@ -131,7 +131,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--tool-call-parser qwen25", "more output parsers"),
     ],
 )  # fmt: skip
-def test_what_comes_later_is_refused_by_name(text, words):
+def test_unsupported_flags_are_refused_by_name(text, words):
     with pytest.raises(NotAvailableYet) as refusal:
         cli(text)
     assert words in str(refusal.value)
@@ -145,11 +145,11 @@ def test_what_comes_later_is_refused_by_name(text, words):
         "--cuda-graph-backend-prefill disabled",
     ],
 )
-def test_later_flags_that_ask_for_nothing_are_accepted(text):
+def test_unsupported_flags_at_their_default_are_accepted(text):
     assert not cli(text).given
 
 
-def test_later_switch_as_keyword():
+def test_unsupported_switch_as_keyword():
     assert EngineArgs.from_kwargs(enable_symm_mem=False) == EngineArgs()
     with pytest.raises(NotAvailableYet):
         EngineArgs.from_kwargs(enable_symm_mem=True)
@@ -158,7 +158,7 @@ def test_later_switch_as_keyword():
 
 
 def test_satisfied_switch_is_noted():
-    assert cli("--skip-server-warmup").notes[0].startswith("--skip-server-warmup: nothing to do")
+    assert cli("--skip-server-warmup").notes[0].startswith("--skip-server-warmup: no effect")
     assert not EngineArgs.from_kwargs(skip_server_warmup=False).notes
 
 
@@ -175,9 +175,9 @@ def test_dropped_flags_name_their_replacement(name):
             cli(f"{row.option} 77")
 
 
-@pytest.mark.parametrize("row", [*LATER.values(), *DROPPED.values()], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*UNSUPPORTED_FLAGS.values(), *DROPPED.values()], ids=lambda row: row.name)
 def test_a_refusal_recommends_nothing_that_is_refused(row):
-    """The flags and values that the message names as a way out."""
+    """The flags and values that the message names as the fix."""
     with pytest.raises(ConfigError) as refusal:
         EngineArgs.from_kwargs(**{row.name: True if row.is_switch else "unheard-of"})
     text = str(refusal.value)
@@ -195,7 +195,7 @@ def test_a_refusal_recommends_nothing_that_is_refused(row):
         ("--max-loras-per-batch 8", "LoRA adapters"),
         ("--lora-backend triton", "LoRA adapters"),
         ("--hicache-ratio 2", "hierarchical KV cache"),
-        ("--disaggregation-transfer-backend mooncake", "separate engines"),
+        ("--disaggregation-transfer-backend mooncake", "prefill-decode disaggregation"),
         ("--ds-heavy-token-num 256", "removed from SGLang too"),
         ("--disable-fast-image-processor", "no image processor"),
         ("--disable-piecewise-cuda-graph", "without CUDA graphs"),
@@ -203,7 +203,7 @@ def test_a_refusal_recommends_nothing_that_is_refused(row):
 )
 def test_settings_of_absent_parts_are_noted(text, words):
     (note,) = cli(text).notes
-    assert text.split()[0] in note and "nothing to do" in note and words in note
+    assert text.split()[0] in note and "no effect" in note and words in note
 
 
 def test_flags_that_describe_this_engine_need_no_note():
@@ -213,12 +213,13 @@ def test_flags_that_describe_this_engine_need_no_note():
 # -- suggestions
 
 ACCEPTED = {spelling for info in ALL_FIELDS for spelling in info.spellings} | {option_of(name) for name in SATISFIED}
-REFUSED = {spelling for row in (*LATER.values(), *DROPPED.values()) for spelling in (row.option, *row.spellings)}
+ABSENT = (*UNSUPPORTED_FLAGS.values(), *DROPPED.values())
+REFUSED = {spelling for row in ABSENT for spelling in (row.option, *row.spellings)}
 
 
 @st.composite
 def misspellings(draw: st.DrawFn) -> str:
-    """A flag of SGLang with one to three letters lost, doubled, exchanged or replaced."""
+    """A flag of SGLang with one to three letters removed, doubled, swapped or replaced."""
     letters = list(draw(st.sampled_from(sorted(ACCEPTED | REFUSED))).removeprefix("--"))
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(letters) - 1))
@@ -247,7 +248,7 @@ def test_suggestions_are_accepted_flags(word):
 
 
 def _any_accepted(word: str, pattern: str) -> bool:
-    """An ambiguous abbreviation of refused flags alone may name these."""
+    """An ambiguous abbreviation that matches only refused flags may name these."""
     return "match" not in pattern or any(option.startswith(word) for option in ACCEPTED)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of recorded steps: SGLang's list, the flags that change it, the ledger's row, and where nothing is recorded."""
+"""CUDA graph sizes: SGLang's list, the flags that change it, the ledger's row, and launches without graphs."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_the_ledger_counts_them(on_gpu) -> None:
     with_graphs, without = on_gpu(), on_gpu(disable_cuda_graph=True)
     (row,) = (row for row in with_graphs.ledger.rows if row.name == "CUDA graphs")
     least = 256 * with_graphs.model.vocab_size * 4 + with_graphs.graphs.num_graphs * (1 << 20)
-    assert row.num_bytes > least and f"{with_graphs.graphs.num_graphs} recorded steps" in row.detail
+    assert row.num_bytes > least and f"{with_graphs.graphs.num_graphs} captured steps" in row.detail
     assert without.graphs == GraphSettings() and all(row.name != "CUDA graphs" for row in without.ledger.rows)
     assert without.max_total_num_tokens > with_graphs.max_total_num_tokens
 
 
-def test_large_recordings_hold_no_logits(on_gpu) -> None:
-    """Their head runs outside, for as many rows as the ledger holds."""
+def test_large_graphs_have_no_logits(on_gpu) -> None:
+    """Their LM head runs outside the graph, with the rows that the ledger counts."""
     model, graphs = on_gpu().model, GraphSettings((512,), (1, 4))
     all_rows, some = (graph_row(graphs, model, 2, 1, 512, rows)[0].num_bytes for rows in (2048, 512))
     assert all_rows - some == 1536 * model.vocab_size * 2 * (4 + 2)
@@ -88,17 +88,17 @@ def test_steps_that_verify_drafts(on_gpu) -> None:
     assert auto.speculation is not None and auto.graphs.counts == tuple(range(1, auto.speculation.num_steps + 2))
 
 
-def test_a_cpu_records_nothing_and_says_so_only_when_asked(resolved) -> None:
+def test_a_cpu_captures_nothing_and_remarks_only_on_given_flags(resolved) -> None:
     assert not resolved().graphs.sizes and not resolved().notes
     assert resolved(disable_cuda_graph=True).notes == (
-        "--disable-cuda-graph: nothing to do (a CPU has no launches to save)",
+        "--disable-cuda-graph: no effect (a CPU has no kernel launches to save)",
     )
     assert any("--cuda-graph-max-bs-decode" in note for note in resolved(cuda_graph_max_bs=8).notes)
 
 
-def test_experts_that_are_watched_or_moved(on_gpu) -> None:
+def test_experts_that_are_recorded_or_moved(on_gpu) -> None:
     alone = on_gpu(expert_distribution_recorder_mode="stat")
-    assert alone.graphs.sizes  # only steps that are recorded go without
+    assert alone.graphs.sizes  # only steps with expert recording run without graphs
     many = on_gpu(expert_distribution_recorder_mode="stat", tp_size=2)
     assert not many.graphs.sizes and any("no CUDA graphs: recorded experts" in note for note in many.notes)
 
@@ -107,13 +107,13 @@ def test_dispatchers_whose_host_waits(on_gpu) -> None:
     ranks = {"tp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"}
     assert on_gpu(**ranks).graphs.sizes
     few = on_gpu(**ranks, max_dispatch_tokens_per_rank=20)
-    assert few.graphs.sizes[-1] == 40  # each rank brings half of a step's tokens
+    assert few.graphs.sizes[-1] == 40  # each rank has half of a step's tokens
     config = on_gpu(**ranks, deepep_mode="normal")
     assert not config.graphs.sizes and any("the host waits for the sizes" in note for note in config.notes)
 
 
 def test_attention_that_cannot_be_replayed(on_gpu) -> None:
-    """The reason is told, and no memory is set aside."""
+    """The reason is remarked, and no memory is reserved."""
     config = on_gpu(enable_deterministic_inference=True)
     assert any("no CUDA graphs: --enable-deterministic-inference cuts contexts" in note for note in config.notes)
     assert config.flat()["cuda_graph_backend_decode"] == "disabled"
@@ -127,7 +127,7 @@ def test_attention_that_cannot_be_replayed(on_gpu) -> None:
 
 
 @pytest.mark.parametrize("family", ["attention_backend", "moe_runner_backend"])
-def test_rows_that_read_on_the_host_are_not_recorded(on_gpu, family: str) -> None:
+def test_rows_that_read_on_the_host_are_not_captured(on_gpu, family: str) -> None:
     config = on_gpu(**{family: "torch"})
     assert not config.graphs.sizes and any("no CUDA graphs: the torch row reads" in note for note in config.notes)
     assert all(row.name != "CUDA graphs" for row in config.ledger.rows) and on_gpu().graphs.sizes

@@ -1,4 +1,4 @@
-"""The flags of /server_info: none left open, and given again they resolve to the same configuration."""
+"""The flags of /server_info: all resolved, and passed again they resolve to the same configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.field import fields_of
-from moe_engine.config.unsupported_flags import LATER
+from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.core.setup import core_info
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.client_api import kernel_flags
@@ -34,9 +34,9 @@ from tests.config.test_parallel import EIGHT, LLAMA
 MODES = {
     "deepep_mode", "eplb_algorithm", "tokenizer_mode", "moe_dispatch_dtype", "model_impl", "fp8_gemm_runner_backend",
 }  # fmt: skip
-"""Flags whose ``auto`` is a way to work of its own, or of a part that is absent."""
+"""Flags whose ``auto`` is a mode of its own, or belongs to an unsupported feature."""
 CHOSEN_AGAIN = ("args", "decisions", "notes", "ledger", "machine")
-"""Fields of the configuration that also hold how it came about."""
+"""Fields of the configuration that also depend on how it was given."""
 
 CHOICES: dict[str, list[Any]] = {
     "tp_size": [1, 2, 4, 8],
@@ -112,7 +112,7 @@ def resolved_on(where: Machine, folder: Path, seed: int, flags: dict[str, Any]) 
 
 
 def shown(config: ResolvedConfig) -> dict[str, Any]:
-    """What /server_info shows of the flags, through JSON."""
+    """The flags of /server_info, through JSON."""
     device = cpu_device() if config.device == "cpu" else config.machine.kernel_device
     backends = {choice.family: choice.row.name for choice in choose_backends(config, device)}
     return json.loads(json.dumps(launch_flags(config) | kernel_flags(backends)))
@@ -123,7 +123,7 @@ def flags_of(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settled(config: ResolvedConfig, name: str) -> Any:
-    """A field; of the dispatcher only which one was chosen, not whether by name."""
+    """A field; of the dispatcher only the chosen one, not whether it was named."""
     value, dispatch = getattr(config, name), config.parallel.dispatch
     if name != "parallel" or dispatch is None:
         return value
@@ -150,7 +150,7 @@ def test_flags_given_again_resolve_to_the_same(folders, flags, model, device):
 
 
 def test_many_random_launches_are_accepted(folders):
-    """The property above holds for real launches, not only for refused ones."""
+    """The property above covers accepted launches, not only refused ones."""
     one_by_one = [{name: value} for name, values in CHOICES.items() for value in values]
     accepted = 0
     for flags in one_by_one:
@@ -166,7 +166,7 @@ def test_every_flag_of_sglang_is_shown(resolved):
     dump = shown(resolved())
     fields = {info.name for part in PARTS.values() for info in fields_of(part)}
     fields |= {"cuda_graph_max_bs", "cuda_graph_bs", "stream_output"}  # names that SGLang has changed
-    assert fields | set(LATER) | set(DROPPED) | set(SATISFIED) | set(FACTS) - {"speculation"} == set(dump)
+    assert fields | set(UNSUPPORTED_FLAGS) | set(DROPPED) | set(SATISFIED) | set(FACTS) - {"speculation"} == set(dump)
     assert SERVER_ARGS.keys() - dump.keys() == set()
     true = {
         "is_embedding": False, "disaggregation_mode": "null", "grammar_backend": "none", "use_mla_backend": True,
@@ -177,7 +177,7 @@ def test_every_flag_of_sglang_is_shown(resolved):
     assert {name: dump[name] for name in true} == true
 
 
-def test_what_groups_share_is_shown_for_all_of_them(resolved):
+def test_shared_sizes_are_shown_as_sums_over_groups(resolved):
     flags = {"tp_size": 4, "dp_size": 4, "enable_dp_attention": True, "max_running_requests": 40}
     config = resolved(EIGHT, **flags, chunked_prefill_size=2048)
     dump = launch_flags(config)
@@ -209,16 +209,16 @@ def test_memory_of_graphs_is_reported_once_they_exist(folders, num_graphs):
 
 
 def test_sglangs_own_dump_is_accepted(resolved):
-    """ServerArgs of SGLang with nothing asked for, which holds every flag."""
+    """SGLang's ServerArgs with defaults, which has every flag."""
     config = resolved(V3, on=machine(2000, 2048), **{k: v for k, v in SERVER_ARGS.items() if k not in MACHINE})
     assert config.page_size == 1 and config.speculation is None
-    (note,) = (note for note in config.notes if note.startswith("nothing to do"))
+    (note,) = (note for note in config.notes if note.startswith("no effect"))
     assert "--lora-backend triton" in note and "LoRA adapters" in note
 
 
-@pytest.mark.parametrize("name", sorted(set(LATER) | set(DROPPED)))
+@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED_FLAGS) | set(DROPPED)))
 def test_defaults_of_absent_flags_are_accepted(name):
-    default = (LATER | DROPPED)[name].default
+    default = (UNSUPPORTED_FLAGS | DROPPED)[name].default
     for value in (default, str(default) if default is not None else None, None):
         assert not EngineArgs.from_kwargs(**{name: value}).given
 

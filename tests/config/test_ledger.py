@@ -1,4 +1,4 @@
-"""The ledger's arithmetic, DeepSeek-V3's numbers, and refusals that name the sum and what fits."""
+"""The memory ledger's arithmetic, DeepSeek-V3's numbers, and refusals that name the sum and the sizes that fit."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_mem_fraction_is_weights_and_kv(resolved):
     assert resolved(mem_fraction_static=0.5).max_total_num_tokens == 256 * 2048
 
 
-def test_mem_fraction_that_others_use_is_refused(resolved):
+def test_mem_fraction_above_free_memory_is_refused(resolved):
     text = refusal(resolved, V2_LITE, on=machine(40, 64), mem_fraction_static=0.8)
     assert "--mem-fraction-static 0.8 asks for 51.20 GB of 64.00 GB" in text and "40.00 GB are free" in text
     most = float(re.findall(r"use at most ([\d.]+)", text)[0])
@@ -132,7 +132,7 @@ def test_whole_prompts_need_room_for_a_whole_context(resolved):
     whole = resolved(SMALL, chunked_prefill_size=-1).ledger
     assert whole.rows[1].num_bytes > chunked.rows[1].num_bytes and "16384 tokens" in whole.rows[1].detail
     mixed = resolved(SMALL, enable_mixed_chunk=True).ledger
-    assert "2048 tokens" in mixed.rows[1].detail  # decodes that ride along count against the chunk
+    assert "2048 tokens" in mixed.rows[1].detail  # mixed decodes count against the chunk
 
 
 def test_gpu_limit_keeps_a_reserve(resolved):

@@ -1,4 +1,4 @@
-"""SGLang's log format and start-up lines, letter by letter."""
+"""SGLang's log format and startup lines, exactly."""
 
 from __future__ import annotations
 

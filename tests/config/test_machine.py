@@ -55,7 +55,7 @@ def test_this_machine():
 
 
 class Gpus:
-    """torch.cuda of a machine on which only GPUs of one half reach each other."""
+    """torch.cuda of a machine where only the GPUs of each half have peer access."""
 
     def __init__(self, count: int, half: int) -> None:
         self._count, self._half = count, half

@@ -1,4 +1,4 @@
-"""Notes and refusals say what was typed, what it does here and what to do instead."""
+"""Remarks and errors name the flag as typed, its effect here and the fix."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANOTHER: dict[str, Any] = {
 def test_flags_that_need_another_are_noted(resolved, name):
     option, needed = ("--" + word.replace("_", "-") for word in (name, DEPENDENTS[name]))
     notes = resolved(**{name: ANOTHER[name]}).notes
-    assert [note for note in notes if option in note] == [f"{option} does nothing without {needed}"]
+    assert [note for note in notes if option in note] == [f"{option} has no effect without {needed}"]
     default = EngineArgs().flat()[name]
     assert not any(option in note for note in resolved(**{name: default}).notes)
 
@@ -43,25 +43,25 @@ def test_flags_that_need_another_are_noted(resolved, name):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"base_gpu_id": 1}, "--base-gpu-id 1: nothing to do"),
-        ({"gpu_id_step": 2}, "--gpu-id-step 2: nothing to do"),
-        ({"deepep_mode": "normal"}, "--deepep-mode normal: nothing to do"),
-        ({"deepep_mode": "normal", **TWO_RANKS}, "--deepep-mode normal: nothing to do"),
-        ({"max_dispatch_tokens_per_rank": 64, **TWO_RANKS}, "--max-dispatch-tokens-per-rank 64: nothing to do"),
-        ({"enable_deepep_moe": True}, "--enable-deepep-moe: nothing to do"),
-        ({"moe_a2a_backend": "all_to_all"}, "--moe-a2a-backend all_to_all: nothing to do"),
-        ({"enable_ep_moe": True}, "--enable-ep-moe: nothing to do"),
-        ({"disable_custom_all_reduce": True}, "--disable-custom-all-reduce: nothing to do"),
+        ({"base_gpu_id": 1}, "--base-gpu-id 1: no effect"),
+        ({"gpu_id_step": 2}, "--gpu-id-step 2: no effect"),
+        ({"deepep_mode": "normal"}, "--deepep-mode normal: no effect"),
+        ({"deepep_mode": "normal", **TWO_RANKS}, "--deepep-mode normal: no effect"),
+        ({"max_dispatch_tokens_per_rank": 64, **TWO_RANKS}, "--max-dispatch-tokens-per-rank 64: no effect"),
+        ({"enable_deepep_moe": True}, "--enable-deepep-moe: no effect"),
+        ({"moe_a2a_backend": "all_to_all"}, "--moe-a2a-backend all_to_all: no effect"),
+        ({"enable_ep_moe": True}, "--enable-ep-moe: no effect"),
+        ({"disable_custom_all_reduce": True}, "--disable-custom-all-reduce: no effect"),
     ],
     ids=str,
 )
-def test_flags_of_ranks_and_gpus_that_are_not_there_are_noted(resolved, flags, words):
+def test_flags_of_absent_ranks_and_gpus_are_noted(resolved, flags, words):
     assert sum(words in note for note in resolved(EIGHT, **flags).notes) == 1
 
 
-def test_the_same_flags_where_they_act_are_not_noted(resolved):
+def test_flags_with_an_effect_are_not_noted(resolved):
     flags = {"deepep_mode": "normal", "moe_a2a_backend": "all_to_all", "max_dispatch_tokens_per_rank": 64}
-    assert not any("nothing to do" in note for note in resolved(EIGHT, **flags, **TWO_RANKS).notes)
+    assert not any("no effect" in note for note in resolved(EIGHT, **flags, **TWO_RANKS).notes)
 
 
 def test_variables_of_sglang_that_are_not_read():
@@ -95,7 +95,7 @@ def test_weights_of_another_format_are_named(model_dir, name):
     with pytest.raises(NotAvailableYet) as refusal:
         prepare(EngineArgs.from_kwargs(model_path=str(folder)), machine())
     text = str(refusal.value)
-    assert name in text and "not available yet" in text and "convert" in text
+    assert name in text and "not supported yet" in text and "convert" in text
 
 
 def test_quantising_while_loading_is_refused_in_one_sentence(resolved):
@@ -114,11 +114,11 @@ def test_the_drafter_is_named_as_it_was_typed(resolved, model_dir, algorithm):
         resolved({**EIGHT, "num_nextn_predict_layers": 2}, speculative_algorithm=algorithm, tp_size=2, attn_dp_size=2)
 
 
-def test_a_head_from_elsewhere_for_a_model_without_mtp_layers(model_dir):
+def test_a_separate_head_for_a_model_without_mtp_layers(model_dir):
     head = model_dir(LLAMA, name="head")
     target = model_dir(LLAMA, name="target")
     flags = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(head), "load_format": "dummy"}
-    with pytest.raises(ConfigError, match=r"--speculative-algorithm EAGLE: .*EAGLE heads .*not available yet"):
+    with pytest.raises(ConfigError, match=r"--speculative-algorithm EAGLE: .*EAGLE heads .*not supported yet"):
         prepare(EngineArgs.from_kwargs(model_path=str(target), **flags), machine())
 
 

@@ -1,4 +1,4 @@
-"""Flags of many ranks: what fits resolves, what does not is refused with the flags and the sizes that would do."""
+"""Parallelism flags: sizes that fit resolve, others are refused with the flags and the sizes that fit."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ def test_every_rank_has_a_gpu(models, flags: dict[str, Any], needed: int) -> Non
         resolve_parallel(args, models["eight"], "cuda", None, Record(), num_devices=needed - 1)
 
 
-# -- flags with nothing to do
+# -- flags without effect
 
 
 @pytest.mark.parametrize(
     ("flags", "device", "why"),
     [
         ({}, "cpu", "a model on one rank"),
-        ({"tp": 2}, "cuda", "GPUs sum by NCCL"),
+        ({"tp": 2}, "cuda", "GPUs use NCCL"),
         ({"dp": 2}, "cpu", "a model on one rank"),
         ({"tp": 2}, "cpu", None),
     ],
 )
-def test_who_sums_through_shared_memory(models, flags: dict[str, Any], device: str, why: str | None) -> None:
+def test_remark_on_disable_custom_all_reduce(models, flags: dict[str, Any], device: str, why: str | None) -> None:
     record = Record()
     args = EngineArgs.from_kwargs(disable_custom_all_reduce=True, **flags)
     resolve_parallel(args, models["small"], device, None, record)
@@ -94,10 +94,10 @@ def test_who_sums_through_shared_memory(models, flags: dict[str, Any], device: s
         assert not record.remarks
     else:
         (note,) = record.remarks
-        assert note.startswith("--disable-custom-all-reduce: nothing to do (") and why in note
+        assert note.startswith("--disable-custom-all-reduce: no effect (") and why in note
 
 
-# -- what resolves
+# -- valid launches
 
 
 def test_one_process_unless_asked(models) -> None:
@@ -129,7 +129,7 @@ def test_two_spellings_of_attention_groups(models) -> None:
         ({"tp": 1, "moe_a2a_backend": "all_to_all"}, 1, None),
     ],
 )
-def test_experts_are_spread_as_the_flags_leave_it(models, flags, ep_size, backend) -> None:
+def test_ep_size_from_the_flags(models, flags, ep_size, backend) -> None:
     plan = plan_of(models["small"], **flags)
     assert plan.topology.ep_size == ep_size
     assert (plan.dispatch.row.name if plan.dispatch else None) == backend
@@ -144,7 +144,7 @@ def test_modes_of_dispatch(models) -> None:
     assert plan_of(models["small"], **travels, moe_dispatch_dtype="fp8").dispatch_fp8
 
 
-def test_nodes_from_flags_go_before_the_clusters_word(models) -> None:
+def test_node_flags_override_the_launcher(models) -> None:
     place = ClusterPlace(2, 1, "node0:20001", 3, "SLURM_* of job 7")
     plan = plan_of(models["small"], place, tp=4)
     assert (plan.topology.num_nodes, plan.node_rank, plan.leader_address) == (2, 1, "node0:20001")
@@ -156,7 +156,7 @@ def test_nodes_from_flags_go_before_the_clusters_word(models) -> None:
     assert one.leader_address is None and one.start_seconds == 60.0
 
 
-def test_a_launchers_word_about_nodes_is_as_good_as_flags(models) -> None:
+def test_nodes_from_the_launcher_equal_flags(models) -> None:
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
              "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "node[1-2]"}  # fmt: skip
     torchrun = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
@@ -167,12 +167,12 @@ def test_a_launchers_word_about_nodes_is_as_good_as_flags(models) -> None:
     assert replace(plans[1], leader_address=by_flags.leader_address) == by_flags
 
 
-# -- what is refused
+# -- refusals
 
 REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("small", {"tp": 0}, ["--tp-size 0", "at least one rank"]),
-    ("small", {"tp": 3}, ["4 attention heads", "--tp-size / --attn-dp-size", "2 or 4 could", "--attn-dp-size 3"]),
-    ("small", {"tp": 16}, ["4 attention heads", "16 ranks", "4 could", "with --tp-size 16: --attn-dp-size 4"]),
+    ("small", {"tp": 3}, ["4 attention heads", "--tp-size / --attn-dp-size", "2 or 4 can", "--attn-dp-size 3"]),
+    ("small", {"tp": 16}, ["4 attention heads", "16 ranks", "4 can", "with --tp-size 16: --attn-dp-size 4"]),
     ("small", {"tp": 4, "attn_dp_size": 3}, ["--attn-dp-size 3", "--tp-size 4", "2 or 4 would"]),
     ("small", {"tp": 4, "attn_dp_size": 0}, ["--attn-dp-size 0", "--tp-size 4", "1 would"]),
     ("small", {"tp": 2, "dp": 4, "enable_dp_attention": True},
@@ -187,13 +187,13 @@ REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("small", {"nnodes": 2}, ["--nnodes 2 with --tp-size 1", "add --tp-size 2"]),
     ("small", {"tp": 2, "nnodes": 4}, ["--nnodes 4 with --tp-size 2", "use --tp-size 4"]),
     ("small", {"tp": 4, "nnodes": 3, "dist_init_addr": "a:1"}, ["--nnodes 3", "--tp-size 4", "2 or 4 would"]),
-    ("small", {"tp": 4, "moe_dense_tp_size": 2}, ["--moe-dense-tp-size 2", "leave the flag out, or 4", "(1)"]),
+    ("small", {"tp": 4, "moe_dense_tp_size": 2}, ["--moe-dense-tp-size 2", "omit the flag, or 4", "(1)"]),
     ("small", {"tp": 2, "enable_dp_lm_head": True}, ["--enable-dp-lm-head", "--attn-dp-size above 1"]),
     ("small", {"tp": 4, "ep": 2, "moe_a2a_backend": "all_to_all"},
      ["--moe-a2a-backend all_to_all", "--ep-size must be --tp-size 4, not 2", "--moe-a2a-backend none"]),
-    ("small", {"tp": 4, "ep": 2, "enable_ep_moe": True}, ["--enable-ep-moe", "--tp-size", "--ep-size says 2"]),
+    ("small", {"tp": 4, "ep": 2, "enable_ep_moe": True}, ["--enable-ep-moe", "--tp-size", "contradicts --ep-size 2"]),
     ("small", {"tp": 4, "dp": 2, "attn_dp_size": 4, "enable_dp_attention": True},
-     ["--enable-dp-attention", "--dp-size 2", "--attn-dp-size says 4"]),
+     ["--enable-dp-attention", "--dp-size 2", "contradicts --attn-dp-size 4"]),
     ("small", {"tp": 2, "enable_deepep_moe": True, "moe_a2a_backend": "allgather"},
      ["--enable-deepep-moe", "--moe-a2a-backend allgather", "drop one"]),
     ("small", {"tp": 2, "moe_a2a_backend": "deepep"}, ["--moe-a2a-backend deepep", "the device is cpu"]),
@@ -216,7 +216,7 @@ REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("model", "flags", "words"), REFUSALS, ids=[str(flags) for _, flags, _ in REFUSALS])
-def test_refusals_name_the_flags_and_what_would_do(models, model, flags, words) -> None:
+def test_refusals_name_the_flags_and_the_fix(models, model, flags, words) -> None:
     with pytest.raises(ConfigError) as refusal:
         plan_of(models[model], **flags)
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
@@ -233,21 +233,21 @@ def test_too_many_nodes_of_a_launcher_name_the_launcher(models) -> None:
 @pytest.mark.parametrize(
     ("changes", "flags", "words"),
     [
-        ({"n_routed_experts": 12}, {"tp": 8, "ep": 8}, ["12 experts", "8 ranks", "--ep-size", "6 or 12 could"]),
-        ({"moe_intermediate_size": 130}, {"tp": 4}, ["experts of width 130", "4 ranks", "2 or 5 could", "--ep-size"]),
+        ({"n_routed_experts": 12}, {"tp": 8, "ep": 8}, ["12 experts", "8 ranks", "--ep-size", "6 or 12 can"]),
+        ({"moe_intermediate_size": 130}, {"tp": 4}, ["experts of width 130", "4 ranks", "2 or 5 can", "--ep-size"]),
         ({"intermediate_size": 514}, {"tp": 4}, ["dense layers of width 514", "2 or 257", "--moe-dense-tp-size 1"]),
         ({"hidden_size": 200}, {"tp": 2, "moe_a2a_backend": "all_to_all", "moe_dispatch_dtype": "fp8"},
          ["--moe-dispatch-dtype fp8", "128 channels", "hidden size 200"]),
     ],
 )  # fmt: skip
-def test_a_model_that_cannot_be_cut_is_refused(model_dir, changes, flags, words) -> None:
+def test_a_model_that_cannot_be_sharded_is_refused(model_dir, changes, flags, words) -> None:
     model = load_model_config(model_dir(EIGHT, **changes))
     with pytest.raises(ConfigError) as refusal:
         plan_of(model, **flags)
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
 
 
-def test_redundant_experts_fill_up(model_dir) -> None:
+def test_redundant_experts_complete_a_multiple_of_the_ranks(model_dir) -> None:
     model = load_model_config(model_dir(EIGHT, n_routed_experts=12))
     assert plan_of(model, tp=8, ep=8, ep_num_redundant_experts=4).topology.ep_size == 8
 
@@ -256,7 +256,7 @@ def test_kv_heads_are_shared_or_repeated(model_dir) -> None:
     shared = {**LLAMA, "num_attention_heads": 12, "hidden_size": 384}
     six = load_model_config(model_dir({**shared, "num_key_value_heads": 6}))
     assert plan_of(six, tp=3).num_ranks == 3 and plan_of(six, tp=12).num_ranks == 12
-    with pytest.raises(ConfigError, match=r"6 KV heads .* by 4 ranks .* nor repeated .*; 3 or 6 could"):
+    with pytest.raises(ConfigError, match=r"6 KV heads .* over 4 ranks .* nor replicated .*; 3 or 6 divide"):
         plan_of(six, tp=4)
 
 
@@ -270,8 +270,8 @@ def test_values_out_of_range(resolved, name, value) -> None:
         resolved(**{name: value})
 
 
-def test_other_dispatchers_come_later() -> None:
-    with pytest.raises(NotAvailableYet, match="--moe-a2a-backend mooncake: not available yet"):
+def test_unsupported_dispatchers_are_refused() -> None:
+    with pytest.raises(NotAvailableYet, match="--moe-a2a-backend mooncake: not supported yet"):
         EngineArgs.from_kwargs(moe_a2a_backend="mooncake")
     assert EngineArgs.from_kwargs(load_balance_method="shortest_queue").parallel.load_balance_method == "total_requests"
     assert EngineArgs.from_kwargs().parallel == ParallelArgs()
@@ -281,13 +281,13 @@ def test_other_dispatchers_come_later() -> None:
 
 
 def fits(tp: int, attn_dp: int, ep: int, dense: int | None, backend: str, lm_head: bool) -> bool:
-    """By hand, for 8 heads, 16 experts, and widths that are powers of two."""
+    """The expected rule, for 8 heads, 16 experts, and widths that are powers of two."""
     if tp % attn_dp or tp % ep or 8 % (tp // attn_dp) or 16 % ep or 128 % (tp // ep):
         return False
     if dense not in (None, 1, tp) or (dense != 1 and 512 % tp):
         return False
     travels = backend != "none" and tp > 1
-    if ep != tp if travels else 128 % tp:  # shared experts are cut by width unless tokens travel
+    if ep != tp if travels else 128 % tp:  # shared experts are sharded by width unless tokens are dispatched
         return False
     return not lm_head or attn_dp > 1
 
@@ -302,7 +302,7 @@ def fits(tp: int, attn_dp: int, ep: int, dense: int | None, backend: str, lm_hea
     lm_head=st.booleans(),
     replicas=st.integers(1, 3),
 )
-def test_all_that_fits_resolves_and_nothing_else(models, tp, attn_dp, ep, dense, backend, lm_head, replicas) -> None:
+def test_exactly_the_sizes_that_fit_resolve(models, tp, attn_dp, ep, dense, backend, lm_head, replicas) -> None:
     flags = {
         "tp": tp, "attn_dp_size": attn_dp, "ep": ep, "moe_dense_tp_size": dense, "moe_a2a_backend": backend,
         "enable_dp_lm_head": lm_head, "dp": replicas,
@@ -331,15 +331,15 @@ def test_all_that_fits_resolves_and_nothing_else(models, tp, attn_dp, ep, dense,
         {"tp": 4, "moe_a2a_backend": "all_to_all"},
     ],
 )  # fmt: skip
-def test_weights_of_all_ranks_hold_the_model_and_more_where_they_repeat(resolved, flags) -> None:
+def test_weights_of_all_ranks_cover_the_model_and_replicas(resolved, flags) -> None:
     weights = lambda **flags: resolved(**flags).ledger.weight_bytes  # noqa: E731
     assert weights() / flags["tp"] <= weights(**flags) < weights()
-    if "attn_dp_size" in flags:  # attention stands in every group
+    if "attn_dp_size" in flags:  # every group has the attention weights
         assert weights(**flags) > weights(tp=flags["tp"])
 
 
 def test_kv_of_a_rank(resolved) -> None:
-    """MLA's latent stands on every rank of a group; KV heads are shared, and repeated where ranks are more."""
+    """Every rank of a group has MLA's latent; KV heads are divided, and replicated if there are more ranks."""
     per_token = lambda config, **flags: resolved(config, **flags).ledger.bytes_per_token  # noqa: E731
     assert per_token(SMALL) == per_token(SMALL, tp=4) == per_token(SMALL, tp=4, attn_dp_size=2)
     alone = per_token(LLAMA)
@@ -357,7 +357,7 @@ def test_a_hosts_memory_and_cores_are_shared_and_gpus_are_not(resolved) -> None:
         resolved(V3, on=machine(500, 512), tp=4)
 
 
-def test_attention_groups_share_a_chunk_and_are_bold(resolved) -> None:
+def test_attention_groups_share_a_chunk_and_conservativeness_is_lower(resolved) -> None:
     config = resolved(tp=4, attn_dp_size=4, chunked_prefill_size=100, page_size=4)
     assert config.chunked_prefill_size == 24 and config.schedule_conservativeness == pytest.approx(0.3)
     assert resolved(tp=4, attn_dp_size=4, chunked_prefill_size=4, page_size=4).chunked_prefill_size == 4
@@ -366,7 +366,7 @@ def test_attention_groups_share_a_chunk_and_are_bold(resolved) -> None:
 
 
 def test_dispatch_buffers_are_counted(resolved) -> None:
-    """Devices have room for all at every expert in low latency; CPUs have what can come."""
+    """Low-latency buffers of devices have room for all tokens at every expert; those of CPUs have exact sizes."""
 
     def buffers(kind: str, **flags: Any) -> int:
         config = resolved(on=machine(100, 141, "cuda") if kind == "cuda" else None, tp=4, **flags)
@@ -401,7 +401,7 @@ def test_ranks_of_a_plan(resolved) -> None:
     assert single is not None and [place.name for place in single.places] == ["DP1"]
 
 
-def test_nodes_started_with_other_flags_are_told_apart(resolved) -> None:
+def test_nodes_with_other_flags_have_other_fingerprints(resolved) -> None:
     prints = [
         fingerprint(resolved(**flags))
         for flags in ({"tp": 4}, {"tp": 4, "ep": 2}, {"tp": 4, "page_size": 2}, {"tp": 4, "dtype": "float32"},

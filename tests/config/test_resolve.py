@@ -1,4 +1,4 @@
-"""Every auto becomes concrete with a reason; contradictions name both flags."""
+"""Every auto is resolved with a reason; contradictions name both flags."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def test_nothing_stays_auto(resolved):
 
 
 def test_fp8_cache_holds_more_tokens(resolved):
-    few = {"mem_fraction_static": 0.02, "max_running_requests": 4096}  # memory is what limits
+    few = {"mem_fraction_static": 0.02, "max_running_requests": 4096}  # limited by memory
     plain, scaled, bare = (resolved(kv_cache_dtype=name, **few) for name in ("auto", *FP8))
     assert plain.ledger.bytes_per_token == 2 * bare.ledger.bytes_per_token > scaled.ledger.bytes_per_token
     assert 1.99 < bare.max_total_num_tokens / plain.max_total_num_tokens < 2.01
     assert plain.max_total_num_tokens < scaled.max_total_num_tokens < bare.max_total_num_tokens
     assert (scaled.kv_cache_dtype, bare.kv_cache_dtype) == FP8 and scaled.dtype == "bfloat16"
-    assert any("two bits" in note for note in bare.notes) and not any("fp8" in note for note in scaled.notes)
+    assert any("two mantissa bits" in note for note in bare.notes) and not any("fp8" in note for note in scaled.notes)
 
 
-def test_what_is_given_is_kept(resolved):
+def test_given_values_are_kept(resolved):
     config = resolved(
         page_size=16, chunked_prefill_size=64, max_running_requests=3, max_total_tokens=1000, context_length=512,
         random_seed=7, dtype="float32", served_model_name="name", cpu_threads=2,
@@ -94,7 +94,7 @@ def test_pure_frozen_and_picklable(resolved):
         config.page_size = 1
 
 
-def test_flat_shows_what_is_in_force(resolved):
+def test_flat_shows_resolved_values(resolved):
     flat = resolved(api_key="secret", page_size=16).flat()
     assert flat["page_size"] == 16 and flat["chunked_prefill_size"] == 2048 and flat["dtype"] == "bfloat16"
     assert flat["max_total_tokens"] == 256 * 2048 and flat["device"] == "cpu" and flat["port"] == 30000
@@ -115,7 +115,7 @@ def test_gpu_chunk_by_memory(resolved):
 
 def test_v3_on_a_large_machine(resolved):
     config = resolved(V3, on=machine(1800, 2048))
-    assert config.dtype == "bfloat16" and reasons(config)["quantization"] == "config.json says so"
+    assert config.dtype == "bfloat16" and reasons(config)["quantization"] == "from config.json"
     assert config.context_len == 163840
     assert "would fit" in reasons(config)["max_total_tokens"]
 
@@ -166,13 +166,13 @@ def test_contradictions_and_ranges(resolved, flags, words):
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
 
 
-def test_quantising_while_loading_is_later(resolved):
+def test_quantising_while_loading_is_unsupported(resolved):
     with pytest.raises(NotAvailableYet, match="--quantization fp8"):
         resolved(quantization="fp8")
 
 
 def test_remarks_on_flags_without_effect(resolved):
-    assert "--log-requests-level does nothing without --log-requests" in resolved(log_requests_level=1).notes
+    assert "--log-requests-level has no effect without --log-requests" in resolved(log_requests_level=1).notes
     assert any("--api-key" in note for note in resolved(host="0.0.0.0").notes)
     assert not resolved(host="0.0.0.0", api_key="k").notes
     assert resolved(disable_cuda_graph=True).notes
@@ -193,7 +193,7 @@ def test_embedded_model_knows_its_formats():
     assert ids_only.server.reasoning_parser is None
 
 
-def test_what_determinism_promises_is_said(model_dir):
+def test_limits_of_determinism_are_remarked(model_dir):
     def notes(**flags):
         flags = {"model_path": str(model_dir()), "load_format": "dummy", "enable_deterministic_inference": True} | flags
         return [note for note in prepare(EngineArgs.from_kwargs(**flags), machine()).notes if "deterministic" in note]
@@ -202,4 +202,4 @@ def test_what_determinism_promises_is_said(model_dir):
     assert "torch kernels for linear, experts" in notes(**torch_rows)[0]
     assert not notes(enable_deterministic_inference=False, **torch_rows)
     if cpu_device().compiler:
-        assert not notes(dtype="float32") and "promised in float32" in notes(dtype="bfloat16")[0]
+        assert not notes(dtype="float32") and "guaranteed in float32" in notes(dtype="bfloat16")[0]

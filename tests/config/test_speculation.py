@@ -1,4 +1,4 @@
-"""Speculative flags: SGLang's spellings and automatic values, what it costs in memory, refusals that name the fix."""
+"""Speculative flags: SGLang's spellings and automatic values, memory cost, refusals that name the fix."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_ngram_window_and_thresholds(resolved):
     found = config.speculation
     assert (found.ngram_min_match, found.ngram_max_match) == (2, 5)
     assert (found.accept_threshold_single, found.accept_threshold_acc) == (0.9, 0.8)
-    assert sum("drafts are kept" in note for note in config.notes) == 2
+    assert sum("not lossless" in note for note in config.notes) == 2
 
 
 NEXTN, NGRAM = {"speculative_algorithm": "NEXTN"}, {"speculative_algorithm": "NGRAM"}
@@ -136,7 +136,7 @@ def shape(steps, topk, tokens):
         (SMALL, {**NGRAM, "speculative_eagle_topk": 2}, ["--speculative-eagle-topk 2 with NGRAM", "use 1"]),
         (SMALL, {**NGRAM, "speculative_ngram_min_match_window_size": 0}, ["at least 1"]),
         (SMALL, {**NGRAM, "speculative_ngram_min_match_window_size": 20}, ["20", "--speculative-ngram-max", "12"]),
-        (SMALL, {**NEXTN, "speculative_ngram_max_match_window_size": 4}, ["belongs to NGRAM"]),
+        (SMALL, {**NEXTN, "speculative_ngram_max_match_window_size": 4}, ["is for NGRAM"]),
         (SMALL, {**NEXTN, "speculative_num_steps": 3}, ["topk and --speculative-num-draft", "steps 3 ", "tokens 4"]),
         (SMALL, {**NEXTN, "speculative_num_draft_tokens": 6}, ["--speculative-num-steps 5 ", "tokens 6 draft a chain"]),
         (SMALL, {**NEXTN, "speculative_eagle_topk": 1}, ["--speculative-num-steps and"]),
@@ -151,8 +151,8 @@ def shape(steps, topk, tokens):
         (SMALL, {**NEXTN, "speculative_accept_threshold_acc": 1.5}, ["threshold-acc 1.5"]),
         (SMALL, {**NEXTN, "speculative_num_steps": "many"}, ["--speculative-num-steps many"]),
         (SMALL, {**NEXTN, "speculative_num_steps": -1}, ["--speculative-num-steps -1"]),
-        (SMALL, {"speculative_algorithm": "EAGLE3"}, ["EAGLE3: not available yet", "EAGLE draft heads"]),
-        (SMALL, {**NEXTN, "speculative_token_map": "f.pt"}, ["--speculative-token-map f.pt: not available yet"]),
+        (SMALL, {"speculative_algorithm": "EAGLE3"}, ["EAGLE3: not supported yet", "EAGLE draft heads"]),
+        (SMALL, {**NEXTN, "speculative_token_map": "f.pt"}, ["--speculative-token-map f.pt: not supported yet"]),
     ],
 )
 def test_refusals(resolved, model, flags, words):
@@ -236,7 +236,7 @@ def test_largest_step_grows_with_drafts(resolved):
     assert "draft weights" not in rows_of(resolved(**NGRAM))
 
 
-def test_refusal_offers_to_do_without(resolved):
+def test_refusal_offers_to_disable_speculation(resolved):
     at_least = resolved(V3, on=machine(1800, 2048)).ledger.weight_bytes / GB
     flags = {"max_running_requests": 1, "chunked_prefill_size": 128, "context_length": 1024}
     with pytest.raises(ConfigError, match="no --speculative-algorithm") as refusal:
@@ -249,8 +249,8 @@ def test_tables_hold_tokens_too(resolved):
     assert 2 * plain < drafting < 2.1 * plain
 
 
-def test_a_draft_model_that_catches_up_is_counted(standalone, model_dir):
-    """It computes the prompts of several steps at once, up to 4,096 tokens, however small a step of the model is."""
+def test_the_draft_extend_of_a_draft_model_is_counted(standalone, model_dir):
+    """It covers the prompts of several steps at once, up to 4,096 tokens, even if the model's steps are small."""
     small, large = (
         rows_of(standalone(chunked_prefill_size=chunk, max_running_requests=8))["activations"].num_bytes
         for chunk in (16, 4096)
@@ -262,7 +262,7 @@ def test_a_draft_model_that_catches_up_is_counted(standalone, model_dir):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_prompt_lookup_has_bounded_scratch(resolved, device):
-    """On the host it is of one text, on an accelerator of a fixed number of places."""
+    """On the host it is for one text, on an accelerator for a fixed number of positions."""
     on = machine(60, 80, device)
     few, many = (
         rows_of(resolved(on=on, max_running_requests=running, context_length=2048, **NGRAM))["draft scratch"]

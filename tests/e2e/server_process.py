@@ -17,7 +17,7 @@ START_SECONDS = 90
 
 
 class ServerProcess:
-    """``python -m moe_engine.launch_server`` with its output in a file; leaves nothing behind."""
+    """``python -m moe_engine.launch_server`` with its output in a file; leaves no process behind."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         with socket.socket() as probe:
@@ -74,7 +74,7 @@ class ServerProcess:
             return client.get("/server_info").json()["internal_states"][0]
 
     def wait_idle(self, seconds: float = 20) -> dict:
-        """The scheduler's state once nothing runs or waits."""
+        """The scheduler's state once it is idle."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             state = self.state()

@@ -1,4 +1,4 @@
-"""What happens when a process is killed or told to stop, seen from clients."""
+"""Killed and stopped processes, as seen by clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def wait_running(server: ServerProcess, count: int) -> None:
         time.sleep(0.01)
 
 
-def test_killed_core_is_named_and_nobody_is_left_in_silence(checkpoint: Path, tmp_path: Path) -> None:
+def test_killed_core_is_named_to_all_clients(checkpoint: Path, tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
         threads, answers = in_background(server, 3)
         wait_running(server, 3)
@@ -73,7 +73,7 @@ def test_sigterm_drains_and_exits_zero(checkpoint: Path, tmp_path: Path) -> None
         assert not psutil.pid_exists(core.pid)
 
 
-def test_core_leaves_with_a_killed_front_end(checkpoint: Path, tmp_path: Path) -> None:
+def test_core_exits_with_a_killed_front_end(checkpoint: Path, tmp_path: Path) -> None:
     with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
         core = server.core
         server.process.kill()
@@ -94,28 +94,28 @@ def test_port_in_use_is_named(checkpoint: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["idle", "with a request that never arrives"])
-def test_stopped_core_is_noticed_though_it_was_idle(checkpoint: Path, tmp_path: Path, asked: bool) -> None:
+def test_stopped_idle_core_is_detected(checkpoint: Path, tmp_path: Path, asked: bool) -> None:
     with ServerProcess(tmp_path, "--model-path", str(checkpoint), "--watchdog-timeout", "1") as server:
         core = server.core
         core.suspend()
         threads, answers = in_background(server, 1) if asked else ([], [])
-        said: list[str] = []
+        errors: list[str] = []
 
         def is_sick() -> bool:
             try:
                 response = client.get("/health")
-            except httpx.TransportError:  # it says so for a second or two, and ends
+            except httpx.TransportError:  # it reports the error for a second or two, then exits
                 return server.process.poll() is not None
-            said.extend([response.text] if response.status_code == 503 else [])
-            return bool(said)
+            errors.extend([response.text] if response.status_code == 503 else [])
+            return bool(errors)
 
         with server.client() as client:
             wait_for(is_sick)
         assert server.process.wait(60) == 1
-        assert "no sign of life" in server.log and all("no sign of life" in text for text in said)
+        assert "no heartbeat" in server.log and all("no heartbeat" in text for text in errors)
         for thread in threads:
             thread.join(60)
-        assert all(a.status_code == 503 and "no sign of life" in a.text for a in answers)  # type: ignore[attr-defined]
+        assert all(a.status_code == 503 and "no heartbeat" in a.text for a in answers)  # type: ignore[attr-defined]
         assert not core.is_running()
 
 

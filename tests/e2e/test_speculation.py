@@ -30,7 +30,7 @@ def answers(server: ServerProcess) -> list[dict]:
         return client.post("/generate", json=body).raise_for_status().json()
 
 
-def test_each_answer_tells_of_its_drafts(answers: list[dict]) -> None:
+def test_each_output_reports_its_drafts(answers: list[dict]) -> None:
     for answer in answers:
         meta = answer["meta_info"]
         steps, correct = meta["spec_verify_ct"], meta["spec_num_correct_drafts"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from moe_engine.core import messages
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.frontend import Frontend
-from tests.many_ranks.test_client import FakeCore, client_of
+from tests.distributed.engine.test_client import FakeCore, client_of
 from tests.tokenizer.tiny_tokenizer import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -41,7 +41,7 @@ class DelayedCore:
         self.steps = 0
 
     def step(self) -> None:
-        """Ends what was aborted before the last step, brings tokens, then reads its mail."""
+        """Ends requests aborted before the last step, sends tokens, then reads its messages."""
         self.steps += 1
         for group in range(self.groups):
             deltas = [self._delta(request) for request, where in list(self.live.values()) if where == group]

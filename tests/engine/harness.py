@@ -110,10 +110,10 @@ class InProcessEngine:
         path: checkpoint directory. flags: as of the server; they fix what the worker allocates.
     """
 
-    def __init__(self, path: Path | str, board: Path, **flags: Any) -> None:
+    def __init__(self, path: Path | str, status: Path, **flags: Any) -> None:
         self.config = prepare(EngineArgs.from_kwargs(model_path=str(path), **flags))
         self.worker = Worker.create(worker_options(self.config))
-        self._board = SharedStatus(board, create=True)
+        self._status = SharedStatus(status, create=True)
 
     def run(self, script: list[Scripted], *, overlap: bool = True, **scheduling: Any) -> dict[str, Answer]:
         """Runs a script to its end; `scheduling` replaces fields of the SchedulerConfig."""
@@ -122,7 +122,7 @@ class InProcessEngine:
         port = ScriptedPort(script)
         eos = frozenset(self.config.model.eos_token_ids)
         core = EngineCore(
-            self.scheduler, self.worker, port, self._board, StepReporter(), eos_token_ids=eos, overlap=overlap
+            self.scheduler, self.worker, port, self._status, StepReporter(), eos_token_ids=eos, overlap=overlap
         )
         core.run()
         self.check_pool_whole()

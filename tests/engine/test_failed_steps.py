@@ -52,7 +52,7 @@ class Poisoned:
 
     def _is_reached(self, plan: StepPlan, i: int) -> bool:
         position, start = self.positions.get(self._rids[plan.rows[i]]), plan.starts[i]
-        if i < plan.num_decodes and self._history is not None:  # the plan says the least
+        if i < plan.num_decodes and self._history is not None:  # the plan's start is a lower bound
             start = int(self._history.read_lengths(np.array([plan.rows[i]]))[0])
         return position is not None and start <= position < start + plan.counts[i]
 
@@ -71,7 +71,7 @@ def engine(
 ) -> Iterator[InProcessEngine]:
     engine = InProcessEngine(
         checkpoint,
-        tmp_path_factory.mktemp("board") / "board",
+        tmp_path_factory.mktemp("status") / "status",
         dtype="float32",
         max_total_tokens=2048,
         max_running_requests=12,
@@ -107,7 +107,7 @@ def make_script(rng: random.Random, count: int) -> list[Scripted]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_neighbours_bring_the_same_tokens(
+def test_other_requests_keep_their_tokens_after_a_failed_step(
     engine: InProcessEngine, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed = random.randrange(1 << 30)
@@ -154,12 +154,12 @@ class Broken:
         raise RuntimeError("the device is broken")
 
 
-def test_a_device_that_is_broken_ends_the_engine(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_device_stops_the_engine(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = Broken()
     monkeypatch.setattr(engine.worker.runner, "_launch", broken)
     script = [Scripted(f"r{i}", [1 + i] * 5, 5) for i in range(6)]
     with pytest.raises(
-        RuntimeError, match=r"none worked between them; the last: step \d+ failed.*the device is broken"
+        RuntimeError, match=r"without a successful step between them; the last: step \d+ failed.*the device is broken"
     ):
         engine.run(script)
     assert len(broken.plans) < 12
@@ -175,7 +175,7 @@ def test_a_plan_that_is_too_large_never_reaches_the_worker(engine: InProcessEngi
         Scheduler(config),
         engine.worker,
         port,
-        engine._board,
+        engine._status,
         StepReporter(),
         eos_token_ids=frozenset(engine.config.model.eos_token_ids),
         problem_of=lambda plan: seen.append(plan.num_tokens) or ("too large" if plan.num_tokens > 60 else None),

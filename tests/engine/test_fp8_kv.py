@@ -26,7 +26,7 @@ CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Italy": "Rome"}
 @pytest.mark.parametrize(("kv_dtype", "kernels"), [("fp8_e4m3", "cpu"), ("fp8_e5m2", "cpu"), ("fp8_e4m3", "torch")])
 def test_capitals(kv_dtype: str, kernels: str, tmp_path: Path) -> None:
     engine = InProcessEngine(
-        CHECKPOINT_DIR, tmp_path / "board", kv_cache_dtype=kv_dtype, max_total_tokens=4096, attention_backend=kernels
+        CHECKPOINT_DIR, tmp_path / "status", kv_cache_dtype=kv_dtype, max_total_tokens=4096, attention_backend=kernels
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(CHECKPOINT_DIR)
     script = []
@@ -65,9 +65,7 @@ def _script(rng: random.Random) -> list[Scripted]:
 
 
 @pytest.mark.parametrize("kv_dtype", FORMATS)
-def test_answers_do_not_depend_on_how_steps_are_cut_or_on_drafts(
-    checkpoint: Path, tmp_path: Path, kv_dtype: str
-) -> None:
+def test_outputs_do_not_depend_on_step_boundaries_or_drafts(checkpoint: Path, tmp_path: Path, kv_dtype: str) -> None:
     """Bit for bit, in float32 with one form of attention: another last bit before a row is rounded to eight bits may be
     another eighth bit after it."""
     seed = random.randrange(2**31)
@@ -76,7 +74,7 @@ def test_answers_do_not_depend_on_how_steps_are_cut_or_on_drafts(
         "dtype": "float32", "kv_cache_dtype": kv_dtype, "max_total_tokens": 512, "max_running_requests": 8,
         "chunked_prefill_size": 64, "enable_deterministic_inference": True,
     }  # fmt: skip
-    engine = InProcessEngine(checkpoint, tmp_path / "board", **flags)
+    engine = InProcessEngine(checkpoint, tmp_path / "status", **flags)
     try:
         together = engine.run(script)
         apart = engine.run(script, chunked_prefill_size=17, max_rows=2, disable_radix_cache=True)
@@ -85,7 +83,7 @@ def test_answers_do_not_depend_on_how_steps_are_cut_or_on_drafts(
         engine.close()
     assert any(answer.cached_tokens for answer in together.values())
     drafts = NEXTN if engine.config.model.num_nextn_predict_layers else {"speculative_algorithm": "NGRAM"}
-    engine = InProcessEngine(checkpoint, tmp_path / "board2", **flags, **drafts)
+    engine = InProcessEngine(checkpoint, tmp_path / "status2", **flags, **drafts)
     try:
         drafted = engine.run(script)
     finally:

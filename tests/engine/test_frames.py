@@ -21,7 +21,7 @@ CALL = messages.encode(messages.Call(id=7, method="flush_cache"))
 
 @pytest.fixture
 def pair() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """(what is sent into, what is read from)."""
+    """(sending socket, receiving socket)."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     reading, sending = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     address = f"inproc://frames-{random.getrandbits(64)}"
@@ -34,7 +34,7 @@ def pair() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
 
 @given(st.lists(st.one_of(st.none(), st.lists(st.binary(max_size=40), min_size=1, max_size=4)), max_size=40))
 @settings(max_examples=60, deadline=None)
-def test_true_messages_pass_among_any_frames(script: list[list[bytes] | None]) -> None:
+def test_valid_messages_pass_among_arbitrary_frames(script: list[list[bytes] | None]) -> None:
     """None in the script is a true message."""
     reader: FrameReader[messages.ToCore] = FrameReader("test", messages.decode_to_core)
     right = 0
@@ -70,7 +70,7 @@ def test_no_frame_raises(frame: bytes) -> None:
     assert reader.take([CALL]) is not None
 
 
-def test_drain_reads_past_what_it_drops_and_a_flood_is_bounded(
+def test_drain_continues_after_drops_and_is_bounded(
     pair: tuple[zmq.Socket[bytes], zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sending, reading = pair
@@ -90,7 +90,7 @@ def test_drain_reads_past_what_it_drops_and_a_flood_is_bounded(
     assert turns == 2 and reader.num_dropped == 28
 
 
-def test_warnings_are_rare_and_carry_the_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_are_rate_limited_and_contain_the_count(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     reader = FrameReader("engine core", messages.decode_to_core, lambda: now)
     with caplog.at_level(logging.WARNING, "moe_engine"):

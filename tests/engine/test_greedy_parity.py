@@ -38,7 +38,7 @@ def test_greedy_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
         for i in range(NUM_PROMPTS)
     ]
     flags = {"dtype": "float32", "max_total_tokens": 8192, "max_running_requests": 24, "chunked_prefill_size": 64}
-    engine = InProcessEngine(path, tmp_path / "board", **flags)
+    engine = InProcessEngine(path, tmp_path / "status", **flags)
     try:
         answers = engine.run(script)
     finally:

@@ -28,7 +28,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = make_checkpoint(request.param, folder / "model", seed=random.randrange(2**31))
     engine = InProcessEngine(
         path,
-        Path(folder / "board"),
+        Path(folder / "status"),
         dtype="float32",
         page_size=16,
         max_total_tokens=4096,
@@ -91,7 +91,7 @@ def check_same(found: dict[str, Answer], expected: dict[str, Answer], script: li
     pool_pages=st.sampled_from([12, 16, 256]),
     aborts=st.booleans(),
 )
-def test_answers_do_not_depend_on_what_else_runs(
+def test_outputs_do_not_depend_on_the_batch(
     engine: InProcessEngine,
     seed: int,
     page_size: int,
@@ -130,7 +130,7 @@ def test_tokens_with_both_forms_of_attention(tmp_path: Path, row: str) -> None:
     path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=19)
     flags = {"dtype": "float32", "max_total_tokens": 1024, "max_running_requests": 16}
     flags |= dict.fromkeys(("attention_backend", "moe_runner_backend", "linear_backend", "ops_backend"), row)
-    engine = InProcessEngine(path, tmp_path / "board", **flags)
+    engine = InProcessEngine(path, tmp_path / "status", **flags)
     script = make_script(rng, 12, shared=True, spread=20)
     try:
         expected = alone(engine, script)

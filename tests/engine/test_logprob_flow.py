@@ -66,7 +66,7 @@ def entries(rng: random.Random, count: int, best: int, asked: int) -> list[Entry
 
 
 @given(st.integers(1, 6), st.integers(0, 4), st.integers(0, 3), st.randoms(use_true_random=False))
-def test_blocks_cut_and_join_to_what_they_were(count: int, best: int, asked: int, rng: random.Random) -> None:
+def test_splitting_and_joining_blocks_is_lossless(count: int, best: int, asked: int, rng: random.Random) -> None:
     found = entries(rng, count, best, asked)
     block = pack(found)
     assert block.num_tokens == count and unpack(block) == found
@@ -76,7 +76,7 @@ def test_blocks_cut_and_join_to_what_they_were(count: int, best: int, asked: int
     assert [entry for part in parts for entry in unpack(part)] == found
 
 
-def test_what_was_not_computed_is_cut_and_joined_too() -> None:
+def test_uncomputed_entries_survive_split_and_join() -> None:
     block = pack([Entry(4, None), Entry(5, -1.0, ((1, -2.0),), (-3.0,))], best=1, num_asked=1)
     assert unpack(block) == [Entry(4, None), Entry(5, -1.0, ((1, -2.0),), (-3.0,))]
     assert unpack(block.part(1, 2)) == [Entry(5, -1.0, ((1, -2.0),), (-3.0,))]
@@ -110,7 +110,7 @@ def deltas_of(result: StepResult, prompt: int) -> list[messages.RequestDelta]:
 
 
 @pytest.mark.parametrize("what", ["best", "asked", "prompt"])
-def test_a_step_costs_as_many_objects_however_much_is_asked(what: str) -> None:
+def test_number_of_objects_per_step_is_constant(what: str) -> None:
     counts, sizes = [], []
     for amount in (2, 1000):
         sized = {"best": 2, "asked": 2, "prompt": 20, what: amount}
@@ -135,7 +135,7 @@ DELTAS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), min_size=1, 
 
 @given(DELTAS, st.integers(1, 40), st.integers(0, 5), st.randoms(use_true_random=False))
 @settings(deadline=None)
-def test_an_inbox_hands_out_everything_in_order_and_in_bounded_parts(
+def test_inbox_returns_everything_in_order_and_in_bounded_parts(
     script: list[tuple[int, int]], limit: int, best: int, rng: random.Random
 ) -> None:
     """Tokens and prompt positions of each delta; it is read now and then meanwhile."""
@@ -192,7 +192,9 @@ def test_max_logprobs_bounds_what_a_request_may_ask(
 ) -> None:
     limited = FrontendSettings(max_logprobs=limit)
     assert ask(limited, return_logprob=True, **fields(limit))["meta_info"]["output_token_logprobs"]
-    with pytest.raises(InputError, match=f"^{where}: {limit + 1} log-prob.* the {limit} .*--max-logprobs") as refused:
+    with pytest.raises(
+        InputError, match=f"^{where}: {limit + 1} log-prob.* limit of {limit};.*--max-logprobs"
+    ) as refused:
         ask(limited, return_logprob=True, **fields(limit + 1))
     assert refused.value.field == where
     many = ask(FrontendSettings(max_logprobs=-1), return_logprob=True, **fields(1500))["meta_info"]
@@ -201,7 +203,7 @@ def test_max_logprobs_bounds_what_a_request_may_ask(
     assert ask(limited, **fields(limit + 1))  # nothing is asked for without return_logprob
 
 
-def test_the_default_is_that_of_vllm() -> None:
+def test_default_max_logprobs_is_vllms() -> None:
     assert FrontendSettings().max_logprobs == 20
 
 

@@ -46,7 +46,7 @@ def test_one_prompt_and_many(engine: Engine) -> None:
     assert by_ids["output_ids"] == one["output_ids"]  # type: ignore[call-overload]
 
 
-def test_stream_grows_to_the_answer(engine: Engine) -> None:
+def test_stream_accumulates_to_the_output(engine: Engine) -> None:
     whole = engine.generate("hello", GREEDY)
     chunks = list(engine.generate("hello", GREEDY, stream=True))  # type: ignore[arg-type]
     texts = [chunk["text"] for chunk in chunks]
@@ -54,7 +54,7 @@ def test_stream_grows_to_the_answer(engine: Engine) -> None:
     assert texts[-1] == whole["text"]  # type: ignore[call-overload]
 
 
-def test_a_stream_left_early_is_aborted(engine: Engine) -> None:
+def test_closing_a_stream_early_aborts_it(engine: Engine) -> None:
     for _ in engine.generate("hello", {**GREEDY, "max_new_tokens": 400}, stream=True):  # type: ignore[union-attr]
         break
     deadline = time.monotonic() + 20
@@ -106,7 +106,7 @@ def test_input_errors_name_the_field(engine: Engine) -> None:
 
 
 def test_flags_are_those_of_the_server(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lora-paths.*not available yet"):
+    with pytest.raises(ConfigError, match=r"lora-paths.*not supported yet"):
         Engine(model_path=str(checkpoint), lora_paths="adapter")
     with pytest.raises(ConfigError, match="page_sise"):
         Engine(model_path=str(checkpoint), page_sise=4)
@@ -183,7 +183,7 @@ def test_a_forked_child_neither_uses_nor_ends_the_engine(engine: Engine) -> None
         except EngineDeadError as error:
             refused = "belongs to process" in str(error)
         engine.shutdown()
-        engine._end()  # what a child's sys.exit would call
+        engine._end()  # as in a child's sys.exit
         os._exit(0 if refused else 1)
     deadline = time.monotonic() + 20
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):

@@ -30,10 +30,10 @@ from moe_engine.frontend import client as client_module
 from moe_engine.frontend.inbox import Inbox
 from moe_engine.scheduler import Scheduler, SchedulerConfig
 from moe_engine.types import StepPlan, StepResult
+from tests.distributed.engine.test_client import ask, client_of
 from tests.engine.delayed_core import front_end
 from tests.engine.test_request_ids import answer, asking, expected, settled
-from tests.many_ranks.test_client import ask, client_of
-from tests.scheduler.sched_simulator import FakeWorker, expected_outputs, make_request
+from tests.scheduler.simulator import FakeWorker, expected_outputs, make_request
 
 CALL = messages.Call(id=3, method="flush_cache")
 DELTA = messages.RequestDelta("nobody-7", [5], {"type": "length", "length": 1}, cached_tokens=2)
@@ -105,7 +105,7 @@ TO_CORE = st.one_of(
 
 @given(st.lists(st.lists(TO_FRONT_END, max_size=6), min_size=4, max_size=12), st.randoms(use_true_random=False))
 @settings(max_examples=30, deadline=None)
-def test_a_front_end_answers_rightly_whatever_else_arrives(noise: list[list[Noise]], rng: random.Random) -> None:
+def test_front_end_survives_arbitrary_frames(noise: list[list[Noise]], rng: random.Random) -> None:
     async def run(folder: Path) -> None:
         async with front_end(folder) as (frontend, client, core):
             lengths = [rng.randrange(1, 12) for _ in noise]
@@ -156,12 +156,12 @@ class RunningCore:
         self.into = context.socket(zmq.PUSH)
         self.into.connect(f"ipc://{folder}/to")
         config = SchedulerConfig(num_slots=400, context_len=100, max_rows=6)
-        worker, board = SteppingWorker(config), SharedStatus(folder / "board", create=True)
+        worker, status = SteppingWorker(config), SharedStatus(folder / "status", create=True)
         core = EngineCore(
             Scheduler(config),
             worker,
             self._port,
-            board,
+            status,
             StepReporter(),
             eos_token_ids=frozenset((1,)),
             experts=ExpertCalls(worker, folder / "dumps"),
@@ -187,7 +187,7 @@ class RunningCore:
 
 @given(st.lists(st.lists(TO_CORE, max_size=6), min_size=1, max_size=10), st.randoms(use_true_random=False))
 @settings(max_examples=30, deadline=None)
-def test_a_core_answers_rightly_whatever_else_arrives(noise: list[list[Noise]], rng: random.Random) -> None:
+def test_core_survives_arbitrary_frames(noise: list[list[Noise]], rng: random.Random) -> None:
     wanted: dict[str, list[int]] = {}
     found: dict[str, list[int]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -214,16 +214,16 @@ def test_a_core_answers_rightly_whatever_else_arrives(noise: list[list[Noise]], 
     assert {rid: found[rid] for rid in wanted} == wanted
 
 
-def test_a_reader_that_ends_fails_everything_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reader_fails_all_requests_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2, 1) as (client, (first, second)):
             tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(3)]
-            call = asyncio.create_task(client._call(client._lanes[0], "internal_state", {}))
+            call = asyncio.create_task(client._call(client._endpoints[0], "internal_state", {}))
             await asyncio.gather(first.got(0), first.got(1), second.got(0))
             with monkeypatch.context() as broken:
                 broken.setattr(Inbox, "take", lambda self, delta: 1 // 0)
                 first.bring("r0", [5])
-                for waiting in (tasks[0], tasks[1], call):  # the other group's too, as nothing of it is read
+                for waiting in (tasks[0], tasks[1], call):  # the other group's too: its messages are not read either
                     with pytest.raises(EngineDeadError, match=r"core0 failed: the front end .*ZeroDivisionError"):
                         await asyncio.wait_for(waiting, 20)
             healths = client.healths()
@@ -259,7 +259,7 @@ def test_losing_the_last_group_ends_requests_and_not_the_reader(tmp_path: Path) 
     asyncio.run(run())
 
 
-def test_a_backlog_of_steps_leaves_turns_to_other_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backlog_of_steps_yields_to_other_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two turns of another task at most `BURST_DELTAS` and one step's deltas are handled."""
     handled, longest = 0, 0
     take = Inbox.take

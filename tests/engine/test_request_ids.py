@@ -1,4 +1,4 @@
-"""Request ids: a client may use one again as soon as its request has ended, and gets the answer to what it asked."""
+"""Request ids: a client may reuse an id as soon as its request has ended, and gets the new request's output."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def one(frontend: Frontend, rid: str, number: int, kind: str, pause: int) 
     assert out["meta_info"]["id"] == rid
 
 
-def test_a_sequential_client_with_one_id_whose_answers_end_at_stop_strings(tmp_path: Path) -> None:
+def test_sequential_client_reuses_one_id_with_stop_strings(tmp_path: Path) -> None:
     async def run() -> None:
         async with front_end(tmp_path) as (frontend, client, core):
             for number in range(60):
@@ -94,7 +94,7 @@ def test_retries_after_every_kind_of_ending_beside_others(clients: list[list[tup
 
 
 async def settled(core: DelayedCore, frontend: Frontend) -> None:
-    """The core has ended everything and the front end has heard of it."""
+    """The core has ended all requests and the front end has received the ends."""
     assert frontend.num_live == 0
     async with asyncio.timeout(20):
         while core.live:
@@ -132,7 +132,7 @@ def test_two_requests_with_one_id_at_the_same_moment_run_once(tmp_path: Path) ->
     asyncio.run(run())
 
 
-def test_an_abort_reaches_those_whose_own_id_begins_so_and_copies_that_wait(tmp_path: Path) -> None:
+def test_abort_matches_id_prefixes_and_waiting_copies(tmp_path: Path) -> None:
     """Ids on the wire end in numbers that no client has chosen: "a-1" is none of the client's ids here."""
 
     async def run() -> None:
@@ -151,7 +151,7 @@ def test_an_abort_reaches_those_whose_own_id_begins_so_and_copies_that_wait(tmp_
                 asyncio.create_task(ask("b", input_ids=[[3], [4]], sampling_params={"max_new_tokens": 10000})),
             ]
             await asyncio.sleep(0)
-            frontend.abort("a_", reason="first")  # all three copies of "a", none of which the core has heard of
+            frontend.abort("a_", reason="first")  # all three copies of "a", none of which was sent to the core
             await tasks[0]
             assert ends == {f"a_{copy}": ("first", 0) for copy in range(3)}
             while len(core.received) < 5:

@@ -43,7 +43,7 @@ def test_folder_lives_as_long_as_its_process(tmp_path: Path) -> None:
     ) as other:  # fmt: skip
         assert other.stdout is not None
         path = Path(other.stdout.readline().strip())
-        (path / "board").write_text("x")
+        (path / "status").write_text("x")
         mine = RuntimeDir()
         assert path.is_dir() and mine.path.is_dir() and mine.path != path
         other.kill()
@@ -65,7 +65,7 @@ sys.exit()
 """
 
 
-def test_a_program_that_exits_takes_its_folder_along(tmp_path: Path) -> None:
+def test_folder_is_removed_at_exit(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LEAVE], capture_output=True, text=True, check=True,
         env={"TMPDIR": str(tmp_path)}, cwd=Path(__file__).resolve().parents[2],
@@ -75,7 +75,7 @@ def test_a_program_that_exits_takes_its_folder_along(tmp_path: Path) -> None:
     assert Path(path).parent == tmp_path and not Path(path).exists()
 
 
-def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+def test_foreign_folders_are_kept(tmp_path: Path) -> None:
     unlocked, file, other = tmp_path / f"{PREFIX}abc", tmp_path / f"{PREFIX}file", tmp_path / "else"
     unlocked.mkdir()
     other.mkdir()
@@ -132,15 +132,15 @@ def test_the_limit_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spa
         folder.remove()
 
 
-def test_no_place_at_all_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_usable_folder_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = str(long_folder(tmp_path))
     monkeypatch.setattr(run_folder, "_places", lambda: [long])
     monkeypatch.setattr(tempfile, "tempdir", long)
-    with pytest.raises(ConfigError, match=rf"TMPDIR={long}: .* set TMPDIR to such a folder"):
+    with pytest.raises(ConfigError, match=rf"TMPDIR={long}: .* set TMPDIR to such a directory"):
         RuntimeDir()
 
 
-def test_folders_of_killed_front_ends_go_wherever_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_killed_front_ends_are_removed_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "runtime"
     left = other / f"{PREFIX}left"
     left.mkdir(parents=True)

@@ -37,7 +37,7 @@ def seeds_of(random_seed: int, *requests: dict[str, Any]) -> list[int]:
 
 
 @given(SEEDS, COPIES.filter(bool), st.integers(-200, 200), COPIES)
-def test_a_copy_equals_no_copy_of_a_seed_nearby(seed: int, copy: int, distance: int, other: int) -> None:
+def test_copies_differ_from_copies_of_nearby_seeds(seed: int, copy: int, distance: int, other: int) -> None:
     mixed = seed_of_copy(seed, copy)
     assert seed_of_copy(seed, 0) == seed and 0 <= mixed < 2**64 and mixed == seed_of_copy(seed, copy)
     if (distance, copy) != (0, other):
@@ -51,7 +51,7 @@ def test_copies_differ_in_about_half_of_their_bits(seed: int, copy: int, bit: in
     assert 8 < differing < 56
 
 
-def test_every_sequence_gets_a_seed_of_its_own_and_order_alone_decides_it() -> None:
+def test_every_sequence_gets_its_own_seed_by_order() -> None:
     prompts = {"text": ["a", "b"], "sampling_params": {"n": 3, "max_new_tokens": 1}}
     greedy = {"text": "c", "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
     once = seeds_of(5, prompts, greedy, prompts)
@@ -60,7 +60,7 @@ def test_every_sequence_gets_a_seed_of_its_own_and_order_alone_decides_it() -> N
     assert not set(once) & set(seeds_of(6, prompts, greedy, prompts))
 
 
-def test_a_seed_of_the_clients_is_the_first_copys_and_draws_nothing() -> None:
+def test_client_seed_is_copy_0s_and_draws_none() -> None:
     plain = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
     seeded = {"text": ["a", "b"], "sampling_params": {"n": 2, "sampling_seed": 7, "max_new_tokens": 1}}
     mixed = seeds_of(5, seeded, plain)
@@ -68,7 +68,7 @@ def test_a_seed_of_the_clients_is_the_first_copys_and_draws_nothing() -> None:
     assert mixed[4:] == seeds_of(5, plain)
 
 
-def test_a_health_probe_draws_nothing() -> None:
+def test_health_probe_draws_no_seed() -> None:
     client = FakeClient()
     assert get(client, "/health_generate").status_code == 200
     assert client.requests[0].seed == 0

@@ -18,13 +18,13 @@ from tests.models.stepper import Chunk, Stepper, load
 class _Choices:
     """Stands in for the recorder: keeps what each layer chose."""
 
-    counting, wants_arrivals = True, False
+    counting, counts_dispatched = True, False
 
     def __init__(self, top_k: int) -> None:
         self.top_k = top_k
         self.found: list[tuple[int, list[list[int]]]] = []
 
-    def room_for(self, num_tokens: int) -> Tensor:
+    def ids_buffer(self, num_tokens: int) -> Tensor:
         return torch.full((num_tokens, self.top_k), -7, dtype=torch.int32)
 
     def count_place(self, layer: int) -> None:

@@ -1,7 +1,7 @@
-"""A made-up machine under a depth policy: what steps cost, which drafts are right, when requests end.
+"""A simulated machine under a depth policy: cost of steps, acceptance of drafts, ends of requests.
 
-Steps overlap as in the engine: one is planned before the result of the one in flight is known, so a request that ends
-is decoded once more in vain, and a request near its length gets no drafts.
+Steps overlap as in the engine: one is planned before the result of the step in flight is known, so an ended request is
+decoded once more for nothing, and a request near its length gets no drafts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from moe_engine.scheduler.step_cost_model import StepCost
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of a step, in any unit: a part that every step has and one for each token, of the target, of a level of
-    drafts, and of following. `overhead`: of a step that is not plain, `books`: the part of the base in which the
-    model does not run. `noise`: standard deviation of each step's time,
-    relative.
+    """Seconds of a step, in any unit: a constant and a part per token, of the target model, of a draft level and of the
+    draft extend. `overhead`: of a step that is not plain, `host_overhead`: the part of `base` in which the model does
+    not run. `noise`: relative standard deviation of each step's time.
 
-    `rates[i]`: chance that draft i is right where those before it are. Requests end after about `length` tokens.
+    `rates[i]`: acceptance probability of draft i if the drafts before it are accepted. Requests end after about
+    `length` tokens.
     """
 
     base: float = 10.0
@@ -30,14 +30,14 @@ class Machine:
     follow: float = 0.2
     follow_token: float = 0.001
     overhead: float = 0.0
-    books: float = 0.0
+    host_overhead: float = 0.0
     noise: float = 0.02
     rates: tuple[float, ...] = (0.8, 0.7, 0.6, 0.5)
     length: int = 200
     ends_by_eos: bool = True
 
     def seconds(self, num_requests: int, num_drafts: int, depth: int) -> float:
-        """Without following."""
+        """Without the draft extend."""
         return self.base + self.token * (num_requests + num_drafts) + self.draft_seconds(num_drafts, depth)
 
     def draft_seconds(self, num_drafts: int, depth: int) -> float:
@@ -47,7 +47,7 @@ class Machine:
         return self.follow + self.follow_token * num_tokens
 
     def tokens_per_second(self, num_requests: int, depth: int | None) -> float:
-        """In the long run at one depth; None: without speculation."""
+        """Long-run average at a constant depth; None: without speculation."""
         if depth is None:
             return num_requests / self.seconds(num_requests, 0, 0)
         tokens, chance = 1.0, 1.0
@@ -61,7 +61,7 @@ class Machine:
         return num_requests * tokens / seconds
 
     def best_depth(self, num_requests: int) -> int:
-        """0 also where following would pay for nothing."""
+        """0 if speculation does not pay off."""
         speeds = [self.tokens_per_second(num_requests, depth) for depth in range(1, len(self.rates) + 1)]
         best = max(speeds)
         return 0 if best <= self.tokens_per_second(num_requests, None) else 1 + speeds.index(best)
@@ -75,8 +75,8 @@ class Running:
 
 
 @dataclass
-class Flight:
-    """A step on its way: its requests, their depths, and how its time will be reported."""
+class InFlight:
+    """A step in flight: its requests, their depths, and the times that it will report."""
 
     requests: list[Running]
     depths: list[int]
@@ -88,9 +88,9 @@ class Flight:
 
 
 class NoDrafts:
-    """What every policy is held against: implements `DepthPolicy`."""
+    """The baseline of every policy: implements `DepthPolicy`."""
 
-    following = False
+    enabled = False
 
     def choose(self, num_requests: int, num_draftable: int) -> int:
         return 0
@@ -101,7 +101,7 @@ class NoDrafts:
 
 @dataclass
 class DepthSimulation:
-    """`tokens` and `seconds` so far; `depths[i]` was chosen for step i, `awake[i]` tells whether drafting was."""
+    """`tokens` and `seconds` so far; `depths[i]` was chosen for step i, `enabled[i]`: whether drafting was enabled."""
 
     policy: DepthPolicy
     machine: Machine
@@ -110,23 +110,23 @@ class DepthSimulation:
     tokens: int = 0
     seconds: float = 0.0
     depths: list[int] = field(default_factory=list)
-    awake: list[bool] = field(default_factory=list)
-    _flight: Flight | None = None
+    enabled: list[bool] = field(default_factory=list)
+    _in_flight: InFlight | None = None
 
     def run(self, num_steps: int, num_requests: int) -> DepthSimulation:
-        """So many steps with so many requests; as one ends another follows. Returns itself."""
+        """Runs `num_steps` steps with `num_requests` requests; an ended request is replaced. Returns itself."""
         for _ in range(num_steps):
             self._fill(num_requests)
-            flight = self._plan()
-            if self._flight is not None:
-                self._land(self._flight)
-            self._flight = flight
+            planned = self._plan()
+            if self._in_flight is not None:
+                self._finish(self._in_flight)
+            self._in_flight = planned
         return self
 
     @property
-    def _flight_drafts(self) -> bool:
-        """Whether the step on its way leaves it open how many tokens there are."""
-        return self._flight is not None and any(self._flight.depths)
+    def _in_flight_drafts(self) -> bool:
+        """Whether the step in flight has drafts, so that its number of tokens is unknown."""
+        return self._in_flight is not None and any(self._in_flight.depths)
 
     @property
     def speed(self) -> float:
@@ -134,10 +134,10 @@ class DepthSimulation:
         return self.tokens / self.seconds
 
     def change(self, **fields: float | tuple[float, ...]) -> DepthSimulation:
-        """The machine or the traffic is another from now on; counting begins anew. Returns itself."""
+        """Changes the machine or the traffic, and resets the counts. Returns itself."""
         self.machine = replace(self.machine, **fields)  # type: ignore[arg-type]
         self.tokens, self.seconds = 0, 0.0
-        self.depths, self.awake = [], []
+        self.depths, self.enabled = [], []
         return self
 
     def _fill(self, num_requests: int) -> None:
@@ -146,16 +146,16 @@ class DepthSimulation:
             length = self.machine.length
             self.running.append(Running(max(1, round(length * self.rng.uniform(0.5, 1.5)))))
 
-    def _plan(self) -> Flight:
+    def _plan(self) -> InFlight:
         policy, machine = self.policy, self.machine
         by_length = 0 if machine.ends_by_eos else 1  # an end by length is known ahead
         requests = [r for r in self.running if not by_length or r.left > r.in_flight]
         if not requests:
-            return Flight([], [], 0.0, 0.0, 0.0)
+            return InFlight([], [], 0.0, 0.0, 0.0)
         depth = policy.choose(len(requests), sum(r.followed for r in requests))
         depths = [depth if r.followed and (not by_length or r.left - r.in_flight > 1) else 0 for r in requests]
-        follows = policy.following and any(r.followed for r in requests)
-        plain = not follows and not self._flight_drafts
+        follows = policy.enabled and any(r.followed for r in requests)
+        plain = not follows and not self._in_flight_drafts
         for request in requests:
             request.followed &= follows
             request.in_flight += 1
@@ -165,14 +165,14 @@ class DepthSimulation:
         overhead = 0.0 if plain else machine.overhead
         seconds = (machine.seconds(len(requests), sum(depths), max(depths)) + overhead) * noise + follow
         self.depths.append(depth)
-        self.awake.append(policy.following)
+        self.enabled.append(policy.enabled)
         draft = machine.draft_seconds(sum(depths), max(depths)) * noise
-        model = 0.0 if plain else seconds - draft - follow - (machine.overhead + machine.books) * noise
-        return Flight(requests, depths, seconds, draft, follow, model, plain)
+        model = 0.0 if plain else seconds - draft - follow - (machine.overhead + machine.host_overhead) * noise
+        return InFlight(requests, depths, seconds, draft, follow, model, plain)
 
-    def _land(self, flight: Flight) -> None:
+    def _finish(self, step: InFlight) -> None:
         draft_outcomes = []
-        for request, depth in zip(flight.requests, flight.depths):
+        for request, depth in zip(step.requests, step.depths):
             if request.left <= 0:  # it ended while this step was in flight
                 continue
             good = 0
@@ -183,12 +183,12 @@ class DepthSimulation:
             request.left -= kept
             self.tokens += kept
             if depth:
-                judged = depth if request.left else min(depth, kept)
-                draft_outcomes.append((judged, min(good, judged)))
+                verified = depth if request.left else min(depth, kept)
+                draft_outcomes.append((verified, min(good, verified)))
         self.running = [r for r in self.running if r.left > 0]
-        self.seconds += flight.seconds
-        if flight.requests:
-            drafting = sum(1 for depth in flight.depths if depth)
-            seconds = (flight.seconds, flight.draft, flight.follow, flight.model)
-            cost = StepCost(len(flight.requests), drafting, max(flight.depths), *seconds, plain=flight.plain)
+        self.seconds += step.seconds
+        if step.requests:
+            drafting = sum(1 for depth in step.depths if depth)
+            seconds = (step.seconds, step.draft, step.follow, step.model)
+            cost = StepCost(len(step.requests), drafting, max(step.depths), *seconds, plain=step.plain)
             self.policy.observe(draft_outcomes, cost)

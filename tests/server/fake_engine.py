@@ -31,7 +31,7 @@ INFO = EngineInfo(
 
 
 def clients_id(request: AddRequest) -> str:
-    """The id that the client gave, or knows: the engine's own has a number behind it."""
+    """The client's id: the engine's own id has a number appended."""
     return request.rid.rpartition("-")[0]
 
 
@@ -118,7 +118,7 @@ class FakeClient:
                 return
 
     def _logprobs(self, request: AddRequest, tokens: list[int], *, first: bool = False) -> PackedLogprobs:
-        """`first`: the first token is that of a prompt, of which nothing is computed."""
+        """`first`: the first token is the prompt's, without log-probabilities."""
         best, asked = request.top_logprobs, len(request.token_ids_logprob)
         vocab = self.info.vocab_size
         entries = [

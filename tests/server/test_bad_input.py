@@ -53,7 +53,7 @@ NATIVE = [
     ({"text": "a", "rid": ""}, "rid: expected a string that is not empty"),
     ({"text": "a", "rid": "x" * 300}, "rid: 300 characters long; at most 256"),
     ({"text": "a", "rid": "a\nb"}, "rid: "),
-    ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: the same id twice"),
+    ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid: duplicate id"),
     ({"text": ["a", "b"], "rid": ["x"]}, "rid: 1 ids for 2 prompts"),
     ({"text": "a", "stream": "yes"}, "stream: expected true or false"),
     ({"text": "a", "return_logprob": 1}, "return_logprob: expected true or false"),
@@ -145,7 +145,7 @@ OPENAI = [
     ("completions", {"prompt": "a", "stop_token_ids": [99999]}, "stop_token_ids", "stop_token_ids: token id 99999"),
     ("completions", {"prompt": "a", "suffix": "b"}, "suffix", "suffix: not available yet"),
     ("completions", {"prompt": [[5], [5] * 256]}, "prompt[1]", "The input (256 tokens) is longer than"),
-    ("completions", {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "more answers than n asks for"),
+    ("completions", {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "values above n"),
     ("completions", {"prompt": "a", "best_of": "x"}, "best_of", "best_of: expected int, got str"),
     ("completions", {"prompt": "a", "lora_path": "x"}, "lora_path", "not available yet"),
     ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "key 'x' is not a token id"),
@@ -178,7 +178,7 @@ def test_openai(path, body, param, message):
         (b'{"text": "\\ud83d", "prompt": "\\ud83d"}', "is half of a surrogate pair"),
     ],
 )
-def test_bodies_that_are_no_object(path, body, message):
+def test_bodies_that_are_not_objects(path, body, message):
     response = post(FakeClient(), path, body)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
@@ -202,11 +202,11 @@ def test_large_body_is_refused_unread():
     assert response.status_code == 413
     assert "1000 bytes" in response.json()["message"]
     assert read <= 3
-    assert response.headers["connection"] == "close"  # what follows on it is the rest of the body
+    assert response.headers["connection"] == "close"  # the rest of the body would follow on it
 
 
 @pytest.mark.parametrize("form", ["Content-Length: 5000", "Transfer-Encoding: chunked"])
-def test_a_body_that_is_too_large_ends_its_connection(form):
+def test_oversized_body_closes_the_connection(form):
     """Its rest would be taken for the next request."""
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\n{form}\r\n\r\n".encode()
     body = b" " * 4000 if "Length" in form else b"fa0\r\n" + b" " * 4000 + b"\r\n"
@@ -221,7 +221,7 @@ def test_a_body_that_is_too_large_ends_its_connection(form):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_any_model_is_answered_under_its_name(path):
+def test_any_model_name_is_accepted_and_echoed(path):
     """As SGLang does: snippets with another model's name work."""
     client = FakeClient()
     body = {"prompt": "x", **chat()}
@@ -259,7 +259,7 @@ def test_template_refusal_and_no_template():
     assert "--chat-template" in response.json()["message"]
 
 
-def test_one_bad_request_does_not_touch_the_others():
+def test_bad_request_does_not_affect_others():
     import asyncio
 
     client = FakeClient()

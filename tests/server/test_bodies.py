@@ -21,7 +21,7 @@ from starlette.routing import Route
 from moe_engine.frontend.prepare import THREAD_CHARS
 from moe_engine.server import bodies, http_io, text_process
 from moe_engine.server.bodies import PROCESS_BYTES
-from moe_engine.server.control_api import LATER_ENDPOINTS
+from moe_engine.server.control_api import UNSUPPORTED_ENDPOINTS
 from moe_engine.server.text_frames import HEADER, Kind, frame
 from moe_engine.tokenizer.chat_template import ChatTemplate
 from moe_engine.tokenizer.tokenizer import Tokenizer
@@ -69,7 +69,7 @@ def padded(body: dict[str, Any], size: int) -> bytes:
 
 
 def shown(response: httpx.Response) -> tuple[int, str]:
-    """Status and body without what differs from one request to the next."""
+    """Status and body without the fields that differ between requests."""
     text = response.text
     for name in ("e2e_latency", "first_token_latency", "created", "id"):
         value = '[-+.e\\d]+|"[^"]*"'
@@ -77,10 +77,10 @@ def shown(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, text
 
 
-def test_every_endpoint_that_takes_a_body_is_here():
+def test_every_endpoint_with_a_body_is_covered():
     routes = [route for route in make_app(FakeClient()).routes if isinstance(route, Route) or hasattr(route, "methods")]
     paths = {route.path for route in routes if "POST" in (route.methods or ())}
-    assert paths - set(LATER_ENDPOINTS) - CONTROL == {path for path, _ in CASES}
+    assert paths - set(UNSUPPORTED_ENDPOINTS) - CONTROL == {path for path, _ in CASES}
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def places(monkeypatch):
 
 @pytest.mark.parametrize(("path", "body"), CASES)
 @pytest.mark.parametrize("size", [0, THREAD_CHARS, PROCESS_BYTES])
-def test_where_the_work_is_done(places, monkeypatch, path, body, size):
+def test_body_size_selects_loop_thread_or_process(places, monkeypatch, path, body, size):
     client = FakeClient()
     client.script = lambda _: [5, 6, 7, client.info.eos_token_ids[0]]  # without tokenizing
     response = post(client, path, padded(body, size), **SETTINGS)
@@ -118,7 +118,7 @@ def test_where_the_work_is_done(places, monkeypatch, path, body, size):
 
 
 @pytest.mark.parametrize("size", [THREAD_CHARS, PROCESS_BYTES])
-def test_a_tokenizer_that_no_process_can_load_works_in_threads(places, monkeypatch, size):
+def test_tokenizer_that_no_process_can_load_uses_threads(places, monkeypatch, size):
     client = FakeClient()
     monkeypatch.setattr(client.tokenizer, "source", None)
     assert post(client, "/tokenize", padded({"prompt": "Hello"}, size)).json()["count"] == 2
@@ -126,8 +126,8 @@ def test_a_tokenizer_that_no_process_can_load_works_in_threads(places, monkeypat
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, {"skip_tokenizer_init": True}], ids=["text", "ids"])
-def test_large_bodies_are_answered_as_small_ones(settings):
-    """By one process after the other's work: what fails leaves nothing behind."""
+def test_large_bodies_get_the_same_responses_as_small_ones(settings):
+    """One process serves them one after the other: failed work leaves no state."""
 
     async def session(http):
         for path, body in [*CASES, *WRONG]:
@@ -182,7 +182,7 @@ def until(true: Any, seconds: float = 30) -> None:
 LONG = json.dumps({"prompt": "a b " * 2**22}).encode()
 
 
-def test_hanging_up_ends_the_work():
+def test_client_disconnect_cancels_the_work():
     with real_server(FakeClient()) as address:
         with httpx.stream("POST", address + "/tokenize", content=LONG, timeout=60) as response:
             parts = response.iter_raw()  # dropping the iterator would hang up already
@@ -214,7 +214,7 @@ def test_a_process_that_dies_is_named_and_replaced():
         )
 
 
-def test_memory_that_runs_out_is_an_answer():
+def test_out_of_memory_is_an_error_response():
     ours, theirs = socket.socketpair()
 
     def fails(body: dict[str, Any]) -> Any:
@@ -238,7 +238,7 @@ def half_sent(address: str, path: str, size: int) -> socket.socket:
     return connection
 
 
-def test_many_large_bodies_wait_in_bounded_numbers(monkeypatch):
+def test_queue_of_large_bodies_is_bounded(monkeypatch):
     monkeypatch.setattr(bodies, "MAX_WAITING", 3)
     with real_server(FakeClient()) as address:
         waiting = [half_sent(address, "/generate", PROCESS_BYTES + 2**18) for _ in range(3)]
@@ -249,7 +249,7 @@ def test_many_large_bodies_wait_in_bounded_numbers(monkeypatch):
             return answers[-1].status_code == 503
 
         until(refused)
-        assert "3 requests with large bodies are waiting already" in answers[-1].json()["error"]["message"]
+        assert "3 requests with large bodies are already queued" in answers[-1].json()["error"]["message"]
         assert httpx.post(address + "/tokenize", json={"prompt": "Hello"}).json()["count"] == 2
         assert httpx.post(address + "/tokenize", json={"prompt": "Hello" * 2000}).status_code == 200
         assert len(children()) <= 2
@@ -261,12 +261,12 @@ def test_many_large_bodies_wait_in_bounded_numbers(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "size", "words"),
     [
-        ("BODY_PAUSE_SECONDS", 100, "nothing of the request body came for 0.2 s"),
-        ("BODY_PAUSE_SECONDS", PROCESS_BYTES + 2**18, "nothing of the request body came for 0.2 s"),
+        ("BODY_PAUSE_SECONDS", 100, "no data of the request body for 0.2 s"),
+        ("BODY_PAUSE_SECONDS", PROCESS_BYTES + 2**18, "no data of the request body for 0.2 s"),
         ("BODY_SECONDS", PROCESS_BYTES + 2**18, "the request body did not arrive within 0.2 s"),
     ],
 )
-def test_a_body_that_stops_is_refused(monkeypatch, name, size, words):
+def test_stalled_body_is_refused(monkeypatch, name, size, words):
     monkeypatch.setattr(http_io if name == "BODY_PAUSE_SECONDS" else bodies, name, 0.2)
     with real_server(FakeClient()) as address, half_sent(address, "/generate", size) as connection:
         answer = b""
@@ -280,7 +280,7 @@ def test_control_bodies_are_short():
     assert post(FakeClient(), "/abort_request", body).status_code == 413
 
 
-def test_an_answer_that_breaks_off_does_not_look_complete():
+def test_aborted_response_does_not_look_complete():
     """The status is on its way already: a client sees it by the connection alone."""
 
     async def parts():

@@ -72,7 +72,7 @@ CHUNKED = (
     ],
     ids=["one-segment", "next-request-apart", "body-cut", "twice", "chunked", "byte-by-byte"],
 )
-def test_an_offer_to_upgrade_does_not_cost_the_body(parts):
+def test_upgrade_header_does_not_lose_the_body(parts):
     """Java's HttpClient and `curl --http2` make that offer with every first request."""
     with real_server(FakeClient()) as address:
         *generated, (health, _) = exchange(address, *parts)
@@ -81,13 +81,13 @@ def test_an_offer_to_upgrade_does_not_cost_the_body(parts):
     assert all(status == 200 and answer["text"] == TEXT for status, answer in generated)
 
 
-def test_an_offer_without_a_body():
+def test_upgrade_header_without_a_body():
     with real_server(FakeClient()) as address:
         answers = exchange(address, b"GET /model_info HTTP/1.1\r\nHost: x\r\n" + UPGRADE + b"\r\n", CLOSE)
     assert [status for status, _ in answers] == [200, 200]
 
 
-def test_what_is_used_of_uvicorns_private_class_is_there():
+def test_private_attributes_of_uvicorn_exist():
     """It is not promised to stay. pyproject.toml allows the versions that were tried; raise its bound after this
     file's tests."""
     with real_server(FakeClient()) as address, connected(address) as connection:
@@ -153,7 +153,7 @@ def test_large_heads_are_refused(parts):
 
 
 @pytest.mark.parametrize("parts", [(), (b"GET /health HTTP/1.1\r\nHost: ",), (WHOLE, b"GET /he")])
-def test_heads_that_do_not_end_are_refused(monkeypatch, parts):
+def test_incomplete_heads_are_refused(monkeypatch, parts):
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.3)
     with real_server(FakeClient()) as address:
         answer = answer_to(address, *parts)
@@ -161,7 +161,7 @@ def test_heads_that_do_not_end_are_refused(monkeypatch, parts):
     assert answer.count(b"HTTP/1.1 200") == (1 if len(parts) == 2 else 0)
 
 
-def test_a_slow_answer_is_no_slow_head(monkeypatch):
+def test_slow_response_is_not_a_slow_head(monkeypatch):
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.2)
     client = FakeClient()
     client.delay = 0.1
@@ -208,7 +208,7 @@ def test_compressed_bodies_are_refused_by_name():
         ("OPTIONS", "/v1/completions", "POST"),
     ],
 )
-def test_other_methods_are_told_which_ones_there_are(method, path, allowed):
+def test_wrong_method_lists_the_allowed_ones(method, path, allowed):
     response = talk(FakeClient(), lambda http: http.request(method, path))
     assert (response.status_code, response.headers["allow"]) == (405, allowed)
     assert f"use {allowed}" in response.json()["error"]["message"]

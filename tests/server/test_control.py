@@ -1,4 +1,4 @@
-"""Health, keys, metrics, facts, tokenize, abort, what is not there yet, and the request log."""
+"""Health, keys, metrics, server info, tokenize, abort, unimplemented endpoints, and the request log."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tests.server.harness import CHAT, TEXT, get, make_app, post, talk
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
-def test_health_tells_the_truth(path):
+def test_health_reports_dead_stalled_and_idle_engines(path):
     client = FakeClient()
     assert (get(client, path).status_code, get(client, path).content) == (200, b"")
     good = client.board
     for board, word in (
         (replace(good, alive=False, dead="engine core (pid 4242) was killed by SIGKILL"), "pid 4242"),
         (replace(good, ready=False), "still starting"),
-        (replace(good, last_step_age=400.0, num_running=1), "step 8 has not ended for 400.0 s"),
+        (replace(good, last_step_age=400.0, num_running=1), "step 8 not finished for 400.0 s"),
         (replace(good, last_step_age=400.0, num_waiting=2), "stalled"),
-        (replace(good, silence=400.0), "no sign of life for 400.0 s"),  # stopped while idle
+        (replace(good, silence=400.0), "no heartbeat from the engine core for 400.0 s"),  # stopped while idle
     ):
         client.board = board
         response = get(client, path)
         assert response.status_code == 503
         assert word in response.json()["error"]["message"]
-    client.board = replace(good, last_step_age=400.0)  # nothing to do: idle, not stalled
+    client.board = replace(good, last_step_age=400.0)  # idle, not stalled
     assert get(client, path).status_code == 200
     client.board = replace(good, last_step_age=40.0, num_running=1)
     assert get(client, path).status_code == 200
@@ -45,7 +45,7 @@ def test_health_tells_the_truth(path):
     assert client.requests == []
 
 
-def test_probes_at_once_share_one_token():
+def test_concurrent_probes_share_one_token():
     """The endpoint needs no key."""
     client = FakeClient()
     client.delay = 0.2
@@ -162,7 +162,7 @@ def test_metrics_of_the_process_the_version_and_http():
     assert {"process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds"} <= families.keys()
 
 
-def test_sums_that_only_grow_are_counters():
+def test_monotonic_sums_are_counters():
     client = FakeClient()
     eplb = {
         "rebalances": 2, "experts_received": 7, "pause_seconds": 0.5, "longest_pause": 0.3, "pause_share": 0.1,
@@ -267,7 +267,7 @@ def test_weight_version_everywhere():
 
 
 def test_backends_and_graphs_in_force():
-    """What the worker chose and recorded, not what was asked for."""
+    """The worker's choices are reported, not the flags."""
     chosen = ("fa3", "deep_gemm", "triton", "torch", "flashinfer")
     backends = dict(zip(("attention", "experts", "linear", "ops", "sampling"), chosen))
     client = FakeClient(backends=backends, graph_bytes=3 << 29, weight_bytes=1 << 30)
@@ -347,7 +347,7 @@ def test_flush_and_abort():
     talk(client, session)
 
 
-def test_flush_waits_as_long_as_it_is_told(monkeypatch):
+def test_flush_waits_up_to_its_timeout(monkeypatch):
     monkeypatch.setattr(native_api, "FLUSH_POLL_SECONDS", 0.0)
     client, idle = FakeClient(), iter([False, False, False, True])
 
@@ -364,7 +364,7 @@ def test_flush_waits_as_long_as_it_is_told(monkeypatch):
         assert "timeout: expected seconds from 0 to 3600" in answer.json()["error"]["message"]
 
 
-def test_what_is_not_there():
+def test_endpoints_that_are_not_implemented():
     response = get(FakeClient(), "/start_profile")
     assert response.status_code == 501
     assert "/start_profile: not available yet" in response.json()["error"]["message"]

@@ -1,4 +1,4 @@
-"""What the front end cannot work with is refused while the cores load, not after minutes, and leaves nothing behind."""
+"""Front-end errors are reported while the cores load, not after minutes, and leave no process behind."""
 
 from __future__ import annotations
 

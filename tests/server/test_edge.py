@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from moe_engine.server.auth import changes_engine
-from moe_engine.server.control_api import LATER_ENDPOINTS
+from moe_engine.server.control_api import UNSUPPORTED_ENDPOINTS
 from moe_engine.server.openapi import ENDPOINTS
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, make_app, post, talk
@@ -43,7 +43,7 @@ def test_what_changes_the_engine():
     ]
 
 
-@pytest.mark.parametrize("path", [*CHANGES, *(path for path in LATER_ENDPOINTS if changes_engine(path))])
+@pytest.mark.parametrize("path", [*CHANGES, *(path for path in UNSUPPORTED_ENDPOINTS if changes_engine(path))])
 def test_pages_of_other_origins_change_nothing(path):
     client = FakeClient()
     for headers in FOREIGN:
@@ -79,7 +79,7 @@ def test_pages_of_other_origins_send_json_or_nothing(path):
     assert status(path, asks, "OPTIONS") == 200
 
 
-def test_reading_is_open_to_all_pages():
+def test_read_endpoints_are_open_to_all_origins():
     for path in ("/v1/models", "/health", "/server_info", "/docs", "/"):
         assert status(path, PAGE) == 200
 
@@ -135,7 +135,7 @@ def test_the_description_names_every_endpoint():
         (route.path.replace(":path", ""), method)
         for route in make_app(FakeClient()).routes
         for method in route.methods
-        if route.path not in LATER_ENDPOINTS
+        if route.path not in UNSUPPORTED_ENDPOINTS
     }
     assert described == {(path, method) for path, method in served if method != "HEAD"}
 

@@ -71,7 +71,7 @@ def test_stop_strings_cut_the_same_whatever_the_steps(per_step, streaming):
     want = next(n for n in range(20) if "are y" in client.tokenizer.decode(client.tokenizer.encode(TEXT, False)[:n]))
     assert out["meta_info"]["completion_tokens"] == len(out["output_ids"]) == want
     if per_step < 5:
-        assert client.closed_early == ["r"]  # the engine was told
+        assert client.closed_early == ["r"]  # the engine received the abort
 
 
 def test_no_stop_trim_keeps_the_stop_and_the_end_token_hidden():

@@ -26,8 +26,8 @@ from moe_engine.server.app import create_app
 from moe_engine.server.logprob_json import TokenJson
 from moe_engine.server.settings import ServerSettings
 from moe_engine.types import PackedLogprobs
+from tests.distributed.engine.test_client import FakeCore, client_of
 from tests.logprobs import Entry, pack
-from tests.many_ranks.test_client import FakeCore, client_of
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, events, post
 from tests.tokenizer.tiny_tokenizer import make_tokenizer
@@ -101,7 +101,7 @@ def test_all_shapes_are_those_of_the_numbers(
         assert all(values == [] for values in plain(form.fields([])).values())
 
 
-def test_without_a_tokenizer_ids_alone() -> None:
+def test_ids_only_without_a_tokenizer() -> None:
     options = LogprobOptions(None, 1, (), with_text=True)
     shown = rendered(TokenJson(None).native(options), pack([Entry(7, -0.5, ((7, -0.5),))]), 0)
     assert shown == {"token_logprobs": [[-0.5, 7, None]], "top_logprobs": [[[-0.5, 7, None]]]}
@@ -156,7 +156,7 @@ class Counted:
 @asynccontextmanager
 async def app_over(folder: Path) -> AsyncIterator[tuple[Any, FakeCore]]:
     async with client_of(folder, 1) as (client, (core,)):
-        core.boards[0].write(ready=1)
+        core.statuses[0].write(ready=1)
         yield create_app(Frontend(client, TOKENIZER), client, ServerSettings()), core
 
 
@@ -183,10 +183,10 @@ async def burst(core: FakeCore, num_sequences: int, steps: int, block: PackedLog
     ids=["60 streams", "n=128", "n=128 streamed"],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_other_tasks_have_turns_between_bounded_pieces_of_work(
+def test_other_tasks_run_between_bounded_parts_of_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, num_requests: int, options: dict[str, Any], steps: int
 ) -> None:
-    """A heartbeat counts what is rendered between two of its turns: at most one part for each sequence."""
+    """A background task counts the parts rendered between two of its iterations: at most one per sequence."""
     monkeypatch.setattr(inbox, "MAX_ENTRIES", 5 * (1 + TOP))
     counted, longest, beats = Counted(monkeypatch), 0, 0
     block = pack(entries(random.Random(1), 1, TOP))

@@ -99,7 +99,7 @@ class TestParsers:
         )
         assert got == ("why", "", [("get_weather", '{"city": "Paris"}')], "tool_calls")
 
-    def test_a_call_in_an_answer_that_was_cut_is_not_the_reason(self, per_step, stream):
+    def test_truncated_tool_call_is_not_the_finish_reason(self, per_step, stream):
         """The call may be cut too: a client must not run it as if the model had ended there."""
         tokens = len(FakeClient().tokenizer.encode("I look. " + CALL, False))
         for max_tokens, reason in ((tokens, "length"), (tokens - 2, "length"), (tokens + 1, "tool_calls")):
@@ -164,7 +164,7 @@ def test_native_stream_error_event():
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_hanging_up_aborts_at_once(path, body, stream):
+def test_disconnect_aborts_at_once(path, body, stream):
     client = FakeClient()
     client.delay = 0.02
     with real_server(client) as address:
@@ -185,7 +185,7 @@ def test_hanging_up_aborts_at_once(path, body, stream):
         assert httpx.get(address + "/health").status_code == 200
 
 
-def test_hanging_up_before_the_first_token():
+def test_disconnect_before_the_first_token():
     client = FakeClient()
     client.mute = True
     with real_server(client) as address:

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 
 from moe_engine import Engine
+from tests.distributed.engine.forms import Answer, Wanted, serve
 from tests.engine.harness import InProcessEngine, Scripted
-from tests.many_ranks.forms import Answer, Wanted, serve
 from tests.models.checkpoints import make_checkpoint
 
 PLAIN: dict[str, Any] = {

@@ -82,7 +82,7 @@ def install() -> None:
         import triton  # noqa: F401
     except ImportError:
         return
-    from tests.kernels_triton import interpreter
+    from tests.kernels.triton import interpreter
     from tests.simulated_cuda import kernels
 
     interpreter.install()

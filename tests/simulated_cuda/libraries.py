@@ -1,4 +1,4 @@
-"""Library calls on simulated devices: the emulators of `tests/vendors`, each call one launch that graphs record.
+"""Library calls on simulated devices: emulators of `tests/kernels/vendors`, each call one launch that graphs record.
 
 What an emulator computes with is the library's own affair, as what a kernel does is: it is given the memory of its
 tensors as the host's, and may read it.
@@ -16,7 +16,7 @@ from tests.simulated_cuda.memory import MEMORY
 
 
 class Calls:
-    """What `tests.vendors.tape.launched` hands the emulators' calls to."""
+    """What `tests.kernels.vendors.tape.launched` hands the emulators' calls to."""
 
     def launch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from tests.simulated_cuda.operators import Launch
@@ -65,9 +65,9 @@ def _tensors(result: Any) -> list[Tensor]:
 
 def install() -> None:
     """From now on emulators' calls are launches."""
+    from tests.kernels.vendors import flashinfer_emulator
+    from tests.kernels.vendors.tape import Tape
     from tests.simulated_cuda.streams import current
-    from tests.vendors import flashinfer_emulator
-    from tests.vendors.tape import Tape
 
     Tape.current = Calls()  # type: ignore[assignment]
     flashinfer_emulator.recording = lambda: current().capturing is not None

@@ -22,9 +22,9 @@ import torch  # noqa: E402
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA  # noqa: E402
 from moe_engine.worker import worker  # noqa: E402
 from tests.engine.harness import InProcessEngine, Scripted  # noqa: E402
+from tests.kernels.vendors import flashinfer_emulator  # noqa: E402
 from tests.simulated_cuda import kernels, libraries, streams  # noqa: E402
 from tests.speculation.agreeing import agreeing_checkpoint  # noqa: E402
-from tests.vendors import flashinfer_emulator  # noqa: E402
 
 LIMITS = {"max_total_tokens": 128, "context_length": 24, "max_running_requests": 2, "chunked_prefill_size": 8}
 GREEDY: dict[str, Any] = {"temperature": 0.0}

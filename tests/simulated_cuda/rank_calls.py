@@ -136,7 +136,7 @@ def exchanged(rank: int) -> list[list[float]]:
     """The worst errors of exchanges through symmetric memory, eager and replayed, without FP8 and with. Leaves torch's
     stream for recordings on the device that all ranks share in this."""
     device_of(0)
-    from tests.parallel import test_symm_mem_gpu
+    from tests.distributed.dispatch import test_symm_mem_gpu
 
     return [test_symm_mem_gpu.run(rank, fp8, 2) for fp8 in (False, True)]
 

@@ -48,13 +48,13 @@ def test_chains_of_drafts_recorded() -> None:
     found = outside("outside_engine", "drafts")
     check_answers(found)
     assert found["graphs"] == 4
-    assert found["waits"] and all("worker/batch/token_buffer.py" in wait for wait in found["waits"]), found["waits"]
+    assert found["waits"] and all("batch/token_buffer.py" in wait for wait in found["waits"]), found["waits"]
 
 
 def test_trees_of_drafts() -> None:
     found = outside("outside_engine", "tree")
     check_answers(found)
-    reads = ("worker/batch/token_buffer.py", "speculation/tree.py", "device_stream.py:")
+    reads = ("batch/token_buffer.py", "speculation/tree.py", "device_stream.py:")
     assert all(any(read in wait for read in reads) for wait in waits_of_ours(found)), waits_of_ours(found)
 
 

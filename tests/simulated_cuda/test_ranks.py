@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.ranks import Ranks
+from tests.distributed.dispatch.ranks import Ranks
 from tests.simulated_cuda import rank_calls
 from tests.simulated_cuda.install import COUNT
 

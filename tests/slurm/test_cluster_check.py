@@ -33,15 +33,15 @@ def plan(nodes: int, join_seconds: float = 20.0, engine_seconds: float = 0.0) ->
     return Plan(nodes, f"127.0.0.1:{free_port()}", hosts, join_seconds, engine_seconds)
 
 
-def follower(of: Plan, rank: int, heard: list[str], join_seconds: float = 20.0) -> Follower:
-    return Follower(rank, of.host, of.port, join_seconds, heard.append)
+def follower(of: Plan, rank: int, output: list[str], join_seconds: float = 20.0) -> Follower:
+    return Follower(rank, of.host, of.port, join_seconds, output.append)
 
 
 async def check(of: Plan, ranks: list[int]) -> tuple[Report, list[int]]:
     """The leader's report and the followers' exit codes."""
-    heard: list[str] = []
+    output: list[str] = []
     report, *codes = await asyncio.gather(
-        Leader(of, heard.append).run(), *(follower(of, rank, heard).run() for rank in ranks)
+        Leader(of, output.append).run(), *(follower(of, rank, output).run() for rank in ranks)
     )
     return report, codes
 
@@ -52,7 +52,7 @@ def test_nodes_and_links_in_order():
     assert all(node.slowest_link is not None and node.slowest_link > 0 for node in report.nodes)
 
 
-def test_a_missing_node_is_named_and_the_others_are_still_looked_at():
+def test_missing_node_is_named_and_others_are_checked():
     report, codes = asyncio.run(check(plan(4, join_seconds=0.5), [1, 3]))
     assert not report.ok and codes == [1, 1]
     assert [bool(node.problems) for node in report.nodes] == [False, False, True, False]
@@ -61,10 +61,10 @@ def test_a_missing_node_is_named_and_the_others_are_still_looked_at():
 
 
 def test_a_follower_names_a_leader_it_cannot_reach():
-    heard: list[str] = []
+    output: list[str] = []
     of = plan(2)
-    assert asyncio.run(follower(of, 1, heard, join_seconds=0.2).run()) == 1
-    assert "cannot reach node 0 at 127.0.0.1" in heard[-1] and "connection refused" in heard[-1]
+    assert asyncio.run(follower(of, 1, output, join_seconds=0.2).run()) == 1
+    assert "cannot reach node 0 at 127.0.0.1" in output[-1] and "connection refused" in output[-1]
 
 
 def test_two_nodes_with_the_same_number():
@@ -105,7 +105,7 @@ def test_the_majority_is_right_about_versions():
     assert set(facts.differences(nodes)) == {1, 2}
 
 
-def test_links_that_are_closed_silent_or_answered_by_somebody_else(monkeypatch):
+def test_closed_silent_and_foreign_links(monkeypatch):
     monkeypatch.setattr("moe_engine.cli.cluster_check.links.TRY_SECONDS", 0.3)
 
     async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -125,7 +125,7 @@ def test_links_that_are_closed_silent_or_answered_by_somebody_else(monkeypatch):
     ports, result = asyncio.run(go())
     assert [link.port for link in result.broken] == ports[1:]
     assert [link.reason for link in result.broken] == [
-        "another program answers there",
+        "another program listens there",
         "no answer within 0.3 s",
         "connection refused",
     ]
@@ -149,7 +149,7 @@ def test_a_node_that_vanishes_between_two_steps_is_named():
             except ConnectionLost:
                 await asyncio.sleep(0.02)
 
-    assert "lost while it tried its links: the connection was closed" in asyncio.run(go()).text()
+    assert "lost while testing its links: the connection was closed" in asyncio.run(go()).text()
 
 
 # -- the engine over the nodes
@@ -163,7 +163,7 @@ def test_the_trial_engine_fits_any_number_of_nodes(nodes):
 
 
 class Part(EngineProcess):
-    """Stands for a node's part of the engine: `endings` by node are what it prints and its exit code."""
+    """Stands in for a node's part of the engine. `endings`: output and exit code by node."""
 
     endings: dict[int, tuple[str, int]]
 
@@ -182,10 +182,10 @@ class Part(EngineProcess):
         ("", {}, "\nOK"),
         ("the engine answered 'Rome'", {}, "FAILED the engine answered 'Rome'"),
         ("", {2: ("rank 2 fell over", 3)}, "The engine's last lines on {host}:\n    rank 2 fell over"),
-        ("the engine ended while starting", {0: ("TP1 is lost", 1), 1: ("leaves", 1)}, "    TP1 is lost"),
+        ("the engine exited during startup", {0: ("TP1 is lost", 1), 1: ("leaves", 1)}, "    TP1 is lost"),
     ],
 )
-def test_what_becomes_of_the_engine_is_judged(monkeypatch, wrong, endings, expected):
+def test_engine_results_are_evaluated(monkeypatch, wrong, endings, expected):
     async def ask(engine, http_port, seconds):
         await asyncio.sleep(0.1)
         return wrong
@@ -204,11 +204,11 @@ def test_what_becomes_of_the_engine_is_judged(monkeypatch, wrong, endings, expec
     ]
 
 
-def test_an_engine_that_ends_or_lies_is_no_engine(monkeypatch):
+def test_exited_or_wrong_engine_fails(monkeypatch):
     class Engine:
         running = False
 
-    assert asyncio.run(engine_trial.ask(Engine(), free_port(), 5.0)) == "the engine ended while starting"
+    assert asyncio.run(engine_trial.ask(Engine(), free_port(), 5.0)) == "the engine exited during startup"
     monkeypatch.setattr(engine_trial, "_healthy", lambda url: True)
     monkeypatch.setattr(engine_trial, "_chat", lambda url: "Rome, I think.")
     assert "answered 'Rome, I think.'" in asyncio.run(engine_trial.ask(Engine(), 1, 5.0))
@@ -238,7 +238,7 @@ def test_the_command_on_two_nodes_given_by_flags():
     ("arguments", "message"),
     [
         (["--nnodes", "2"], "needs --dist-init-addr"),
-        (["--nnodes", "2", "--node-rank", "2"], "--node-rank 2: with --nnodes 2 it is 0 to 1"),
+        (["--nnodes", "2", "--node-rank", "2"], "--node-rank 2: must be 0 to 1 with --nnodes 2"),
     ],
 )
 def test_wrong_flags_of_the_command(arguments, message, capsys):

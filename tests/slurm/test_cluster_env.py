@@ -1,4 +1,4 @@
-"""What SLURM's and torchrun's environments say about a process's place, and what they must not make us believe."""
+"""Node and rank from SLURM's and torchrun's environments, including misleading ones."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_torchrun_on_one_node():
         {"PATH": "/usr/bin", "MASTER_ADDR": "node1", "MASTER_PORT": "29500", "WORLD_SIZE": "8"},
         without(STEP, "SLURM_STEP_ID"),  # the batch script
         without(STEP, "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID"),  # salloc's shell
-        {**STEP, "SLURM_STEP_ID": str(0xFFFFFFFB)},  # the batch script, where it says so
+        {**STEP, "SLURM_STEP_ID": str(0xFFFFFFFB)},  # the batch script's step id
         {**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA)},  # an interactive step
         {**STEP, "SLURM_PTY_PORT": "40001"},  # srun --pty bash
     ],
 )
-def test_places_to_start_things_from_are_no_places(environ):
+def test_launcher_shells_are_not_steps(environ):
     assert find_place(environ) is None
 
 
@@ -109,18 +109,18 @@ def test_ports_of_jobs_steps_and_restarts_differ():
         ({**STEP, "SLURM_NODEID": "x"}, "SLURM_NODEID='x' is not a whole number"),
         ({**STEP, "SLURM_STEP_NUM_NODES": "0"}, "SLURM_STEP_NUM_NODES='0' is not a whole number from 1 up"),
         ({**STEP, "SLURM_STEP_NUM_NODES": "5"}, "SLURM_STEP_NODELIST=node[2-4,6] names 4 nodes, but "),
-        ({**STEP, "SLURM_STEP_NODELIST": "node[2-"}, "SLURM_STEP_NODELIST='node[2-' is no node list"),
+        ({**STEP, "SLURM_STEP_NODELIST": "node[2-"}, "SLURM_STEP_NODELIST='node[2-' is not a node list"),
         (without(STEP, "SLURM_LOCALID"), "SLURM_LOCALID is not set"),
         (without(STEP, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), "SLURM_STEP_NODELIST is not set"),
-        ({**STEP, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({**STEP, "MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         ({**STEP, "SLURM_JOB_ID": "\u0661"}, "SLURM_JOB_ID="),
-        ({**TORCHRUN, "WORLD_SIZE": "12"}, "WORLD_SIZE=12 is no multiple of LOCAL_WORLD_SIZE=8"),
+        ({**TORCHRUN, "WORLD_SIZE": "12"}, "WORLD_SIZE=12 is not a multiple of LOCAL_WORLD_SIZE=8"),
         ({**TORCHRUN, "GROUP_RANK": "2"}, "GROUP_RANK=2 does not fit"),
         ({**TORCHRUN, "LOCAL_RANK": "8"}, "LOCAL_RANK=8 does not fit LOCAL_WORLD_SIZE=8"),
         (without(TORCHRUN, "MASTER_ADDR"), "MASTER_ADDR is not set"),
     ],
 )
-def test_what_is_wrong_is_named(environ, message):
+def test_invalid_environment_is_named(environ, message):
     with pytest.raises(ConfigError) as error:
         find_place(environ)
     assert message in str(error.value)
@@ -192,7 +192,7 @@ def test_any_text_gives_hosts_or_the_error_for_it(text):
 
 @pytest.fixture(scope="module")
 def scontrol_environ(tmp_path_factory):
-    """The least configuration that scontrol asks for before it reads a list; it contacts nobody."""
+    """The minimal configuration that scontrol needs to expand a node list, without a controller."""
     conf = tmp_path_factory.mktemp("slurm") / "slurm.conf"
     conf.write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=n1\nPartitionName=p Nodes=n1\n")
     return {**os.environ, "SLURM_CONF": str(conf)}

@@ -125,7 +125,7 @@ def test_all_tasks_of_a_job_get_one_secret_that_no_command_line_shows(shell: She
     assert secrets[0] != secrets[1]
 
 
-def test_a_secret_that_is_set_already_wins(shell: Shell) -> None:
+def test_preset_secret_is_kept(shell: Shell) -> None:
     shell.program(shell.bin / "moe-engine")
     shell.run("smoke.sbatch", MOE_ENGINE_DIST_SECRET="set-by-the-user")
     assert "secret set-by-the-user:" in shell.log.read_text()

@@ -1,4 +1,4 @@
-"""serve.sbatch and bench.sbatch, unchanged, under a real slurmctld: what the scripts promise in their heads."""
+"""serve.sbatch and bench.sbatch, unchanged, under a real slurmctld: the behaviour promised in their headers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_node_rank_that_the_batch_shell_expanded_ends_the_start_on_all_nodes(c
     assert "Traceback" not in job.log
 
 
-def test_a_dead_rank_sends_the_job_back_to_the_queue_so_many_times(cluster):
+def test_dead_rank_requeues_the_job_up_to_the_limit(cluster):
     def kill_rank() -> None:
         cluster.run("pkill", "-KILL", "-f", "moe_engine.cluster.rank_main", host="node2")
 

@@ -1,7 +1,7 @@
-"""Speculation beside everything else that an engine can do: the same tokens as without it.
+"""Speculation combined with all other features of the engine: the same tokens as without it.
 
-A case is one value of each factor below. It runs a script of requests on a tiny checkpoint and is held against the
-script run without speculation, aborts and limits.
+A case is one value of each factor below. It runs a script of requests on a tiny checkpoint and is compared with the
+same script without speculation, aborts and limits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "depth": (1, 2, 3, 4, "auto"),
     "topk": (1, 2, 4),
     "nodes": ("all", "half"),
-    "requests": ("greedy", "sampled", "wishes"),
+    "requests": ("greedy", "sampled", "processors"),
     "shared": (False, True),  # prefixes
     "logprobs": (False, True),
     "radix": (True, False),
@@ -41,7 +41,7 @@ VOCAB_SIZE, ORDINARY = 320, 250  # token ids from 250 on are special
 
 
 def allowed(case: Case) -> bool:
-    """Trees need probabilities and a fixed depth, only trees have nodes to leave out, and only chunks mix."""
+    """Valid combinations: trees need probabilities and a fixed depth, only trees can drop nodes, only chunks mix."""
     chain_only = case.get("drafter") == "ngram" or case.get("depth") == "auto"
     if case.get("topk", 1) > 1 and chain_only:
         return False
@@ -52,7 +52,7 @@ def allowed(case: Case) -> bool:
 
 @dataclass(frozen=True)
 class Scale:
-    """How much a case runs: requests, and tokens that each may bring; slots of a pool that is too small for them."""
+    """Size of a case: requests, and max new tokens of each; slots of a pool that is too small for them."""
 
     num_requests: int
     max_new_tokens: int
@@ -61,7 +61,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case came to: requests that differ (rid: how), and what speculation and scheduler did."""
+    """Result of a case: requests that differ (rid: how), and counts of speculation and scheduler."""
 
     differences: dict[str, str]
     speculation: SpecStats
@@ -69,7 +69,7 @@ class Outcome:
 
 
 class Matrix:
-    """The checkpoints, and the answers without speculation, which cases share."""
+    """The checkpoints, and the answers without speculation, shared by cases."""
 
     def __init__(self, folder: Path, scale: Scale, seed: int) -> None:
         self._folder, self._scale, self._seed = folder, scale, seed
@@ -165,7 +165,7 @@ class Matrix:
             sampling: dict[str, Any] = {"temperature": 0.0}
             if requests != "greedy" and i % 2:
                 sampling = {"temperature": 0.9, "top_p": rng.choice([1.0, 0.9]), "top_k": rng.choice([-1, 20])}
-            if requests == "wishes" and i % 5:
+            if requests == "processors" and i % 5:
                 sampling |= _wish(rng, max_new_tokens)
             script.append(
                 Scripted(
@@ -182,18 +182,18 @@ class Matrix:
 
 def _wish(rng: random.Random, max_new_tokens: int) -> dict[str, Any]:
     stop = rng.sample(range(VOCAB_SIZE), 20)
-    wishes: list[dict[str, Any]] = [
+    processors: list[dict[str, Any]] = [
         {"frequency_penalty": 0.7, "presence_penalty": 0.4},
         {"repetition_penalty": 1.4, "logit_bias": {str(rng.randrange(VOCAB_SIZE)): 4.0}},
         {"stop_token_ids": stop},
         {"stop_token_ids": stop, "min_new_tokens": rng.randint(1, max_new_tokens)},
         {"ignore_eos": True, "frequency_penalty": -0.5},
     ]
-    return rng.choice(wishes)
+    return rng.choice(processors)
 
 
 def _difference(item: Scripted, found: Answer, expected: Answer) -> str:
-    """How an answer is not the expected one (of an aborted request: its beginning); empty if it is."""
+    """The difference of an answer from the expected one (of an aborted request: its beginning); empty if equal."""
     tokens, logprobs = expected.token_ids, expected.logprobs
     if item.aborted_at is not None and found.finish is not None and found.finish["type"] == "abort":
         tokens = tokens[: len(found.token_ids)]

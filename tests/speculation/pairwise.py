@@ -1,4 +1,4 @@
-"""Few combinations of many settings, such that every two settings meet: a greedy pairwise cover."""
+"""Pairwise testing: few combinations of many settings that cover every pair of settings (greedy)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ _TRIES = 20
 
 
 def pairs_of(combination: Mapping[str, Any], names: Sequence[str]) -> set[tuple[Setting, Setting]]:
-    """The pairs of settings that meet in a combination, each in the order of `names`."""
+    """The pairs of settings of a combination, each in the order of `names`."""
     return {((a, combination[a]), (b, combination[b])) for a, b in combinations(names, 2)}
 
 
 def pairwise_cover(factors: Mapping[str, Sequence[Any]], allowed: Allowed, seed: int = 0) -> list[dict[str, Any]]:
-    """Combinations of one value a factor in which every two values that may meet do.
+    """Combinations of one value per factor that cover every allowed pair of values.
 
-    A combination begins with a pair that has not met yet; factor by factor, in random order, it takes the value that
-    brings the most new pairs. Of some such attempts the best is kept.
+    A combination starts with an uncovered pair; factor by factor, in random order, it takes the value that covers the
+    most new pairs. The best of several such attempts is used.
 
     Args:
-        allowed: tells from any part of a combination whether it may be; what it allows of a part it must be possible to
-            complete.
+        allowed: whether a partial combination is valid; every valid partial combination must be completable.
     """
     names = list(factors)
     rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Which drafts are accepted, against a walk in plain Python over random chains and trees."""
+"""Acceptance of drafts, against a walk in plain Python over random chains and trees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_engine.worker.speculation.acceptance import accept, accept_chains, force
 
-VOCAB = 4  # so small that drafts are often right
+VOCAB = 4  # so small that drafts are often accepted
 BROKEN = -1
 
 
@@ -22,7 +22,7 @@ def random_parents(rng: np.random.Generator, num_requests: int, num_nodes: int) 
 
 
 def distinct_siblings(rng: np.random.Generator, parents: np.ndarray) -> np.ndarray:
-    """Drafts [D, N]; those below one node differ, as far as the vocabulary goes, and the others are absent."""
+    """Drafts [D, N]; children of a node differ, up to the size of the vocabulary, and further ones are absent."""
     drafts = np.full(parents.shape, -1)
     for d, row in enumerate(parents):
         used: dict[int, list[int]] = {}
@@ -43,7 +43,7 @@ def check_walk(
     depth: int,
     found: tuple[list[int], int, list[int]],
 ) -> None:
-    """`found` (tokens, count, path) of one tree is what the definition says. Of several forced drafts any will do."""
+    """Checks `found` (tokens, count, path) of one tree by definition. Of several forced drafts any is valid."""
     tokens, count, path = found
     node, accepted = 0, 0
     for step in range(depth + 1):
@@ -70,7 +70,7 @@ def check_walk(
     some_forced=st.booleans(),
     broken=st.sampled_from([0.0, 0.1]),
 )
-def test_accept_is_the_walk(
+def test_accept_equals_the_walk(
     seed: int, num_requests: int, num_nodes: int, chains: bool, some_forced: bool, broken: float
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -98,8 +98,8 @@ def test_accept_is_the_walk(
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), num_requests=st.integers(0, 9), depth=st.integers(0, 6), broken=st.booleans())
-def test_chains_as_arrays_and_as_tensors_are_the_walk(seed: int, num_requests: int, depth: int, broken: bool) -> None:
-    """Of nodes that repeat the last of a shorter chain, too: their draft is -1."""
+def test_chains_as_arrays_and_as_tensors_equal_the_walk(seed: int, num_requests: int, depth: int, broken: bool) -> None:
+    """Also with nodes that repeat the last one of a shorter chain: their draft is -1."""
     rng = np.random.default_rng(seed)
     shape = (num_requests, depth + 1)
     sampled, drafts = rng.integers(-1 if broken else 0, 2, shape), rng.integers(0, 2, shape)
@@ -126,8 +126,8 @@ def test_a_chain_is_a_tree_without_branches() -> None:
 
 
 @pytest.mark.parametrize(("single", "acc"), [(1.0, 0.5), (0.4, 1.0), (0.7, 0.3), (1.0, 1.0)])
-def test_forced_drafts_bring_the_chance_to_what_the_thresholds_say(single: float, acc: float) -> None:
-    """Equality accepts a draft of probability p with chance p; with what `force` adds it is min(1, p / acc), and 1 from
+def test_forced_drafts_reach_the_probability_of_the_thresholds(single: float, acc: float) -> None:
+    """Equality accepts a draft of probability p with probability p; with `force` it is min(1, p / acc), and 1 from
     `single` on."""
     draws = 40_000
     generator = torch.Generator().manual_seed(5)

@@ -1,7 +1,7 @@
-"""Speculation changes no draw: every position has the target's distribution, whatever the drafts were.
+"""Speculation changes no sample: every position has the target's distribution, for any drafts.
 
-Drafters here are unlike the target, so that some drafts are accepted and most are not. Lossy acceptance takes exactly
-as many drafts more as its thresholds say.
+Drafters here differ from the target, so that few drafts are accepted. Lossy acceptance accepts exactly as many more
+drafts as its thresholds define.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TREE = SpeculationConfig("standalone", 3, topk=2, num_draft_tokens=6)
 
 
 def limit(freedom: int) -> float:
-    """A chi-square that is passed by chance once in 300 000 times (Wilson and Hilferty)."""
+    """The chi-square quantile that is exceeded by chance once in 300 000 times (Wilson and Hilferty)."""
     return freedom * (1 - 2 / (9 * freedom) + 4.5 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
@@ -105,7 +105,7 @@ def test_draw_for_draw_as_without_drafts(drafter: type[ToyDrafter], config: Spec
 
 
 def first_drafts(steps: list[Step], drafter: ToyDrafter) -> dict[tuple[int, int, int], list[bool]]:
-    """Of every step with drafts: (token before, last token, draft) -> whether the draft was accepted, each time."""
+    """For every step with drafts: (token before, last token, draft) -> whether the draft was accepted, each time."""
     texts: dict[int, list[int]] = {}
     found: dict[tuple[int, int, int], list[bool]] = {}
     for step in steps:
@@ -122,7 +122,7 @@ def first_drafts(steps: list[Step], drafter: ToyDrafter) -> dict[tuple[int, int,
 
 
 @pytest.mark.parametrize(("single", "acc"), [(1.0, 1.0), (1.0, 0.4), (0.3, 1.0), (0.5, 0.7)])
-def test_thresholds_accept_as_often_as_they_say(single: float, acc: float) -> None:
+def test_thresholds_accept_with_their_probability(single: float, acc: float) -> None:
     params = SamplingParams(temperature=0.9, ignore_eos=True)
     config = SpeculationConfig("standalone", 1, accept_threshold_single=single, accept_threshold_acc=acc)
     table = random_table(VOCAB, seed=13, spread=1.2)
@@ -141,8 +141,8 @@ def test_thresholds_accept_as_often_as_they_say(single: float, acc: float) -> No
     assert freedom >= 10 and chi_square < limit(freedom)
 
 
-def test_thresholds_change_no_greedy_request_and_siblings_are_judged_apart() -> None:
-    """Greedy requests stay exact; and of two siblings each is accepted with a chance of its own."""
+def test_thresholds_change_no_greedy_request_and_siblings_are_independent() -> None:
+    """Greedy requests stay exact; two siblings are accepted independently."""
     table = random_table(VOCAB, seed=14)
     lossy = SpeculationConfig("standalone", 3, 2, 6, accept_threshold_single=0.2, accept_threshold_acc=0.2)
     plain, drafted = (make_requests(40, PROMPT, 17, SamplingParams(temperature=0.0)) for _ in range(2))

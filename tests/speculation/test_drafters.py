@@ -1,5 +1,5 @@
-"""Drafters with a model must tell it the text, whatever was accepted, cut, shared or retracted: one that knows what the
-target says is then always right. The toy models check what they see in their caches."""
+"""Drafters with a model must pass it the correct context, whatever was accepted, chunked, shared or retracted: an exact
+model is then always accepted. The toy models check the contents of their KV caches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MAKERS = {"standalone": exact_standalone, "mtp 1": exact_mtp(1), "mtp 2": exact_
 
 
 def requests_of(seed: int, temperature: float) -> list[Request]:
-    """Some share the beginning of their prompts; they arrive at once."""
+    """Some prompts share a prefix; all requests arrive at once."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, VOCAB, 14).tolist()
     sampling = SamplingParams(temperature=temperature)
@@ -61,7 +61,7 @@ def method_of(name: str) -> str:
 
 
 def run(make: MakeDrafter, config: SpeculationConfig, page_size: int, limits: str, temperature: float) -> ToyEngine:
-    """Checks the tokens against those without drafts. Returns the engine, for its numbers."""
+    """Checks the tokens against those without drafts. Returns the engine, for its statistics."""
     table = random_table(VOCAB, seed=page_size)
     engine = ToyEngine(table, config, make, page_size=page_size, **LIMITS[limits])
     plain, drafted = requests_of(page_size, temperature), requests_of(page_size, temperature)
@@ -85,10 +85,10 @@ def test_exact_chains_are_always_accepted(
 
 @pytest.mark.parametrize(("depth", "topk", "nodes", "limits", "temperature"), TREES)
 @pytest.mark.parametrize("name", MAKERS)
-def test_exact_trees_hold_what_will_be_said(
+def test_exact_trees_contain_the_next_tokens(
     name: str, depth: int, topk: int, nodes: int, limits: str, temperature: float
 ) -> None:
-    """As far as they have nodes for it: what will be said is among the best, not always the best of all."""
+    """As far as they have nodes: the next token is among the best, not always the best."""
     config = SpeculationConfig(method_of(name), depth, topk, nodes)
     stats = run(MAKERS[name], config, 4, limits, temperature).scheduler.stats().speculation
     assert stats is not None and stats.accepted[0] == stats.proposed[0]
@@ -96,8 +96,8 @@ def test_exact_trees_hold_what_will_be_said(
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_two_requests_of_one_row_are_kept_apart(name: str) -> None:
-    """Rows are used again and again; what a drafter kept of the request before is void."""
+def test_two_requests_of_one_row_are_independent(name: str) -> None:
+    """Rows are reused; a drafter's state of the previous request is dropped."""
     config = SpeculationConfig(method_of(name), 3)
     engine = ToyEngine(random_table(VOCAB, seed=5), config, MAKERS[name], max_rows=1, disable_radix_cache=True)
     requests = [dataclasses.replace(r, rid=f"{i}") for i, r in enumerate(requests_of(9, 0.0))]
@@ -107,8 +107,8 @@ def test_two_requests_of_one_row_are_kept_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize(("topk", "nodes"), [(1, 4), (2, 11)])
-def test_a_draft_model_that_is_the_target_is_right(tmp_path: Path, topk: int, nodes: int) -> None:
-    """With real layers: what differs is only the order of sums, and for trees what they have no nodes for."""
+def test_drafts_of_the_target_itself_are_accepted(tmp_path: Path, topk: int, nodes: int) -> None:
+    """With real layers: only the order of summation differs, and trees lack some nodes."""
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", seed=topk)
     engine = InProcessEngine(
         path, tmp_path / "board", dtype="float32", max_total_tokens=2048, max_running_requests=8, cpu_threads=1,

@@ -1,5 +1,5 @@
-"""A chain drafted in one call of a kernel, and a whole step in one call, are those of the separate calls: draft for
-draft, token for token."""
+"""A chain drafted in one kernel call, and a fused step, equal those of separate calls: draft for draft, token for
+token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _script(num_requests: int, temperature: float) -> list[Scripted]:
 
 
 class Ways:
-    """An engine whose steps are run as one call (`whole`), with chains as one (`chain`), or part by part (`parts`)."""
+    """An engine with fused steps (`whole`), with fused chains (`chain`), or with separate calls (`parts`)."""
 
     def __init__(self, path: Path, folder: Path, dtype: str, **flags: Any) -> None:
         settings = {"speculative_num_steps": 4, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 5}
@@ -48,18 +48,18 @@ class Ways:
         )
         self._step = self.engine.worker.runner.speculation
         self._layers = self._step.drafter.layers
-        self._whole, self._fused = self._step._whole, self._layers._fused
-        self.num_whole = 0
-        if self._whole is not None:
-            run = self._whole.run
-            self._whole.run = lambda *args: self._count() or run(*args)
+        self._fused_step, self._fused = self._step._fused, self._layers._fused
+        self.num_fused_steps = 0
+        if self._fused_step is not None:
+            run = self._fused_step.run
+            self._fused_step.run = lambda *args: self._count() or run(*args)
 
     def _count(self) -> None:
-        self.num_whole += 1
+        self.num_fused_steps += 1
 
     def run(self, way: str, script: list[Scripted]) -> tuple[list[Any], list[int], list[int]]:
-        """Tokens and log-probabilities of each answer, and how many drafts were proposed and accepted by position."""
-        self._step._whole = self._whole if way == "whole" else None
+        """Tokens and log-probabilities of each answer, and proposed and accepted drafts by position."""
+        self._step._fused = self._fused_step if way == "whole" else None
         self._layers._fused = None if way == "parts" else self._fused
         answers = self.engine.run(script).values()
         stats = self.engine.scheduler.stats().speculation
@@ -81,18 +81,18 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ways]:
 def test_the_same_drafts(demo: Ways) -> None:
     for temperature in (0.0, 0.8):
         script = _script(5, temperature)
-        before = demo.num_whole
+        before = demo.num_fused_steps
         whole, chain, parts = (demo.run(way, script) for way in ("whole", "chain", "parts"))
         assert whole == chain == parts
-        assert demo.num_whole > before, "no step was run whole"
-        assert whole[2][0] > 0, "no draft was ever right: the comparison says little"
+        assert demo.num_fused_steps > before, "no step was run whole"
+        assert whole[2][0] > 0, "no draft was accepted: the comparison is not meaningful"
         plain = [answer.token_ids for answer in demo.engine.run(script, speculation=None).values()]
         exact = demo.engine.config.dtype == "float32"
         assert not exact or [tokens for tokens, _ in whole[0]] == plain, "drafts changed an answer"
 
 
 def test_steps_in_one_call_are_recorded(tmp_path: Path) -> None:
-    """Nothing is unfused for it, and the model's passes are counted as they are part by part."""
+    """Steps stay fused, and the model's passes are counted as with separate calls."""
     ways = Ways(CHECKPOINT_DIR, tmp_path, "float32", expert_distribution_recorder_mode="stat")
     try:
         if not ways._layers.fuses_drafts:
@@ -100,9 +100,9 @@ def test_steps_in_one_call_are_recorded(tmp_path: Path) -> None:
         found = []
         for way in ("whole", "parts"):
             ways.engine.worker.call_all("start_experts").result()
-            before = ways.num_whole
+            before = ways.num_fused_steps
             answers = ways.run(way, _script(3, 0.8))
-            assert (ways.num_whole > before) == (way == "whole")
+            assert (ways.num_fused_steps > before) == (way == "whole")
             (part,) = ways.engine.worker.call_all("dump_experts").result()
             counts = unpack_counts(part)
             assert part["pass_ids"] == list(range(part["pass_ids"][0], part["pass_ids"][0] + len(counts)))
@@ -115,8 +115,8 @@ def test_steps_in_one_call_are_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("demo", ["float32"], indirect=True)
-def test_steps_that_ask_for_more_are_run_in_parts(demo: Ways) -> None:
-    """Log-probabilities, penalties, an end token that a draft may hold: what one call cannot do it is not asked for."""
+def test_steps_with_further_features_are_not_fused(demo: Ways) -> None:
+    """Log-probabilities, penalties, end tokens among drafts: steps with unsupported features are not fused."""
     asked = _script(6, 0.7)
     asked[0].logprob = True
     asked[1].sampling |= {"frequency_penalty": 0.5}
@@ -125,11 +125,11 @@ def test_steps_that_ask_for_more_are_run_in_parts(demo: Ways) -> None:
     asked[3].sampling |= {"ignore_eos": False, "min_new_tokens": 6, "stop_token_ids": free}
     whole, parts = (demo.run(way, asked) for way in ("whole", "parts"))
     assert whole == parts
-    assert demo.num_whole
+    assert demo.num_fused_steps
     assert len(whole[0][2][0]) < 24, "the end token never came"
 
 
-def test_layers_that_take_turns(tmp_path: Path) -> None:
+def test_two_mtp_layers(tmp_path: Path) -> None:
     """Two MTP layers: their chain is one call, the step is not."""
     path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=5, num_mtp_layers=2)
     ways = Ways(path, tmp_path, "float32")
@@ -139,6 +139,6 @@ def test_layers_that_take_turns(tmp_path: Path) -> None:
         for temperature in (0.0, 0.8):
             whole, chain, parts = (ways.run(way, _script(5, temperature)) for way in ("whole", "chain", "parts"))
             assert whole == chain == parts
-        assert not ways.num_whole
+        assert not ways.num_fused_steps
     finally:
         ways.engine.close()

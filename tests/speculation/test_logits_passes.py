@@ -1,4 +1,4 @@
-"""Logits made and sampled a few rows at a time: the answers of steps that make one pass, with every drafter."""
+"""Logits computed and sampled in several passes: the same answers as in one pass, with every drafter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ WISHES: list[dict[str, Any]] = [
 
 
 class Counting(LogitsPasses):
-    """Notes the rows of every pass."""
+    """Records the rows of every pass."""
 
     def over(self, head: Head, hidden: Tensor, sizes: Any, work: Work) -> list:
         def noted(part: slice, logits: Tensor) -> Any:

@@ -1,5 +1,5 @@
-"""Every two of speculation's neighbours together, on tiny checkpoints: see `matrix`. The long form is
-``python -m benchmarks.speculation_matrix``."""
+"""Speculation with every pair of other features, on tiny checkpoints: see `matrix`. The long form is
+``python -m tests.speculation.all_cases``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_cover_has_every_allowed_pair_and_nothing_else() -> None:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[tuple[dict[str, Any], Outcome]]:
-    """Of the cases run so far."""
+    """Counts of the cases run so far."""
     return []
 
 
@@ -46,7 +46,7 @@ def test_same_tokens_as_without_speculation(matrix: Matrix, outcomes: list, case
 
 
 def test_something_was_accepted_and_something_retracted(outcomes: list) -> None:
-    """Otherwise the cases would have shown little."""
+    """Otherwise the cases would not be meaningful."""
     if len(outcomes) < len(CASES):
         pytest.skip("needs all cases before it")
     accepted = {case["drafter"]: 0 for case, _ in outcomes}

@@ -1,4 +1,4 @@
-"""A worker's memory over the life of an engine: nothing stays, and no step takes more than the ledger holds for it."""
+"""A worker's memory over a whole run: nothing leaks, and no step takes more than the ledger counts for it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.speculation.agreeing import agreeing_checkpoint
 VOCAB, ROWS_AT_ONCE = 50000, 16
 SCRATCH = 1 << 20
 STAYS = 4096
-"""Bytes of small things that may change from life to life: which rows were decoded last."""
+"""Bytes of small state that may differ between runs, such as the last decoded rows."""
 
 
 def _transient(config: ResolvedConfig) -> int:
-    """What steps take and give back. The constants of sampling are those of this test."""
+    """The ledger's memory that steps allocate and free. The constants of sampling are those of this test."""
     rows = {row.name: row.num_bytes for row in config.ledger.rows}
     sampling = sizes.sampling_bytes(VOCAB, ROWS_AT_ONCE, SCRATCH, 0) - sizes.EDIT_BYTES + SCRATCH
     return rows["activations"] + rows.get("draft scratch", 0) + sampling
@@ -34,11 +34,11 @@ def _transient(config: ResolvedConfig) -> int:
 @pytest.mark.parametrize(
     ("drafter", "kernels"), [*((name, "torch") for name in passes.DRAFTERS), ("none", "auto"), ("nextn chain", "auto")]
 )
-def test_a_life_takes_what_the_ledger_holds(
+def test_a_whole_run_takes_what_the_ledger_counts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drafter: str, kernels: str
 ) -> None:
-    """Penalties, biases, least lengths, log-probabilities of prompts and answers, every way of sampling. A vocabulary
-    beside which the tiny model is small shows every row of logits too many."""
+    """Penalties, biases, min_new_tokens, log-probabilities of prompts and answers, every kind of sampling. The
+    vocabulary is large compared with the tiny model, so that every superfluous row of logits is visible."""
     for module in (penalties, logit_edits):
         monkeypatch.setattr(module, "EDIT_BYTES", SCRATCH)
     monkeypatch.setattr(reference, "CACHED_ELEMENTS", SCRATCH // 40)

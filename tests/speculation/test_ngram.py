@@ -1,4 +1,4 @@
-"""Prompt lookup against a search with Python lists, on the host and as on an accelerator."""
+"""Prompt lookup (n-grams) against a search with Python lists, on the host and as on an accelerator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STREAMS = {"host": DeviceStream("cpu"), "device": FakeAccelerator()}
 
 
 def naive(text: list[int], min_match: int, max_match: int, depth: int) -> list[int]:
-    """What stands behind the latest of the longest earlier matches of the text's end; -1 where the text ends."""
+    """Tokens behind the latest of the longest earlier matches of the text's end; -1 beyond the text."""
     for size in range(min(max_match, len(text) - 1), min_match - 1, -1):
         wanted = text[len(text) - size :]
         for end in range(len(text) - 1, size - 1, -1):
@@ -37,7 +37,7 @@ def naive(text: list[int], min_match: int, max_match: int, depth: int) -> list[i
 
 
 def history_of(texts: list[list[int]], stale: int, stream: DeviceStream, width: int = WIDTH) -> TokenBuffer:
-    """Rows whose text is known; behind it `stale` tokens that were tried and given up."""
+    """Rows with known text; behind it `stale` tokens of rejected drafts."""
     history = TokenBuffer(len(texts), width, stream)
     history.tokens.fill_(stale)
     for row, text in enumerate(texts):
@@ -98,10 +98,10 @@ def test_match_is_the_naive_search(
     ("text", "expected"),
     [
         ([7, 8, 9, 4, 7, 8], [9, 4, 7]),
-        ([5, 5, 5, 5], [5, -1, -1]),  # the match may overlap the end it looks for
+        ([5, 5, 5, 5], [5, -1, -1]),  # the match may overlap the searched end
         ([1, 2, 3], [-1, -1, -1]),
         ([1, 2, 6, 1, 2, 7, 1, 2], [7, 1, 2]),  # the latest of equal ones
-        ([3, 1, 2, 6, 1, 2, 7, 3, 1, 2], [6, 1, 2]),  # a longer one beats a later one
+        ([3, 1, 2, 6, 1, 2, 7, 3, 1, 2], [6, 1, 2]),  # a longer match is preferred to a later one
         ([9, 9, 4, 1], [-1, -1, -1]),
         ([1], [-1, -1, -1]),
     ],
@@ -111,9 +111,9 @@ def test_examples(text: list[int], expected: list[int], where: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_over_a_whole_life(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """Prompts in chunks, rejected drafts, retractions, rows that are used again, and requests that come with outputs:
-    what is drafted follows from the request's own tokens alone."""
+def test_over_a_whole_run(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Chunked prompts, rejected drafts, retractions, reused rows, and requests that arrive with outputs: drafts depend
+    only on the request's own tokens."""
     pick = np.random.default_rng(seed)
     texts: dict[int, list[int]] = {}
     proposed: list[bool] = []
@@ -153,7 +153,7 @@ def test_over_a_whole_life(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         )
         for i in range(24)
     ]
-    requests[3].output_ids = [1, 2, 1]  # begun elsewhere
+    requests[3].output_ids = [1, 2, 1]  # started on another rank
     steps = engine.run(requests)
     assert len(proposed) > 60 and any(proposed) and not all(proposed)
     entered = [new.rid for step in steps for new in step.plan.new_rows]
@@ -161,7 +161,7 @@ def test_over_a_whole_life(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
 
 def test_scratch_memory_does_not_grow_with_the_texts() -> None:
-    """Both searches take what the ledger holds for them, whatever the lengths."""
+    """Both searches take the ledger's memory, for any lengths."""
     pick = np.random.default_rng(0)
     texts = [pick.integers(0, 50, 200_000).tolist() for _ in range(12)]
     lengths = np.array([len(text) - 1 for text in texts])

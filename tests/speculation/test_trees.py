@@ -1,4 +1,4 @@
-"""Draft trees: their masks and levels, and growing them, against plain Python."""
+"""Draft trees: masks, levels and construction, against plain Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def random_forest(rng: np.random.Generator, num_trees: int, num_nodes: int, root
 
 
 def ancestors(parents: list[int], node: int) -> list[int]:
-    """The node itself, what is above it, up to a root."""
+    """The node and its ancestors up to a root."""
     line = [node]
     while parents[line[-1]] >= 0:
         line.append(parents[line[-1]])
@@ -58,7 +58,7 @@ def test_levels_count_the_ancestors(num_nodes: int) -> None:
 
 
 class ToyModel:
-    """Logits behind a path of tokens: random, but the same whenever the same path of the same row is asked about."""
+    """Logits behind a path of tokens: random, but equal for the same path of the same row."""
 
     def __init__(self, seed: int, spread: float) -> None:
         self._seed, self._spread = seed, spread
@@ -69,7 +69,7 @@ class ToyModel:
 
 
 class Frontier:
-    """An `Expand` over a toy model: remembers the path of every node of the last level."""
+    """An `Expand` over a toy model: stores the path of every node of the last level."""
 
     def __init__(self, model: ToyModel, rows: list[int]) -> None:
         self._model = model
@@ -93,7 +93,7 @@ class Node:
     path: tuple[int, ...]
     score: float
     coupled: bool
-    """Drawn with the target's noise, not taken for its probability."""
+    """Sampled with the target's random number, not chosen by probability."""
 
 
 class BruteForce:

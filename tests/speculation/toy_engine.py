@@ -1,8 +1,8 @@
-"""A whole engine around a toy model: real scheduler, real runner and speculative step, made-up target and drafters.
+"""An engine around a toy model: real scheduler, runner and speculative step, toy target model and drafters.
 
 The target's logits are a random table over the last two tokens, so that the distribution of every position is known
-exactly. It reads both from its KV cache, through slot table and tree masks, and checks that a token sees each position
-before it once and nothing else.
+exactly. It reads both from its KV cache, through slot table and tree masks, and checks that a token attends to each
+position before it exactly once and to nothing else.
 
 Legend: T tokens, R requests, C slots of a row, D requests with drafts, V vocabulary.
 """
@@ -45,7 +45,7 @@ MakeDrafter = Callable[[ModelRunner, np.random.Generator], Drafter]
 
 @dataclass(frozen=True)
 class Seen:
-    """What the tokens of a step see in a toy cache, whose slots hold (token, position)."""
+    """Context of the tokens of a step in a toy KV cache, whose slots hold (token, position)."""
 
     rows: np.ndarray  # [T] row of each token
     tokens: np.ndarray  # [T, C] int64
@@ -53,15 +53,15 @@ class Seen:
     mask: np.ndarray  # [T, C] bool
 
     def token_at(self, positions: np.ndarray) -> np.ndarray:
-        """[T]: the token that each sees at one position; positions below 0 count as 0."""
+        """[T]: the context token of each at one position; positions below 0 count as 0."""
         there = (self.positions == positions.clip(0)[:, None]) & self.mask
         return np.take_along_axis(self.tokens, there.argmax(1)[:, None], 1)[:, 0]
 
 
 def write_and_look(batch: ForwardBatch, layer: int, ids: Tensor) -> Iterator[tuple[slice, Seen]]:
-    """Writes the step's tokens into the cache of a layer; then for its groups which tokens they are, and what they see.
+    """Writes the step's tokens into the KV cache of a layer; then yields, by group, the tokens and their context.
 
-    Checks that a token sees every position up to its own once, and nothing else.
+    Checks that a token attends to every position up to its own exactly once, and to nothing else.
     """
     cache = batch.kv[layer]
     cache[batch.slots, 0], cache[batch.slots, 1] = ids.float(), batch.positions.float()
@@ -111,11 +111,11 @@ class MarkovTarget:
 
 
 class ExactMTP:
-    """MTP layers that always know what the target will say, if they are asked in the right way: each passes on the last
-    two tokens it was told. Its cache holds, for each position, the last token of the hidden state and the token it was
-    told, in one number; as far as the text is known they must be the text's.
+    """MTP layers that predict the target exactly if they are called correctly: each passes on its last two input
+    tokens. Its KV cache holds, for each position, the last token of the hidden state and the input token, in one
+    number; where the text is known they must equal it.
 
-    Stands in for `models.mtp.MTPLayers`.
+    Replaces `models.mtp.MTPLayers`.
     """
 
     fuses_drafts = False
@@ -131,20 +131,20 @@ class ExactMTP:
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         vocab = self._table.shape[0]
         for _, seen in write_and_look(batch, 1 + layer, input_ids * vocab + hidden[:, 1]):
-            if layer:  # what a deeper layer left at the end of a shared prefix hangs on tokens that need not be shared
+            if layer:  # a deeper layer's KV at the end of a shared prefix depends on tokens that may not be shared
                 continue
             known = seen.mask & (seen.positions < self._history.lengths.numpy()[seen.rows, None])
             text = self._history.tokens.numpy()[seen.rows]  # [T, width]
             here = np.take_along_axis(text, np.where(known, seen.positions, 0), 1)
             behind = np.take_along_axis(text, np.where(known, seen.positions + 1, 0), 1)
-            assert (seen.tokens == behind * vocab + here)[known].all(), "the layer was told another text"
+            assert (seen.tokens == behind * vocab + here)[known].all(), "the layer got another text"
 
     def logits(self, v: Tensor, sizes: object = None) -> Tensor:
         return self._table[v[:, 0], v[:, 1]]
 
 
 class NoAttention:
-    """Plans nothing: the toy model looks at its cache itself."""
+    """Plans nothing: the toy model reads its KV cache itself."""
 
     name = "none"
 
@@ -156,7 +156,7 @@ class NoAttention:
 
 
 class ToyDrafter:
-    """Base: keeps nothing; implements `Drafter`. `table` [V, V]: its own logits behind a token, unlike the target's."""
+    """Stateless base; implements `Drafter`. `table` [V, V]: its logits behind a token, different from the target's."""
 
     def __init__(self, runner: ModelRunner, rng: np.random.Generator) -> None:
         vocab = runner.rows.vocab_size
@@ -174,7 +174,7 @@ class ToyDrafter:
 
 
 class CoupledChain(ToyDrafter):
-    """Draws with the target's noise."""
+    """Samples with the target's random numbers."""
 
     def propose(self, task: DraftTask) -> Drafts:
         tokens = [task.roots]
@@ -195,12 +195,12 @@ class FixedChain(ToyDrafter):
 
 
 def itself(logits: Tensor, sizes: object = None) -> Tensor:
-    """The head where hidden states are logits."""
+    """The LM head of a model whose hidden states are logits."""
     return logits
 
 
 class GrownTree(ToyDrafter):
-    """As the drafters with a model grow theirs."""
+    """Trees built like those of drafters with a model."""
 
     def propose(self, task: DraftTask) -> Drafts:
         def expand(level: int, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class GrownTree(ToyDrafter):
 
 
 class RandomTree(ToyDrafter):
-    """Any shape, any tokens; no two alike below one node."""
+    """Random shapes and tokens; children of a node differ."""
 
     def propose(self, task: DraftTask) -> Drafts:
         count, vocab = len(task.rows), self.table.shape[0]
@@ -228,7 +228,7 @@ class RandomTree(ToyDrafter):
 
 
 def exact_standalone(runner: ModelRunner, rng: np.random.Generator) -> StandaloneDrafter:
-    """The drafter of this project, its draft model the target itself with a cache of its own."""
+    """The engine's `StandaloneDrafter`, with the target as draft model and a separate KV cache."""
     rows, stream, page_size = runner.rows, runner.stream, runner.kv_pool.page_size
     pool = KVPool(KVSpec.mla(1, 2, 0, torch.float32), runner.kv_pool.num_slots, page_size, stream)
     batches = DraftBatches(BatchBuilder(rows, page_size, MLAFormPolicy(), stream), NoAttention(), pool.layers, stream)
@@ -238,7 +238,7 @@ def exact_standalone(runner: ModelRunner, rng: np.random.Generator) -> Standalon
 
 
 def exact_mtp(num_layers: int) -> MakeDrafter:
-    """The drafter of this project with `ExactMTP` layers."""
+    """The engine's `MTPDrafter` with `ExactMTP` layers."""
 
     def make(runner: ModelRunner, rng: np.random.Generator) -> MTPDrafter:
         assert isinstance(runner.model, MarkovTarget) and runner.rows.history is not None
@@ -251,7 +251,7 @@ def exact_mtp(num_layers: int) -> MakeDrafter:
 
 @dataclass(frozen=True)
 class Step:
-    """A plan and what came of it."""
+    """A plan and its result."""
 
     plan: StepPlan
     result: StepResult
@@ -262,7 +262,7 @@ class ToyEngine:
 
     Args:
         table: the target's logits [V, V, V].
-        make_drafter: with `speculation` None nobody drafts.
+        make_drafter: not used with `speculation` None.
         limits: further fields of the SchedulerConfig.
     """
 
@@ -294,7 +294,7 @@ class ToyEngine:
             )
 
     def run(self, requests: Sequence[Request]) -> list[Step]:
-        """All steps until the last of them has ended, one planned ahead; outputs stand in the requests."""
+        """Runs all steps until the last request has ended, one planned ahead; outputs are in the requests."""
         self.scheduler = scheduler = Scheduler(self.config)
         steps: list[Step] = []
         flying: deque[StepPlan] = deque()
@@ -329,7 +329,7 @@ def random_table(vocab: int, seed: int, spread: float = 1.5) -> Tensor:
 
 
 def distribution(logits: Tensor, sampling: SamplingParams) -> np.ndarray:
-    """What a token behind logits [V] is drawn from, in float64 and by the book: temperature, top_k, top_p."""
+    """The sampling distribution for logits [V] by definition, in float64: temperature, top_k, top_p."""
     scaled = logits.double().numpy() / sampling.temperature
     weights = np.exp(scaled - scaled.max())
     order = np.argsort(-weights, kind="stable")

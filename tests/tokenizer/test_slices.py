@@ -86,7 +86,7 @@ def test_slices_have_the_tokens_of_the_whole(kind, text, size, special):
 
 @pytest.mark.parametrize("kind", [*PATTERNS, "tiny", "demo", "metaspace"])
 def test_long_texts_are_cut(kind):
-    """Otherwise the test above would prove nothing."""
+    """Ensures that the test above covers slices."""
     tok: Any = built(kind)
     seen = []
     encode = tok._backend.encode
@@ -104,11 +104,11 @@ def test_long_texts_are_cut(kind):
     assert max(seen) <= slices.SLICE_CHARS < len(text)
 
 
-def test_a_text_without_a_place_to_cut_has_a_limit(monkeypatch):
+def test_unsplittable_text_has_a_limit(monkeypatch):
     monkeypatch.setattr(slices, "SLICE_CHARS", 64)
     monkeypatch.setattr(slices, "MAX_UNCUT_CHARS", 1024)
     for kind, text in (("llama2", "Hello world " * 100), ("demo", "x" * 2000), ("demo", "a b " * 100 + "-" * 1100)):
-        with pytest.raises(InputError, match="1024 characters of the text has no place") as caught:
+        with pytest.raises(InputError, match="1024 characters of the text cannot be split") as caught:
             built(kind).encode(text)
         assert caught.value.status == 413
     assert built("demo").encode("a b " * 100 + "-" * 900)

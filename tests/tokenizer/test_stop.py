@@ -1,4 +1,4 @@
-"""Stop strings: the cut depends on the text alone, and a stream never shows what is cut."""
+"""Stop strings: the cut depends only on the text, and a stream never emits text that is cut."""
 
 from __future__ import annotations
 

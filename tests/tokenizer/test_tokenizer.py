@@ -110,7 +110,7 @@ def test_special_tokens_of_the_prompt_are_skipped_too(tail):
     assert decode(plain) + shown == decode([*plain, 2, 1])
 
 
-def test_window_shows_what_never_becomes_whole():
+def test_window_emits_invalid_characters():
     detokenizer = WindowDetokenizer(lambda ids: "\ufffd" * len(ids), frozenset())
     out = "".join(detokenizer.push([1]) for _ in range(100))
     assert len(out) > 90

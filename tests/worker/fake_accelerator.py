@@ -1,4 +1,4 @@
-"""A device in this machine's memory that notes whoever waits for it, as reading from an accelerator would."""
+"""A fake accelerator in host memory that records every synchronization, such as reading a value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READS = {
 }  # fmt: skip
 
 waits: list[tuple[str, str]] = []
-"""What waited, and on which thread."""
+"""Synchronizations, with their threads."""
 
 
 def note(what: str) -> None:
@@ -27,7 +27,7 @@ def note(what: str) -> None:
 
 
 class Remote(Tensor):
-    """A tensor on that device; what is computed with it is there, too."""
+    """A tensor on the fake device; results computed from it are on the device too."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,7 +50,7 @@ class _Event:
 
 
 class FakeAccelerator(DeviceStream):
-    """Launches nothing later than asked for, but everything it holds is `Remote`."""
+    """Executes eagerly, but all its tensors are `Remote`."""
 
     def __init__(self) -> None:
         super().__init__("cpu")

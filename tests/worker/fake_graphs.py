@@ -1,4 +1,4 @@
-"""Recordings without a GPU: replaying runs the recorded call again, over the same static tensors."""
+"""Fake CUDA graphs without a GPU: a replay runs the captured call again, with the same static tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moe_engine.kernels.attention.protocol import AttentionBatch
 
 
 class Replay:
-    """Implements `step_graphs.Recording`."""
+    """Implements `step_graphs.CapturedGraph`."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run = run
@@ -36,19 +36,19 @@ class FakeGraphs:
 
 
 class NothingToRenew:
-    """The plan of a backend that plans nothing."""
+    """The plan of a backend without planning."""
 
     def __init__(self, batch: AttentionBatch, log: list[tuple[list[int], list[int]]]) -> None:
         assert batch.decode is not None
         self._queries, self._log = batch.decode, log
 
     def renew(self) -> None:
-        """Notes what the host and the device say of the contexts."""
+        """Records the context lengths of host and device."""
         self._log.append((list(self._queries.context_lens), self._queries.context_lens_device.tolist()))
 
 
 class ReplayableTorch:
-    """The torch row of attention as a `Replayable`: its plans are nothing, and its layers look at the queries."""
+    """The torch row of attention as a `Replayable`: its plans are empty, and its layers read the queries."""
 
     def __init__(self, backend: Any) -> None:
         self.name = backend.name

@@ -1,7 +1,7 @@
-"""A stand-in for the scheduler: plans random steps over a few requests, as hostile as the contract allows.
+"""A fake scheduler: plans random steps over a few requests, with every variation that the contract allows.
 
-Slots are shuffled, prompts come in random chunks between the decodes of others, requests are retracted and come back
-with a cached prefix, and slots are re-pointed at copies.
+Slots are shuffled, prompts are prefilled in random chunks between decodes of other requests, requests are retracted and
+resume with a cached prefix, and row writes switch slots to copies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sequence_:
 
 
 class PlanDriver:
-    """Runs sequences to their end through `execute`, one step at a time, with random choices from `seed`."""
+    """Runs sequences to completion through `execute`, one step at a time, with random choices from `seed`."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class PlanDriver:
         s.row, s.num_computed = -1, 0
 
     def _copy(self, s: Sequence_) -> RowWrite:
-        """Copies the KV of a few tokens to other slots and re-points the row at them."""
+        """Copies the KV of a few tokens to other slots and switches the row to these."""
         start = self._random.randrange(s.num_computed)
         end = self._random.randint(start + 1, s.num_computed)
         old, new = s.slots[start:end], [self._free_slots.pop() for _ in range(end - start)]

@@ -1,4 +1,4 @@
-"""What is done before READY so that nothing is compiled after, and what tells if something was all the same."""
+"""Warm-up before READY, so that nothing compiles afterwards, and the detection of late compilations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Compiling:
         return 3
 
 
-def test_every_kernel_that_compiles_is_asked() -> None:
+def test_every_kernel_that_compiles_is_warmed_up() -> None:
     linear, experts, other = Compiling(), Compiling(), object()
     backends: Any = SimpleNamespace(ops=other, linear=linear, experts=experts, attention=other, sampling=other)
     shapes = StepShapes(64, 512, 128)
@@ -46,7 +46,7 @@ def test_every_kernel_that_compiles_is_asked() -> None:
 
 
 @pytest.mark.parametrize(("context_len", "largest"), [(64, 40), (2000, 300), (16, 100)])
-def test_steps_of_every_size_class_run_and_leave_nothing(context_len: int, largest: int) -> None:
+def test_steps_of_every_size_class_run_and_restore_all_state(context_len: int, largest: int) -> None:
     runner = stub_runner(max_rows=11, context_len=context_len)
     runner.model = StubModel(1024, 11, largest)
     plans: list[StepPlan] = []
@@ -71,7 +71,7 @@ def test_steps_of_every_size_class_run_and_leave_nothing(context_len: int, large
 
 
 def test_a_real_engine_answers_as_before_it(tmp_path: Path) -> None:
-    """With drafts: the drafter follows prompts of every size, and forgets them."""
+    """With speculation: draft extends of prompts of every size, whose state is dropped."""
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "model", 4, num_mtp_layers=1)
     flags = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 1, "speculative_num_draft_tokens": 2}
     engine = InProcessEngine(
@@ -104,7 +104,7 @@ def test_late_compilations_reach_the_state() -> None:
         worker.close()
 
 
-def test_the_log_line_tells_whether_the_step_was_replayed(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_line_shows_whether_the_step_was_replayed(caplog: pytest.LogCaptureFixture) -> None:
     reporter = StepReporter(decode_log_interval=1)
     facts = PlanFacts(1, 0, 0, 0, 2, 2, 0, 9, 0.5)
     for replayed in (True, False):

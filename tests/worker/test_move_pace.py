@@ -1,4 +1,4 @@
-"""Moves cost the same part of a step, be it short or long, and a chunk has the time that its way takes."""
+"""EPLB throttle: moves cost the same share of short and long steps, and a chunk has enough passes for its transfer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from moe_engine.worker.eplb.eplb_throttle import MAX_PASSES, MAX_SHARE, EPLBThro
 def pace(step: float, pause: float, way: float) -> EPLBThrottle:
     made = EPLBThrottle()
     for _ in range(5):
-        made.passed(step)
-        made.moved(pause, way)
+        made.add_pass(step)
+        made.add_move(pause, way)
     return made
 
 
-def test_every_pass_until_something_is_known() -> None:
+def test_one_pass_per_move_until_measured() -> None:
     made = EPLBThrottle()
     assert made.passes_per_move == 1
-    made.passed(0.01)
+    made.add_pass(0.01)
     assert made.passes_per_move == 1
 
 
@@ -26,9 +26,9 @@ def test_every_pass_until_something_is_known() -> None:
     ("step", "pause", "way", "passes"),
     [
         (0.050, 0.001, 0.020, 1),  # a large model
-        (0.050, 0.001, 0.120, 3),  # over a slow network: nobody waits for it
+        (0.050, 0.001, 0.120, 3),  # over a slow network: passes do not wait for the transfer
         (0.001, 0.0001, 0.0005, 3),  # a small one: the pause alone is 10 % of a step
-        (0.001, 0.010, 0.0, MAX_PASSES),  # it must end some time
+        (0.001, 0.010, 0.0, MAX_PASSES),  # bounded
     ],
 )
 def test_passes_of_a_move(step: float, pause: float, way: float, passes: int) -> None:
@@ -37,8 +37,8 @@ def test_passes_of_a_move(step: float, pause: float, way: float, passes: int) ->
     assert found == MAX_PASSES or (pause <= MAX_SHARE * step * found and way <= step * found)
 
 
-def test_a_pass_after_a_silence_says_nothing() -> None:
+def test_a_pass_after_idle_time_is_ignored() -> None:
     made = pace(0.010, 0.001, 0.002)
     before = made.passes_per_move
-    made.passed(60.0)
+    made.add_pass(60.0)
     assert made.passes_per_move == before == 3

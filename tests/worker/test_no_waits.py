@@ -1,15 +1,12 @@
-"""The thread that launches steps never waits for an accelerator: not in decodes, and once in a step with drafts."""
+"""The launching thread never synchronizes with an accelerator in decodes, and only once in a step with drafts."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import fake_accelerator
 import numpy as np
 import pytest
 import torch
-from fake_accelerator import FakeAccelerator, remote
-from fake_graphs import FakeGraphs, ReplayableTorch
 
 from benchmarks.stub_model import StubAttention
 from moe_engine.models.batch import ForwardBatch
@@ -24,7 +21,7 @@ from moe_engine.types import (
     StepPlan,
 )
 from moe_engine.worker.batch.request_rows import RequestRows
-from moe_engine.worker.graphs.graph_setup import record_steps
+from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.speculation.draft_batch import DraftBatches
@@ -34,13 +31,16 @@ from moe_engine.worker.speculation.step import SpeculativeStep
 from moe_engine.worker.worker import Worker
 from tests.logprobs import unpack
 from tests.speculation.toy_engine import FixedChain
+from tests.worker import fake_accelerator
+from tests.worker.fake_accelerator import FakeAccelerator, remote
+from tests.worker.fake_graphs import FakeGraphs, ReplayableTorch
 
 VOCAB, DEPTH = 64, 2
 STEP_THREAD = "worker-steps"
 
 
 class NextToken:
-    """Favours the token after the last one."""
+    """A model whose next token is the last one plus one."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return batch.input_ids[:, None].float()
@@ -50,7 +50,7 @@ class NextToken:
 
 
 class PassOn:
-    """MTP layers that know what `NextToken` says. Stands in for `models.mtp.MTPLayers`."""
+    """MTP layers that predict `NextToken`. Replaces `models.mtp.MTPLayers`."""
 
     num_layers, fuses_drafts = 1, False
     logits = NextToken().logits
@@ -86,7 +86,7 @@ def _worker(drafts: str = "", graphs: bool = False) -> Worker:
             config, drafter, rows, runner.builder, runner.sampler, pool, batches, stream
         )
     if graphs:
-        assert record_steps(runner, GraphSettings((1, 2, 4), (1, DEPTH + 1)), backend=FakeGraphs())
+        assert capture_graphs(runner, GraphSettings((1, 2, 4), (1, DEPTH + 1)), backend=FakeGraphs())
     return Worker(runner)
 
 
@@ -117,7 +117,7 @@ def _on_step_thread() -> list[str]:
     "sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=1e-3, top_k=5, top_p=0.9)], ids=repr
 )
 def test_decodes_never_wait(sampling: SamplingParams, graphs: bool) -> None:
-    """Greedy and sampled, the same rows and others; results are waited for, but on a thread of their own."""
+    """Greedy and sampled, same rows and changing rows; a separate thread waits for results."""
     worker = _worker(graphs=graphs)
     worker.execute(_prompts([sampling] * 3)).result()
     fake_accelerator.waits.clear()
@@ -149,7 +149,7 @@ def test_logprobs_never_wait() -> None:
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("drafter", ["fixed", "mtp"])
 def test_steps_with_drafts_wait_once(drafter: str, graphs: bool) -> None:
-    """For the rows' true lengths, where positions and slots of the step begin: attention is planned on the host."""
+    """For the rows' true lengths, which give positions and slots of the step: attention is planned on the host."""
     worker = _worker(drafter, graphs)
     worker.execute(_prompts([SamplingParams(temperature=0.0)] * 2, Speculation(0, follow=True))).result()
     fake_accelerator.waits.clear()

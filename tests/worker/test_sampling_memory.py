@@ -1,4 +1,4 @@
-"""Sampling takes the memory that the ledger holds for it, measured; steps of more rows make several passes."""
+"""Measured memory of sampling equals the ledger's; steps with more rows run several passes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SAMPLINGS = {
 }
 
 
-def test_the_meter_sees_what_lives() -> None:
+def test_the_meter_counts_live_tensors() -> None:
     with MemoryMeter() as meter:
         a = torch.zeros(1000)
         view = a[:10]
@@ -57,7 +57,7 @@ def test_the_meter_sees_what_lives() -> None:
 
 @pytest.fixture(scope="module")
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of a launch with as many running requests and drafts: rows of logits, and the row's bytes."""
+    """Ledger of a launch with these running requests and drafts: rows of logits, and bytes of the ledger row."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps({**SMALL, "vocab_size": VOCAB}))
     flags = {"speculative_algorithm": "NGRAM", "speculative_num_steps": DRAFTS, "speculative_eagle_topk": 1}
@@ -72,7 +72,7 @@ def _bytes(ledger: Any, name: str) -> int:
 
 
 def _bfloat16_head(hidden: Tensor, sizes: object = None) -> Tensor:
-    """As a head in bfloat16 gives its logits."""
+    """Logits as from a bfloat16 LM head."""
     return (hidden.bfloat16() @ torch.ones(HIDDEN, VOCAB, dtype=torch.bfloat16)).float()
 
 
@@ -94,7 +94,7 @@ def _nodes() -> SampledRows:
 
 
 def test_the_ledger_holds_one_pass(ledger: Any) -> None:
-    """The number is that of three float32 copies of the logits of one pass, and a constant."""
+    """Three float32 copies of the logits of one pass, and a constant."""
     most = sizes.LOGITS_AT_ONCE // VOCAB
     assert most > RUNNING * (DRAFTS + 1) and ledger.logits_rows == RUNNING * (DRAFTS + 1)
     constant = max(sizes.EDIT_BYTES, scratch.HOST_SCRATCH_BYTES)
@@ -106,8 +106,8 @@ def test_the_ledger_holds_one_pass(ledger: Any) -> None:
 @pytest.mark.parametrize("below", [False, True])
 @pytest.mark.parametrize("rows_at_once", [100, RUNNING * (DRAFTS + 1)])
 def test_measured_peak(ledger: Any, kind: str, logprobs: bool, below: bool, rows_at_once: int) -> None:
-    """Whatever rows ask for, and however many there are, a step takes no more than the ledger holds for a pass. Of
-    greedy rows whose edited logits' log-probabilities are wanted the ledger's share by row is exact."""
+    """For any sampling parameters and number of rows, a step takes at most the ledger's memory of a pass. For greedy
+    rows with edited logits and log-probabilities the ledger's bytes per row are exact."""
     spec = LogprobSpec(None, 20, (3, 4)) if logprobs else None
     sampling, sampler = _sampling(rows_at_once, SAMPLINGS[kind], spec)
     nodes = _nodes()
@@ -126,7 +126,7 @@ def test_measured_peak(ledger: Any, kind: str, logprobs: bool, below: bool, rows
         assert share <= meter.peak <= 1.03 * share
 
 
-def test_prompt_logprobs_and_drafting_keep_to_the_same_number(ledger: Any) -> None:
+def test_prompt_logprobs_and_drafting_use_the_same_limit(ledger: Any) -> None:
     rows_at_once = 100
     allowed = rows_at_once * VOCAB * sizes.LOGIT_BYTES
     prompt = torch.randint(VOCAB, (700,)).tolist()
@@ -144,7 +144,7 @@ def test_prompt_logprobs_and_drafting_keep_to_the_same_number(ledger: Any) -> No
 
 
 def test_drafts_do_not_take_memory_from_kv(tmp_path: Path) -> None:
-    """2,048 requests of V3 with 3 drafts each were 14.8 GB of logits."""
+    """2,048 requests of V3 with 3 drafts each would be 14.8 GB of logits."""
     (tmp_path / "config.json").write_text(json.dumps(V3))
     flags = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 3, "speculative_eagle_topk": 1}
     args = EngineArgs.from_kwargs(speculative_num_draft_tokens=4, **flags)
@@ -167,7 +167,7 @@ def test_rows_at_once(vocab: int, num_logits: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 6, 13])
-def test_one_pass_where_all_fit_and_none_is_left_out(rows: int) -> None:
+def test_one_pass_if_all_rows_fit_and_every_row_once(rows: int) -> None:
     hidden, seen = torch.arange(rows)[:, None], []
     out = LogitsPasses(5).over(lambda part, sizes=None: part * 2, hidden, None, lambda part, x: seen.append(part) or x)
     assert torch.cat(out).flatten().tolist() == [2 * i for i in range(rows)]
@@ -176,8 +176,7 @@ def test_one_pass_where_all_fit_and_none_is_left_out(rows: int) -> None:
 
 @pytest.mark.parametrize("logits", [(0, 3, 11), (12, 1, 5), (4, 5, 5), (0, 0, 0)], ids=repr)
 def test_all_attention_groups_make_the_same_passes(logits: tuple[int, ...]) -> None:
-    """A head that belongs to all groups is called by all of them in turn with the same sizes, until the last has its
-    rows."""
+    """All groups call a shared LM head with the same sizes, until the last group has its rows."""
     parallel = [ParallelContext(Topology(tp_size=3, attn_dp_size=3), group) for group in range(3)]
     calls: list[list[tuple[int, ...]]] = []
     for group, context in enumerate(parallel):

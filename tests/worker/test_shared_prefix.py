@@ -1,4 +1,4 @@
-"""Prompts that begin in the same slots: found exactly, computed in the form that is cheaper for all, same answers."""
+"""Prompts with a shared prefix: detected exactly, computed in the cheaper form, with the same results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sharers_share_exactly_their_length(data: st.DataObject) -> None:
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     num_rows, width = 10, 300
     table = rng.permutation(num_rows * width).reshape(num_rows, width).astype(np.int32)
-    for _ in range(data.draw(st.integers(0, 4))):  # some rows begin like others
+    for _ in range(data.draw(st.integers(0, 4))):  # some rows share a prefix
         one, other = rng.integers(0, num_rows, 2)
         count = int(rng.integers(1, width))
         table[other, :count] = table[one, :count]
@@ -42,7 +42,7 @@ def test_sharers_share_exactly_their_length(data: st.DataObject) -> None:
             assert len(set(table[rows[group.members], group.length].tolist())) > 1, "it could be longer"
 
 
-def test_what_others_rebuild_is_no_cost_of_ones_own() -> None:
+def test_a_prefix_expanded_for_others_costs_less() -> None:
     policy = MLAFormPolicy(170.0, shares=True)
     assert policy.absorbed(512, 32) and policy.absorbed(512, 32, 512 * 0.5)
     assert not policy.absorbed(512, 32, 512 * (1 - 1 / 32))
@@ -50,8 +50,8 @@ def test_what_others_rebuild_is_no_cost_of_ones_own() -> None:
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
-def test_answers_do_not_depend_on_it(kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts with one beginning in the cache, computed in one step: in pieces that share, or alone."""
+def test_answers_do_not_depend_on_sharing(kv_cache_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts with one cached prefix, computed in one step: with shared expansion, or separately."""
     path = make_checkpoint("deepseek_v3", tmp_path / "model", seed=2, max_position_embeddings=1024)
     engine = InProcessEngine(
         path, tmp_path / "board", dtype="float32", cpu_threads=1, max_total_tokens=4096, max_running_requests=12,

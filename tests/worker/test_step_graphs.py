@@ -1,4 +1,4 @@
-"""Replayed decode steps: the tokens of steps that are not, whatever the padding; which steps they are, on all ranks."""
+"""Replayed decode steps have the tokens of eager steps, for any padding; all ranks choose the same graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_graphs import FakeGraphs, ReplayableTorch
 
 from benchmarks.stub_model import StubAttention, stub_runner
 from moe_engine.errors import StepError
@@ -31,13 +30,14 @@ from moe_engine.types import (
 )
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.graphs.graph_setup import record_steps
+from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.graphs.step_graphs import CaptureError, StepGraphs, StepShape
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
+from tests.worker.fake_graphs import FakeGraphs, ReplayableTorch
 
 VOCAB = 250
 DRAFTS = 2
@@ -83,7 +83,7 @@ def _script(count: int, seed: int) -> list[Scripted]:
 
 
 def _watched(engine: InProcessEngine) -> list[tuple[StepPlan, StepResult]]:
-    """Every plan from now on, with its result."""
+    """Every further plan with its result."""
     seen: list[tuple[StepPlan, StepResult]] = []
     execute = engine.worker.runner.execute
 
@@ -100,7 +100,7 @@ def _watched(engine: InProcessEngine) -> list[tuple[StepPlan, StepResult]]:
 def test_replayed_steps_make_the_same_tokens(
     monkeypatch: pytest.MonkeyPatch, engine: InProcessEngine, settings: GraphSettings, rows_at_once: int
 ) -> None:
-    """Those with more rows of logits than there may be at once are recorded without the head."""
+    """Steps with more rows of logits than allowed at once are captured without the LM head."""
     monkeypatch.setattr(engine.worker.runner.sampler, "passes", LogitsPasses(rows_at_once))
     runner, script = engine.worker.runner, _script(12, len(settings.sizes))
     drafts = runner.speculation is not None
@@ -108,7 +108,7 @@ def test_replayed_steps_make_the_same_tokens(
     expected = engine.run(script)
     backend, attention = FakeGraphs(), ReplayableTorch(runner.attention)
     plain, runner.attention = runner.attention, attention
-    assert record_steps(runner, settings, backend=backend) == settings.num_graphs == len(backend.recordings)
+    assert capture_graphs(runner, settings, backend=backend) == settings.num_graphs == len(backend.recordings)
     attention.renewed.clear()
     execute, seen = runner.execute, _watched(engine)
     try:
@@ -138,7 +138,7 @@ def test_replayed_steps_make_the_same_tokens(
 
 
 class Counting:
-    """A model of one number a token; notes the sizes it was run with."""
+    """A model of one number per token; records the sizes of its runs."""
 
     def __init__(self) -> None:
         self.batches: list[ForwardBatch] = []
@@ -166,7 +166,7 @@ def _runner(
     rows = RequestRows(8, 100, 64, stream)
     passes = LogitsPasses(rows_at_once)
     runner = ModelRunner(model, pool, rows, attention, stream, parallel=parallel, passes=passes)  # type: ignore[arg-type]
-    assert record_steps(runner, settings, backend=backend)
+    assert capture_graphs(runner, settings, backend=backend)
     model.batches.clear()
     model.heads.clear()
     return runner, model, backend
@@ -203,17 +203,17 @@ def test_only_even_decodes_up_to_the_largest_size() -> None:
 
 @pytest.mark.parametrize("rows_at_once", [1 << 30, 2])
 def test_all_attention_groups_replay_the_same_size(rows_at_once: int) -> None:
-    """Three decodes here, one there, none in the third: all groups run four tokens each. Where the head
-    is not recorded, all run it as often as the largest group must."""
+    """Three, one and no decodes: all groups run four tokens each. Without the LM head in the graph, all groups run it
+    as often as the largest one."""
     mine = [_decodes(3), _decodes(1), StepPlan(1)]
-    everybody = tuple(StepFacts.of(plan) for plan in mine)
+    facts = tuple(StepFacts.of(plan) for plan in mine)
     for group, plan in enumerate(mine):
         runner, model, backend = _runner(GraphSettings((1, 2, 4)), 3, group, rows_at_once)
         new = [NewRow(i, f"r{i}", [7 + i], 1, [], SamplingParams(temperature=0.0), 0, frozenset()) for i in plan.rows]
         first = StepPlan(0, new_rows=new, dp_facts=(StepFacts(),) * 3)
         runner.execute(first)
         runner.rows.last_token[: len(new)] = torch.arange(len(new)) + 20
-        result = runner.execute(replace(plan, dp_facts=everybody))
+        result = runner.execute(replace(plan, dp_facts=facts))
         assert result.tokens == [[21 + i] for i in range(len(new))] and backend.num_replays == 1
         (batch,) = model.batches
         assert batch.sizes is not None and batch.sizes.tokens == batch.sizes.logits == (4, 4, 4)
@@ -232,7 +232,7 @@ def test_no_group_replays_when_another_cannot(other: StepFacts) -> None:
         assert runner.graphs is not None and runner.graphs.shape_of(replace(plan, dp_facts=facts)) is None
 
 
-def test_padding_leaves_nothing_of_larger_steps_behind() -> None:
+def test_padding_has_no_data_of_larger_steps() -> None:
     runner, model, _ = _runner(GraphSettings((4,)))
     for count in (4, 1, 3, 2, 4):
         runner.execute(_decodes(count))
@@ -245,8 +245,8 @@ def test_padding_leaves_nothing_of_larger_steps_behind() -> None:
         assert queries.rows.tolist() == list(range(count)) + [0] * (4 - count)
 
 
-def test_a_step_that_fails_while_it_is_copied_leaves_nothing_behind() -> None:
-    """Padded tokens write to slot 0 afterwards, not where the failed step would have written."""
+def test_a_failed_copy_leaves_neutral_padding() -> None:
+    """Padded tokens then write to slot 0, not to the slots of the failed step."""
     runner, model, _ = _runner(GraphSettings((4,)))
     runner.execute(_decodes(1))
     build = runner.builder.build
@@ -264,7 +264,7 @@ def test_a_step_that_fails_while_it_is_copied_leaves_nothing_behind() -> None:
     assert batch.positions.tolist() == [3, 0, 0, 0] and batch.slots.tolist() == [9, 0, 0, 0]
 
 
-def test_passes_that_somebody_watches_are_not_replayed() -> None:
+def test_recorded_passes_are_not_replayed() -> None:
     runner, model, backend = _runner(GraphSettings((4,)))
     runner.model.is_watching = True  # type: ignore[attr-defined]
     assert not runner.execute(_decodes(2)).cuda_graph and model.batches[-1].num_tokens == 2
@@ -272,13 +272,13 @@ def test_passes_that_somebody_watches_are_not_replayed() -> None:
     assert runner.execute(_decodes(2)).cuda_graph and backend.num_replays == 1
 
 
-# -- where nothing can be recorded
+# -- launches without graphs
 
 
-def test_devices_and_backends_without_recordings_stay_eager(caplog: pytest.LogCaptureFixture) -> None:
+def test_devices_and_backends_without_graphs_stay_eager(caplog: pytest.LogCaptureFixture) -> None:
     runner = stub_runner(max_rows=4)
-    assert record_steps(runner, GraphSettings((1, 2))) == 0 and runner.graphs is None  # a CPU
-    assert record_steps(runner, GraphSettings((1, 2)), backend=FakeGraphs()) == 0 and runner.graphs is None
+    assert capture_graphs(runner, GraphSettings((1, 2))) == 0 and runner.graphs is None  # a CPU
+    assert capture_graphs(runner, GraphSettings((1, 2)), backend=FakeGraphs()) == 0 and runner.graphs is None
     assert "the stub attention backend cannot be replayed" in caplog.text
     assert not isinstance(runner.attention, Replayable)
 
@@ -290,11 +290,11 @@ def test_a_refused_capture_names_the_flag_that_helps() -> None:
 
     runner = stub_runner(max_rows=4)
     runner.attention = ReplayableTorch(runner.attention)  # type: ignore[assignment]
-    with pytest.raises(CaptureError, match=r"2 requests cannot be recorded.*--disable-cuda-graph"):
-        record_steps(runner, GraphSettings((1, 2)), backend=Refusing())  # type: ignore[arg-type]
+    with pytest.raises(CaptureError, match=r"2 requests cannot be captured.*--disable-cuda-graph"):
+        capture_graphs(runner, GraphSettings((1, 2)), backend=Refusing())  # type: ignore[arg-type]
 
 
-def test_the_largest_recording_is_made_first(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_graph_is_captured_first(capsys: pytest.CaptureFixture[str]) -> None:
     class Ordered(FakeGraphs):
         def capture(self, run: Any) -> Any:
             before = len(model.batches)
@@ -304,6 +304,6 @@ def test_the_largest_recording_is_made_first(capsys: pytest.CaptureFixture[str])
 
     order: list[int] = []
     runner, model, _ = _runner(GraphSettings((1,)))
-    assert record_steps(runner, GraphSettings((1, 3, 8), (1, 2)), progress=True, backend=Ordered()) == 6
+    assert capture_graphs(runner, GraphSettings((1, 3, 8), (1, 2)), progress=True, backend=Ordered()) == 6
     assert order == sorted(order, reverse=True) == [16, 8, 6, 3, 2, 1]
     assert "Capturing batches" in capsys.readouterr().err and isinstance(runner.graphs, StepGraphs)

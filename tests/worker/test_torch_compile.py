@@ -1,7 +1,7 @@
-"""Compiled decodes: the tokens of decodes that are not, nothing compiled after READY, nothing twice on one machine.
+"""Compiled decodes have the tokens of eager decodes, nothing compiles after READY, nothing twice on one machine.
 
-What torch's own code generator makes of the regions is tried once, in processes of their own with a folder for compiled
-code; elsewhere Dynamo traces them and runs torch's operators, which takes a tenth of the time.
+One test compiles the regions with inductor, in separate processes with a folder for compiled code; in the others Dynamo
+traces them and runs torch's operators, which takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_graphs import FakeGraphs, ReplayableTorch
 
 from moe_engine.kernels import torch_regions
 from moe_engine.kernels.torch_regions import Regions
@@ -24,9 +23,10 @@ from moe_engine.kernels.triton import guard
 from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.types import GraphSettings
 from moe_engine.worker.graphs import compile_setup as region_setup
-from moe_engine.worker.graphs.graph_setup import record_steps
+from moe_engine.worker.graphs.graph_setup import capture_graphs
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
+from tests.worker.fake_graphs import FakeGraphs, ReplayableTorch
 
 MAX_BS = 4
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def _traced() -> int:
 def test_compiled_decodes_make_the_same_tokens(
     kind: str, drafts: int, regions: int, traced_only: None, tmp_path: Path
 ) -> None:
-    """Steps of more requests than are compiled run as well; so do prompts, and steps recorded as graphs."""
+    """Steps above the compiled size run too; so do prompts, and steps captured as graphs."""
     kind, _, small = kind.partition(" drafted by ")
     path = agreeing_checkpoint(kind, tmp_path / "model", 3, **({} if small else {"num_mtp_layers": 1}))
     flags: dict[str, Any] = {"dtype": "float32", "attention_backend": "torch", "moe_runner_backend": "torch"}
@@ -83,7 +83,7 @@ def test_compiled_decodes_make_the_same_tokens(
             if recorded:
                 runner.attention = ReplayableTorch(runner.attention)
                 settings = GraphSettings((1, 3, 6), counts=(1, drafts + 1))
-                assert record_steps(runner, settings, backend=FakeGraphs()) == settings.num_graphs
+                assert capture_graphs(runner, settings, backend=FakeGraphs()) == settings.num_graphs
             found = engine.run(_script(5))
             assert {rid: answer.token_ids for rid, answer in found.items()} == {
                 rid: answer.token_ids for rid, answer in expected.items()

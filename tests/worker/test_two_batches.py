@@ -1,4 +1,4 @@
-"""Plans cut in two: nothing is lost, doubled or reordered, and the halves are as alike as the rules allow."""
+"""Split plans: no token is lost, duplicated or reordered, and the halves are as balanced as the rules allow."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_halves_are_the_plan(plan: StepPlan, threshold: float) -> None:
     assert first.num_decodes + second.num_decodes == plan.num_decodes
     if threshold == 0:
         assert cut.tokens == 0
-    if cut.tokens:  # cut inside a prompt, in the middle of the tokens
+    if cut.tokens:  # split inside a prompt, in the middle of the tokens
         assert cut.request >= plan.num_decodes and first.num_tokens == plan.num_tokens // 2
 
 
-def test_what_is_left_whole() -> None:
+def test_plans_that_are_not_split() -> None:
     assert find_cut(StepPlan(number=1), 0.48) is None
     one = StepPlan(number=1, rows=[0], starts=[9], counts=[1], samples=[True], slots=[4], num_decodes=1)
     assert find_cut(one, 0.48) is None

@@ -1,7 +1,7 @@
-"""The Triton rows of attention: plans on the host, once a step, and the launches of each layer.
+"""The Triton attention backends: plans on the host, once per step, and the launches of each layer.
 
-What a plan holds depends on the layer's heads and dtype, which the step does not know. The first layer that ever runs
-tells; from then on `plan` makes everything, and calls of layers launch kernels and nothing else.
+A plan depends on the layer's heads and dtype, which `plan` does not receive. The first layer run sets them; later
+`plan` calls do all the work, and layer calls only launch kernels.
 
 Legend: T query tokens, R requests, H query heads, G KV heads, C kv_lora_rank, P rotary width, S context tokens.
 """
@@ -25,14 +25,14 @@ from moe_engine.kernels.attention.triton.merge import merge_chunk
 from moe_engine.kernels.attention.triton.paged import PagedTile, paged_attention, paged_tile
 
 FIXED_TOKENS = 512
-"""Context tokens of a segment where results must not depend on the batch."""
+"""Context tokens per segment in deterministic mode."""
 
-_FEW_PROGRAMS = 4  # where there are no multiprocessors: under the interpreter
+_FEW_PROGRAMS = 4  # devices without multiprocessors: the interpreter
 
 
 @lru_cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a small number for devices without such."""
+    """SM count of a GPU; a small number for other devices."""
     try:
         return torch.get_device_module(device).get_device_properties(device).multi_processor_count
     except (AttributeError, RuntimeError):
@@ -40,7 +40,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 class GroupPlan:
-    """What the calls of one group of queries need on the device; each part is made once.
+    """Device data of one group of queries, built on first use and cached.
 
     Args:
         first_keys, key_lens: the tokens of each context that the expanded form is planned for; None: all.
@@ -82,7 +82,7 @@ class GroupPlan:
         return self._schedules[key]
 
     def blocks(self, block_m: int) -> Tensor:
-        """Of the expanded form."""
+        """Records of the expanded form."""
         if block_m not in self._blocks:
             queries = self.queries
             seen = np.subtract(queries.context_lens, queries.query_lens) + 1 - self._first_keys
@@ -91,7 +91,7 @@ class GroupPlan:
         return self._blocks[block_m]
 
     def gather(self) -> Tensor:
-        """[N, 4]: what `triton_gather` copies."""
+        """[N, 4]: records for `triton_gather`."""
         if self._gather is None:
             contexts = np.asarray(self._lens, dtype=np.int64)
             count = -(-contexts // GATHER_ROWS)
@@ -106,7 +106,7 @@ class GroupPlan:
 
 
 class PlanInPlace(GroupPlan):
-    """`RenewablePlan`, and the plan of its only group: one schedule, in memory that stays where it is."""
+    """`RenewablePlan`, and the plan of its only group: one schedule, at fixed addresses."""
 
     def __init__(self, queries: PagedQueries, rows_per_token: int, split: Split) -> None:
         count = max(queries.query_lens)
@@ -123,13 +123,13 @@ class PlanInPlace(GroupPlan):
 
 
 class StepPlan:
-    """The plans of a step's groups, found by the queries they were made for."""
+    """The plans of a step's groups, keyed by their queries."""
 
     def __init__(self, *groups: GroupPlan) -> None:
         self._groups = groups
 
     def of(self, queries: PagedQueries) -> GroupPlan:
-        """The group's plan; a new one for queries that the step was not planned with."""
+        """The group's plan; a new one for unplanned queries."""
         for group in self._groups:
             if group.queries is queries:
                 return group
@@ -145,8 +145,8 @@ def _find(plan: object, queries: PagedQueries) -> GroupPlan:
 class _Backend:
     """
     Args:
-        deterministic: contexts are cut at fixed places, so that a token's result has the same bits in every batch.
-        num_programs: how many programs the device runs at once; None asks the device.
+        deterministic: contexts are cut at fixed places, so that a token's result is batch-invariant, bit for bit.
+        num_programs: concurrent programs on the device; None queries the device.
     """
 
     name = "triton"
@@ -156,7 +156,7 @@ class _Backend:
         self._num_programs = num_programs
 
     def _rows(self, queries: PagedQueries, rows_per_token: int) -> int:
-        """Rows of the largest request, for the choice of a tile: a number of the model where bits must stay put."""
+        """Rows of the largest request, for the tile choice: a model constant in deterministic mode."""
         return rows_per_token * (1 if self._deterministic else max(queries.query_lens, default=1))
 
     def _split(self, tile: LatentTile | PagedTile, device: torch.device, programs: int, groups: int) -> Split:
@@ -166,7 +166,7 @@ class _Backend:
 
 
 class TritonMLA(_Backend):
-    """`MLABackend`, `Replayable` and `ExpandsParts`. The cache may also hold FP8 rows (`kv_format`)."""
+    """`MLABackend`, `Replayable` and `ExpandsChunks`. The cache may also hold FP8 rows (`kv_format`)."""
 
     def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
         super().__init__(deterministic, num_programs)
@@ -174,10 +174,10 @@ class TritonMLA(_Backend):
         self._expanded_as: torch.dtype | None = None
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
-        """As the protocol says.
+        """See the protocol.
 
         Args:
-            buffers: where the decode group's schedule goes, for CUDA graphs.
+            buffers: destination of the decode group's schedule, for CUDA graphs.
         """
         groups = []
         if batch.decode is not None:
@@ -192,7 +192,7 @@ class TritonMLA(_Backend):
         return StepPlan(*groups)
 
     def plan_in_place(self, batch: AttentionBatch) -> PlanInPlace | None:
-        """As `Replayable` says. Schedules with fixed cuts have no largest size, so there is none for them."""
+        """See `Replayable`. None in deterministic mode: fixed cuts have no maximum size."""
         if self._absorbed_as is None or self._deterministic or batch.decode is None:
             return None
         _, split = self._absorbed_cut(batch.decode, *self._absorbed_as)
@@ -214,7 +214,7 @@ class TritonMLA(_Backend):
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: object,
         value_width: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """As the protocol says; `value_width` is C where the rotary width is not 64."""
+        """See the protocol; `value_width` is C where the rotary width is not 64."""
         latent = q.shape[2] - 64 if value_width is None else value_width
         form = form_of(cache, latent, q.shape[2] - latent)
         self._absorbed_as = (q.shape[1], q.dtype, form)
@@ -225,7 +225,7 @@ class TritonMLA(_Backend):
         self, cache: Tensor, queries: PagedQueries, plan: object, out: Tensor | None = None,
         value_width: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """As the protocol says; FP8 records become bfloat16 where `out` does not say otherwise."""
+        """See the protocol; FP8 records become bfloat16 unless `out` has another dtype."""
         queries.refuse_tree("gathered")
         form, latent, rotary = PLAIN, cache.shape[1], 0
         if cache.element_size() == 1:
@@ -244,26 +244,26 @@ class TritonMLA(_Backend):
         self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: object
     ) -> Tensor:
         queries.refuse_tree("expanded")
-        if self._expanded_as is None:  # what a context in parts launches beside, compiled with the first prompt
+        if self._expanded_as is None:  # the chunk merge, compiled with the first prompt
             part, lse = q.new_zeros(1, 1, kv.shape[2] - q.shape[2] + k_rope.shape[1]), q.new_zeros(1, 1).float()
             merge_chunk(part, lse, part, lse)
         self._expanded_as = q.dtype
         tile = expanded_tile(q.dtype)
         return expanded_attention(q, kv, k_rope, _find(plan, queries).blocks(tile.block_m), tile, scale)[0]
 
-    # -- `ExpandsParts`
+    # -- `ExpandsChunks`
 
-    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> GroupPlan:
+    def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> GroupPlan:
         queries.refuse_tree("expanded")
         return GroupPlan(queries, None, first_keys, key_lens)
 
-    def expanded_part(
+    def expanded_chunk(
         self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: GroupPlan
     ) -> tuple[Tensor, Tensor]:
         tile = expanded_tile(q.dtype)
         return expanded_attention(q, kv, k_rope, plan.blocks(tile.block_m), tile, scale)
 
-    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    def merge_chunks(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         merge_chunk(out, lse, other, other_lse)
 
 
@@ -275,7 +275,7 @@ class TritonGQA(_Backend):
         self._paged_as: tuple[int, int, int, torch.dtype] | None = None
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
-        """As the protocol says; `buffers` as in `TritonMLA.plan`."""
+        """See the protocol; `buffers` as in `TritonMLA.plan`."""
         groups = []
         if batch.decode is not None:
             groups.append(GroupPlan(batch.decode, buffers))
@@ -287,7 +287,7 @@ class TritonGQA(_Backend):
         return StepPlan(*groups)
 
     def plan_in_place(self, batch: AttentionBatch) -> PlanInPlace | None:
-        """As `TritonMLA.plan_in_place`."""
+        """See `TritonMLA.plan_in_place`."""
         if self._paged_as is None or self._deterministic or batch.decode is None:
             return None
         _, split = self._cut(batch.decode, *self._paged_as)
@@ -318,7 +318,7 @@ def _record_form(width: int) -> tuple[int, int, int]:
     """(form, C, P) of FP8 records of `width` bytes with 64 rotary channels.
 
     Raises:
-        ValueError: if there are none.
+        ValueError: if no record has that size.
     """
     for latent in (128, 256, 512, 1024):
         for form in (FP8_TOKEN, FP8_GROUPS):

@@ -1,7 +1,7 @@
 """Varlen attention over expanded keys and values: MLA's form for prompts, and its log-sum-exp.
 
-A program has M query tokens of one head and walks over the keys they see. The keys may be a part of the context (a
-chunk expanded by itself): results of several parts are put together by `triton.merge.merge_chunk`.
+A program has M query tokens of one head and loops over the keys they see. The keys may be a context chunk (expanded
+separately): chunk results are merged by `triton.merge.merge_chunk`.
 
 Legend: T query tokens, H heads, S keys of all requests, N qk_nope, P rotary width, V v_head, B blocks of M tokens.
 """
@@ -48,8 +48,8 @@ def blocks(
     last, first key, number of keys, keys that the block's first token sees.
 
     Args:
-        key_lens: keys of each request, one request behind the other.
-        seen_by_first: how many of these keys the request's first query token sees, the next token one more; may be
+        key_lens: keys of each request, in order.
+        seen_by_first: keys visible to the request's first query token (the next token sees one more); may be
             negative or above the number (a chunk after, or before, the tokens).
     """
     queries, keys = np.asarray(query_lens, dtype=np.int64), np.asarray(key_lens, dtype=np.int64)
@@ -74,12 +74,12 @@ def _attend(
     VALUE: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys [begin, stop) enter the running softmax; not MASKED: all tokens see all of them."""
+    """Updates the running softmax with keys [begin, stop); not MASKED: all tokens see all of these keys."""
     inside = tl.arange(0, BLOCK_N)
     for start in range(begin, stop, BLOCK_N):
         key = inside
         if MASKED:
-            key = tl.minimum(inside, num_keys - 1 - start)  # repeats the last key: finite where scores are hidden
+            key = tl.minimum(inside, num_keys - 1 - start)  # repeats the last key: finite where scores are masked
         kv_tile = kv + start * kv_stride.to(tl.int64)
         rotary = columns(rope + start * rope_stride.to(tl.int64), key * rope_stride, 0, ROTARY, BLOCK_ROTARY,
                          ROTARY != BLOCK_ROTARY)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The latents of some requests, copied from their slots one behind the other, FP8 rows turned into numbers.
+"""Gathers the latents of some requests from their slots into contiguous rows, dequantizing FP8 rows.
 
 Legend: S context tokens, C kv_lora_rank, P rotary width, N records.
 """
@@ -20,12 +20,12 @@ from moe_engine.kernels.attention.latent_records import (
     scales_offset,
 )
 from moe_engine.kernels.attention.protocol import PagedQueries
-from moe_engine.kernels.attention.triton.tiles import stored_numbers
+from moe_engine.kernels.attention.triton.tiles import stored_values
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
 GATHER_ROWS = 32
-"""Tokens of a program; a record is (request, first token in the context, tokens, first row of the output)."""
+"""Tokens per program; a record is (request, first token in the context, tokens, first row of the output)."""
 
 _TOKEN, _GROUPS, _GROUP = tl.constexpr(FP8_TOKEN), tl.constexpr(FP8_GROUPS), tl.constexpr(GROUP)
 _RANGE = tl.constexpr(FP8_RANGE)
@@ -48,19 +48,19 @@ def gather_kernel(
     live = whole[:, None] & (column < LATENT + ROTARY)[None, :]
     values = tl.load(cache + offset[:, None] + column[None, :], live, 0)
     if KV_FORMAT == _RANGE:
-        values = stored_numbers(values, KV_FORMAT, tl.float32)
+        values = stored_values(values, KV_FORMAT, tl.float32)
     elif KV_FORMAT > 0:
-        numbers = stored_numbers(values, KV_FORMAT, tl.float32)
+        raw = stored_values(values, KV_FORMAT, tl.float32)
         floats = cache.to(tl.pointer_type(tl.float32)) + (offset // 4)[:, None]
         in_latent = (column < LATENT)[None, :]
         if KV_FORMAT == _TOKEN:
             which = SCALES // 4 + (column >= LATENT)[None, :].to(tl.int32)
-            values = numbers * tl.load(floats + which, live, 0.0)
+            values = raw * tl.load(floats + which, live, 0.0)
         else:
             scale = tl.load(floats + LATENT // 4 + column[None, :] // _GROUP, live & in_latent, 0.0)
             halves = cache.to(tl.pointer_type(tl.bfloat16)) + LATENT // 2 + LATENT // _GROUP * 2 - LATENT
             rotary = tl.load(halves + (offset // 2)[:, None] + column[None, :], live & (column >= LATENT)[None, :], 0.0)
-            values = tl.where(in_latent, numbers * scale, rotary.to(tl.float32))
+            values = tl.where(in_latent, raw * scale, rotary.to(tl.float32))
     place = (tl.load(record + 3).to(tl.int64) + inside)[:, None] * (LATENT + ROTARY) + column[None, :]
     tl.store(out + place, values.to(out.dtype.element_ty), live)
 
@@ -69,8 +69,8 @@ def gather(cache: Tensor, queries: PagedQueries, records: Tensor, out: Tensor, l
     """Writes out [S, C+P], contiguous, in its own dtype.
 
     Args:
-        records: [N, 4] int32, as `GATHER_ROWS` says.
-        form: of the cache's rows.
+        records: [N, 4] int32, see `GATHER_ROWS`.
+        form: row format of the cache.
     """
     if not len(out):
         return

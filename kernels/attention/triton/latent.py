@@ -1,8 +1,8 @@
-"""MLA in the absorbed form: few query tokens against the paged latent, one program a segment of `schedule`.
+"""MLA in the absorbed form: few query tokens against the paged latent, one program per segment of `schedule`.
 
 Keys are the latent and the rotary channels, values the latent alone: a tile is read once and serves both products. The
-slots of the next tile are loaded while this one is worked on, so that its addresses are known when its copies start.
-Rows are (query token, head) pairs, one behind the other in q and in the output.
+slots of the next tile are prefetched during the current tile, so that addresses are ready when its copies start.
+Rows are (query token, head) pairs, contiguous in q and in the output.
 
 Legend: T query tokens, H heads, C kv_lora_rank, P rotary width, N segments; M, N rows and context tokens of a tile.
 """
@@ -36,7 +36,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     next_slots,
     softmax_step,
     stored_columns,
-    stored_numbers,
+    stored_values,
 )
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
@@ -49,11 +49,11 @@ _TOKEN, _GROUPS, _GROUP = tl.constexpr(FP8_TOKEN), tl.constexpr(FP8_GROUPS), tl.
 
 @dataclass(frozen=True)
 class LatentTile:
-    """M rows, N context tokens; the latent is cut into `parts` products of columns, narrow ones needing fewer registers
-    for addresses and results.
+    """M rows, N context tokens. The latent is cut into `parts` column blocks: narrow products need fewer registers for
+    addresses and results.
 
-    With `shares` 2, two programs compute the same scores and each a half of the values: 64 or 128 rows by all 512
-    columns fit the registers of no multiprocessor, and 32 rows leave tensor cores idle.
+    With `shares` 2, two programs compute the same scores and half of the values each: 64 or 128 rows by all 512
+    columns exceed an SM's registers, and 32 rows leave tensor cores idle.
     """
 
     block_m: int
@@ -65,7 +65,7 @@ class LatentTile:
 
 
 def latent_tile(num_rows: int, dtype: torch.dtype, form: int = PLAIN) -> LatentTile:
-    """The tile for requests of at most `num_rows` rows, q being `dtype`; chosen by what fits registers and shared
+    """The tile for requests of at most `num_rows` rows, for q of `dtype`; chosen to fit registers and shared
     memory (227 KiB) of sm_90 and sm_100, not by measurement."""
     if dtype == torch.float32:
         return LatentTile(16, 16, 8, 2, 8, 2)
@@ -89,21 +89,21 @@ def _latent_part(
     cache, offset, first,
     LATENT: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[N, WIDTH] DTYPE: numbers [first, first + WIDTH) of the latent at `cache + offset`, scaled in `FP8_GROUPS`."""
+    """[N, WIDTH] DTYPE: columns [first, first + WIDTH) of the latent at `cache + offset`, scaled in `FP8_GROUPS`."""
     values = columns(cache, offset, first, LATENT, WIDTH, PADDED)
     if KV_FORMAT != _GROUPS:
-        values = stored_numbers(values, KV_FORMAT, DTYPE)
+        values = stored_values(values, KV_FORMAT, DTYPE)
     else:
         floats = cache.to(tl.pointer_type(tl.float32)) + (offset // 4)[:, None]
         NUM: tl.constexpr = WIDTH // _GROUP if WIDTH > _GROUP else 1
         group = first // _GROUP + tl.arange(0, NUM)
         scale = tl.load(floats + LATENT // 4 + group[None, :])
-        numbers = stored_numbers(values, KV_FORMAT, tl.float32)
+        raw = stored_values(values, KV_FORMAT, tl.float32)
         if NUM == 1:
-            values = (numbers * scale).to(DTYPE)
+            values = (raw * scale).to(DTYPE)
         else:
-            wide = tl.reshape(numbers, [numbers.shape[0], NUM, _GROUP]) * scale[:, :, None]
-            values = tl.reshape(wide.to(DTYPE), [numbers.shape[0], WIDTH])
+            wide = tl.reshape(raw, [raw.shape[0], NUM, _GROUP]) * scale[:, :, None]
+            values = tl.reshape(wide.to(DTYPE), [raw.shape[0], WIDTH])
     return values
 
 
@@ -112,7 +112,7 @@ def _rotary_part(
     cache, offset,
     LATENT: tl.constexpr, ROTARY: tl.constexpr, BLOCK_P: tl.constexpr, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[N, BLOCK_P] DTYPE: the rotary channels, without their scale in `FP8_TOKEN`."""
+    """[N, BLOCK_P] DTYPE: the rotary channels, unscaled in `FP8_TOKEN`."""
     if KV_FORMAT == _GROUPS:
         halves = cache.to(tl.pointer_type(tl.bfloat16)) + LATENT // 2 + LATENT // _GROUP * 2
         values = columns(halves, offset // 2, 0, ROTARY, BLOCK_P, ROTARY != BLOCK_P).to(DTYPE)
@@ -123,7 +123,7 @@ def _rotary_part(
 
 @triton.jit
 def _first(i, own, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """The first column of part i of a program whose own part of the values begins with part `own`."""
+    """First column of part i, for a program whose own share of the values begins with part `own`."""
     return (i + own) % PARTS * WIDTH
 
 
@@ -132,7 +132,7 @@ def _store(
     out, mixed, norm, row, left, share,
     LATENT: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The share's columns of rows below `left`, or with WHOLE of all, divided by their sums."""
+    """Stores the share's columns, divided by the row sums: rows below `left`, or all rows with WHOLE."""
     for i in tl.static_range(OWN):
         column = _first(i, share * OWN, PARTS, WIDTH) + tl.arange(0, WIDTH)
         place = out + row[:, None] * LATENT + column[None, :]
@@ -153,8 +153,8 @@ def latent_kernel(
 ):  # fmt: skip
     """q [T * H, C + P], cache [slots, .] -> out [T * H, C], or partial [., M, C] and lse [., M] to base 2.
 
-    `scale` is that of the scores times log2(e). WIDE: the cache has 2^31 elements or more. SCALES: where `FP8_TOKEN`
-    has its scales.
+    `scale` is the score scale times log2(e). WIDE: the cache has 2^31 elements or more. SCALES: offset of the scales
+    in `FP8_TOKEN`.
     """
     record = segments + tl.program_id(0) * _RECORD
     left = tl.load(record + 2)
@@ -162,7 +162,7 @@ def latent_kernel(
         WIDTH: tl.constexpr = BLOCK_C // PARTS
         OWN: tl.constexpr = PARTS // SHARES
         PADDED: tl.constexpr = BLOCK_C != LATENT
-        WHOLE: tl.constexpr = HEADS % BLOCK_M == 0  # blocks have all their rows, and these are of one token
+        WHOLE: tl.constexpr = HEADS % BLOCK_M == 0  # blocks are full, with rows of one token
         dtype: tl.constexpr = q.dtype.element_ty
         token, first_row = tl.load(record + 1), tl.load(record + 3)
         begin, stop = tl.load(record + 5), tl.load(record + 6)
@@ -233,11 +233,11 @@ def latent_attention(
     """q [T, H, C+P], cache [slots, C+P] or FP8 rows -> [T, H, C] in q's dtype. No host synchronisation.
 
     Args:
-        schedule: of these queries, H rows a token, with the tile's blocks.
-        form: of the cache's rows, from `latent_records.form_of`.
+        schedule: schedule of these queries, H rows per token, with the tile's block size.
+        form: row format of the cache, from `latent_records.form_of`.
 
     Raises:
-        ValueError: if the cache has numbers of another dtype, or strided rows.
+        ValueError: if the cache has another dtype, or strided rows.
     """
     num_tokens, heads, width = q.shape
     if cache.stride(-1) != 1 or (form == PLAIN and cache.dtype != q.dtype):
@@ -297,6 +297,6 @@ def aot_cases() -> list[AotCase]:
         form_name = (element(dtype), "fp8 token records", "fp8 group records", "e5m2")[form]
         name = f"latent attention, {heads} heads, {tokens} tokens, {form_name}{', tree' if tree else ''}"
         cases.append(AotCase(name, latent_kernel, signature, constants, tile.num_warps, tile.num_stages, True))
-    large = [case for case in cases if "group records" in case.name]  # whose pools come to 2^31 bytes on one GPU
+    large = [case for case in cases if "group records" in case.name]  # whose pools reach 2^31 bytes on one GPU
     wide = (replace(case, name=f"{case.name}, wide", constants={**case.constants, "WIDE": True}) for case in large)
     return [*cases, *wide]

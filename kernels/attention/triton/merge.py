@@ -1,4 +1,4 @@
-"""Puts results of parts of a context together by their log-sum-exp: result = sum_i exp(lse_i - lse) result_i.
+"""Merges attention results over parts of a context by their log-sum-exp: result = sum_i exp(lse_i - lse) result_i.
 
 Legend: T query tokens, H query heads, G KV heads, V value width, M merges, B rows of a block.
 """
@@ -16,7 +16,7 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
 _ROWS = 4
-"""Rows of a program."""
+"""Rows per program."""
 
 _RECORD = tl.constexpr(RECORD)
 
@@ -26,7 +26,7 @@ def merge_partials_kernel(
     partial, lse, merges, out,
     PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """partial [P, G, B, WIDTH] and lse [P, G, B] (base 2) -> out [T, G * PER_GROUP, WIDTH], as `merges` say."""
+    """partial [P, G, B, WIDTH] and lse [P, G, B] (base 2) -> out [T, G * PER_GROUP, WIDTH], by `merges`."""
     record = merges + tl.program_id(0) * _RECORD
     group, groups = tl.program_id(2), tl.num_programs(2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -56,7 +56,7 @@ def merge_partials_kernel(
 
 @triton.jit
 def merge_chunk_kernel(out, lse, other, other_lse, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """out, lse of row n become those over both parts; log-sum-exps are natural, -inf for a part without tokens."""
+    """Merges (other, other_lse) into (out, lse) of row n; log-sum-exps are natural, -inf for an empty chunk."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     live = column < WIDTH
@@ -67,15 +67,15 @@ def merge_chunk_kernel(out, lse, other, other_lse, WIDTH: tl.constexpr, BLOCK: t
     total = weight_a + weight_b
     norm = tl.where(total > 0.0, 1.0 / total, 0.0)
     place = row * WIDTH + column
-    mine = tl.load(out + place, live, 0.0).to(tl.float32)
-    theirs = tl.load(other + place, live, 0.0).to(tl.float32)
-    mixed = (mine * weight_a + theirs * weight_b) * norm
+    own = tl.load(out + place, live, 0.0).to(tl.float32)
+    added = tl.load(other + place, live, 0.0).to(tl.float32)
+    mixed = (own * weight_a + added * weight_b) * norm
     tl.store(out + place, mixed.to(out.dtype.element_ty), live)
     tl.store(lse + row, best + tl.log(total))
 
 
 def merge_partials(partial: Tensor, lse: Tensor, schedule: Schedule, out: Tensor) -> None:
-    """Writes to out [T, H, V] the rows that several programs worked on.
+    """Writes to out [T, H, V] the rows that were split over several programs.
 
     Args:
         partial: [P, G, B, V] float32, each normalised.
@@ -93,10 +93,10 @@ def merge_partials(partial: Tensor, lse: Tensor, schedule: Schedule, out: Tensor
 
 
 def merge_chunk(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Attention over one part of a context takes in that over another, in place.
+    """Merges the attention over another context chunk into `out` and `lse`, in place.
 
     out and other [T, H, V], lse and other_lse [T, H] float32 (natural logarithm); all contiguous. For contexts whose
-    keys and values are expanded a part at a time. A row that neither part shows anything becomes 0 with lse -inf.
+    keys and values are expanded in chunks. A row that sees no key in either chunk becomes 0 with lse -inf.
     """
     if out.numel():
         width = out.shape[-1]

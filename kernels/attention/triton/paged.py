@@ -1,5 +1,5 @@
-"""Grouped-query attention over paged keys and values, for decode and prefill: one program a segment of `schedule` and
-KV head. Rows are (query token, head of the group) pairs, so a tile of keys serves all heads that share it.
+"""Grouped-query attention over paged keys and values, for decode and prefill: one program per segment of `schedule` and
+KV head. Rows are (query token, head of the group) pairs, so a tile of keys serves all heads of its group.
 
 Legend: T query tokens, H heads, G KV heads, D head width, N segments; M, N rows and context tokens of a tile.
 """
@@ -39,7 +39,7 @@ _TOKEN = tl.constexpr(FP8_TOKEN)
 
 @dataclass(frozen=True)
 class PagedTile:
-    """M rows, N context tokens, and how many programs a multiprocessor holds at once."""
+    """M rows, N context tokens, and resident programs per SM."""
 
     block_m: int
     block_n: int
@@ -49,7 +49,7 @@ class PagedTile:
 
 
 def paged_tile(num_rows: int, width: int, dtype: torch.dtype) -> PagedTile:
-    """The tile for requests of at most `num_rows` rows; chosen by what fits registers and shared memory of sm_90 and
+    """The tile for requests of at most `num_rows` rows; chosen to fit registers and shared memory of sm_90 and
     sm_100, not by measurement."""
     if dtype == torch.float32 or width > 128:
         return PagedTile(16, 32, 4, 2, 1)
@@ -76,8 +76,8 @@ def paged_kernel(
     """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> out [T, H, D], or partial [., G, M, D] and
     lse [., G, M] to base 2.
 
-    `scale` is that of the scores times log2(e). WIDE: a cache has 2^31 elements or more. SCALE: where a record has its
-    own.
+    `scale` is the score scale times log2(e). WIDE: a cache has 2^31 elements or more. SCALE: offset of a record's
+    scale.
     """
     record = segments + tl.program_id(0) * _RECORD
     left = tl.load(record + 2)
@@ -139,7 +139,7 @@ def paged_attention(
     """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> [T, H, D]. No host synchronisation.
 
     Args:
-        schedule: of these queries, H / G rows a token, with the tile's blocks.
+        schedule: schedule of these queries, H / G rows per token, with the tile's block size.
 
     Raises:
         ValueError: if dtypes differ or head widths are strided.

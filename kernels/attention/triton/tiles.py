@@ -1,4 +1,4 @@
-"""Pieces of Triton code that the attention kernels share: loads of padded rows, visibility, the running softmax.
+"""Triton helpers shared by the attention kernels: loads of padded rows, visibility masks, the running softmax.
 
 Legend: M rows of a block (query tokens times heads), N context tokens of a tile, W columns.
 """
@@ -13,12 +13,12 @@ from moe_engine.kernels.attention.kv_format import FP8_RANGE, PLAIN
 _PLAIN, _RANGE = tl.constexpr(PLAIN), tl.constexpr(FP8_RANGE)
 
 LOWEST = tl.constexpr(-1e30)
-"""Below every score, and finite: the running maximum of a row that has seen nothing yet."""
+"""Initial running maximum: finite and below every score."""
 
 
 @triton.jit
 def columns(base, rows, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr):
-    """[., BLOCK]: numbers [first, first + BLOCK) of the rows at `base + rows`, zero from WIDTH on if PADDED."""
+    """[., BLOCK]: columns [first, first + BLOCK) of the rows at `base + rows`, zero from WIDTH on if PADDED."""
     column = first + tl.arange(0, BLOCK)
     place = base + rows[:, None] + column[None, :]
     if PADDED:
@@ -27,8 +27,8 @@ def columns(base, rows, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PADDED:
 
 
 @triton.jit
-def stored_numbers(values, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """What a cache row of that form holds: bytes of FP8 rows as DTYPE numbers, not yet scaled; others as they are."""
+def stored_values(values, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """Values of a cache row in that format: FP8 bytes converted to DTYPE, not yet scaled; other formats unchanged."""
     if KV_FORMAT == _RANGE:
         values = values.to(tl.float8e5, bitcast=True).to(DTYPE)
     elif KV_FORMAT != _PLAIN:
@@ -40,22 +40,22 @@ def stored_numbers(values, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 def stored_columns(
     base, rows, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KV_FORMAT: tl.constexpr, DTYPE: tl.constexpr
 ):
-    """`columns` of cache rows of that form, as `stored_numbers`."""
-    return stored_numbers(columns(base, rows, first, WIDTH, BLOCK, WIDTH != BLOCK), KV_FORMAT, DTYPE)
+    """`columns` of cache rows in that format, converted by `stored_values`."""
+    return stored_values(columns(base, rows, first, WIDTH, BLOCK, WIDTH != BLOCK), KV_FORMAT, DTYPE)
 
 
 @triton.jit
 def next_slots(table_row, position, stop):
-    """Slots of context tokens `position`. Those from `stop` on repeat the last one: every address is then a token of
-    this request, finite where masked scores meet it, and loads need no mask."""
+    """Slots of context tokens `position`. Positions from `stop` on repeat the last token: every address then belongs to
+    this request and holds finite values, and loads need no mask."""
     return tl.load(table_row + tl.minimum(position, stop - 1))
 
 
 @triton.jit
 def hide(scores, position, limit, word, before, stop, TREE: tl.constexpr, ALIKE: tl.constexpr):
     """-inf where row m must not see context token `position` [N]: from `limit` [M] on, or with TREE where bit
-    `position - before` of `word` [M] is not set; and from `stop` on. ALIKE: limit and word are scalars, the same for
-    all rows."""
+    `position - before` of `word` [M] is not set; and from `stop` on. ALIKE: limit and word are scalars, common to all
+    rows."""
     if TREE:
         query = position - before
         bit = tl.minimum(tl.maximum(query, 0), 63).to(tl.int64)
@@ -75,9 +75,9 @@ def hide(scores, position, limit, word, before, stop, TREE: tl.constexpr, ALIKE:
 
 @triton.jit
 def softmax_step(scores, best, total, scale):
-    """A tile of scores [M, N] enters the running softmax, to base 2; `scale` > 0 is multiplied into the scores here.
+    """Updates the running softmax (base 2) with a tile of scores [M, N]; `scale` > 0 is multiplied in here.
 
-    Returns the tile's weights [M, N], the new maximum and sum [M], and the factor [M] of all that came before.
+    Returns the tile's weights [M, N], the new maximum and sum [M], and the rescaling factor [M] of the earlier tiles.
     """
     new = tl.maximum(best, tl.max(scores, 1) * scale)
     decay = tl.exp2(best - new)
@@ -87,6 +87,6 @@ def softmax_step(scores, best, total, scale):
 
 @triton.jit
 def finish(best, total):
-    """(factor, log-sum-exp to base 2) of each row; 0 and -inf for a row that saw nothing."""
+    """(factor, log-sum-exp to base 2) of each row; 0 and -inf for a row without visible keys."""
     some = total > 0.0
     return tl.where(some, 1.0 / total, 0.0), tl.where(some, best + tl.log2(total), float("-inf"))

@@ -1,4 +1,4 @@
-"""Parts of long contexts for libraries whose attention returns a log-sum-exp: what their adapters share.
+"""Context chunks for libraries whose attention returns a log-sum-exp: code shared by their adapters.
 
 Legend: H query heads, N qk_nope, P rotary width, V v_head, S keys of all requests.
 """
@@ -17,30 +17,30 @@ from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.paging import SLOTS, StepPlan
 
 
-class PartPlan(StepPlan):
-    """A part of the contexts of some requests, and what an adapter remembers of it for all layers."""
+class ChunkPlan(StepPlan):
+    """A context chunk of some requests, and the adapter's per-chunk state for all layers."""
 
-    def __init__(self, part: parts.Part) -> None:
+    def __init__(self, part: parts.Chunk) -> None:
         super().__init__(AttentionBatch(None, part.queries))
         self.part = part
         self.get(part.queries, SLOTS, part.slots)
 
 
-class MergesParts:
-    """`ExpandsParts` but for `expanded_part`."""
+class MergesChunks:
+    """`ExpandsChunks` without `expanded_chunk`."""
 
-    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> PartPlan:
-        """As the protocol says. Raises ValueError for parts that one causal mask, or none, does not do."""
-        return PartPlan(parts.Part(queries, first_keys, key_lens))
+    def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> ChunkPlan:
+        """See the protocol. Raises ValueError for chunks that need more than one causal mask, or none."""
+        return ChunkPlan(parts.Chunk(queries, first_keys, key_lens))
 
-    def merge_parts(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    def merge_chunks(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
         _merge(out.device)(out, lse, other, other_lse)
 
 
 @lru_cache
 def compile_merge(dtype: torch.dtype, width: int, device: torch.device) -> None:
-    """Runs the merge of values so wide once. For the first prompt, before a launch serves: with the first long one,
-    others would wait for the compiler."""
+    """Runs the merge for values of this width once, with the first prompt. Otherwise the first long prompt of a serving
+    engine would wait for the compiler."""
     out, lse = torch.zeros(1, 1, width, dtype=dtype, device=device), torch.zeros(1, 1, device=device)
     _merge(device)(out, lse, out.clone(), lse.clone())
 
@@ -53,8 +53,8 @@ def keys_and_values(kv: Tensor, k_rope: Tensor, nope: int) -> tuple[Tensor, Tens
 def _merge(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     """In Triton where that is installed and the tensors are on a GPU, else in torch."""
     if device == torch.device("cpu"):
-        return parts.merge_parts
+        return parts.merge_chunks
     try:
         return importlib.import_module("moe_engine.kernels.attention.triton.merge").merge_chunk
     except ImportError:
-        return parts.merge_parts
+        return parts.merge_chunks

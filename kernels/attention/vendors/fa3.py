@@ -17,8 +17,8 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.attention.vendors.chunks import MergesParts, PartPlan, compile_merge, keys_and_values
-from moe_engine.kernels.attention.vendors.in_place import Room, TableInPlace
+from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks, compile_merge, keys_and_values
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
 from moe_engine.kernels.attention.vendors.paging import (
     TABLE,
     Paged,
@@ -38,7 +38,7 @@ _LSE_KEYWORDS = ("return_softmax_lse", "return_attn_probs")
 
 @dataclass(frozen=True)
 class _Group:
-    """The arguments that every layer passes on for a group of queries."""
+    """Arguments that every layer passes for a group of queries."""
 
     paged: Paged
     table: Tensor  # [R, W] int32: page numbers
@@ -51,7 +51,7 @@ class _Group:
         return cls(paged, plan.get(queries, TABLE, lambda: paged.table), tree)
 
     def arguments(self, heads: int, value_width: int) -> dict[str, Any]:
-        """Of a layer with so many query heads and values so wide."""
+        """Arguments for a layer with this number of query heads and this value width."""
         paged = self.paged
         return {
             "cache_seqlens": paged.kv_lens_device,
@@ -68,7 +68,7 @@ class _Backend:
 
     def __init__(self, module: Any | None = None) -> None:
         self._lib = FA3.load() if module is None else FA3.check(module)
-        self._room = Room()
+        self._buffer = PageBuffer()
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         plan = StepPlan(batch)
@@ -78,8 +78,8 @@ class _Backend:
         return plan
 
     def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | None:
-        """As `Replayable` says: the library shares out work on the device, in the launch itself."""
-        return None if batch.decode is None else TableInPlace(batch, batch.decode, self._room)
+        """See `Replayable`: the library partitions work on the device, inside the launch."""
+        return None if batch.decode is None else TableInPlace(batch, batch.decode, self._buffer)
 
     def _group(self, plan: Any, queries: PagedQueries) -> _Group:
         known = plan_of(plan)
@@ -92,16 +92,16 @@ class _Backend:
     def _with_lse(self, group: _Group, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """out [T, H, *] and its log-sum-exp [T, H] (natural)."""
         out, lse, *_ = self._run(group, *tensors, return_softmax_lse=True, **options)
-        return out, lse.transpose(0, 1)  # the library's is [H, T]
+        return out, lse.transpose(0, 1)  # the library returns [H, T]
 
 
-class FA3MLA(MergesParts, _Backend):
-    """`MLABackend` and `ExpandsParts`. Raises ImportError where the library is not here or lacks what is called."""
+class FA3MLA(MergesChunks, _Backend):
+    """`MLABackend` and `ExpandsChunks`. Raises ImportError if the library is missing or lacks a required function."""
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
     ) -> Tensor:
-        """As the protocol says; C at least 256 and P at most 64."""
+        """See the protocol; C at least 256 and P at most 64."""
         latent = q.shape[2] - 64 if value_width is None else value_width
         rotary = q.shape[2] - latent
         _refuse(limits.fa3_absorbed(latent, rotary))
@@ -131,21 +131,21 @@ class FA3MLA(MergesParts, _Backend):
             return q.new_empty(0, q.shape[1], value)
         starts = plan_of(plan).get(queries, "context_starts", lambda: _context_starts(queries))
         out = self._varlen(q, kv, k_rope, queries, starts, queries.context_lens, scale, causal=True)
-        return out[0] if isinstance(out, tuple) else out  # some builds add the log-sum-exp unasked
+        return out[0] if isinstance(out, tuple) else out  # some builds always return the log-sum-exp
 
-    def expanded_part(
-        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    def expanded_chunk(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: ChunkPlan
     ) -> tuple[Tensor, Tensor]:
         part, queries = plan.part, plan.part.queries
         starts = plan.get(queries, "key_starts", lambda: prefix_sums(list(part.key_lens), q.device))
         out, lse, *_ = self._varlen(
             q, kv, k_rope, queries, starts, part.key_lens, scale, causal=part.causal, **self._lse_asked
         )
-        return out, lse.transpose(0, 1).contiguous()  # the library's is [H, T], natural
+        return out, lse.transpose(0, 1).contiguous()  # the library returns [H, T], natural
 
     @cached_property
     def _lse_asked(self) -> dict[str, bool]:
-        """What makes the varlen function return a log-sum-exp; nothing in builds that always do."""
+        """Keyword that makes the varlen function return the log-sum-exp; empty for builds that always return it."""
         return {name: True for name in _LSE_KEYWORDS if accepts(self._lib.flash_attn_varlen_func, name)}
 
     def _varlen(
@@ -160,7 +160,7 @@ class FA3MLA(MergesParts, _Backend):
 
 
 class FA3GQA(_Backend):
-    """`GQABackend`. Raises ImportError where the library is not here or lacks what is called."""
+    """`GQABackend`. Raises ImportError if the library is missing or lacks a required function."""
 
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any

@@ -1,7 +1,7 @@
-"""FlashInfer's wrapper objects: planned on the host once a step, run at each layer.
+"""FlashInfer's wrapper objects: planned on the host once per step, run at each layer.
 
-A wrapper holds one plan at a time, in a page-locked buffer that the device copies from. So a wrapper is planned again
-only when the plan before is gone and some others were used since: the copy of a step in flight is left alone.
+A wrapper holds one plan at a time, in a page-locked buffer that the device copies from. A wrapper is reused only after
+its plan was released and several other wrappers were used since, so the copy of a step in flight is never overwritten.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.attention.vendors.in_place import Room, widest
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer, widest
 from moe_engine.kernels.attention.vendors.paging import Made, StepPlan
 from moe_engine.kernels.attention.workspaces import FLASHINFER_BYTES
 
 SPARE = 2
-"""Free wrappers that rest before the one freed first is planned again."""
+"""Free wrappers that stay unused before the one freed first is planned again."""
 
 
 _workspaces: dict[torch.device, Tensor] = {}
 
 
 def workspace(device: torch.device, num_bytes: int = FLASHINFER_BYTES) -> Tensor:
-    """The buffer for partial results, one for all that run on a device, one behind the other. Who asked before for less
-    than is needed now keeps the smaller one."""
+    """Scratch buffer for partial results, one per device, shared in stream order. A caller that requested a smaller
+    size earlier keeps its smaller buffer."""
     known = _workspaces.get(device)
     if known is None or len(known) < num_bytes:
         known = _workspaces[device] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -37,7 +37,7 @@ def workspace(device: torch.device, num_bytes: int = FLASHINFER_BYTES) -> Tensor
 
 
 class Planned:
-    """A wrapper with a plan in it, and what its owner wants to remember beside it."""
+    """A wrapper with a plan, and the owner's data for it."""
 
     def __init__(self, wrapper: Any, detail: Any = None) -> None:
         self.wrapper = wrapper
@@ -45,14 +45,14 @@ class Planned:
 
 
 class Wrappers:
-    """A supply of wrappers of one class."""
+    """A pool of wrappers of one class."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._free: deque[Any] = deque()
 
     def plan(self, *args: Any, detail: Any = None, **kwargs: Any) -> Planned:
-        """A wrapper planned with these arguments; it comes back here when the result is no longer referred to."""
+        """A wrapper planned with these arguments; returned to the pool when the result is released."""
         wrapper = self._free.popleft() if len(self._free) > SPARE else self._make()
         wrapper.plan(*args, **kwargs)
         planned = Planned(wrapper, detail)
@@ -62,31 +62,31 @@ class Wrappers:
 
 @dataclass(frozen=True)
 class Lists:
-    """Where a wrapper of a recorded step keeps the lists of its plan: R requests, up to N pages."""
+    """Plan lists of a captured step's wrapper: R requests, up to N pages."""
 
     query_starts: Tensor  # [R+1] int32
     page_starts: Tensor  # [R+1] int32
-    pages: Tensor  # [N] int32, room that all recordings share
+    pages: Tensor  # [N] int32, shared by all captured graphs
     lens: Tensor  # [R] int32
 
     @classmethod
-    def of(cls, queries: PagedQueries, room: Room) -> Lists:
+    def of(cls, queries: PagedQueries, buffer: PageBuffer) -> Lists:
         count, device = queries.num_requests, queries.slot_table.device
         query_starts, page_starts, lens = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (count + 1, count + 1, count)
         )
-        return cls(query_starts, page_starts, room.take(count * widest(queries, queries.page_size), device), lens)
+        return cls(query_starts, page_starts, buffer.take(count * widest(queries, queries.page_size), device), lens)
 
 
 class WrapperInPlace(StepPlan):
-    """`RenewablePlan` around a wrapper that was made for CUDA graphs: planned anew outside, run inside a recording.
+    """`RenewablePlan` around a wrapper in CUDA-graph mode: replanned outside the graph, run inside.
 
-    The wrapper's page-locked buffer is one: before it is written again, its copy to the device must have begun and
-    ended. That copy stands in front of the step before last, whose result is known by then, so nobody waits for it.
+    The wrapper has one page-locked buffer: before it is overwritten, its copy to the device must have completed. That
+    copy precedes the step before last, whose result is already known, so no wait is needed.
 
     Args:
-        key: what the plan depends on besides the queries; layers find the wrapper by it.
-        arguments: of the wrapper's `plan`, for the queries as they are when it is called.
+        key: plan parameters besides the queries; layers look the wrapper up by it.
+        arguments: arguments of the wrapper's `plan`, for the queries at call time.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class WrapperInPlace(StepPlan):
         self.renew()
 
     def get(self, queries: PagedQueries, key: Any, make: Callable[[], Made]) -> Made:
-        """What is known. Raises RuntimeError for a layer unlike the ones planned for: its plan would be recorded."""
+        """The cached value. Raises RuntimeError for an unplanned layer type: its plan would be captured."""
 
         def refuse() -> Made:
-            raise RuntimeError(f"a step whose layers differ ({key}) cannot be recorded with FlashInfer")
+            raise RuntimeError(f"a step whose layers differ ({key}) cannot be captured with FlashInfer")
 
         return super().get(queries, key, refuse)
 

@@ -1,4 +1,4 @@
-"""GQA by FlashInfer: one paged prefill wrapper for prompts, decode and verification alike.
+"""GQA by FlashInfer: one paged prefill wrapper for prompts, decode and verification.
 
 Legend: T query tokens, H query heads, G KV heads, Dh head width.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
-from moe_engine.kernels.attention.vendors.in_place import Room
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer
 from moe_engine.kernels.attention.vendors.paging import Paged, StepPlan, as_pages, host_ints, plan_of, prefix_sums
 from moe_engine.kernels.attention.vendors.trees import Tree
 from moe_engine.kernels.attention.workspaces import flashinfer_gqa_bytes
@@ -24,7 +24,7 @@ from moe_engine.kernels.vendors.probe import FLASHINFER
 
 @dataclass(frozen=True)
 class _Form:
-    """What a plan depends on besides the queries."""
+    """Plan parameters besides the queries."""
 
     heads: int
     kv_heads: int
@@ -35,13 +35,13 @@ class _Form:
 
 
 class FlashInferGQA:
-    """`GQABackend` over `BatchPrefillWithPagedKVCacheWrapper`; its tensor-core kernels serve single queries too.
+    """`GQABackend` over `BatchPrefillWithPagedKVCacheWrapper`; its tensor-core kernels also serve single queries.
 
     Args:
         module: the library; default: the installed one.
 
     Raises:
-        ImportError: it is not here or lacks what is called.
+        ImportError: the library is missing or lacks a required function.
     """
 
     name = "flashinfer"
@@ -50,10 +50,10 @@ class FlashInferGQA:
         self._lib = FLASHINFER.load() if module is None else FLASHINFER.check(module)
         self._wrappers: Wrappers | None = None
         self._form: _Form | None = None
-        self._room = Room()
+        self._buffer = PageBuffer()
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
-        """The first step plans at its first layer, later ones here, with the numbers seen last."""
+        """The first step plans at its first layer; later steps plan here, with the parameters of the last layer run."""
         plan = StepPlan(batch)
         for queries in (batch.decode, batch.prefill):
             if self._form is not None and queries is not None and queries.num_tokens:
@@ -61,11 +61,11 @@ class FlashInferGQA:
         return plan
 
     def plan_in_place(self, batch: AttentionBatch) -> WrapperInPlace | None:
-        """As `Replayable` says; for layers like the last that ran."""
+        """See `Replayable`; for layers like the last one run."""
         queries, form = batch.decode, self._form
         if queries is None or form is None:
             return None
-        lists = Lists.of(queries, self._room)
+        lists = Lists.of(queries, self._buffer)
         rows = max(queries.query_lens) * form.heads // form.kv_heads
         size = flashinfer_gqa_bytes(queries.num_requests, rows, form.heads, form.kv_heads, form.width)
         wrapper = self._lib.BatchPrefillWithPagedKVCacheWrapper(
@@ -109,7 +109,7 @@ class FlashInferGQA:
 
 
 def _arguments(paged: Paged, form: _Form, causal: bool = True) -> dict[str, Any]:
-    """Of the wrapper's `plan`."""
+    """Arguments of the wrapper's `plan`."""
     device = paged.rows.device
     last = [kv - (count - 1) * paged.page_size for kv, count in zip(paged.kv_lens, paged.num_pages)]
     return {

@@ -1,7 +1,7 @@
 """MLA by FlashInfer: the absorbed form by its MLA wrapper, the expanded form by its ragged prefill wrapper.
 
-Plans need numbers that the engine knows at the layers only (heads, scale, dtypes). The first step plans at its first
-layer; later steps plan ahead, in `plan` and `plan_part`, with the numbers seen last.
+Plans need parameters known only in the layers (heads, scale, dtypes). The first step plans at its first layer; later
+steps plan ahead, in `plan` and `plan_chunk`, with the parameters of the last layer run.
 Legend: T query tokens, H query heads, N qk_nope, P rotary width, C kv_lora_rank, V v_head, S context tokens.
 """
 
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.attention.vendors.chunks import MergesParts, PartPlan, compile_merge, keys_and_values
+from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks, compile_merge, keys_and_values
 from moe_engine.kernels.attention.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
-from moe_engine.kernels.attention.vendors.in_place import Room
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer
 from moe_engine.kernels.attention.vendors.paging import (
     Paged,
     StepPlan,
@@ -41,7 +41,7 @@ HOPPER = 9
 
 @dataclass(frozen=True)
 class _Absorbed:
-    """What a plan of the absorbed form depends on besides the queries."""
+    """Plan parameters of the absorbed form, besides the queries."""
 
     heads: int
     latent: int
@@ -60,16 +60,16 @@ class _Expanded:
     dtype: torch.dtype
 
 
-class FlashInferMLA(MergesParts):
-    """`MLABackend`, `Replayable` and `ExpandsParts` over `BatchMLAPagedAttentionWrapper` and
+class FlashInferMLA(MergesChunks):
+    """`MLABackend`, `Replayable` and `ExpandsChunks` over `BatchMLAPagedAttentionWrapper` and
     `BatchPrefillWithRaggedKVCacheWrapper`.
 
     Args:
         module: the library; default: the installed one.
-        major: compute capability of the GPU; default: of the one here.
+        major: compute capability of the GPU; default: of the current GPU.
 
     Raises:
-        ImportError: it is not here or lacks what is called.
+        ImportError: the library is missing or lacks a required function.
     """
 
     name = "flashinfer"
@@ -77,7 +77,7 @@ class FlashInferMLA(MergesParts):
     def __init__(self, module: Any | None = None, major: int | None = None) -> None:
         self._lib = FLASHINFER.load() if module is None else FLASHINFER.check(module)
         self._major = major
-        self._room = Room()
+        self._buffer = PageBuffer()
         self._wrappers: dict[Any, Wrappers] = {}
         self._absorbed: _Absorbed | None = None
         self._expanded: _Expanded | None = None
@@ -92,16 +92,16 @@ class FlashInferMLA(MergesParts):
         return plan
 
     def plan_in_place(self, batch: AttentionBatch) -> WrapperInPlace | None:
-        """As `Replayable` says; for layers like the last that ran."""
+        """See `Replayable`; for layers like the last one run."""
         queries, form = batch.decode, self._absorbed
         if queries is None or form is None:
             return None
-        lists = Lists.of(queries, self._room)
+        lists = Lists.of(queries, self._buffer)
         major = self._major or (probe("cuda").capability or (0, 0))[0]
         wrapper = self._lib.mla.BatchMLAPagedAttentionWrapper(
             workspace(queries.rows.device), use_cuda_graph=True, qo_indptr=lists.query_starts,
             kv_indptr=lists.page_starts, kv_indices=lists.pages, kv_len_arr=lists.lens,
-            # elsewhere the library's choice may be kernels whose plans cannot be renewed
+            # on other GPUs the library may select kernels whose plans cannot be renewed
             backend="auto" if major == HOPPER else "fa2",
         )  # fmt: skip
         return WrapperInPlace(batch, queries, form, wrapper, lambda: self._arguments(Paged.of(queries), form))
@@ -109,7 +109,7 @@ class FlashInferMLA(MergesParts):
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
     ) -> Tensor:
-        """As the protocol says; C must be a multiple of 128 and P one of 64."""
+        """See the protocol; C must be a multiple of 128 and P one of 64."""
         tokens, heads, width = q.shape
         latent = width - 64 if value_width is None else value_width
         reason = limits.flashinfer_absorbed(latent, width - latent)
@@ -117,7 +117,7 @@ class FlashInferMLA(MergesParts):
             raise ValueError(reason)
         if not tokens:
             return q.new_empty(0, heads, latent)
-        # 64 or 128 query rows are a tile: heads that do not divide it are refused where a tile ends inside a token
+        # 64 or 128 query rows are a tile: other head counts are refused if a tile would end inside a token
         padded = 1 << (heads - 1).bit_length()
         form = _Absorbed(padded, latent, width - latent, scale, q.dtype, cache.dtype)
         self._absorbed = form
@@ -149,20 +149,20 @@ class FlashInferMLA(MergesParts):
             return q.new_empty(0, form.heads, form.value_width)
         return self._run_ragged(self._plan_expanded(plan_of(plan), queries, form), q, kv, k_rope)
 
-    # -- `ExpandsParts`
+    # -- `ExpandsChunks`
 
-    def plan_part(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> PartPlan:
-        plan = super().plan_part(queries, first_keys, key_lens)
+    def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> ChunkPlan:
+        plan = super().plan_chunk(queries, first_keys, key_lens)
         if self._expanded is not None:
-            self._plan_expanded_part(plan, self._expanded)
+            self._plan_expanded_chunk(plan, self._expanded)
         return plan
 
-    def expanded_part(
-        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    def expanded_chunk(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: ChunkPlan
     ) -> tuple[Tensor, Tensor]:
-        planned = self._plan_expanded_part(plan, self._form_of(q, kv, k_rope, scale))
+        planned = self._plan_expanded_chunk(plan, self._form_of(q, kv, k_rope, scale))
         out, lse = self._run_ragged(planned, q, kv, k_rope, return_lse=True)
-        return out, lse.mul_(math.log(2))  # the library's is to base 2, of all its kernels
+        return out, lse.mul_(math.log(2))  # all of the library's kernels return base 2
 
     def _form_of(self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float) -> _Expanded:
         form = _Expanded(q.shape[1], q.shape[2], kv.shape[2] - q.shape[2] + k_rope.shape[1], scale, q.dtype)
@@ -174,7 +174,7 @@ class FlashInferMLA(MergesParts):
 
     def _run_ragged(self, planned: Planned, q: Tensor, kv: Tensor, k_rope: Tensor, **options: Any) -> Any:
         keys, values = keys_and_values(kv, k_rope, q.shape[2] - k_rope.shape[1])
-        # strides are not promised; a copy is little beside the product
+        # strides are not documented; the copy is cheap next to the product
         return planned.wrapper.run(q.contiguous(), keys, values.contiguous(), **options)
 
     def _plan_absorbed(self, plan: StepPlan, queries: PagedQueries, form: _Absorbed) -> Planned:
@@ -189,7 +189,7 @@ class FlashInferMLA(MergesParts):
         return wrappers.plan(**self._arguments(paged, form, tree), detail=tree)
 
     def _arguments(self, paged: Paged, form: _Absorbed, tree: Tree | None = None) -> dict[str, Any]:
-        """Of the wrapper's `plan`."""
+        """Arguments of the wrapper's `plan`."""
         device = paged.rows.device
         metadata = self._lib.mla.MLAPlanMetadata.csr(
             prefix_sums(paged.query_lens, device),
@@ -213,12 +213,12 @@ class FlashInferMLA(MergesParts):
     def _plan_expanded(self, plan: StepPlan, queries: PagedQueries, form: _Expanded) -> Planned:
         return plan.get(queries, form, lambda: self._new_ragged(queries, queries.context_lens, True, form))
 
-    def _plan_expanded_part(self, plan: PartPlan, form: _Expanded) -> Planned:
+    def _plan_expanded_chunk(self, plan: ChunkPlan, form: _Expanded) -> Planned:
         part = plan.part
         return plan.get(part.queries, form, lambda: self._new_ragged(part.queries, part.key_lens, part.causal, form))
 
     def _new_ragged(self, queries: PagedQueries, key_lens: Sequence[int], causal: bool, form: _Expanded) -> Planned:
-        """One for all parts of the same lengths, as long as anybody refers to it."""
+        """One plan for all chunks of the same lengths, while referenced."""
         key = (*queries.query_lens, None, *key_lens, causal, form)
         known = self._ragged.get(key)
         if known is not None:
@@ -226,7 +226,7 @@ class FlashInferMLA(MergesParts):
         device = queries.rows.device
         starts, ends = (prefix_sums(lens, device) for lens in (queries.query_lens, list(key_lens)))
         needed = flashinfer_ragged_plan_bytes(queries.num_tokens, queries.num_requests, form.heads)
-        small = needed <= FLASHINFER_SMALL_PLAN_BYTES  # a step of many long prompts has many
+        small = needed <= FLASHINFER_SMALL_PLAN_BYTES  # a step of many long prompts needs many
         wrappers = self._wrappers.setdefault(
             ("expanded", small), Wrappers(lambda: self._new_ragged_wrapper(device, small))
         )

@@ -1,6 +1,6 @@
 """FlashMLA: the absorbed form over bf16 pages of 64 tokens (Hopper), or over FP8 records of 656 bytes.
 
-The library has no dense prefill for Hopper: the expanded form, whole or in parts, runs on the best other backend here.
+The library has no dense prefill for Hopper: the expanded form runs on the most preferred other backend available.
 Legend: T query tokens, H query heads, C latent (512), P rotary width (64), B requests, t most query tokens of one.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
-from moe_engine.kernels.attention.protocol import AttentionBatch, ExpandsParts, MLABackend, PagedQueries
-from moe_engine.kernels.attention.vendors.chunks import MergesParts, PartPlan
+from moe_engine.kernels.attention.protocol import AttentionBatch, ExpandsChunks, MLABackend, PagedQueries
+from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks
 from moe_engine.kernels.attention.vendors.flashmla_records import Chosen, ChosenInPlace
-from moe_engine.kernels.attention.vendors.in_place import Room, TableInPlace
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
 from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan, as_pages, gathered_slots, plan_of
 from moe_engine.kernels.attention.vendors.trees import Tree
 from moe_engine.kernels.device import HeadWidths, Need, probe
-from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, takes_nothing
+from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, needs_no_arguments
 
 PAGE = 64
 LATENT, ROTARY = limits.FLASHMLA_LATENT, limits.FLASHMLA_ROTARY
@@ -30,17 +30,17 @@ LATENT, ROTARY = limits.FLASHMLA_LATENT, limits.FLASHMLA_ROTARY
 
 @dataclass(frozen=True)
 class _Dense:
-    """A group as a rectangle [B, t] of queries: requests with fewer get dummies before their own, which a causal mask
-    that ends at the context's end leaves right."""
+    """A group as a rectangle [B, t] of queries: shorter requests are padded at the front with dummy queries, which a
+    causal mask aligned to the context's end leaves correct."""
 
     paged: Paged
     table: Tensor  # [B, W] int32: page numbers
     tree: Tree | None
     schedule: tuple[Any, Any]
     most: int
-    token: Tensor | None  # [B, t] int64: where a query is in the group; None where they are just one behind the other
+    token: Tensor | None  # [B, t] int64: index of a query in the group; None if already contiguous
     request: Tensor | None  # [T] int64
-    place: Tensor | None  # [T] int64: within the rectangle
+    place: Tensor | None  # [T] int64: index within the rectangle
 
     @classmethod
     def of(
@@ -70,47 +70,47 @@ class _Dense:
         return x.flatten(0, 1) if self.request is None else x[self.request, self.place]
 
 
-class FlashMLA(MergesParts):
-    """`MLABackend`, `Replayable` and `ExpandsParts` over `flash_mla_with_kvcache`, in either generation of the
-    interface: the older (2025) takes a schedule that the caller asks for with the step's lengths, and reads no records.
+class FlashMLA(MergesChunks):
+    """`MLABackend`, `Replayable` and `ExpandsChunks` over `flash_mla_with_kvcache`, in either generation of its
+    interface: the older (2025) needs a schedule made by the caller from the step's lengths, and reads no records.
 
     Args:
         module: the library; default: the installed one.
-        expanded: who runs the expanded form; default: the most preferred other row that can run here.
-        major: compute capability of the GPU; default: of the one here.
+        expanded: backend of the expanded form; default: the most preferred other row available.
+        major: compute capability of the GPU; default: of the current GPU.
 
     Raises:
-        ImportError: the library is not here or lacks what is called.
+        ImportError: the library is missing or lacks a required function.
     """
 
     name = "flashmla"
 
     def __init__(self, module: Any | None = None, expanded: MLABackend | None = None, major: int | None = None) -> None:
         self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
-        self._plans_itself = takes_nothing(self._lib.get_mla_metadata)
+        self._plans_itself = needs_no_arguments(self._lib.get_mla_metadata)
         self._prefill = expanded
-        self._room = Room()
+        self._buffer = PageBuffer()
         self._major = major
-        self._heads: int | None = None  # of the last layer over records, as the kernel has them
+        self._heads: int | None = None  # of the last layer over records, padded for the kernel
         self._reads_records: bool | None = None  # None: no layer has run
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
-        return StepPlan(batch)  # schedules are made by the library at a step's first layer, on the device
+        return StepPlan(batch)  # the library builds schedules on the device, at a step's first layer
 
     def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | ChosenInPlace | None:
-        """As `Replayable` says; schedules are made where they are recorded. For FP8 records on Blackwell only: see
+        """See `Replayable`; schedules are built during capture. FP8 records: on Blackwell only, see
         `flashmla_records`."""
         if batch.decode is None or self._reads_records is None:
             return None
         if not self._reads_records:
-            return TableInPlace(batch, batch.decode, self._room, PAGE)
+            return TableInPlace(batch, batch.decode, self._buffer, PAGE)
         if not self._takes_lengths():
             return None
         schedule, _ = self._lib.get_mla_metadata()
-        return ChosenInPlace(batch, batch.decode, self._room, schedule, ("chosen", self._heads))
+        return ChosenInPlace(batch, batch.decode, self._buffer, schedule, ("chosen", self._heads))
 
     def _takes_lengths(self) -> bool:
-        """Whether the kernel over records stops where a list's length on the device says."""
+        """True if the records kernel takes a per-list length on the device."""
         if self._major is None:
             self._major = (probe("cuda").capability or (0, 0))[0]
         return self._major >= 10 and accepts(self._lib.flash_mla_with_kvcache, "topk_length")
@@ -118,7 +118,7 @@ class FlashMLA(MergesParts):
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
     ) -> Tensor:
-        """As the protocol says, for C = 512 and P = 64; `cache` holds plain numbers or `FP8_GROUPS` records."""
+        """See the protocol; C = 512, P = 64; `cache` holds bf16 values or `FP8_GROUPS` records."""
         latent = q.shape[2] - ROTARY if value_width is None else value_width
         reason = limits.flashmla_absorbed(latent, q.shape[2] - latent)
         if reason:
@@ -130,7 +130,7 @@ class FlashMLA(MergesParts):
         if form == PLAIN:
             return self._dense(q, cache, queries, scale, plan_of(plan))
         if form != FP8_GROUPS or not self._plans_itself:
-            raise ValueError("this FlashMLA does not read such FP8 records")
+            raise ValueError("this FlashMLA does not support this FP8 record format")
         return self._over_records(q, cache, queries, scale, plan_of(plan))
 
     def gather_latent(
@@ -144,28 +144,28 @@ class FlashMLA(MergesParts):
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         other = self._other(q, kv, k_rope)
-        theirs = plan_of(plan).get(queries, "expanded", lambda: other.plan(AttentionBatch(None, queries)))
-        return other.expanded(q, kv, k_rope, queries, scale, theirs)
+        other_plan = plan_of(plan).get(queries, "expanded", lambda: other.plan(AttentionBatch(None, queries)))
+        return other.expanded(q, kv, k_rope, queries, scale, other_plan)
 
-    def expanded_part(
-        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: PartPlan
+    def expanded_chunk(
+        self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: ChunkPlan
     ) -> tuple[Tensor, Tensor]:
         other, part = self._other(q, kv, k_rope), plan.part
-        assert isinstance(other, ExpandsParts)  # as every row does that a GPU may have
-        theirs = plan.get(
-            part.queries, "expanded", lambda: other.plan_part(part.queries, part.first_keys, part.key_lens)
+        assert isinstance(other, ExpandsChunks)  # every GPU row does
+        other_plan = plan.get(
+            part.queries, "expanded", lambda: other.plan_chunk(part.queries, part.first_keys, part.key_lens)
         )
-        return other.expanded_part(q, kv, k_rope, scale, theirs)
+        return other.expanded_chunk(q, kv, k_rope, scale, other_plan)
 
     def _other(self, q: Tensor, kv: Tensor, k_rope: Tensor) -> MLABackend:
-        """Who runs the expanded form."""
+        """The backend of the expanded form."""
         if self._prefill is None:
             value = kv.shape[2] - q.shape[2] + k_rope.shape[1]
             self._prefill = _best_other(HeadWidths(q.shape[1], 1, q.shape[2], value, LATENT, ROTARY))
         return self._prefill
 
     def _dense(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
-        heads = q.shape[1]  # a schedule is for one number of heads and one step's lengths
+        heads = q.shape[1]  # a schedule depends on the head count and the step's lengths
         group = plan.get(queries, ("dense", heads), lambda: self._new_group(queries, heads, plan))
         out, lse = self._lib.flash_mla_with_kvcache(
             group.rectangle(q), as_pages(cache, PAGE).unsqueeze(2), group.table, group.paged.kv_lens_device,
@@ -180,14 +180,14 @@ class FlashMLA(MergesParts):
 
     def _new_group(self, queries: PagedQueries, heads: int, plan: StepPlan) -> _Dense:
         def schedule(lens: Tensor, most: int) -> tuple[Any, Any]:
-            """How requests are shared out among the SMs, and in how many splits; newer libraries find that out."""
+            """Assignment of requests to SMs, and split counts; newer library versions compute it themselves."""
             get = self._lib.get_mla_metadata
             return get() if self._plans_itself else get(lens, most * heads, 1)
 
         return _Dense.of(queries, plan, schedule)
 
     def _over_records(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
-        """Sparse attention with every visible token chosen: the library reads records in no other way."""
+        """Sparse attention with every visible token selected: the library's only kernel for records."""
         tokens, heads, width = q.shape
         reason = limits.flashmla_records(heads)
         if reason:

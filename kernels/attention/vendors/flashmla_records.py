@@ -1,8 +1,8 @@
-"""The lists of tokens that FlashMLA's sparse kernel attends to: it is the only one that reads FP8 records.
+"""Token index lists for FlashMLA's sparse kernel, its only kernel that reads FP8 records.
 
-A recorded step needs lists whose width does not change, so as wide as any context; what bounds the work then is a
-length of each list on the device, which the kernel takes on Blackwell. On Hopper it takes none for these records, and
-every step would cost as much as the longest context there may be.
+A captured step needs lists of fixed width, the maximum context; each list's length on the device then bounds the work,
+which the kernel supports on Blackwell. On Hopper it takes no lengths for these records, and every step would cost as
+much as the maximum context.
 
 Legend: T query tokens, R requests, S context tokens of the longest, K listed tokens.
 """
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.attention.vendors.in_place import Room
+from moe_engine.kernels.attention.vendors.in_place import PageBuffer
 from moe_engine.kernels.attention.vendors.paging import StepPlan
 
 LIST_MULTIPLE = 64
-"""What the number of listed tokens must divide by."""
+"""The number of listed tokens must be a multiple of this."""
 
 MAX_LISTED = 1 << 24
-"""Entries of a list held at once (64 MiB); more query tokens go in several calls."""
+"""Max list entries in memory (64 MiB); more query tokens run in several calls."""
 
 
 class Part(NamedTuple):
-    """One call: its query tokens, its schedule, indices [T, 1, K] int32, how many of each list count (None: all)."""
+    """One call: its query tokens, its schedule, indices [T, 1, K] int32, valid entries of each list (None: all)."""
 
     tokens: slice
     schedule: Any
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 class Chosen:
-    """Of each query token all that it sees, as slots padded with -1, in parts of bounded size."""
+    """All tokens visible to each query token, as slots padded with -1, in calls of bounded size."""
 
     def __init__(self, queries: PagedQueries, new_schedule: Callable[[], Any]) -> None:
         self._queries = queries
@@ -76,14 +76,14 @@ class Chosen:
 
 
 class ChosenInPlace(StepPlan):
-    """`RenewablePlan`: lists as wide as any context and their lengths, in memory that stays.
+    """`RenewablePlan`: lists of maximum-context width and their lengths, at fixed addresses.
 
     Args:
-        key: under which the adapter looks for the lists of the queries.
+        key: cache key of the queries' lists in the adapter.
     """
 
     def __init__(
-        self, batch: AttentionBatch, queries: PagedQueries, room: Room, schedule: Any, key: tuple[Any, ...]
+        self, batch: AttentionBatch, queries: PagedQueries, buffer: PageBuffer, schedule: Any, key: tuple[Any, ...]
     ) -> None:
         super().__init__(batch)
         self._queries = queries
@@ -91,15 +91,15 @@ class ChosenInPlace(StepPlan):
         width = -(-queries.slot_table.shape[1] // LIST_MULTIPLE) * LIST_MULTIPLE
         token = torch.arange(queries.num_tokens, device=device)
         self._request = token // count
-        self._unseen = count - 1 - token % count  # of the request's context, by each query token
+        self._unseen = count - 1 - token % count  # context tokens hidden from each query token
         self._lengths = torch.empty(queries.num_tokens, dtype=torch.int32, device=device)
-        self._indices = room.take(queries.num_tokens * width, device).view(-1, 1, width)
+        self._indices = buffer.take(queries.num_tokens * width, device).view(-1, 1, width)
         self._schedule = schedule
         self.get(queries, key, lambda: self)
         self.renew()
 
     def parts(self) -> Iterator[Part]:
-        """As `Chosen.parts`."""
+        """See `Chosen.parts`."""
         yield Part(slice(None), self._schedule, self._indices, self._lengths)
 
     def renew(self) -> None:

@@ -1,7 +1,7 @@
-"""A group of queries as the libraries want it: tables or lists of pages, lengths on the host and on the device.
+"""A group of queries in the libraries' formats: tables or lists of pages, lengths on the host and on the device.
 
-Everything is made once a step, without waiting for the device: sizes come from the host's lists, page numbers are
-gathered on the device. Requests without query tokens are left out, since no library promises to accept them.
+Everything is built once per step, without device synchronisation: sizes come from the host's lists, page numbers are
+gathered on the device. Requests without query tokens are left out, since no library documents support for them.
 
 Legend: R requests with query tokens, T their query tokens, W pages of the longest.
 """
@@ -23,18 +23,18 @@ from moe_engine.kernels.uploads import pinned, upload
 Made = TypeVar("Made")
 
 TABLE = "table"
-"""The key of a group's page table in a `StepPlan`."""
+"""`StepPlan` key of a group's page table."""
 
 SLOTS = "slots"
-"""The key of the slots of a group's contexts."""
+"""`StepPlan` key of the slots of a group's contexts."""
 
 
 @dataclass(frozen=True)
 class Paged:
     """Some requests of a step.
 
-    `kv_lens` are the tokens to attend to: the context, or with `before` what lies before the query tokens, at least 1
-    (where there is nothing, whoever asked ignores the result).
+    `kv_lens` are the tokens to attend to: the whole context, or with `before` the tokens before the query tokens, at
+    least 1 (if there are none, the caller ignores the result).
     """
 
     query_lens: list[int]
@@ -47,10 +47,10 @@ class Paged:
 
     @classmethod
     def of(cls, queries: PagedQueries, page_size: int | None = None, before: bool = False) -> Paged:
-        """page_size: of the pages asked for; it must divide the pool's. Default: the pool's.
+        """page_size: tokens per requested page; must divide the pool's page size. Default: the pool's.
 
         Raises:
-            ValueError: the pool's pages cannot be cut so.
+            ValueError: the pool's pages cannot be divided this way.
         """
         page_size = page_size or queries.page_size
         if queries.page_size % page_size:
@@ -77,7 +77,7 @@ class Paged:
 
     @cached_property
     def num_pages(self) -> list[int]:
-        """Of each request."""
+        """Per request."""
         return [-(-kv // self.page_size) for kv in self.kv_lens]
 
     @cached_property
@@ -89,7 +89,7 @@ class Paged:
 
     @cached_property
     def flat(self) -> Tensor:
-        """[sum of num_pages] int32: the page numbers of all requests, one behind the other."""
+        """[sum of num_pages] int32: the page numbers of all requests, concatenated."""
         table, total = self.table, sum(self.num_pages)
         count = self.kv_lens_device.add(self.page_size - 1).div(self.page_size, rounding_mode="floor").long()
         request = torch.repeat_interleave(torch.arange(len(count), device=count.device), count, output_size=total)
@@ -98,17 +98,17 @@ class Paged:
 
 
 def prefix_sums(lens: list[int], device: torch.device) -> Tensor:
-    """[len(lens) + 1] int32 on the host, where a copy to the device waits for nothing."""
+    """[len(lens) + 1] int32 in host memory that a device copy does not wait for."""
     return host_ints(np.cumsum([0, *lens]), device)
 
 
 def host_ints(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """As `prefix_sums`, the values themselves."""
+    """`values` as int32 in the same kind of memory as `prefix_sums`."""
     return pinned(np.asarray(values, dtype=np.int32), device)
 
 
 class StepPlan:
-    """What adapters remember of a step's groups, found by the group itself. Work is done at first use, once."""
+    """Adapter data of a step's groups, keyed by group. Built once, at first use."""
 
     def __init__(self, batch: AttentionBatch) -> None:
         self._groups: dict[int, tuple[PagedQueries, dict[Any, Any]]] = {}
@@ -117,7 +117,7 @@ class StepPlan:
                 self._groups[id(queries)] = (queries, {})
 
     def get(self, queries: PagedQueries, key: Any, make: Callable[[], Made]) -> Made:
-        """`make()`, or what it returned before for this group and key."""
+        """`make()`, or its cached result for this group and key."""
         known = self._groups.setdefault(id(queries), (queries, {}))[1]
         if key not in known:
             known[key] = make()
@@ -125,12 +125,12 @@ class StepPlan:
 
 
 def plan_of(plan: Any) -> StepPlan:
-    """The step's plan, or an empty one where the caller brings none of ours."""
+    """The step's plan, or an empty plan if the caller passes another type."""
     return plan if isinstance(plan, StepPlan) else StepPlan(AttentionBatch(None, None))
 
 
 def slots_of(queries: PagedQueries) -> Tensor:
-    """The slot of every context token of every request, one behind the other: [S] int64."""
+    """Slots of all context tokens of all requests, concatenated: [S] int64."""
     lens = queries.context_lens_device.long()
     total = queries.num_context_tokens
     request = torch.repeat_interleave(torch.arange(len(lens), device=lens.device), lens, output_size=total)
@@ -139,7 +139,7 @@ def slots_of(queries: PagedQueries) -> Tensor:
 
 
 def gathered_slots(plan: Any, queries: PagedQueries) -> Tensor:
-    """`slots_of`, or those that the plan holds instead: of a part of the contexts."""
+    """`slots_of`, or the slots of the context chunk that the plan holds."""
     queries.refuse_tree("gathered")
     return plan_of(plan).get(queries, SLOTS, lambda: slots_of(queries))
 

@@ -1,7 +1,7 @@
-"""Draft trees for libraries that know causal masks only.
+"""Draft trees for libraries that support causal masks only.
 
-What lies before a request's query tokens is visible to all of them: the library runs that part without a mask and says
-the log-sum-exp. The few query tokens among themselves are done here in torch, and the two parts are merged.
+Context before a request's query tokens is visible to all of them: the library runs it without a mask and returns the
+log-sum-exp. Attention among the few query tokens runs here in torch, and the two results are merged.
 
 Legend: R requests, T query tokens, t most query tokens of a request, H query heads, G KV heads, W key width, V value
 width.
@@ -19,14 +19,14 @@ from moe_engine.kernels.attention.protocol import PagedQueries
 
 @dataclass(frozen=True)
 class Tree:
-    """Where the query tokens of a group are and which see which; made once a step."""
+    """Positions of a group's query tokens and their visibility mask; built once per step."""
 
     request: Tensor  # [T] int64
-    place: Tensor  # [T] int64: of a token within its request
-    token: Tensor  # [R, t] int64; unspecified but valid where a request has fewer
+    place: Tensor  # [T] int64: index of a token within its request
+    token: Tensor  # [R, t] int64; unspecified but valid for shorter requests
     slots: Tensor  # [R, t] int64
     hidden: Tensor  # [R, t, t] bool: [r, i, j] token i must not see token j
-    has_context: Tensor  # [T] bool: something lies before the query tokens
+    has_context: Tensor  # [T] bool: some context precedes the query tokens
 
     @classmethod
     def of(cls, queries: PagedQueries) -> Tree:
@@ -46,7 +46,7 @@ class Tree:
         return cls(request, place, token, slots, ~seen, (context > 0)[request])
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Query tokens among themselves, in float32.
+        """Attention among the query tokens, in float32.
 
         q [T, H, W], keys [slots, G, W], values [slots, G, V] -> out [T, H, V], log-sum-exp [T, H] (natural).
         """
@@ -56,14 +56,14 @@ class Tree:
         scores = torch.einsum("rigpw,rjgw->rgpij", queries, k).mul_(scale)
         scores = scores.masked_fill(self.hidden[:, None, None], float("-inf"))
         lse = scores.logsumexp(-1)  # [R, G, H/G, t]
-        # rows of places that a request does not have see nothing, and nobody asks for them
+        # padding rows see nothing; their results are unused
         out = torch.einsum("rgpij,rjgv->rigpv", (scores - lse[..., None]).exp(), v).flatten(2, 3)  # [R, t, H, V]
         return out[self.request, self.place], lse.flatten(1, 2).transpose(1, 2)[self.request, self.place]
 
     def merge(self, context: Tensor, context_lse: Tensor, tree: Tensor, tree_lse: Tensor) -> Tensor:
-        """Two softmax parts over different keys, as one; out [T, H, V] in `context`'s dtype.
+        """Merges two softmax results over different keys; out [T, H, V] in `context`'s dtype.
 
-        context [T, H, V], context_lse [T, H] (natural): what lies before; ignored for requests that have nothing there.
+        context [T, H, V], context_lse [T, H] (natural): attention before the query tokens; ignored if there is none.
         """
         absent = ~self.has_context[:, None]
         share = torch.sigmoid(context_lse.float() - tree_lse).masked_fill(absent, 0.0)[..., None]

@@ -1,1 +1,1 @@
-"""C++ sources of the CPU kernels; a package so that they are installed with it."""
+"""C++ sources of the CPU kernels; a package so that setuptools installs them."""

@@ -1,5 +1,5 @@
-// Tile instructions: the machine's, or with MOE_AMX_EMULATE the same functions in plain C++, so that the tiling and
-// packing logic of gemm_bf16.cpp can be tested on a machine without them.
+// Tile instructions: native, or with MOE_AMX_EMULATE the same functions in plain C++, so that the tiling and packing
+// logic of gemm_bf16.cpp can be tested on machines without AMX.
 #pragma once
 
 #include "common.h"
@@ -68,11 +68,11 @@ void amx_dot() {
 #include <unistd.h>
 namespace moe {
 
-// Linux lets a process use tiles only when it has asked: ARCH_REQ_XCOMP_PERM (0x1023) for XTILEDATA (18).
+// Linux enables tiles per process on request: ARCH_REQ_XCOMP_PERM (0x1023) for XTILEDATA (18).
 inline bool amx_permission() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 inline void amx_configure(const TileConfig& config) { _tile_loadconfig(&config); }
 inline void amx_release() { _tile_release(); }
-// The compiler's own intrinsics take literal tile numbers only, not template arguments.
+// The compiler's intrinsics take only literal tile numbers, not template arguments.
 template <int T>
 inline void amx_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(T));

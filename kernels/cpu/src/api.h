@@ -1,4 +1,4 @@
-// What layers.cpp calls of the other files' functions; each of those includes this, so that the two cannot disagree.
+// Functions of other files that layers.cpp calls; those files include this header, so that signatures cannot diverge.
 #pragma once
 
 #include "common.h"

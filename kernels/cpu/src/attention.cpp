@@ -1,5 +1,5 @@
-// Where the keys of an attention lie: the paged latent of MLA, paged keys and values, or keys and values of every head
-// expanded from the latent.
+// Key layouts of attention: MLA's paged latent, paged keys and values, or per-head keys and values expanded from the
+// latent.
 #include "api.h"
 #include "attention.h"
 #include "fp8.h"
@@ -14,7 +14,7 @@ static INLINE void add_rows(Ahead* ahead, const T* first, int64_t row, int64_t w
     ahead->rows[ahead->count++] = reinterpret_cast<const char*>(first + (slots ? slots[i] : i) * row);
 }
 
-// Points a part's pieces at rows `stride` bytes apart.
+// Points a part's row groups at rows `stride` bytes apart.
 template <class T>
 static INLINE void place(Keys* keys, int part, const void* data, int64_t stride, int64_t steps) {
   const int64_t rows = row_multiple(T{});
@@ -25,13 +25,13 @@ static INLINE void place(Keys* keys, int part, const void* data, int64_t stride,
   }
 }
 
-// Bytes between the rows of a copied block: an odd number of lines, so that rows spread over cache sets.
+// Bytes between the rows of a copied block: an odd number of cache lines, so that rows spread over cache sets.
 template <class T>
 static INLINE int64_t copy_stride(int64_t width) {
   return ceil_div(padded_k<T>(width) * int64_t(sizeof(T)), 64) * 64 + 64;
 }
 
-// The rows of a block that `read(i, row)` makes from rows stored in another form; `rows` become their addresses.
+// A block's rows, converted by `read(i, row)` from another storage format; `rows` become their addresses.
 template <class T, class Read>
 static INLINE Keys read_keys(int64_t width, int64_t count, const T** rows, const Read& read) {
   const int64_t stride = copy_stride<T>(width);
@@ -48,8 +48,8 @@ static INLINE Keys read_keys(int64_t width, int64_t count, const T** rows, const
   return keys;
 }
 
-// The rows of a paged block; pieces in place where their slots follow each other and the kernel can read them so, else
-// copied. `rows` become the addresses of all rows.
+// The rows of a paged block: row groups in place where slots are contiguous and the kernel can read them, else copied.
+// `rows` become the addresses of all rows.
 template <class T>
 static Keys paged_keys(const T* cache, int64_t row, int64_t width, const int32_t* slots, int64_t count,
                        const T** rows) {
@@ -80,7 +80,7 @@ static Keys paged_keys(const T* cache, int64_t row, int64_t width, const int32_t
   return keys;
 }
 
-// `row` and the like count elements of what is stored: T, or bytes of FP8 rows.
+// `row` and similar strides count stored elements: T, or bytes of FP8 rows.
 template <class T>
 struct LatentSource {
   const Queries& queries;
@@ -124,7 +124,7 @@ struct PagedSource {
     auto read = [&](const uint8_t* from, int64_t row) {
       return read_keys(width, count, rows, [&](int64_t i, T* to) { read_head(form, from + slots[i] * row, width, to); });
     };
-    read(at<uint8_t>(v, u.group * v_head), v_row);  // keys take the place of values when these are packed
+    read(at<uint8_t>(v, u.group * v_head), v_row);  // once the values are packed, keys reuse their buffer
     pack_values(rows, count, width, steps, values);
     return read(at<uint8_t>(k, u.group * k_head), k_row);
   }
@@ -146,12 +146,12 @@ struct PagedSource {
   }
 };
 
-// Keys of head h at context token s: kv[s][h][0:N], then k_rope[s]; values kv[s][h][N:N+V]. Contexts lie one behind the
-// other, or, with `table`, where the queries' slots say: requests may share rows.
+// Keys of head h at context token s: kv[s][h][0:N], then k_rope[s]; values kv[s][h][N:N+V]. Contexts are concatenated,
+// or, with `table`, at the queries' slots: requests may share rows.
 template <class T>
 struct ExpandedSource {
   const Queries* table;
-  const int64_t* starts;  // of each request's context, without a table
+  const int64_t* starts;  // start of each request's context, if there is no table
   const T *kv, *rope;
   int64_t kv_row, kv_head, rope_row, nope, rotary, value;
 
@@ -190,7 +190,7 @@ struct ExpandedSource {
     return view;
   }
 
-  // A part of the keys: pieces in place where their rows follow each other, else copied.
+  // A part of the keys: row groups in place where rows are contiguous, else copied.
   static INLINE void put(Keys* keys, int part, const T* base, int64_t row, int64_t width, const int64_t* places,
                          int64_t count, char* copy, int64_t stride) {
     const int64_t size = sizeof(T), piece_rows = row_multiple(T{});
@@ -248,7 +248,7 @@ static void expanded(const T* q, int64_t q_token, int64_t q_head, const T* kv, i
   Attention<T, ExpandedSource<T>>(queries, h, source).run(128);
 }
 
-// Calls copy(slot, place) for every row of every request's context, one behind the other.
+// Calls copy(slot, index) for every row of every request's context, in order.
 template <class Copy>
 static void gather(const Queries& q, const Copy& copy) {
   constexpr int64_t ROWS_A_TASK = 256;
@@ -297,7 +297,7 @@ API void moe_paged(int is_bf16, int form, const void* q, int64_t q_token, int64_
           scale, OUT(float, out));
 }
 
-// `by_slots`: a context token is row slots[...] of kv and rope, as a paged one would be.
+// `by_slots`: a context token is row slots[...] of kv and rope, as in the paged form.
 API void moe_expanded(int is_bf16, const void* q, int64_t q_token, int64_t q_head, const void* kv, int64_t kv_row,
                       int64_t kv_head, const void* rope, int64_t rope_row, const Queries* queries, int by_slots,
                       int64_t heads, int64_t nope, int64_t rotary, int64_t value, float scale, void* out) {
@@ -309,14 +309,14 @@ API void moe_expanded(int is_bf16, const void* q, int64_t q_token, int64_t q_hea
              heads, nope, rotary, value, scale, OUT(float, out));
 }
 
-// Rows of every request's context, one behind the other. Strides and width in bytes.
+// Gathers the rows of all contexts, concatenated. Strides and width in bytes.
 API void moe_gather(const void* cache, int64_t row_bytes, int64_t width_bytes, const Queries* queries, void* out) {
   gather(*queries, [&](int64_t slot, int64_t place) {
     std::memcpy(OUT(char, out) + place * width_bytes, IN(char, cache) + slot * row_bytes, size_t(width_bytes));
   });
 }
 
-// The same of FP8 rows, which become numbers.
+// Gathers and dequantizes FP8 rows.
 API void moe_gather_fp8(int is_bf16, int form, const void* cache, int64_t row_bytes, int64_t latent, int64_t rotary,
                         const Queries* queries, void* out) {
   auto run = [&](auto* rows) {

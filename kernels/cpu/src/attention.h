@@ -1,15 +1,15 @@
 // Attention over a context, blockwise with a running softmax: MLA absorbed and expanded, and GQA.
 //
 // Legend: T query tokens, R requests, H query heads, G key heads, C latent, P rotary, N/V expanded key/value width.
-// A *column* is one (token, head) of a request that shares its keys with the others: columns are the lanes. For a block
-// of keys, scores [keys, columns] = keys x queries and out [columns, channels] += weights x values. So keys are read as
-// they lie, the softmax runs down the lanes without a horizontal step, and 16 heads fill a panel.
+// A *column* is one (token, head) of a request that shares its keys with other columns: columns are the SIMD lanes. For
+// a block of keys, scores [keys, columns] = keys x queries and out [columns, channels] += weights x values. So keys are
+// read in their storage order, the softmax has no horizontal step, and 16 heads fill a panel.
 //
-// What a column computes depends on its own position only: blocks start at multiples of BLOCK, a fresh running softmax
-// at multiples of SPLIT, and splits are merged in order. Splits may run on different threads; the bits stay the same.
+// A column's arithmetic depends on its own position only (batch-invariant): blocks start at multiples of BLOCK, a fresh
+// running softmax at multiples of SPLIT, and splits are merged in order. Splits may run on different threads.
 //
-// A unit of few columns (a decode step of grouped queries) would leave most lanes empty: there the operands change
-// places, keys become panels and the lanes of the softmax. Every chain of additions stays the same, and so do the bits.
+// A unit of few columns (a GQA decode step) would leave most lanes empty: there the operands are swapped; keys become
+// panels and the softmax lanes. Every chain of additions stays the same, and so do the bits.
 #pragma once
 
 #include "gemm.h"
@@ -24,12 +24,12 @@ struct Queries {
   const int32_t *rows, *starts, *contexts;  // starts [R + 1] count query tokens
   const int32_t* slots;                     // slots[row * slots_row + position]
   int64_t slots_row;
-  const uint64_t* visible;  // of each query token: which query tokens of its request it sees; or null, those before it
+  const uint64_t* visible;  // per query token: mask of visible query tokens of its request; null: causal
 
   int64_t tokens(int64_t r) const { return starts[r + 1] - starts[r]; }
 };
 
-// Some columns of one request and one group of heads; `splits` of context, whose partial results start at `partial`.
+// Some columns of one request and one head group; `splits` of context, with partial results from `partial` on.
 struct Unit {
   int64_t request, group, first, columns, splits, partial;
 };
@@ -46,8 +46,8 @@ struct Heads {
   float scale;
 };
 
-// Keys of a block by rows, in one part or two (the second continues the channels of the first). Every piece of
-// row_multiple() rows has an address of its own, so that whole pages are read where they lie.
+// Keys of a block by rows, in one part or two (the second continues the channels of the first). Every group of
+// row_multiple() rows has its own address, so that whole pages are read in place.
 struct Keys {
   const char* data[2][BLOCK / LANES];
   int64_t stride[2][BLOCK / LANES], steps[2];
@@ -58,8 +58,8 @@ struct Keys {
   }
 };
 
-// Memory that the next block will read, fetched a few lines at a time between this block's products: the context lies
-// scattered in pages, where the hardware's own prefetching does not help.
+// Memory of the next block, prefetched a few lines at a time between this block's products: the context is scattered
+// over pages, where hardware prefetching does not help.
 struct Ahead {
   const char* rows[2 * BLOCK];
   int64_t count = 0, lines = 0, row = 0, line = 0;
@@ -111,9 +111,9 @@ struct Attention {
     return heads.q + (queries.starts[u.request] + c / heads.group_heads) * heads.q_token + head * heads.q_head;
   }
 
-  // Query panels (of few columns: rows) and each column's last visible position. Lanes that fill up a panel see what
-  // the last column sees. In a tree, where that is the end of the context, `last` goes on with the lower halves of each
-  // column's bits, then the upper ones.
+  // Query panels (of few columns: rows) and each column's last visible position. Padding lanes of a panel repeat the
+  // last column's position. In a tree, where that position is the end of the context, `last` is followed by the lower
+  // halves of each column's mask bits, then the upper halves.
   void begin(const Unit& u, uint32_t* panels, int32_t* last) const {
     const int64_t padded = panels_of(u.columns) * LANES;
     if (u.columns <= FEW) {
@@ -137,7 +137,7 @@ struct Attention {
     }
   }
 
-  // The scores of one panel's columns, -inf where a column does not see the key; row 0 is position `first`.
+  // The scores of one panel's columns, -inf where the key is hidden from the column; row 0 is position `first`.
   void mask(const Unit& u, const float* scores, int64_t stride, int64_t first, int64_t count, int64_t padded,
             const int32_t* last, float* masked) const {
     const I16 limit = load(last);
@@ -155,19 +155,19 @@ struct Attention {
     }
   }
 
-  // Weights of one block in units [step][padded], and the rescaling that older sums need. Returns whether any does.
-  // Columns before `seeing` see nothing of the block.
+  // Weights of one block in units [step][padded], and the rescaling factors of older sums. Returns whether any differs
+  // from 1. Columns before `seeing` see nothing of the block.
   bool weigh(const Unit& u, const float* scores, float* masked, int64_t first, int64_t count, int64_t seeing,
              int64_t padded, int64_t steps, const int32_t* last, const Running& run, float* rescale,
              uint32_t* weights) const {
-    const F16 scale = set1(heads.scale * 1.44269504f), floor = set1(-1e30f);  // powers of two instead of e
+    const F16 scale = set1(heads.scale * 1.44269504f), floor = set1(-1e30f);  // base 2 instead of e
     bool any = false;
     for (int64_t p = seeing; p < padded; p += LANES) {
       const float* s = scores + p;
       int64_t stride = padded;
       F16 top = load(run.high + p);
       const F16 before = top;
-      // Without a tree, positions grow with the columns: the first lane sees least.
+      // Without a tree, positions grow with the columns: the first lane sees the fewest keys.
       if (first + count > (queries.visible ? first_query(u) : last[p] + 1)) {
         mask(u, s, stride, first, count, padded, last + p, masked);
         s = masked;
@@ -175,7 +175,7 @@ struct Attention {
       }
       for (int64_t k = 0; k < count; k++) top = max(top, load(s + k * stride));
       store(run.high + p, top);
-      top = max(top, floor);  // a column that has seen nothing yet keeps -inf, and must not make NaN of it
+      top = max(top, floor);  // a column without visible keys keeps -inf without producing NaN
       const F16 factor = exp2((before - top) * scale), shift = zero() - top * scale;
       store(rescale + p, factor);
       for (int i = 0; i < LANES; i++) any |= rescale[p + i] != 1.f;
@@ -198,7 +198,7 @@ struct Attention {
     return any;
   }
 
-  // The same for few columns: scores [columns][BLOCK]; `turned` holds [BLOCK][LANES].
+  // The same for few columns: scores [columns][BLOCK]; `turned` (transposed) is [BLOCK][LANES].
   bool weigh_few(const Unit& u, float* scores, float* turned, int64_t first, int64_t count, int64_t steps,
                  const Running& run, float* rescale, uint32_t* weights) const {
     const F16 scale = set1(heads.scale * 1.44269504f);
@@ -249,7 +249,7 @@ struct Attention {
     return queries.visible[queries.starts[u.request] + own] >> token & 1;
   }
 
-  // Scores [count][padded] of a block; columns before `seeing` are left out.
+  // Scores [count][padded] of a block; columns before `seeing` are skipped.
   void score(const Keys& keys, int64_t count, const uint32_t* panels, int64_t seeing, int64_t padded, float* scores,
              Ahead* ahead, int64_t share) const {
     const int64_t key_piece = row_multiple(T{});
@@ -279,7 +279,7 @@ struct Attention {
     gemm<T>(rows, key_steps * 4, columns, panels, key_steps * LANES, panels_of(count), key_steps, scores, BLOCK, false);
   }
 
-  // One split of a unit. `next`, if given, is the unit that this thread will probably take up afterwards.
+  // One split of a unit. `next`, if given, is the unit that this thread will probably run next.
   void split(const Unit& u, int64_t index, const uint32_t* panels, const int32_t* last, const Running& run,
              const Unit* next = nullptr) const {
     const int64_t padded = panels_of(u.columns) * LANES, used = ceil_div(u.columns, 4) * 4;
@@ -296,7 +296,7 @@ struct Attention {
     for (int64_t first = index * SPLIT; first < end; first += BLOCK) {
       const int64_t count = std::min(BLOCK, end - first), steps = steps_of<T>(count);
       const bool fresh = first == index * SPLIT;
-      while (last[seeing + LANES - 1] < first) seeing += LANES;  // whole panels that have passed their last position
+      while (last[seeing + LANES - 1] < first) seeing += LANES;  // whole panels past their last position
       const Keys keys = source.block(u, first, count, steps, values);
       Ahead ahead;
       if (first + BLOCK < whole) source.ahead(u, first + BLOCK, std::min(BLOCK, whole - first - BLOCK), &ahead);
@@ -323,7 +323,7 @@ struct Attention {
     }
   }
 
-  // to += from, for one column; both have seen something, or `from` nothing at all.
+  // to += from, for one column; both have visible keys, or `from` has none.
   void merge(const Running& to, const Running& from, int64_t c) const {
     if (from.high[c] == -INFINITY) return;
     const float top = std::max(to.high[c], from.high[c]);
@@ -354,7 +354,7 @@ struct Attention {
     count = 0;
     for (int64_t r = 0; r < queries.requests; r++) {
       const int64_t columns = queries.tokens(r) * heads.group_heads, parts = ceil_div(columns, most_columns);
-      for (int64_t part = parts - 1; part >= 0; part--)  // those with the most context first
+      for (int64_t part = parts - 1; part >= 0; part--)  // most context first
         for (int64_t g = 0; g < heads.groups; g++) {
           Unit u{r, g, part * most_columns, std::min(most_columns, columns - part * most_columns), 0, partial};
           u.splits = last_position(u, u.columns - 1) / SPLIT + 1;

@@ -1,8 +1,8 @@
-// Shared by all kernels: number types, threads, scratch memory.
+// Shared by all kernels: dtypes, threads, scratch memory.
 //
-// A *unit* is four bytes: one float, or two neighbouring bf16 (the pair that a bf16 dot instruction eats).
+// A *unit* is four bytes: one float, or two adjacent bf16 (the operand pair of a bf16 dot instruction).
 // A *panel* is 16 columns of a right-hand side, stored [steps][16] units, where a step is one unit of K. Weights,
-// queries and values all become panels, so one matrix kernel (gemm.h) serves every product in this library.
+// queries and values are all packed in panels, so one matrix kernel (gemm.h) serves every product in this library.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 
 #define API extern "C" __attribute__((visibility("default")))
 
-// How many threads torch.set_num_threads allows the calling thread; from the OpenMP runtime that torch has loaded.
+// Number of threads that torch.set_num_threads allows the calling thread; from the OpenMP runtime loaded by torch.
 extern "C" int omp_get_max_threads(void);
 
 namespace moe {
@@ -30,7 +30,7 @@ constexpr int LANES = 16;
 template <class T>
 constexpr int PER_UNIT = 4 / int(sizeof(T));
 
-// Steps of a packed weight with K in-features. bf16 is padded with zeros to 32 elements, a full AMX tile.
+// Steps of a packed weight of K input features. bf16 is padded with zeros to 32 elements, a full AMX tile.
 template <class T>
 inline int64_t packed_steps(int64_t k) {
   return PER_UNIT<T> == 2 ? (k + 31) / 32 * 16 : k;
@@ -41,10 +41,10 @@ inline int64_t panels_of(int64_t n) { return ceil_div(n, LANES); }
 
 using Task = void (*)(void* data, int64_t index);
 
-// Runs every task, in order of their numbers, on this thread and on up to threads - 1 helpers (team.cpp).
+// Runs all tasks, in index order, on this thread and up to threads - 1 helper threads (team.cpp).
 void run_team(int64_t tasks, int threads, Task task, void* data);
 
-// Calls body(task) for every task, on as many threads as torch was told to use; tasks are handed out in order.
+// Calls body(task) for every task, on torch's number of threads; tasks are assigned in order.
 template <class Body>
 void parallel(int64_t tasks, const Body& body) {
   const int threads = omp_get_max_threads();
@@ -57,7 +57,7 @@ void parallel(int64_t tasks, const Body& body) {
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// The same over ranges [begin, end) of `count` items, when an item is too little work for a task of its own.
+// The same over ranges [begin, end) of `count` items, for items too small for a task each.
 // `cost` estimates one item in nanoseconds; work below a few microseconds stays on this thread.
 template <class Body>
 void parallel_ranges(int64_t count, double cost, const Body& body) {
@@ -70,13 +70,13 @@ void parallel_ranges(int64_t count, double cost, const Body& body) {
   parallel(ceil_div(count, chunk), [&](int64_t i) { body(i * chunk, std::min(count, (i + 1) * chunk)); });
 }
 
-// Memory that a thread keeps between calls, one block for each purpose. Contents are undefined.
+// Per-thread memory kept between calls, one block per purpose. Contents are undefined.
 enum Purpose {
-  ROWS, PRODUCT, HIDDEN, QUERIES, KEYS, VALUES, SCORES, WEIGHTS, OUTPUT, TOTAL, STATS, TILES, TURNED,  // a thread's own
-  SHARED_ROWS, SHARED_HIDDEN, SHARED_OUT, SHARED_STATS, SHARED_INDEX, SHARED_UNITS,  // a caller's, read by its team
-  LAYER,  // of a call that makes other calls
-  CHAIN,  // of a call that calls layers
-  STEP,  // of a call that calls chains
+  ROWS, PRODUCT, HIDDEN, QUERIES, KEYS, VALUES, SCORES, WEIGHTS, OUTPUT, TOTAL, STATS, TILES, TURNED,  // per thread
+  SHARED_ROWS, SHARED_HIDDEN, SHARED_OUT, SHARED_STATS, SHARED_INDEX, SHARED_UNITS,  // the caller's, read by helpers
+  LAYER,  // of a whole-layer call
+  CHAIN,  // of a draft-chain call
+  STEP,  // of a draft-step call
   PURPOSES
 };
 

@@ -1,13 +1,13 @@
-// All decoder layers of a model in one call, for steps of few tokens: what a call from outside costs is paid once, not
-// four times a layer. The same functions in the same order as the separate calls, so the same bits.
+// All decoder layers of a model in one call, for steps of few tokens: the Python call overhead is paid once, not four
+// times per layer. Same functions in the same order as the separate calls, so bit-identical.
 //
-// Legend: T tokens, D hidden, L layers, K experts a token.
+// Legend: T tokens, D hidden, L layers, K experts per token.
 #include "decoder.h"
 
 using namespace moe;
 
-// ids [T] -> out [T, D], after the final norm. `chosen`, where not null, has L pointers, null or to [T, K], which get
-// the router's choices.
+// ids [T] -> out [T, D], after the final norm. `chosen`, if not null, has L pointers, each null or to [T, K] for the
+// router's choices.
 API void moe_decoder(int is_bf16, const Decoder* decoder, const int64_t* ids, int64_t tokens, const int64_t* positions,
                      const int64_t* slots, const Queries* queries, int32_t* const* chosen, void* out) {
   const Decoder& d = *decoder;

@@ -6,18 +6,18 @@
 
 namespace moe {
 
-constexpr int64_t K_BLOCK = 512;   // steps of K per pass: GROUP panels of it, and the next, fit the second-level cache
-constexpr int64_t ROW_BLOCK = 96;  // rows of one task when there are many: so does A's block
-constexpr int64_t GROUP = 4;       // panels that the kernel works on together
-constexpr int64_t FEW_ROWS = 6;    // that many make one pass over the weights: nothing to block for
+constexpr int64_t K_BLOCK = 512;   // steps of K per pass: GROUP panels of it, and the next, fit the L2 cache
+constexpr int64_t ROW_BLOCK = 96;  // max rows of one task: A's block fits the L2 cache too
+constexpr int64_t GROUP = 4;       // panels processed together
+constexpr int64_t FEW_ROWS = 6;    // up to this many: one pass over the weights, no blocking
 
-// A packed matrix: `panels` panels of `steps` steps each, one behind the other.
+// A packed matrix: `panels` panels of `steps` steps each, contiguous.
 struct Packed {
   const uint32_t* data;
   int64_t panels, steps;
 };
 
-// c[m][16 * count] = rows of x times panels [first, first + count), over all of K. Panel `next` comes after that.
+// c[m][16 * count] = rows of x times panels [first, first + count), over all of K. Panel `next` follows.
 template <class T>
 INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Packed& w, int64_t first, int64_t count,
                     int64_t next, float* c, int64_t ldc) {
@@ -32,7 +32,7 @@ INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Pack
   }
 }
 
-// Rows as the kernel wants them: x itself, or a copy padded with zeros where K is not a multiple of what it reads.
+// Rows in the kernel's format: x itself, or a copy padded with zeros if K is not a multiple of the read width.
 template <class T>
 struct Rows {
   const char* data;
@@ -55,7 +55,7 @@ struct Rows {
   }
 };
 
-// out = x w + bias, then rounded; with `sum`, out = sum + that, rounded again (as if the two were separate calls).
+// out = x w + bias, then rounded; with `sum`, the result is added to sum and rounded again (as in separate calls).
 template <class T>
 INLINE void finish(const float* c, int64_t ldc, int64_t m, int64_t columns, const float* bias, const T* sum,
                           int64_t lds, T* out, int64_t ldo) {
@@ -69,8 +69,8 @@ INLINE void finish(const float* c, int64_t ldc, int64_t m, int64_t columns, cons
     }
 }
 
-// How many panels one task takes so that `others` tasks become at least four for each thread, and a task of few rows
-// still streams a good stretch of memory.
+// Panels per task so that `others` tasks become at least four per thread, and a task of few rows still streams a long
+// range of memory.
 inline int64_t panels_per_task(int64_t panels, int64_t panel_bytes, int64_t others) {
   const int64_t threads = omp_get_max_threads();
   int64_t wanted = ceil_div(4 * threads, std::max<int64_t>(others, 1));

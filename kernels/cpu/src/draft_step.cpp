@@ -1,8 +1,8 @@
-// A whole step of chains of drafts in one call: draft, verify, accept, remember. What the calls of the parts leave, bit
-// for bit; between them only integers move. From outside a call of its own for each part costs more than the integers
-// do, and each of them waits for the interpreter.
+// A whole step of draft chains in one call: draft, verify, accept, draft cache update. Bit-identical to the separate
+// calls; only integers move between the phases. Separate Python calls cost more than the integer work, and each waits
+// for the GIL.
 //
-// Legend: R requests, S drafts of each, N = S + 1 tokens of each that are verified, T = R * N, D hidden, V vocabulary.
+// Legend: R requests, S drafts per request, N = S + 1 verified tokens per request, T = R * N, D hidden, V vocabulary.
 #include <chrono>
 #include <vector>
 
@@ -20,17 +20,17 @@ struct DraftStep {
   int32_t* history;      // [rows, width]: the tokens of each row, the last of them at position lengths[row]
   int64_t width;
   int64_t *lengths, *last_tokens;  // [rows]
-  void* states;                    // [rows, D]: the target's state that each last token was drawn from
+  void* states;                    // [rows, D]: target hidden state that the last token was sampled from
 };
 
-// What comes out, for R requests: where their new tokens begin, the tokens [R, N] (the last one repeated), how many of
-// them there are; and the seconds of drafting, of the model, and of remembering.
+// Results for R requests: start positions of their new tokens, the tokens [R, N] (the last one repeated), their counts;
+// and the seconds of drafting, of the model, and of the draft cache update.
 struct Judged {
   int64_t *starts, *tokens, *counts;
   double* seconds;
 };
 
-// Some tokens of each of some rows, one row behind the other, as the kernels are told.
+// Some tokens of each of some rows, concatenated by row: kernel inputs.
 struct Runs {
   int64_t *positions, *slots;
   int32_t *rows, *starts, *contexts;
@@ -68,7 +68,7 @@ class DraftStepRun {
     logits_ = static_cast<float*>(arrays_.take(tokens_ * vocab_ * 4));
   }
 
-  // `uniform` [N, R] are the numbers of the draws, where there are draws: the same for a draft and for its judge.
+  // `uniform` [N, R]: the random numbers of sampling, if not greedy; a draft and its verification use the same number.
   void run(const Draws& draft_draws, const Draws& draws, const float* uniform, const Judged& judged) {
     const double began = now();
     draft(draft_draws, uniform);
@@ -97,7 +97,7 @@ class DraftStepRun {
       const int64_t row = rows_[r];
       roots_[r] = s_.last_tokens[row];
       chain_.rows[r] = int32_t(row), chain_.starts[r + 1] = int32_t(r + 1);
-      for (int64_t i = 0; i < depth_; i++) {  // the first one goes on from the state before the root
+      for (int64_t i = 0; i < depth_; i++) {  // the first step continues from the state before the root
         chain_.place(s_, i * requests_ + r, row, s_.lengths[row] - 1 + i);
         chain_.contexts[i * requests_ + r] = int32_t(s_.lengths[row] + i);
       }
@@ -129,7 +129,7 @@ class DraftStepRun {
                drawn_);
   }
 
-  // From the root on, a draft that equals the token drawn at the one before it stands.
+  // From the root on, a draft is accepted while it equals the token sampled at its parent.
   void accept(const Judged& judged) {
     for (int64_t r = 0; r < requests_; r++) {
       const int64_t row = rows_[r], start = s_.lengths[row];
@@ -139,7 +139,7 @@ class DraftStepRun {
       while (good < depth_ && drawn[good] >= 0 && drafts[good + 1] == drawn[good]) good++;
       for (int64_t i = 0; i < each_; i++) {
         tokens[i] = drawn[std::min(i, good)];
-        next_[r * each_ + i] = std::max<int64_t>(tokens[i], 0);  // 0 where logits were broken
+        next_[r * each_ + i] = std::max<int64_t>(tokens[i], 0);  // 0 for invalid logits
         s_.history[row * s_.width + start + 1 + i] = int32_t(next_[r * each_ + i]);
       }
       judged.starts[r] = start, judged.counts[r] = good + 1;
@@ -173,8 +173,8 @@ class DraftStepRun {
 
 using namespace moe;
 
-// rows [R] get `depth` drafts each, which are judged. Returns -1, or, nothing done, the first of the rows whose table is
-// too short. All arrays of `step` move on by what was accepted.
+// Drafts `depth` tokens for each of rows [R] and verifies them. Returns -1, or, with nothing done, the first row whose
+// table is too short. All arrays of `step` advance by the accepted tokens.
 API int64_t moe_draft_step(int is_bf16, const DraftStep* step, const int64_t* rows, int64_t requests, int64_t depth,
                            const Draws* draft_draws, const Draws* draws, const float* uniform, const Judged* judged) {
   for (int64_t r = 0; r < requests; r++)

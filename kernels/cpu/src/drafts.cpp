@@ -1,5 +1,5 @@
-// A chain of drafts in one call: each step runs an MTP layer over one token of every row and draws the next token.
-// The same functions in the same order as the separate calls, so the same drafts.
+// A draft chain in one call: each step runs an MTP layer over one token of every row and samples the next token.
+// Same functions in the same order as the separate calls, so identical drafts.
 //
 // Legend: R rows, D hidden, V vocabulary.
 #include "drafts.h"
@@ -7,7 +7,7 @@
 
 namespace moe {
 
-// What a layer starts from, for rows of (token, state): `residual` [R, D] and its norm.
+// The layer's input for rows of (token, state): `residual` [R, D] and its norm.
 template <class T>
 struct Joined {
   T *embedded, *states, *both, *residual, *normed;
@@ -105,7 +105,7 @@ API void moe_draft_chain(int is_bf16, const DraftLevel* const* levels, int64_t s
   is_bf16 ? run(bf16()) : run(float());
 }
 
-// Writes the layer's latent rows of states [T, D] followed by ids [T] into their slots.
+// Writes the layer's latent rows of (states [T, D], next ids [T]) to their slots.
 API void moe_draft_remember(int is_bf16, const DraftLevel* level, int64_t tokens, int64_t hidden, const void* embedding,
                             const int64_t* ids, const void* states, const int64_t* positions, const int64_t* slots,
                             int form, void* cache, int64_t cache_row) {

@@ -1,4 +1,4 @@
-// Chains of drafts: structs made in kernels/cpu/drafts.py, and the calls that a whole step makes.
+// Draft chains: structs filled in kernels/cpu/drafts.py, and the calls of a whole step.
 //
 // Legend: R rows, D hidden.
 #pragma once
@@ -19,7 +19,7 @@ struct DraftLevel {
   float eps;
 };
 
-// What is drawn for the R rows; temperature null: all greedy. `uniform` is [steps, R].
+// Sampling parameters of the R rows; temperature null: all greedy. `uniform` is [steps, R].
 struct Draws {
   const float *temperature, *top_p, *min_p, *uniform;
   const int64_t* top_k;

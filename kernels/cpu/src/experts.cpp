@@ -1,7 +1,7 @@
 // Routed experts: out = down(silu(gate(x)) * up(x)), every row by its own expert.
 //
-// Legend: T tokens, K experts a token, D hidden, I width, E experts, M rows (T*K when routed).
-// One expert's weights lie together: gate panels, up panels [I/16 each, of D], then down panels [D/16, of I].
+// Legend: T tokens, K experts per token, D hidden, I width, E experts, M rows (T*K when routed).
+// One expert's weights are contiguous: gate panels, up panels [I/16 each, of D], then down panels [D/16, of I].
 // Rows are sorted by expert. Two passes, gate/up and down, each a list of tasks (rows of one expert, some panels) that
 // threads take in order; a hidden row is complete before any task of the second pass reads it.
 #include "api.h"
@@ -23,12 +23,12 @@ static Shape shape_of(int64_t experts, int64_t hidden, int64_t width) {
   return s;
 }
 
-// Some rows of one expert. `begin` counts rows in the order of the experts; `source` is where they start in x.
+// Some rows of one expert. `begin` counts rows in expert order; `source` is their start in x.
 struct Unit {
   int64_t expert, begin, rows, source;
 };
 
-// Rows of one task. Many enough that weights are used well, few enough that the hidden rows stay in cache.
+// Rows of one task: enough to reuse weights, few enough that the hidden rows stay in cache.
 constexpr int64_t UNIT_ROWS = 96;
 
 static int64_t add_units(Unit* units, int64_t count, int64_t expert, int64_t begin, int64_t rows, int64_t source) {
@@ -40,7 +40,7 @@ static int64_t add_units(Unit* units, int64_t count, int64_t expert, int64_t beg
   return count;
 }
 
-// hidden[row][I] = silu(gate) * up for two groups of panels that have been multiplied out.
+// hidden[row][I] = silu(gate) * up of two product groups.
 template <class T>
 static INLINE void activate(const float* gate, const float* up, int64_t ldc, int64_t rows, int64_t columns, T* out,
                             int64_t ldo) {
@@ -49,7 +49,7 @@ static INLINE void activate(const float* gate, const float* up, int64_t ldc, int
       store_some(out + i * ldo + j, silu(load(gate + i * ldc + j)) * load(up + i * ldc + j), columns - j);
 }
 
-// Both passes. `rows_of(unit, &stride)` gives the unit's rows of x, padded as the kernel wants them.
+// Both passes. `rows_of(unit, &stride)` returns the unit's rows of x, padded for the kernel.
 template <class T, class RowsOf, class Out>
 static void run_units(const Unit* units, int64_t count, const Shape& s, const uint32_t* weights, T* hidden,
                       int64_t hidden_stride, const RowsOf& rows_of, const Out& out_of) {
@@ -97,7 +97,7 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
   });
 }
 
-// Rows [source, source + rows) of x, in place where the kernel can read them so.
+// Rows [source, source + rows) of x, in place if the kernel can read them.
 template <class T>
 static INLINE const void* own_rows(const T* x, int64_t ldx, const int64_t* index, int64_t rows, int64_t k,
                                    int64_t* stride) {
@@ -138,8 +138,8 @@ static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int
       [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; });
 }
 
-// Entries (token, k) sorted by expert, then an expert's rows in the order of the tokens. An id outside [0, E) is an
-// expert of another rank, or of nobody: it contributes nothing.
+// Entries (token, k) sorted by expert, then by token. An id outside [0, E) (an expert of another rank, or none)
+// contributes nothing.
 template <class T>
 static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk, const int32_t* ids,
                    const Shape& s, const uint32_t* weights, const T* sum, int64_t lds, T* out) {
@@ -179,7 +179,7 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
       for (int64_t d = 0; d < s.hidden; d += LANES) {
         F16 total = zero();
         for (int64_t k = 0; k < top_k; k++) {
-          if (next[k] >= 0) __builtin_prefetch(partial + next[k] * s.hidden + d);  // rows lie where the sort put them
+          if (next[k] >= 0) __builtin_prefetch(partial + next[k] * s.hidden + d);  // rows are in expert order
           if (mine[k] < 0) continue;
           F16 value = load_some(partial + mine[k] * s.hidden + d, s.hidden - d);
           total = fma(value, set1(topk[t * top_k + k]), total);
@@ -244,7 +244,7 @@ API int64_t moe_expert_bytes(int is_bf16, int64_t hidden, int64_t width) {
   return 4 * (is_bf16 ? shape_of<bf16>(1, hidden, width) : shape_of<float>(1, hidden, width)).expert_units;
 }
 
-// One of the two of offsets [E + 1] (rows behind each other) and counts [E] (rows in places of `capacity`) is given.
+// Exactly one of offsets [E + 1] (contiguous rows) and counts [E] (`capacity` rows per expert) is given.
 API void moe_experts(int is_bf16, const void* x, const int32_t* offsets, const int32_t* counts, int64_t capacity,
                      int64_t experts, int64_t hidden, int64_t width, const void* weights, void* out) {
   auto w = static_cast<const uint32_t*>(weights);

@@ -1,5 +1,5 @@
-// Numbers of eight bits, and the rows of a KV cache that hold them; kernels/attention/kv_format.py says what they are.
-// Whoever reads a row makes it of T first: one rounding, and the kernels are those of a plain cache.
+// 8-bit float formats, and KV cache rows that hold them; kernels/attention/kv_format.py describes the layouts.
+// Readers convert a row to T first: one rounding, and then the kernels of an unquantized cache.
 //
 // Legend: C latent, P rotary.
 #pragma once
@@ -8,37 +8,37 @@
 
 namespace moe {
 
-enum Form { PLAIN, FP8_TOKEN, FP8_GROUPS, FP8_RANGE };  // a head's e4m3 record is FP8_TOKEN, too
+enum Form { PLAIN, FP8_TOKEN, FP8_GROUPS, FP8_RANGE };  // a head's e4m3 record is also FP8_TOKEN
 
 constexpr int64_t GROUP = 128;
 
 struct E4M3 {
   static constexpr int FRACTION = 3, BIAS = 7;
-  static constexpr uint32_t NOT_A_NUMBER = 0x80;  // none: a row with one has no number for a scale
+  static constexpr uint32_t NOT_A_NUMBER = 0x80;  // none: a row with NaN has a NaN scale
   static constexpr float LARGEST = 448.f;
 };
 struct E5M2 {
   static constexpr int FRACTION = 2, BIAS = 15;
-  static constexpr uint32_t NOT_A_NUMBER = 0x7d;  // 0x7c is infinity, which nothing writes
+  static constexpr uint32_t NOT_A_NUMBER = 0x7d;  // 0x7c is infinity, which is never written
   static constexpr float LARGEST = 57344.f;
 };
 
 typedef uint8_t vb __attribute__((vector_size(WIDTH)));
 
-// ---- 16 numbers ----
+// ---- 16 values ----
 
 #if defined(MOE_AVX512) || (defined(__AVX2__) && defined(__F16C__) && defined(__FMA__))
 #define MOE_HALVES 1
 #endif
 
-// The numbers times 2^(BIAS - 15). With that factor the bits are those of a float16 moved, subnormal ones too.
-// Without instructions for float16: above 2^(1 - BIAS) they are those of a float moved, below numbers are multiples of
+// The values times 2^(BIAS - 15). With that factor the bits are those of a shifted float16, subnormals included.
+// Without float16 instructions: above 2^(1 - BIAS) they are those of a shifted float, below it values are multiples of
 // 2^(1 - BIAS - FRACTION).
 template <class N>
 INLINE F16 decode(const uint8_t* p) {
 #if defined(MOE_HALVES)
   constexpr int SHIFT = 10 - N::FRACTION;
-  const int16_t own = int16_t(0x8000 | (0x7f << SHIFT));  // without the copy of the sign that widening makes
+  const int16_t own = int16_t(0x8000 | (0x7f << SHIFT));  // without the sign copy of the widening
   F16 r;
 #if defined(MOE_AVX512)
   const __m256i words = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), SHIFT);
@@ -67,7 +67,7 @@ INLINE F16 decode(const uint8_t* p) {
 #endif
 }
 
-// Rounds to nearest even; too large numbers become the largest.
+// Rounds to nearest even; saturates at the largest finite value.
 template <class N>
 INLINE void encode(uint8_t* p, const F16& x) {
   constexpr int MOVE = 23 - N::FRACTION;
@@ -78,7 +78,7 @@ INLINE void encode(uint8_t* p, const F16& x) {
     const vu bits = (vu)size;
     const vu normal = ((bits + ((1u << (MOVE - 1)) - 1u) + ((bits >> MOVE) & 1u)) >> MOVE) -
                       (uint32_t(127 - N::BIAS) << N::FRACTION);
-    const vf shift = float(1 << (24 - N::BIAS - N::FRACTION)) - vf{};  // its last bit is the smallest number
+    const vf shift = float(1 << (24 - N::BIAS - N::FRACTION)) - vf{};  // its last bit is the smallest value
     const vu small = (vu)(size + shift) - (vu)shift;
     vu result = (vu)(size < 2.f / float(1 << N::BIAS)) ? small : normal;
     result = (vu)(size != size) ? 0x7fu - vu{} : result;
@@ -87,7 +87,7 @@ INLINE void encode(uint8_t* p, const F16& x) {
   }
 }
 
-// ---- n numbers with one scale ----
+// ---- n values with one scale ----
 
 template <class N, class T>
 INLINE void read_numbers(const uint8_t* from, float scale, T* to, int64_t n) {
@@ -110,7 +110,7 @@ INLINE void write_numbers(const T* from, float scale, uint8_t* to, int64_t n) {
   }
 }
 
-// What the largest of n numbers must be divided by to fit e4m3; not a number if one of them is not.
+// The divisor that brings the largest of n values into e4m3's range; NaN if one of them is NaN.
 template <class T>
 INLINE float scale_of(const T* from, int64_t n) {
   F16 largest = zero(), nothing = zero();
@@ -125,7 +125,7 @@ INLINE float scale_of(const T* from, int64_t n) {
   return top / E4M3::LARGEST + sum(nothing);
 }
 
-// The least power of two that is not below x.
+// The smallest power of two >= x.
 INLINE float power_above(float x) {
   if (x != x) return x;
   int exponent;
@@ -142,7 +142,7 @@ INLINE void float_to(uint8_t* p, float x) { std::memcpy(p, &x, sizeof x); }
 
 // ---- rows ----
 
-// MLA's row of C + P numbers.
+// An MLA row of C + P values.
 template <class T>
 static void read_latent(int form, const uint8_t* row, int64_t latent, int64_t rotary, T* to) {
   if (form == FP8_RANGE) return read_numbers<E5M2>(row, 1.f, to, latent + rotary);

@@ -1,7 +1,7 @@
 // The one matrix kernel of this library: C[m][16 np] (+)= A[m][K] B, B in panels (see common.h), C in float.
 //
-// Every element of C is one chain of multiply-adds over K from first to last, whatever m, np and the tiling are, and
-// `accumulate` continues a chain. So a row's bits depend neither on the other rows nor on how the work was cut.
+// Every element of C is one chain of multiply-adds over K from first to last, independent of m, np and the tiling, and
+// `accumulate` continues a chain. So a row is batch-invariant, bit for bit.
 #pragma once
 
 #include "common.h"
@@ -9,7 +9,7 @@
 namespace moe {
 
 // A by rows, `lda` bytes apart, each of `steps` units. `panel` is the distance of B's panels in units. `ahead`, if
-// given, is the B of the next call (same panels and steps): it is fetched into the second-level cache meanwhile.
+// given, is B of the next call (same panels and steps): it is prefetched into the L2 cache.
 template <class T>
 void gemm(const void* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np, int64_t steps, float* c,
           int64_t ldc, bool accumulate, const uint32_t* ahead = nullptr);
@@ -19,9 +19,9 @@ template <class T>
 void gemm_by_steps(const uint32_t* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np,
                    int64_t steps, float* c, int64_t ldc, bool accumulate);
 
-// How many elements of K the kernel reads at once: rows of A must be readable, and zero, up to a multiple of this.
+// Elements of K read at once: rows of A must be readable, and zero, up to a multiple of this.
 int64_t k_multiple(bf16);
-// Rows of A that the kernel likes to take at once, where a caller has a choice.
+// Preferred row count of A.
 int64_t row_multiple(bf16);
 int64_t row_multiple(float);
 inline int64_t k_multiple(float) { return 1; }

@@ -1,7 +1,6 @@
-// gemm.h for bf16: matrix tiles (AMX) where the machine has them, else the register-blocked kernel.
+// gemm.h for bf16: matrix tiles (AMX) if available, else the register-blocked kernel.
 //
-// Which of the two runs is fixed when the library loads, not by the shape, so that a row's bits do not depend on the
-// batch it comes in.
+// The path is fixed when the library loads, not by the shape, so that results are batch-invariant.
 #include "amx.h"
 #include "gemm_kernel.h"
 
@@ -67,7 +66,7 @@ static void tall(const char* a, int64_t lda, const uint32_t* b, int64_t panel, i
   }
 }
 
-// Up to 16 rows, up to four panels: the weights stream through once, fetched well ahead of their use.
+// Up to 16 rows, up to four panels: the weights are read once, prefetched well ahead.
 static void flat(const char* a, int64_t lda, const uint32_t* b, int64_t panel, int64_t width, int64_t steps, float* c,
                  int64_t ldc, bool accumulate) {
   begin<0>(c, ldc, accumulate);
@@ -130,7 +129,7 @@ template <>
 void gemm_by_steps<bf16>(const uint32_t* a, int64_t lda, int64_t m, const uint32_t* b, int64_t panel, int64_t np,
                          int64_t steps, float* c, int64_t ldc, bool accumulate) {
 #if defined(MOE_AMX)
-  if (use_amx) {  // tiles want rows: turn A around in blocks of 16 x 16 units
+  if (use_amx) {  // tiles need rows: transpose A in blocks of 16 x 16 units
     int64_t rows = ceil_div(m, LANES) * LANES;
     uint32_t* turned = scratch<uint32_t>(TILES, rows * steps);
     alignas(64) uint32_t block[LANES][LANES];
@@ -174,7 +173,7 @@ template void pack_values<bf16>(const bf16* const*, int64_t, int64_t, int64_t, u
 
 using namespace moe;
 
-// Decides how bf16 products run in this process. Returns 3 for AMX tiles, 2 for AVX512-BF16, 1 for AVX-512, 0 else.
+// Selects how bf16 products run in this process. Returns 3 for AMX tiles, 2 for AVX512-BF16, 1 for AVX-512, 0 else.
 API int moe_start(int allow_amx) {
 #if defined(MOE_AMX)
   use_amx = allow_amx && amx_permission();

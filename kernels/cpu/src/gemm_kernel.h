@@ -1,5 +1,5 @@
 // The register-blocked kernel behind gemm.h, for every machine without matrix tiles: MR rows x NR panels of C stay in
-// registers over the whole of K. Included by the file of each number type.
+// registers over the whole of K. Included by the file of each dtype.
 #pragma once
 
 #include "gemm.h"
@@ -7,7 +7,7 @@
 
 namespace moe {
 
-// Widest tile in panels, and its rows, by the registers there are: accumulators + one B vector a panel + one of A.
+// Widest tile in panels, and its rows, by the register count: accumulators + one B vector per panel + one of A.
 #if defined(MOE_AVX512)
 constexpr int TILE_PANELS = 4, TILE_ROWS = 6, PAIR_ROWS = 12, SINGLE_ROWS = 16;
 #else
@@ -78,15 +78,15 @@ struct Dot<bf16> {
 };
 #endif
 
-// What a tile fetches from memory while it computes: in its first `steps` steps one line of each panel from `first` on,
-// `stride` apart; afterwards the same from `then` on.
+// Prefetches of a tile while it computes: in its first `steps` steps one line of each panel from `first` on, `stride`
+// apart; afterwards the same from `then` on.
 struct Fetch {
   int64_t steps, stride;
   const uint32_t *first, *then;
 };
-constexpr int64_t NEAR = 32;  // steps between the fetching and the use of B when it streams from memory
+constexpr int64_t NEAR = 32;  // prefetch distance in steps when B streams from memory
 
-// BY_STEPS: where A's units lie, see gemm.h.
+// BY_STEPS: layout of A's units, see gemm.h.
 template <class T, int MR, int NR, bool BY_STEPS>
 __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* b, int64_t panel, int64_t steps,
                                     float* c, int64_t ldc, bool accumulate, const Fetch& fetch) {
@@ -96,7 +96,7 @@ __attribute__((noinline)) void tile(const char* a, int64_t lda, const uint32_t* 
 #pragma GCC unroll 4
     for (int n = 0; n < NR; n++) sums[m][n] = accumulate ? load(c + m * ldc + n * LANES) : zero();
 
-  // Rows in threes from one pointer each: row + {0, 1, 2} * lda are addresses the machine forms for nothing.
+  // Rows in threes from one pointer each: row + {0, 1, 2} * lda are free addressing modes.
   constexpr int GROUPS = (MR + 2) / 3, LINES = MR <= 2 ? NR : NR < 2 ? 1 : 2;
   const char* row[GROUPS];
 #pragma GCC unroll 6
@@ -137,8 +137,8 @@ void tile_column(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64
                  int64_t ldc, bool accumulate, const uint32_t* ahead) {
   constexpr int FULL = NR == 4 ? TILE_ROWS : NR == 2 ? PAIR_ROWS : SINGLE_ROWS;
   const int64_t row_bytes = BY_STEPS ? 4 : lda;
-  // A single tile streams its own B, and at the end the beginning of the next. Of several, the first bring in the whole
-  // of the next B, one or two panels each, while B itself comes from cache.
+  // A single tile prefetches its own B, and at the end the beginning of the next B. Of several tiles, the first ones
+  // prefetch all of the next B, one or two panels each, while B itself comes from cache.
   const int64_t share = m <= FULL ? 0 : m <= 3 * FULL ? 2 : 1;
   const uint32_t* own = b + NEAR * LANES;
   int64_t done = 0, fetched = 0;
@@ -185,7 +185,7 @@ void tiles(const char* a, int64_t lda, int64_t m, const uint32_t* b, int64_t pan
       tile_column<T, NR, BY_STEPS>(a, lda, m, b + n * panel, panel, steps, c + n * LANES, ldc, accumulate,
                                    ahead ? ahead + n * panel : nullptr);
   };
-  // Rows that a tile of two panels takes in one go: then B need not be read twice.
+  // Max rows of a two-panel tile in one pass: B is then read once.
   const bool once = !BY_STEPS && m > TILE_ROWS && m <= PAIR_ROWS;
   if constexpr (TILE_PANELS >= 4)
     if (!once) run(std::integral_constant<int, 4>());
@@ -230,7 +230,7 @@ INLINE void interleave(const float* const* row, uint32_t* low, uint32_t* high) {
 INLINE void interleave(const bf16* const* row, uint32_t* low, uint32_t* high) {
 #if defined(MOE_AVX512)
   __m512i even = _mm512_loadu_si512(row[0]), odd = _mm512_loadu_si512(row[1]);
-  // Lane i of the result: word i of even, word i of odd. Index bit 5 chooses the source.
+  // Lane i of the result: word i of even, word i of odd. Index bit 5 selects the source.
   const __m512i first = _mm512_add_epi32(_mm512_set1_epi32(0x00200000),
                                          _mm512_mullo_epi32(_mm512_set1_epi32(0x00010001),
                                                             _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12,
@@ -259,7 +259,7 @@ void pack_values(const T* const* rows, int64_t count, int64_t channels, int64_t 
       for (int i = 0; i < PER_UNIT<T>; i++) {
         const int64_t row = step * PER_UNIT<T> + i;
         source[i] = row < count ? rows[row] + channel : none;
-        __builtin_prefetch(source[i] + 2 * LANES);  // the next line of this row, wanted after those of all others
+        __builtin_prefetch(source[i] + 2 * LANES);  // the next line of this row, used after those of all other rows
         if (row < count && here < 2 * LANES) {
           std::memset(edge[i], 0, sizeof edge[i]);
           std::memcpy(edge[i], source[i], size_t(here) * sizeof(T));

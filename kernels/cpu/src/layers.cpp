@@ -1,12 +1,12 @@
-// Whole parts of a decoder layer in one call, for steps of few tokens, where calls from outside cost as much as the
-// work and leave memory idle in between. The same functions in the same order as the separate calls, so the same bits.
+// Parts of a decoder layer in one call, for steps of few tokens, where Python call overhead costs as much as the work
+// and leaves memory idle in between. Same functions in the same order as the separate calls, so bit-identical.
 //
 // Legend: T tokens, D hidden, H heads, N qk_nope, R rotary, V v_head, C latent, Q q rank, E experts, K experts a token.
 #include "layers.h"
 
 using namespace moe;
 
-// hidden [T, D] -> out [T, D]; writes the tokens' latent rows into their slots first.
+// hidden [T, D] -> out [T, D]; writes the tokens' latent rows to their slots first.
 API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, int64_t ldx, int64_t tokens,
                        const int64_t* positions, const int64_t* slots, int form, void* cache,
                        int64_t cache_row, const Queries* queries, void* out) {
@@ -38,8 +38,8 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
   moe_linear(is_bf16, values, l.heads * value, tokens, l.o.in, l.o.panels, l.o.out, l.o.bias, nullptr, 0, out, l.o.out);
 }
 
-// x [T, D] -> out [T, D]: the routed experts, and the shared one if there is any. `chosen` [T, K], where not null, gets
-// the router's choices; they are counted where the layer says.
+// x [T, D] -> out [T, D]: the routed experts, and the shared expert if any. `chosen` [T, K], if not null, receives the
+// router's choices; they are counted in the layer's cell.
 API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_t ldx, int64_t tokens, int64_t hidden,
                        void* out, int32_t* chosen) {
   const MoELayer& l = *layer;

@@ -11,7 +11,7 @@ struct Weight {
   int64_t in, out;
 };
 
-// MLA with absorbed products; `down` gives [q latent (Q, may be 0) | kv latent (C) | rotary (R)].
+// MLA with absorbed products; `down` outputs [q latent (Q, may be 0) | kv latent (C) | rotary (R)].
 struct MLALayer {
   Weight down, q, keys, values, o;  // keys [H, C, N] and values [H, V, C] by head
   const float *q_norm, *kv_norm, *table;
@@ -20,7 +20,7 @@ struct MLALayer {
   float eps, scale;
 };
 
-// Where all layers count what they choose now; null: nowhere. The first one clears what is said to be unclear, in bytes.
+// Where all layers count expert choices; null: no counting. The first layer zeroes `unclear` bytes.
 struct CountCell {
   int32_t* counts;
   int64_t unclear;
@@ -37,12 +37,12 @@ struct MoELayer {
   const Router* router;
   const void* experts;
   int64_t num_experts, top_k, width;
-  Weight shared_up, shared_down;  // of the shared expert; panels null: there is none
-  CountCell* cell;                // null: nobody counts
-  int64_t first;                  // the place of expert 0 behind its counts
+  Weight shared_up, shared_down;  // shared expert; panels null: none
+  CountCell* cell;                // null: no counting
+  int64_t first;                  // index of expert 0 in the counts
 };
 
-// One block of scratch memory, cut into arrays.
+// One block of scratch memory, divided into arrays.
 class Arrays {
  public:
   explicit Arrays(int64_t bytes, Purpose which = LAYER) : at_(scratch<char>(which, bytes)) {}

@@ -1,4 +1,4 @@
-// Linear layers over packed weights: x [M, K] -> [M, N], and the same for one small matrix a head.
+// Linear layers over packed weights: x [M, K] -> [M, N], and the same for one small matrix per head.
 #include "api.h"
 #include "dense.h"
 
@@ -30,7 +30,7 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
   const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
   const int64_t width = panels_per_task(w.panels, w.steps * LANES * 4, row_tasks), tasks = ceil_div(w.panels, width);
   parallel(row_tasks * tasks, [&](int64_t task) {
-    // Neighbouring tasks share their panels: the weights are read from memory once, by all rows together.
+    // Adjacent tasks share their panels: the weights are read from memory once for all rows.
     const int64_t row = task % row_tasks * row_block, first = task / row_tasks * width;
     const int64_t here = std::min(row_block, m - row), last = std::min(first + width, w.panels);
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
@@ -81,7 +81,7 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
 
 using namespace moe;
 
-// Asks for large pages under memory that will be streamed, before it is touched: fewer address translations.
+// Requests huge pages for memory that will be streamed, before first touch: fewer TLB misses.
 API void moe_large_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const uintptr_t page = 4096, begin = uintptr_t(data), end = begin + uintptr_t(bytes);

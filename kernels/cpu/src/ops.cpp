@@ -1,7 +1,7 @@
-// The small operations of a layer: norms, activation, rotary embedding, cache writes, routing.
+// Elementwise and routing operations of a layer: norms, activation, rotary embedding, cache writes, routing.
 //
-// Legend: T tokens, D hidden, H heads, C latent width, R rotary width, E experts, K experts a token.
-// All arithmetic in float; every reduction runs in an order that depends on the row's length alone.
+// Legend: T tokens, D hidden, H heads, C latent width, R rotary width, E experts, K experts per token.
+// All arithmetic in float; every reduction runs in an order that depends only on the row's length.
 #include "api.h"
 #include "fp8.h"
 #include "vec.h"
@@ -27,7 +27,7 @@ static INLINE float root_mean_square(const T* x, int64_t n, float eps) {
   return 1.f / std::sqrt(mean + eps);
 }
 
-// The normed value is rounded to T before the weight, as the reference does.
+// The normed value is rounded to T before the weight, as in the reference.
 template <class T, class W>
 static INLINE void norm_row(const T* x, const W* weight, float eps, T* out, int64_t n) {
   const F16 scale = set1(root_mean_square(x, n, eps));
@@ -155,7 +155,7 @@ struct Router {
 };
 
 // logits[t][e] = x[t] . gate[e] for a block of tokens and of experts. Each is 16 chains over D, then summed. Rows of x
-// are padded to whole vectors, those of the gate are not.
+// are padded to whole vectors, the gate's rows are not.
 template <int TOKENS, int EXPERTS>
 static void logits_block(const float* x, int64_t ldx, const float* gate, int64_t dim, float* out, int64_t ldo) {
   F16 sums[TOKENS][EXPERTS];
@@ -171,7 +171,7 @@ static void logits_block(const float* x, int64_t ldx, const float* gate, int64_t
     for (int e = 0; e < EXPERTS; e++) {
       F16 b = load(column + e * apart);
 #if defined(MOE_AVX512)
-      asm("" : "+v"(b.v[0]));  // one load, not one in each multiply-add: loads are what limits this loop
+      asm("" : "+v"(b.v[0]));  // one load, not one per multiply-add: this loop is load-bound
 #endif
 #pragma GCC unroll 6
       for (int t = 0; t < TOKENS; t++) sums[t][e] = fma(a[t], b, sums[t][e]);
@@ -190,7 +190,7 @@ static void logits_block(const float* x, int64_t ldx, const float* gate, int64_t
     for (int e = 0; e < EXPERTS; e++) out[t * ldo + e] = sum(sums[t][e]);
 }
 
-// The best `count` of values, best first; of equal values the lower index first.
+// The `count` largest values, descending; ties by lower index.
 static INLINE void best_of(const float* values, int32_t n, int32_t count, int32_t* index) {
   int32_t held = 0;
   for (int32_t i = 0; i < n; i++) {
@@ -259,7 +259,7 @@ static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const fl
   if (tokens == 0) return;
   const int64_t experts = r.experts, padded = ceil_div(dim, LANES) * LANES + LANES;
   float* logits = scratch<float>(SHARED_OUT, tokens * experts);
-  // Tasks of a few tokens each; with few tokens, of some experts each, so that all threads read the gate.
+  // Tasks of a few tokens each; for few tokens, tasks of some experts each, so that all threads read the gate.
   const int64_t token_block = std::min<int64_t>(tokens, 24), token_tasks = ceil_div(tokens, token_block);
   const int64_t wanted = ceil_div(4 * omp_get_max_threads(), token_tasks);
   const int64_t expert_block = std::max<int64_t>(ceil_div(ceil_div(experts, wanted), 4) * 4, 8);
@@ -297,7 +297,7 @@ static void route(const T* x, int64_t ldx, int64_t tokens, int64_t dim, const fl
   });
 }
 
-// Calls f with x (and weight) as their real types.
+// Calls f with x (and weight) as typed pointers.
 template <class F>
 static void typed(int is_bf16, const F& f) {
   if (is_bf16)
@@ -366,7 +366,7 @@ API void moe_write_kv(const void* k, int64_t k_token, int64_t k_head, const void
   write_rows(IN(char, v), v_token, v_head, slots, wide, OUT(char, v_cache), v_row, tokens, heads, v_bytes);
 }
 
-// The same into rows of FP8, x [T, H, W] of elements, the cache's stride in bytes.
+// The same into FP8 rows: x [T, H, W] in elements, the cache's stride in bytes.
 API void moe_write_kv_fp8(int is_bf16, int form, const void* x, int64_t x_token, int64_t x_head, const void* slots,
                           int wide, void* cache, int64_t cache_row, int64_t tokens, int64_t heads, int64_t width) {
   typed(is_bf16, [&](auto a) {

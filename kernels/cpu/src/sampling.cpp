@@ -1,10 +1,10 @@
-// Logits to tokens: what a row may draw from, and which of it its uniform number picks.
+// Sampling: logits to tokens. The candidates of a row are filtered, then its uniform number picks one of them.
 //
-// What a row may draw from is a limit (select.h) on its logits; of those that equal its value, the lowest token ids are
-// within. top_k and top_p select it, min_p raises it. Then the weights within the limit are summed by block, and the
-// number walks the blocks, and in one of them the tokens, in vocabulary order.
+// The candidates are given by a limit (select.h) on the logits; of tokens equal to the limit, the lowest ids are
+// included. top_k and top_p set the limit, min_p raises it. The weights within the limit are summed by block, and the
+// uniform number is located in the blocks, then in one block's tokens, in vocabulary order.
 //
-// The row is read from memory once, by `survey`; the passes after it find it in the core's cache.
+// The row is read from memory once, by `survey`; later passes read it from the core's cache.
 //
 // Legend: V vocabulary; weight e^((x - best) / temperature).
 #include "select.h"
@@ -13,13 +13,13 @@ namespace moe {
 namespace {
 
 constexpr int64_t INVALID = -1;
-constexpr float NOTHING = 88.f;  // e^-88 is a weight of 0
+constexpr float NOTHING = 88.f;  // e^-88 rounds to weight 0
 
-// ---- one look at everything ----
+// ---- first pass ----
 
 // The largest of x [n], or NaN if any is NaN. peaks[16 b + l] becomes the largest of lane l in block b.
 float survey(const float* x, int64_t n, float* peaks) {
-  vu bits[PARTS] = {};  // without the sign: NaN is above infinity
+  vu bits[PARTS] = {};  // sign cleared: NaN compares above infinity
   F16 best = set1(-INFINITY);
   for (int64_t begin = 0; begin < n; begin += BLOCK, peaks += LANES) {
     F16 top[2] = {set1(-INFINITY), set1(-INFINITY)};
@@ -51,7 +51,7 @@ float survey(const float* x, int64_t n, float* peaks) {
   return *std::max_element(lanes, lanes + LANES);
 }
 
-// The lowest id of `best`, which is the largest of x.
+// The lowest id of `best`, the maximum of x.
 int64_t first_of(const float* x, const float* peaks, float best) {
   int64_t block = 0;
   while (!reached(load(peaks + block * LANES), set1(best))) block++;
@@ -63,11 +63,11 @@ int64_t first_of(const float* x, const float* peaks, float best) {
 // ---- a row ----
 
 struct Parameters {
-  float temperature, top_p, min_p;  // temperature 0: the best token
+  float temperature, top_p, min_p;  // temperature 0: greedy
   int64_t top_k;
 };
 
-// What one row draws from. Only made of rows whose best logit is finite.
+// Sampling state of one row. Only constructed for rows whose best logit is finite.
 class Choice {
  public:
   Choice(const float* x, int64_t n, const float* peaks, float best, const Parameters& p)
@@ -173,7 +173,7 @@ class Choice {
     return limit;
   }
 
-  // The logits within a limit, without those that weigh nothing, in no order.
+  // The logits within a limit and of non-zero weight, unordered.
   Values within(const Limit& limit, float floor) const {
     float *held = scratch<float>(PRODUCT, 2 * (n_ + LANES)), *ones = held + n_ + LANES;
     const float from = std::max(limit.ties == EVERY ? limit.value : next_above(limit.value), floor);
@@ -183,7 +183,7 @@ class Choice {
     return {held, nullptr, n};
   }
 
-  // One past the last token id that is within the limit although its logit only equals the limit's value.
+  // End of the token ids that are within the limit among those equal to it.
   int64_t end_of_ties(Limit limit) const {
     if (limit.ties == EVERY) return n_;
     for (int64_t begin = 0, b = 0; begin < n_; begin += BLOCK, b++) {
@@ -201,7 +201,7 @@ class Choice {
   int64_t n_;
   const float* peaks_;
   float best_, cooling_;
-  const float* weights_ = nullptr;  // of the whole row, where they have been needed before
+  const float* weights_ = nullptr;  // of the whole row, if already computed
   float value_, next_;
   int64_t end_, blocks_;
   float* sums_;

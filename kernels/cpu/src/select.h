@@ -1,6 +1,6 @@
-// Which of many weighted values are the best that together reach a given weight, without sorting them.
+// Weighted selection without sorting: which of many weighted values are the largest that together reach a weight.
 //
-// The answer is a *limit*: a value above which all are within, and how many of those that equal it are.
+// The answer is a *limit*: all values above it are selected, and a count of the values equal to it.
 // Sums: 16 lanes of at most 16 floats, then double.
 #pragma once
 
@@ -24,7 +24,7 @@ inline Limit tighter(const Limit& a, const Limit& b) {
   return a.value > b.value ? a : b;
 }
 
-// Values and weights of their own; a null for the weights means 1 each.
+// Values and their weights; null weights mean 1 each.
 struct Values {
   const float *x, *weights;
   int64_t n;
@@ -33,12 +33,12 @@ struct Values {
 namespace {
 
 constexpr int64_t SAMPLE = 64;  // vectors
-constexpr int64_t FEW = 48;     // values that are simply sorted
+constexpr int64_t FEW = 48;     // up to this many values are sorted
 constexpr int BUCKETS = 256;
 
 // ---- vectors ----
 
-// Bit i tells whether a >= b in lane i.
+// Bit i is set if a >= b in lane i.
 INLINE uint32_t reached(const F16& a, const F16& b) {
 #if defined(MOE_AVX512)
   return _mm512_cmp_ps_mask((__m512)a.v[0], (__m512)b.v[0], _CMP_GE_OQ);
@@ -63,7 +63,7 @@ INLINE F16 where_reached(const F16& x, const F16& bar, const F16& w) {
   return r;
 }
 
-// Sixteen of n values from i on; those past the end are `missing`.
+// Sixteen of n values from i on; lanes past the end hold `missing`.
 INLINE F16 padded(const float* x, int64_t i, int64_t n, float missing) {
   if (i + LANES <= n) return load(x + i);
   float lane[LANES];
@@ -76,7 +76,7 @@ INLINE F16 weights_at(const float* weights, int64_t i, int64_t n) {
   return weights ? load_some(weights + i, n - i) : i + LANES <= n ? set1(1.f) : load_some(ones, n - i);
 }
 
-// Stores the lanes that `bits` names one after another, and rubbish behind them, sixteen in all.
+// Stores the lanes selected by `bits` contiguously, followed by unspecified values, sixteen in all.
 INLINE void compress(const F16& x, uint32_t bits, float* out) {
 #if defined(MOE_AVX512)
   _mm512_storeu_ps(out, _mm512_maskz_compress_ps(__mmask16(bits), (__m512)x.v[0]));
@@ -101,8 +101,8 @@ double sum_of(const float* x, int64_t n) {
 
 // ---- selection ----
 
-// Puts the values in [from, to] and their weights at the front of out, which has room for a vector more than that, and
-// adds up the weights of the values above. Returns how many there are.
+// Compacts the values in [from, to] and their weights to the front of out (which has room for one vector more), and
+// sums the weights of the values above. Returns their number.
 int64_t gather(const Values& values, float from, float to, float* out, float* out_weights, double* above) {
   const F16 low = set1(from), high = set1(to), beyond = set1(next_above(to));
   const int64_t n = values.n;
@@ -145,8 +145,8 @@ struct Span {
   float from, to;
 };
 
-// Where the limit probably lies, by a sample of the values: its bucket, and around it what chance may have moved.
-// `left_out` is the weight of all values less what the limit has to reach.
+// Probable location of the limit, from a sample of the values: its bucket, widened by the sampling error.
+// `left_out` is the weight of all values minus the weight to reach.
 Span guess(const Values& values, double left_out, float floor) {
   const float* x = values.x;
   const int64_t vectors = values.n / LANES, stride = std::max<int64_t>(vectors / SAMPLE, 1);
@@ -180,7 +180,7 @@ Span guess(const Values& values, double left_out, float floor) {
       counts[bucket]++;
     }
   }
-  // From below: light values are many, so the sample has its share of them; it may lack all of the few heavy ones.
+  // From below: there are many light values, so the sample represents them; it may miss all of the few heavy ones.
   const double wanted = left_out * double(seen) / double(values.n);
   int32_t below = 0;
   int first = BUCKETS - 1;
@@ -196,11 +196,11 @@ Span guess(const Values& values, double left_out, float floor) {
   return {last == BUCKETS - 1 ? -INFINITY : from, first == 0 ? INFINITY : to};
 }
 
-// The limit of the smallest set of best values whose weight reaches `need`, of values that weigh `total` together.
-// Those below `floor` weigh nothing.
+// The limit of the smallest set of largest values whose weight reaches `need`; all values together weigh `total`.
+// Values below `floor` weigh nothing.
 //
-// Floyd and Rivest's selection (1975), by weight: a sample proposes a span, exact sums tell whether the limit lies
-// above, in or below it, and the search goes on among those values alone.
+// Floyd and Rivest's selection (1975), by weight: a sample proposes a span, exact sums decide whether the limit lies
+// above, in or below it, and the search continues among those values alone.
 Limit select(Values values, double need, double total, float floor) {
   const int64_t room = values.n + LANES;
   float *kept = scratch<float>(VALUES, 2 * room), *next_kept = kept + room;

@@ -1,9 +1,9 @@
-// The helper threads behind `parallel`: they join a job if they come in time, and are waited for only if they joined.
+// The helper threads behind `parallel`: they join a job if they arrive in time, and the caller waits only for these.
 //
-// OpenMP's team starts together and ends together, so on a machine that does other things too, one thread that is not
-// scheduled holds up every call; and its threads spin for milliseconds between calls, which spends the time slice they
-// need next. Here the caller takes tasks at once and finishes alone if no helper comes; helpers spin for some
-// microseconds (the gap between two kernels of a layer), then sleep.
+// OpenMP's team starts and ends together, so on a shared machine one descheduled thread delays every call; and its
+// threads spin for milliseconds between calls, which spends the time slice they need next. Here the caller starts tasks
+// at once and finishes alone if no helper joins; helpers spin for some microseconds (the gap between two kernels of a
+// layer), then sleep.
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -19,7 +19,7 @@ namespace moe {
 namespace {
 
 constexpr int SPINS = 4000;      // about 30-100 us, by processor
-constexpr int LEAVE_SPINS = 2000;  // waiting for a helper's last task before giving the core away
+constexpr int LEAVE_SPINS = 2000;  // wait for a helper's last task before yielding the core
 
 inline void pause_core() {
 #if defined(__x86_64__)
@@ -37,7 +37,7 @@ class Team {
  public:
   void run(int64_t tasks, int threads, Task task, void* data) {
     std::unique_lock<std::mutex> only(busy_, std::try_to_lock);
-    if (!only.owns_lock()) {  // another thread of this process uses the helpers
+    if (!only.owns_lock()) {  // another thread of this process is using the helpers
       for (int64_t i = 0; i < tasks; i++) task(data, i);
       return;
     }
@@ -70,7 +70,7 @@ class Team {
     pthread_setname_np(pthread_self(), "moe-cpu");
     for (uint32_t seen = generation_.load();;) {
       seen = await(seen);
-      // Enter first, look afterwards: either the caller sees us inside, or we see that it has closed.
+      // Register first, then check: either the caller sees this helper, or the helper sees the job closed.
       inside_.fetch_add(1, std::memory_order_seq_cst);
       if (open_.load(std::memory_order_seq_cst) && index < wanted_) work();
       inside_.fetch_sub(1, std::memory_order_seq_cst);
@@ -111,7 +111,7 @@ class Team {
 }  // namespace
 
 void run_team(int64_t tasks, int threads, Task task, void* data) {
-  static Team* team = new Team;  // never destroyed: helpers may still look at it while the process ends
+  static Team* team = new Team;  // never destroyed: helpers may still read it while the process exits
   team->run(tasks, threads, task, data);
 }
 

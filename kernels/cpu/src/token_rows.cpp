@@ -1,22 +1,22 @@
-// Rows of tokens on their way between ranks and experts: who wants them, copied together, and summed.
+// Token rows of dispatch and combine between ranks and experts: routing, packed copies, and weighted sums.
 //
-// A decode step has a handful of rows in every layer: what counts is that each of these is one call.
-// Legend: T tokens of this rank, N tokens arrived, K choices a token, S positions a sum, R ranks, E experts here,
+// A decode step has few rows per layer, so each function is one call.
+// Legend: T tokens of this rank, N tokens received, K choices per token, S positions per sum, R ranks, E local experts,
 // D hidden, M rows of the experts' batch.
 #include "vec.h"
 
 namespace moe {
 namespace {
 
-constexpr double COPIED = 0.1, SUMMED = 0.15;  // nanoseconds a byte and an element
+constexpr double COPIED = 0.1, SUMMED = 0.15;  // nanoseconds per byte and per element
 
-// Counted from the first expert here; -1 for those of other ranks, and for none.
+// Counted from the first local expert; -1 for experts of other ranks, and for none.
 INLINE int32_t local_id(int32_t id, int64_t first, int64_t num_local) {
   const int64_t local = int64_t(id) - first;
   return uint64_t(local) < uint64_t(num_local) ? int32_t(local) : -1;
 }
 
-// Writes the ids counted from `first`; returns whether any is here. `to` may be `from`.
+// Writes the ids counted from `first`; returns whether any is local. `to` may be `from`.
 INLINE bool localize(const int32_t* from, int32_t* to, int64_t top_k, int64_t first, int64_t num_local) {
   bool any = false;
   for (int64_t k = 0; k < top_k; k++) {
@@ -27,7 +27,7 @@ INLINE bool localize(const int32_t* from, int32_t* to, int64_t top_k, int64_t fi
   return any;
 }
 
-// One sum: out [D] of `count` rows, each with a weight where there are weights.
+// One sum: out [D] of `count` rows, weighted if weights are given.
 template <class T>
 void sum_row(const T* const* rows, const float* weights, int64_t count, T* out, int64_t hidden) {
   constexpr int64_t STEP = 4 * LANES;
@@ -71,7 +71,7 @@ void sum_rows(const T* rows, int64_t ld, const int64_t* positions, int64_t width
 
 using namespace moe;
 
-// Whether every id of [T, K] is in -1..experts-1, and no token names an expert twice. `wide`: ids are int64, else int32.
+// Whether every id of [T, K] is in -1..experts-1 and no token repeats an expert. `wide`: ids are int64, else int32.
 API int moe_rows_check(int wide, const void* ids, int64_t ld, int64_t tokens, int64_t top_k, int64_t experts) {
   auto run = [&](auto a) {
     using T = decltype(a);
@@ -87,7 +87,7 @@ API int moe_rows_check(int wide, const void* ids, int64_t ld, int64_t tokens, in
   return wide ? run(int64_t()) : run(int32_t());
 }
 
-// counts [R] tokens for each rank that takes part, and positions [T, R]: which row of all, by rank, then by token.
+// counts [R]: tokens per target rank; positions [T, R]: row index in the send buffer, by rank, then by token.
 API void moe_rows_route(const int32_t* ids, int64_t ld, int64_t tokens, int64_t top_k, int64_t num_local, int64_t ranks,
                         const uint8_t* takes_part, int64_t* counts, int64_t* positions) {
   std::fill(positions, positions + tokens * ranks, int64_t(-1));
@@ -107,10 +107,10 @@ API void moe_rows_route(const int32_t* ids, int64_t ld, int64_t tokens, int64_t 
 
 struct RecordPart {
   const char* data;
-  int64_t ld, bytes, offset;  // bytes from row to row, of a row, and into the record
+  int64_t ld, bytes, offset;  // row stride, row size and offset in the record, in bytes
 };
 
-// Token t's record begins at bases[r] + positions[t, r] * record_bytes of `out`, for every rank r that it goes to.
+// Token t's record begins at bases[r] + positions[t, r] * record_bytes of `out`, for every target rank r.
 API void moe_rows_pack(const RecordPart* parts, int64_t num_parts, int64_t tokens, const int64_t* positions,
                        int64_t ranks, const int64_t* bases, int64_t record_bytes, char* out) {
   parallel_ranges(tokens, double(record_bytes * ranks) * COPIED, [&](int64_t from, int64_t to) {
@@ -125,8 +125,8 @@ API void moe_rows_pack(const RecordPart* parts, int64_t num_parts, int64_t token
   });
 }
 
-// Of counts[r] records from begins[r] of `memory`: those with an expert here, one after the other, their ids counted
-// from `first`; taken[r] of them.
+// Of counts[r] records from begins[r] of `memory`: compacts those with a local expert, with ids counted from `first`;
+// taken[r] of them.
 API void moe_rows_take(const char* memory, int64_t ranks, const int64_t* begins, const int64_t* counts,
                        int64_t record_bytes, int64_t ids_offset, int64_t top_k, int64_t first, int64_t num_local,
                        char* out, int64_t* taken) {
@@ -151,7 +151,7 @@ API void moe_rows_localize(int32_t* ids, int64_t ld, int64_t rows, int64_t top_k
   for (int64_t n = 0; n < rows; n++) localize(ids + n * ld, ids + n * ld, top_k, first, num_local);
 }
 
-// Rows sorted by expert, then by token, then by choice: offsets [E + 1], positions [N, K] with -1 where no expert is.
+// Rows sorted by expert, then by token, then by choice: offsets [E + 1], positions [N, K] with -1 for no expert.
 API void moe_rows_group(const int32_t* ids, int64_t ld, int64_t tokens, int64_t top_k, int64_t experts,
                         int32_t* offsets, int64_t* positions) {
   int64_t* next = scratch<int64_t>(SHARED_INDEX, experts + 1);
@@ -168,7 +168,7 @@ API void moe_rows_group(const int32_t* ids, int64_t ld, int64_t tokens, int64_t 
     }
 }
 
-// Row n of data goes to every row that positions [N, K] names for it.
+// Row n of data is copied to every row in positions [N, K].
 API void moe_rows_spread(const char* data, int64_t ld_bytes, int64_t row_bytes, const int64_t* positions, int64_t tokens,
                          int64_t top_k, char* out) {
   parallel_ranges(tokens, double(row_bytes * top_k) * COPIED, [&](int64_t from, int64_t to) {
@@ -180,7 +180,7 @@ API void moe_rows_spread(const char* data, int64_t ld_bytes, int64_t row_bytes, 
   });
 }
 
-// out [N, D]: sum over s of weights[n, s] * rows[positions[n, s]]; without weights they are 1.
+// out [N, D]: sum over s of weights[n, s] * rows[positions[n, s]]; null weights mean 1.
 API void moe_rows_sum(int is_bf16, const void* rows, int64_t ld, const int64_t* positions, int64_t width,
                       const float* weights, int64_t ld_weights, void* out, int64_t count, int64_t hidden) {
   auto run = [&](auto a) {

@@ -1,6 +1,6 @@
-// F16: sixteen floats, in as many machine vectors as that takes (1 with AVX-512, 2 with AVX2, 4 with SSE or NEON).
-// Written with the compiler's vector types, so that one source serves every machine; intrinsics only where the compiler
-// would not find the instruction: fused multiply-add, bf16 rounding and the bf16 dot product.
+// F16: sixteen floats, in 1 machine vector with AVX-512, 2 with AVX2, 4 with SSE or NEON.
+// Written with the compiler's vector types, so that one source serves every machine; intrinsics only for instructions
+// that the compiler does not generate: fused multiply-add, bf16 rounding and the bf16 dot product.
 #pragma once
 
 #include "common.h"
@@ -127,7 +127,7 @@ INLINE float to_float(bf16 x) {
   return r;
 }
 
-// Bits of the bf16 nearest to x (ties to even) in the upper half of each lane; the lower half is rubbish.
+// Bits of the bf16 nearest to x (ties to even) in the upper half of each lane; the lower half is unspecified.
 INLINE vu rounded_high(vf x) {
   vu bits = (vu)x;
   vu up = bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -170,7 +170,7 @@ INLINE bf16 to_bf16(float x) {
 INLINE void assign(float& to, float x) { to = x; }
 INLINE void assign(bf16& to, float x) { to = to_bf16(x); }
 
-// The first n of 16 values; the missing ones read as zero.
+// The first n of 16 values; missing lanes are zero.
 template <class T>
 INLINE F16 load_some(const T* p, int64_t n) {
   if (n >= LANES) return load(p);
@@ -278,13 +278,13 @@ INLINE vf rounded(vf x) {
 #if defined(MOE_AVX512)
   return (vf)_mm512_roundscale_ps((__m512)x, 8);
 #else
-  const vf shift = 12582912.f - vf{};  // adding 1.5 * 2^23 leaves no room for a fraction
+  const vf shift = 12582912.f - vf{};  // adding 1.5 * 2^23 rounds the fraction away
   return x + shift - shift;
 #endif
 }
 INLINE vf limited(vf x, float low, float high) {
 #if defined(MOE_AVX512)
-  (void)low, (void)high;  // scaled() saturates by itself
+  (void)low, (void)high;  // scaled() saturates already
   return x;
 #else
   x = x > high ? high - vf{} : x;

@@ -1,4 +1,4 @@
-"""The command ``moe-engine cluster-check``."""
+"""Command line of ``moe-engine cluster-check``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from moe_engine.errors import ConfigError
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
 
 DESCRIPTION = """\
-Checks whether the nodes of a job can serve a model together; starts no GPU work. Run it once on every node, for
-instance by `srun --ntasks-per-node=1 moe-engine cluster-check`: SLURM's and torchrun's environments say who is who.
-Every node is looked at, every link between two nodes is tried in both directions, and the embedded model is served by
-one CPU rank a node. Node 0 prints a table and, last, OK; or it names the nodes and links that failed."""
+Checks that the nodes of a job can serve a model together; uses no GPU. Run it once on every node, for example with
+`srun --ntasks-per-node=1 moe-engine cluster-check`: node ranks are read from SLURM's or torchrun's environment. It
+checks every node, tests every link between two nodes in both directions, and serves the embedded model with one CPU
+rank per node. Node 0 prints a table, then OK or the nodes and links that failed."""
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Returns 0 where all is in order, 1 where something failed.
+    """Returns 0 if all checks passed, else 1.
 
     Raises:
-        ConfigError: flags or the launcher's environment are at fault.
+        ConfigError: invalid flags or launcher environment.
     """
     options = _parser(prog).parse_args(list(argv))
     for flag, seconds in (("--join-timeout", options.join_timeout), ("--engine-timeout", options.engine_timeout)):
@@ -35,32 +35,36 @@ def main(argv: Sequence[str], prog: str) -> int:
             raise ConfigError(f"{flag} {seconds:g}: must be more than 0 seconds")
     place = _place(options, os.environ)
     if place.local_rank:
-        print(f"node {place.node_rank}: local rank 0 checks for this node, local rank {place.local_rank} leaves")
+        print(f"node {place.node_rank}: local rank 0 checks this node, local rank {place.local_rank} exits")
         return 0
     engine_seconds = 0.0 if options.no_engine else options.engine_timeout
     plan = Plan(place.num_nodes, place.leader_address, place.hosts, options.join_timeout, engine_seconds)
     if place.node_rank == 0:
         return _run(_lead(plan))
-    return _run(Follower(place.node_rank, plan.host, plan.port, options.join_timeout, _say).run())
+    return _run(Follower(place.node_rank, plan.host, plan.port, options.join_timeout, _log).run())
 
 
 def _parser(prog: str) -> Parser:
     parser = Parser(prog=prog, description=DESCRIPTION)
-    parser.add_argument("--nnodes", type=int, metavar="N", help="number of nodes, where no launcher says it")
-    parser.add_argument("--node-rank", type=int, metavar="I", help="this node's number, from 0")
-    parser.add_argument("--dist-init-addr", metavar="HOST:PORT", help="of node 0: the one address all must reach")
+    parser.add_argument("--nnodes", type=int, metavar="N", help="number of nodes (default: from the launcher)")
+    parser.add_argument("--node-rank", type=int, metavar="I", help="this node's rank, from 0")
+    parser.add_argument("--dist-init-addr", metavar="HOST:PORT", help="address of node 0, reachable from all nodes")
     parser.add_argument(
-        "--join-timeout", type=float, default=60.0, metavar="SECONDS", help="for all nodes to come (60)"
+        "--join-timeout", type=float, default=60.0, metavar="SECONDS", help="time limit for all nodes to join (60)"
     )
     parser.add_argument(
-        "--engine-timeout", type=float, default=180.0, metavar="SECONDS", help="for the engine to be ready (180)"
+        "--engine-timeout",
+        type=float,
+        default=180.0,
+        metavar="SECONDS",
+        help="time limit for the engine to be ready (180)",
     )
-    parser.add_argument("--no-engine", action="store_true", help="look at nodes and links only")
+    parser.add_argument("--no-engine", action="store_true", help="check nodes and links only")
     return parser
 
 
 def _place(options: Any, environ: Mapping[str, str]) -> ClusterPlace:
-    """Flags go before the environment, as for ``serve``."""
+    """Flags override the environment, as in ``serve``."""
     place = find_place(environ)
     given = [options.nnodes, options.node_rank, options.dist_init_addr]
     if given == [None, None, None]:
@@ -68,22 +72,24 @@ def _place(options: Any, environ: Mapping[str, str]) -> ClusterPlace:
     nodes = 1 if options.nnodes is None else options.nnodes
     rank, address = options.node_rank or 0, options.dist_init_addr
     if nodes < 1 or not 0 <= rank < nodes:
-        raise ConfigError(f"--node-rank {rank}: with --nnodes {nodes} it is 0 to {nodes - 1}")
+        raise ConfigError(f"--node-rank {rank}: must be 0 to {nodes - 1} with --nnodes {nodes}")
     host, _, port = (address or "").rpartition(":")
     if nodes > 1 and not (host and port.isdecimal() and 0 < int(port) < 65536):
-        raise ConfigError(f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all reach")
+        raise ConfigError(
+            f"--nnodes {nodes} needs --dist-init-addr HOST:PORT, an address of node 0 that all nodes reach"
+        )
     return ClusterPlace(nodes, rank, address if nodes > 1 else None, 0, "flags")
 
 
 async def _lead(plan: Plan) -> int:
-    _say(f"checking {plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''} from {socket.gethostname()}")
-    report = await Leader(plan, _say).run()
-    _say(report.text())
+    _log(f"checking {plan.num_nodes} node{'s' if plan.num_nodes > 1 else ''} from {socket.gethostname()}")
+    report = await Leader(plan, _log).run()
+    _log(report.text())
     return int(not report.ok)
 
 
 def _run(work: Coroutine[Any, Any, int]) -> int:
-    """Until the end or SIGTERM, which ends the engine's process here, too."""
+    """Runs until done or SIGTERM, which also stops this node's engine process."""
 
     async def bounded() -> int:
         task = asyncio.ensure_future(work)
@@ -93,9 +99,9 @@ def _run(work: Coroutine[Any, Any, int]) -> int:
     try:
         return asyncio.run(bounded())
     except asyncio.CancelledError:
-        _say("ended by SIGTERM")
+        _log("stopped by SIGTERM")
         return 1
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, flush=True)

@@ -1,4 +1,4 @@
-"""A small engine over all nodes: the embedded model, one CPU rank a node, so that every link carries real steps."""
+"""Trial engine over all nodes: the embedded model, one CPU rank per node, so that real steps use every link."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TORCH_KERNELS = [
     for family in ("attention", "moe-runner", "linear", "ops", "sampling")
     for part in (f"--{family}-backend", "torch")
 ]
-"""They run on every CPU as they are; the faster ones are compiled first, which needs a compiler and a minute."""
+"""Run on every CPU; the faster kernels need a compiler and a minute to compile."""
 TAIL_LINES = 8
 POLL_SECONDS = 0.2
 REQUEST_SECONDS = 60.0
@@ -29,10 +29,10 @@ STOP_SECONDS = 10.0
 
 
 def trial_flags(num_nodes: int, leader_address: str | None, start_seconds: int) -> list[str]:
-    """Flags of ``moe-engine serve`` for a rank on each of any number of nodes.
+    """Flags of ``moe-engine serve`` for one rank per node.
 
-    Attention is not cut (each rank serves requests of its own) and the experts are spread over all ranks; slots for
-    redundant experts fill up what their number lacks to be shared out evenly.
+    Data-parallel attention and expert parallelism over all ranks. Redundant experts make the number of slots divisible
+    by the number of ranks.
     """
     flags = ["--device", "cpu", "--max-total-tokens", "4096", *TORCH_KERNELS]
     if num_nodes == 1:
@@ -70,14 +70,14 @@ class EngineProcess:
         return self._process.returncode is None
 
     async def ended(self) -> EngineEnded:
-        """Waits for its end."""
+        """Waits for its exit."""
         code = await self._process.wait()
         self._log.seek(0)
         lines = [line for line in self._log.read().splitlines() if line.strip()]
         return EngineEnded(code, lines[-TAIL_LINES:])
 
     async def stop(self) -> None:
-        """Ends it: in good order if it can, else by force."""
+        """Stops it by SIGTERM, after `STOP_SECONDS` by SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             self._process.terminate()
             try:
@@ -89,20 +89,20 @@ class EngineProcess:
 
 
 async def ask(engine: EngineProcess, http_port: int, seconds: float) -> str:
-    """Waits until the engine is ready and puts the question to it; returns what is wrong, or nothing."""
+    """Waits until the engine is ready and sends the question; returns the problem, or ""."""
     url = f"http://127.0.0.1:{http_port}"
     try:
         async with asyncio.timeout(seconds):
             while not await asyncio.to_thread(_healthy, url):
                 if not engine.running:
-                    return "the engine ended while starting"
+                    return "the engine exited during startup"
                 await asyncio.sleep(POLL_SECONDS)
     except TimeoutError:
         return f"the engine was not ready within {seconds:g} s"
     try:
         answer = await asyncio.to_thread(_chat, url)
     except (OSError, ValueError, LookupError) as error:
-        return f"the engine did not answer: {error}"
+        return f"the request to the engine failed: {error}"
     return "" if ANSWER in answer else f"the engine answered {answer[:80]!r} to {QUESTION!r}"
 
 

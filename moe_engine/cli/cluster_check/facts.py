@@ -1,4 +1,4 @@
-"""What a node is and what is wrong with it; where nodes differ that must be alike."""
+"""Facts and problems of a node; differences between nodes that must be equal."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from moe_engine.planning.ledger import gb
 from moe_engine.planning.machine import host_memory, usable_cores
 
 ALIKE = ("moe-engine", "torch", "numpy", "pyzmq", "msgspec", "transformers", "tokenizers", "triton")
-"""Packages in whose versions nodes must agree: they compute or carry the same tokens."""
+"""Packages whose versions must be equal on all nodes: they compute or transport tokens."""
 LEAST_MEMORY_BYTES = 1 << 30
 LEAST_SHARED_BYTES = 64 << 20
 MOST_CLOCK_SECONDS = 5.0
-"""More than that, and log lines of different nodes cannot be put in order; SLURM's tickets need it, too."""
+"""Max clock difference: larger ones garble the order of log lines of different nodes and break SLURM's tickets."""
 
 
 def gather() -> NodeFacts:
@@ -44,11 +44,11 @@ def gather() -> NodeFacts:
 
 
 def differences(nodes: Mapping[int, NodeFacts]) -> dict[int, list[str]]:
-    """For each node that is unlike the most: in what. With a tie, node 0's side is right."""
+    """Deviations of nodes from the majority, by rank. In a tie, node 0's side counts as the majority."""
     found: dict[int, list[str]] = {}
     for package in sorted({name for facts in nodes.values() for name in facts.versions}):
         versions = {rank: facts.versions.get(package, "none") for rank, facts in nodes.items()}
-        # `most_common` takes the first one met of those that are equally common
+        # in a tie, `most_common` returns the first one encountered
         usual = Counter(versions[rank] for rank in sorted(versions)).most_common(1)[0][0]
         for rank, version in versions.items():
             if version != usual:
@@ -57,7 +57,7 @@ def differences(nodes: Mapping[int, NodeFacts]) -> dict[int, list[str]]:
 
 
 def clock_problem(facts: NodeFacts, now: float) -> list[str]:
-    """Args: now: the leader's clock when the facts came."""
+    """Args: now: the leader's clock when the facts arrived."""
     ahead = facts.time - now
     if abs(ahead) < MOST_CLOCK_SECONDS:
         return []

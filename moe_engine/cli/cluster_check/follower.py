@@ -1,4 +1,4 @@
-"""A node other than node 0: joins, does what node 0 asks, leaves with its verdict."""
+"""Follower node of a check: joins, executes node 0's orders, exits with its result."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Over(Exception):
-    """Node 0 has come to its verdict."""
+    """Node 0 has finished the check."""
 
     def __init__(self, ok: bool) -> None:
         super().__init__(ok)
@@ -46,10 +46,10 @@ class Follower:
     host: str
     port: int
     join_seconds: float
-    say: Callable[[str], None] = print
+    log: Callable[[str], None] = print
 
     async def run(self) -> int:
-        """Returns the exit code: 0 if node 0 found all in order."""
+        """Returns the exit code: 0 if all checks of node 0 passed."""
         channel = await self._connect()
         if channel is None:
             return 1
@@ -65,7 +65,7 @@ class Follower:
         except Over as over:
             return int(not over.ok)
         except ConnectionLost as error:
-            self.say(f"FAILED {self._name} lost node 0 at {self.host}:{self.port}: {error}")
+            self.log(f"FAILED {self._name} lost node 0 at {self.host}:{self.port}: {error}")
         finally:
             channel.close()
             for listener in listeners:
@@ -77,8 +77,8 @@ class Follower:
         return f"node {self.node_rank} ({socket.gethostname()})"
 
     async def _connect(self) -> Channel | None:
-        """Tries until node 0 is there, which may start later; says from time to time what keeps it."""
-        began = told = time.monotonic()
+        """Retries until node 0 listens, which may start later; logs the reason periodically."""
+        began = logged_at = time.monotonic()
         while True:
             try:
                 return await connect(self.host, self.port, CONNECT_SECONDS)
@@ -87,15 +87,15 @@ class Follower:
             now = time.monotonic()
             where = f"node 0 at {self.host}:{self.port}: {reason}"
             if now - began > self.join_seconds:
-                self.say(f"FAILED {self._name} cannot reach {where}")
+                self.log(f"FAILED {self._name} cannot reach {where}")
                 return None
-            if now - told > PROGRESS_SECONDS:
-                told = now
-                self.say(f"{self._name} waits for {where}")
+            if now - logged_at > PROGRESS_SECONDS:
+                logged_at = now
+                self.log(f"{self._name} waits for {where}")
             await asyncio.sleep(AGAIN_SECONDS)
 
     async def _engine(self, channel: Channel) -> None:
-        """Runs this node's part and tells how it ends, until node 0 says that all is over."""
+        """Runs this node's part of the engine and reports its exit, until node 0 ends the check."""
         order = await _order(channel, StartEngine)
         engine = await EngineProcess.start(order.flags, self.node_rank)
         reporting = asyncio.create_task(_report(engine, channel))
@@ -107,12 +107,12 @@ class Follower:
 
 
 async def _order(channel: Channel, kind: type[T]) -> T:
-    """Node 0's next order. Raises: Over."""
+    """Node 0's next order. Raises `Over` at the end of the check."""
     message = await channel.receive(object)
     if isinstance(message, End):
         raise Over(message.ok)
     if not isinstance(message, kind):
-        raise ConnectionLost(f"{type(message).__name__} came where {kind.__name__} was due")
+        raise ConnectionLost(f"received {type(message).__name__}, expected {kind.__name__}")
     return message
 
 
@@ -123,7 +123,7 @@ async def _report(engine: EngineProcess, channel: Channel) -> None:
 
 
 async def _listen(port: int, family: int) -> list[Listener]:
-    """On the port that node 0 has, where it is free here, and on any other."""
+    """Listens on node 0's port number, if it is free here, and on another free port."""
     listeners = []
     with contextlib.suppress(OSError):
         listeners.append(await Listener.open(family, port))

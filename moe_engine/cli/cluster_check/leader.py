@@ -1,4 +1,4 @@
-"""Node 0 of a check: gathers the nodes, has them try their links, runs the engine with them and judges."""
+"""Leader of a check (node 0): collects the nodes, has them test their links, runs the trial engine, evaluates."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from moe_engine.errors import ConfigError
 
 PROGRESS_SECONDS = 5.0
 LINK_SECONDS = 30.0
-"""For a node to try all its links: each takes a few seconds at most, many go at once."""
+"""Time for a node to test all its links: each takes a few seconds at most, many run concurrently."""
 END_SECONDS = 15.0
-"""For every node's part of the engine to end after the server has."""
+"""Time for every node's part of the engine to exit after the server."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is checked.
+    """Parameters of a check.
 
     Args:
         leader_address: ``host:port`` of node 0; None with one node.
-        hosts: names of the nodes by rank, as far as they are known beforehand.
-        engine_seconds: for the engine to become ready; 0 leaves it out.
+        hosts: node names by rank, as far as known in advance.
+        engine_seconds: time for the engine to become ready; 0 skips the engine.
     """
 
     num_nodes: int
@@ -60,8 +60,8 @@ class Plan:
 
 
 class Leader:
-    def __init__(self, plan: Plan, say: Callable[[str], None] = print) -> None:
-        self._plan, self._say = plan, say
+    def __init__(self, plan: Plan, log: Callable[[str], None] = print) -> None:
+        self._plan, self._log = plan, log
         hosts = [*plan.hosts, *[""] * plan.num_nodes]
         self._report = Report([NodeReport(rank, hosts[rank]) for rank in range(plan.num_nodes)])
         self._channels: dict[int, Channel] = {}
@@ -69,7 +69,7 @@ class Leader:
         self._came = asyncio.Event()
 
     async def run(self) -> Report:
-        """Raises: ConfigError: the address cannot be listened on."""
+        """Raises ConfigError: the address cannot be bound."""
         own = facts.gather()
         self._met(0, own, time.time())
         listener = await self._listen()
@@ -81,7 +81,7 @@ class Leader:
             if self._plan.num_nodes > 1:
                 await self._links()
         finally:
-            listener.close()  # the engine meets on the same port
+            listener.close()  # the engine uses the same port
             free.close()
         if self._report.ok and self._plan.engine_seconds:
             await self._engine()
@@ -123,16 +123,16 @@ class Leader:
         while missing := [node for node in self._report.nodes[1:] if node.rank not in self._channels]:
             waited = time.monotonic() - began
             if waited > patience:
-                why = f"it is down, its program did not start, or it cannot reach node 0 at {self._plan.leader_address}"
+                why = f"it is down, its process did not start, or it cannot reach node 0 at {self._plan.leader_address}"
                 for node in missing:
-                    node.problems.append(f"did not join within {patience:g} s: {why} (see its own lines)")
+                    node.problems.append(f"did not join within {patience:g} s: {why} (see its own output)")
                 return
             self._came.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(PROGRESS_SECONDS, patience - waited + 0.01)):
                     await self._came.wait()
                 continue
-            self._say(f"waiting for {', '.join(node.name for node in missing)}")
+            self._log(f"waiting for {', '.join(node.name for node in missing)}")
 
     def _compare(self) -> None:
         present = {node.rank: node.facts for node in self._report.nodes if node.facts is not None}
@@ -156,7 +156,7 @@ class Leader:
         for rank, result in zip(tries, await asyncio.gather(*tries.values(), return_exceptions=True)):
             node = self._report.nodes[rank]
             if isinstance(result, ConnectionLost):
-                self._lost(rank, f"while it tried its links: {result}")
+                self._lost(rank, f"while testing its links: {result}")
             elif isinstance(result, BaseException):
                 raise result
             else:
@@ -164,7 +164,7 @@ class Leader:
                 self._broken(node, result.broken)
 
     def _broken(self, node: NodeReport, links: Sequence[BrokenLink]) -> None:
-        """One problem for each node that `node` does not reach, with the ports it tried."""
+        """Adds one problem per node that `node` cannot reach, with the tested ports."""
         for other in sorted({link.to for link in links}):
             to, tried = self._report.nodes[other], [link for link in links if link.to == other]
             node.bad_link = to.bad_link = True
@@ -179,24 +179,24 @@ class Leader:
     # -- the engine
 
     async def _engine(self) -> None:
-        """All parts start at the same time; when the question is answered or the first part fails, all end."""
+        """Starts all parts at once; stops all when the question is answered or the first part fails."""
         plan = self._plan
         flags = trial_flags(plan.num_nodes, plan.leader_address, max(1, int(plan.engine_seconds)))
         port = _free_port()
-        self._say(f"starting the embedded model on {plan.num_nodes} CPU ranks, one a node")
+        self._log(f"starting the embedded model on {plan.num_nodes} CPU ranks, one per node")
         for channel in self._channels.values():
-            with contextlib.suppress(ConnectionLost):  # its end is noticed below
+            with contextlib.suppress(ConnectionLost):  # detected below
                 await channel.send(StartEngine(flags))
         engine = await EngineProcess.start(flags, 0, port)
         parts = {rank: asyncio.create_task(self._part(rank)) for rank in self._channels}
         question = asyncio.create_task(ask(engine, port, plan.engine_seconds))
         try:
             await asyncio.wait([question, *parts.values()], return_when=asyncio.FIRST_COMPLETED)
-            if not question.done():  # a part ended too early; the engine has a moment to say why
+            if not question.done():  # a part exited early; give the engine time to report the reason
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(END_SECONDS):
                         await asyncio.shield(question)
-            wrong = question.result() if question.done() else "a part of the engine ended before the rest"
+            wrong = question.result() if question.done() else "a part of the engine exited early"
         finally:
             question.cancel()
             await engine.stop()
@@ -206,7 +206,7 @@ class Leader:
         self._judge(wrong, own, parts)
 
     async def _part(self, rank: int) -> EngineEnded | str:
-        """How a node's part ended, or how the node was lost."""
+        """How a node's part exited, or why the node was lost."""
         try:
             return await self._channels[rank].receive(EngineEnded)
         except ConnectionLost as error:
@@ -224,8 +224,8 @@ class Leader:
             if result:
                 self._lost(rank, f"while the engine ran: {result}")
             else:
-                node.problems.append(f"its part of the engine did not end within {END_SECONDS:g} s after the server")
-        for rank, end in sorted(ends.items(), reverse=True):  # node 0 knows best what happened: its lines are shown
+                node.problems.append(f"its part of the engine did not exit within {END_SECONDS:g} s after the server")
+        for rank, end in sorted(ends.items(), reverse=True):  # node 0's log has the most information: shown last
             node = self._report.nodes[rank]
             node.engine, node.engine_failed = f"exit code {end.code}" if end.code else "ok", bool(end.code)
             if end.code:
@@ -233,7 +233,7 @@ class Leader:
         if wrong:
             self._report.problems.append(wrong)
         elif self._report.log:
-            self._report.problems.append("the engine answered, but did not end well")
+            self._report.problems.append("the engine answered, but did not shut down cleanly")
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""The way from one node to another: a listener that sends blocks back, and the try from the other side."""
+"""Link tests between nodes: a listener that echoes blocks, and the client that measures round trips."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moe_engine.cli.cluster_check.wire import (
 )
 
 BLOCK_BYTES = 1 << 16
-"""More than one packet of any network: a path that loses full-sized packets fails with it, though it connects."""
+"""Larger than any network's packet: detects paths that connect but drop full-sized packets (MTU problems)."""
 TRY_SECONDS = 3.0
 AT_ONCE = 64
 
@@ -30,7 +30,7 @@ OnHello = Callable[[Channel, Hello], Awaitable[None]]
 
 
 class Listener:
-    """Answers other nodes on one port until `close`.
+    """Serves other nodes on one port until `close`.
 
     Args:
         on_hello: takes over the connections of nodes that join; without one they are closed.
@@ -43,7 +43,7 @@ class Listener:
 
     @classmethod
     async def open(cls, family: int, port: int, on_hello: OnHello | None = None) -> Listener:
-        """Raises: OSError: the port is taken."""
+        """Raises OSError: the port is in use."""
 
         async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             channel = Channel(reader, writer)
@@ -64,7 +64,7 @@ class Listener:
 
 
 async def try_links(peers: Sequence[Peer]) -> LinksTried:
-    """From this node to every port of the others, all at the same time."""
+    """Tests the links from this node to every port of the others, concurrently."""
     gate = asyncio.Semaphore(AT_ONCE)
     targets = [(peer, port) for peer in peers for port in peer.ports]
 
@@ -87,7 +87,7 @@ async def _round_trip(address: str, port: int) -> float:
         await channel.send(Ping(block))
         answer = await channel.receive(Pong, TRY_SECONDS)
         if answer.block != block:
-            raise ConnectionLost("what came back is not what was sent")
+            raise ConnectionLost("the echoed block differs from the one sent")
         return time.monotonic() - began
     finally:
         channel.close()

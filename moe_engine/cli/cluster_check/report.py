@@ -1,4 +1,4 @@
-"""What a check has found, as a table for people and one word at its end."""
+"""Report of a check: a table, the failures, and OK or NOT OK as the last line."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ HEADER = ("node", "rank", "cores", "memory", "slowest link", "engine", "status")
 
 @dataclass
 class NodeReport:
-    """One node: `problems` fail the check; `rank` is its rank in the trial engine, which runs one a node."""
+    """One node. `problems` fail the check; `rank` is its rank in the trial engine, which has one per node."""
 
     rank: int
     host: str
     facts: NodeFacts | None = None
     slowest_link: float | None = None
-    """Seconds of the slowest round trip that started here."""
+    """Slowest round trip started by this node, in seconds."""
     bad_link: bool = False
-    """A link from or to it failed; which end is at fault, nobody can tell."""
+    """A link from or to it failed; the end at fault is unknown."""
     engine: str = "not run"
-    """How its part of the engine ended, in a word or two."""
+    """How its part of the engine exited, in a word or two."""
     engine_failed: bool = False
     problems: list[str] = field(default_factory=list)
 
@@ -33,12 +33,12 @@ class NodeReport:
 
 @dataclass
 class Report:
-    """`problems` are those of no single node."""
+    """`problems`: those that do not belong to a single node."""
 
     nodes: list[NodeReport]
     problems: list[str] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
-    """The last lines of a part of the engine that failed."""
+    """The last log lines of a failed part of the engine."""
     log_of: str = ""
     """The node that wrote them."""
 

@@ -1,4 +1,4 @@
-"""What the nodes of a check say to each other, and the connections they say it over."""
+"""Messages between the nodes of a check, and their connections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_BYTES = 1 << 24
 
 
 class NodeFacts(msgspec.Struct):
-    """What one node is. `versions` by package, ``python`` among them; `time` in seconds of its own clock."""
+    """Facts of one node. `versions`: by package, including ``python``; `time`: seconds of its own clock."""
 
     host: str
     versions: dict[str, str]
@@ -22,12 +22,12 @@ class NodeFacts(msgspec.Struct):
     cores: int
     available_bytes: int
     shared_bytes: int | None
-    """Free in /dev/shm; None where there is none."""
+    """Free bytes in /dev/shm; None if it does not exist."""
     problems: list[str]
 
 
 class Hello(msgspec.Struct, tag=True):
-    """A node joins. Others can reach it on `ports`."""
+    """A node joins. It listens on `ports`."""
 
     node_rank: int
     facts: NodeFacts
@@ -45,7 +45,7 @@ class TryLinks(msgspec.Struct, tag=True):
 
 
 class BrokenLink(msgspec.Struct):
-    """From the node that reports it to node `to` on `port`."""
+    """Failed link from the reporting node to node `to` on `port`."""
 
     to: int
     port: int
@@ -60,13 +60,13 @@ class LinksTried(msgspec.Struct, tag=True):
 
 
 class StartEngine(msgspec.Struct, tag=True):
-    """Flags of ``moe-engine serve`` that are the same on all nodes."""
+    """Flags of ``moe-engine serve``, equal on all nodes."""
 
     flags: list[str]
 
 
 class EngineEnded(msgspec.Struct, tag=True):
-    """`tail`: the last lines it wrote."""
+    """`tail`: its last log lines."""
 
     code: int
     tail: list[str]
@@ -90,7 +90,7 @@ T = TypeVar("T")
 
 
 class ConnectionLost(Exception):
-    """The other end is gone, silent or speaks another language; says which."""
+    """The peer closed the connection, is silent or sent an invalid message; the text says which."""
 
 
 class Channel:
@@ -112,24 +112,24 @@ class Channel:
         """The next message, which must be a `kind`.
 
         Raises:
-            ConnectionLost: it does not come within `seconds`, or something else comes.
+            ConnectionLost: no message within `seconds`, or one of another kind.
         """
         try:
             async with asyncio.timeout(seconds):
                 (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
                 if size > MAX_BYTES:
-                    raise ConnectionLost("another program answers there")
+                    raise ConnectionLost("another program listens there")
                 message = _decoder.decode(await self._reader.readexactly(size))
         except TimeoutError:
             raise ConnectionLost(f"no answer within {seconds:g} s") from None
         except asyncio.IncompleteReadError:
             raise ConnectionLost("the connection was closed") from None
         except msgspec.DecodeError:
-            raise ConnectionLost("another program, or another version of this one, answers there") from None
+            raise ConnectionLost("another program, or another version of this one, listens there") from None
         except OSError as error:
             raise ConnectionLost(reason_of(error)) from None
         if not isinstance(message, kind):
-            raise ConnectionLost(f"{type(message).__name__} came where {kind.__name__} was due")
+            raise ConnectionLost(f"received {type(message).__name__}, expected {kind.__name__}")
         return message
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Channel:
 
 
 async def connect(host: str, port: int, seconds: float) -> Channel:
-    """Raises: ConnectionLost."""
+    """Raises ConnectionLost."""
     try:
         async with asyncio.timeout(seconds):
             return Channel(*await asyncio.open_connection(host, port))
@@ -148,7 +148,7 @@ async def connect(host: str, port: int, seconds: float) -> Channel:
 
 
 def reason_of(error: OSError) -> str:
-    """``connection refused``: without addresses and numbers, which the caller names better."""
+    """``connection refused``: without addresses and error numbers, which the caller adds."""
     if error.errno is not None and error.errno > 0:
         return os.strerror(error.errno).lower()
     return (error.strerror or str(error)).lower()

@@ -1,1 +1,1 @@
-"""``moe-engine compile``: the Triton kernels of a launch, compiled for a GPU that need not be here."""
+"""``moe-engine compile``: ahead-of-time compilation of a launch's Triton kernels; needs no GPU."""

@@ -1,4 +1,4 @@
-"""One rank of many without the others: groups whose operations give tensors of the right shape and nothing in them."""
+"""Simulates rank 0 without the other ranks: groups whose operations return uninitialized tensors of the right shape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from moe_engine.parallel.topology import RankLists, Topology
 
 
 class AbsentRanks:
-    """A `Group` of which only rank 0 exists; every rank is taken to send what this one does."""
+    """A `Group` of which only rank 0 exists; every rank is assumed to send the same as rank 0."""
 
     rank = 0
     timeout_s = 0.0
@@ -38,7 +38,7 @@ class AbsentRanks:
     def all_to_all(
         self, out: Tensor, x: Tensor, out_rows: Sequence[int] | None = None, x_rows: Sequence[int] | None = None
     ) -> None:
-        """Nothing arrives in `out`."""
+        """Leaves `out` unchanged."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         return x.new_empty(self.size, *x.shape)
@@ -56,10 +56,10 @@ class AbsentRanks:
         return list(values)
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """No-op."""
 
     def check(self) -> None:
-        """Nobody can be lost."""
+        """No-op: no rank can be lost."""
 
 
 class AbsentSymmetricMemory:
@@ -91,8 +91,8 @@ def first_rank(topology: Topology, device: torch.device) -> ParallelContext:
 
 
 class EvenRoutes:
-    """A `Dispatcher` in normal mode of ranks that do not exist: how many rows arrive is in no tensor without values, so
-    as many do as leave."""
+    """A normal-mode `Dispatcher` of ranks that do not exist. The number of received rows is unknown without tensor
+    values, so it equals the number of sent rows."""
 
     def __init__(self, shape: DispatchShape) -> None:
         self._shape = shape
@@ -144,8 +144,8 @@ def with_exchange(
     max_tokens: int,
     decode_tokens: int,
 ) -> ParallelContext:
-    """The context with the dispatcher of that choice; its kernels are those of the low-latency mode, normal mode has
-    none of its own. Raises what a library raises that needs its GPU to exist."""
+    """The context with the chosen dispatcher. Only low-latency mode has kernels of its own; normal mode has none.
+    Propagates errors of libraries that need a real GPU."""
     shape = dispatch_shape(model, parallel, dtype, max_tokens)
     fixed: dict[Phase, Mode] = {phase: mode for phase, mode in choice.modes.items() if mode == "low_latency"}
     by_phase: dict[Phase, Dispatcher] = {phase: EvenRoutes(shape) for phase in choice.modes}

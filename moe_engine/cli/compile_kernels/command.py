@@ -1,4 +1,4 @@
-"""``moe-engine compile``: fills a folder with the compiled kernels of a launch, to be shipped to its nodes."""
+"""Command line of ``moe-engine compile``: fills a folder with a launch's compiled kernels, for its nodes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ examples:
   moe-engine compile --gpu h200 --output kernels --model-path /models/DeepSeek-V3 --tp 8
   rsync -a kernels/ node7:/opt/kernels; TRITON_CACHE_DIR=/opt/kernels moe-engine serve --model-path ... --tp 8
 
-Take the flags that `serve` will have: sizes of steps, ranks and dtypes decide which kernels there are. The folder is a
-Triton cache; it serves where the same versions of this package and of Triton are installed. Needs no GPU."""
+Use the flags of `serve`: step sizes, ranks and dtypes determine the set of kernels. The folder is a Triton cache; it is
+valid on machines with the same versions of this package and of Triton. Needs no GPU."""
 
 INDEX = "moe-engine-kernels.json"
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Returns 0, or 1 when a kernel spills or does not fit the GPU.
+    """Returns 0, or 1 if a kernel spills or does not fit the GPU.
 
     Raises:
-        ConfigError: as `serve`; or Triton is not installed.
+        ConfigError: as in `serve`; or Triton is not installed.
     """
     from moe_engine.config.args import EngineArgs, build_parser
     from moe_engine.config.flags import parse_flags
@@ -42,12 +42,12 @@ def main(argv: Sequence[str], prog: str) -> int:
         prog, description="Compiles the Triton kernels of a launch for a GPU.", epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter, usage=f"{prog} --output DIR [--gpu NAME] [serve's flags]",
     )  # fmt: skip
-    parser.add_argument("--output", metavar="DIR", help="folder of the compiled kernels; added to what is there")
-    parser.add_argument("--gpu", choices=sorted(GPUS), help="what to compile for (default: h200)")
+    parser.add_argument("--output", metavar="DIR", help="output folder; existing kernels are kept")
+    parser.add_argument("--gpu", choices=sorted(GPUS), help="target GPU (default: h200)")
     values = parse_flags(parser, argv)
     output, gpu = values.pop("output", None), values.pop("gpu", None) or "h200"
     if output is None:
-        raise ConfigError("--output DIR is missing: the folder that takes the compiled kernels")
+        raise ConfigError("--output DIR is missing: the folder for the compiled kernels")
     if not installed():
         raise ConfigError("compile needs triton, which is not installed: pip install 'triton>=3.6'")
     values["device"] = "cuda"
@@ -69,7 +69,7 @@ def _compile(args: Any, target: GPU, output: Path) -> int:
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--output {output}: cannot be a folder for kernels: {error.strerror}") from None
+        raise ConfigError(f"--output {output}: cannot be created as a folder: {error.strerror}") from None
     with absent_device(target.arch, output) as compilations:
         for size in exercise(config, build_triton(choices)):
             _progress(f"{len(compilations.reports)} kernels; {size.decodes} decodes, {size.prefill} prefill tokens")
@@ -93,7 +93,7 @@ def _progress(text: str) -> None:
 
 
 def _write_index(file: Path, config: ResolvedConfig, target: GPU, reports: list[AotReport]) -> None:
-    """What the folder is for, beside the kernels."""
+    """Writes the index: target, model, versions and kernels of the folder."""
     from dataclasses import asdict
     from importlib.metadata import version
 

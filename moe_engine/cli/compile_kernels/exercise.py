@@ -1,6 +1,6 @@
-"""Runs a launch's model, one layer of each kind, through all its step sizes on tensors without memory.
+"""Runs a launch's model, with one layer of each kind, through all step sizes on meta tensors.
 
-So every kernel is launched with the arguments that it will be launched with; on an absent device that compiles it.
+So every kernel is launched with the arguments of the real launch; on an absent device a launch compiles the kernel.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from moe_engine.planning.resolve import ResolvedConfig
 
 META = torch.device("meta")
 SLOTS = 4096
-"""Of the KV cache; kernels do not depend on how many there are."""
+"""KV cache slots; kernels do not depend on their number."""
 
 
 def one_layer_of_each(model: ModelConfig) -> ModelConfig:
-    """The model cut behind its first dense and its first MoE layer; all others are like them."""
+    """The model truncated after its first dense and first MoE layer; all other layers are equal to these."""
     kinds = model.moe_layers or (False,) * model.num_layers
     count = 1 + max(kinds.index(kind) for kind in set(kinds))
     return dataclasses.replace(model, num_layers=count, moe_layers=model.moe_layers[:count])
 
 
 def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSize] | None = None) -> Iterator[StepSize]:
-    """Runs every step size and yields it when done. Tensors lie on the meta device, so results mean nothing.
+    """Runs every step size and yields it when done. Tensors are on the meta device: results have no values.
 
     Args:
-        sizes: default: those of the ladder.
+        sizes: default: those of `step_sizes`.
     """
     dtype = getattr(torch, config.dtype)
     parallel = _parallel(config, dtype)
@@ -66,7 +66,7 @@ def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSiz
 def run_step(
     model: Model, backends: Backends, tensors: StepTensors, kv: list[Any], size: StepSize, parallel: ParallelContext
 ) -> None:
-    """A forward, the logits of one token a request, and both ways to draw from them."""
+    """A forward, the logits of one token per request, greedy and random sampling."""
     count, requests = size.tokens, size.decodes + bool(size.prefill)
     ids, positions, slots, rows = tensors.integers(count, count, count, requests)
     sizes = None
@@ -83,7 +83,7 @@ def run_step(
 
 
 def _parameters(tensors: StepTensors, count: int) -> tuple[SamplingParameters, Tensor]:
-    """Random rows' parameters and their uniform numbers; which rows are drawn how is not looked at on a device."""
+    """Parameters and uniform numbers of random sampling; the kernels do not depend on the rows' sampling kinds."""
     import numpy as np
 
     temperature, top_p, min_p, uniform = tensors.integers(count, count, count, count, dtype=torch.float32)

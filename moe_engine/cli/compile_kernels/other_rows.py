@@ -1,4 +1,4 @@
-"""Stand-ins for kernels that are not Triton's (a vendor's, torch's): nothing to compile, and they may not run here."""
+"""Stand-ins for non-Triton kernels (vendor, torch): they need no compilation and may not run on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NoAttention:
 
 
 class NoSampling:
-    """`SamplingKernel` that draws nothing."""
+    """`SamplingKernel` without sampling."""
 
     name = "none"
 
@@ -58,7 +58,7 @@ class NoSampling:
 
 
 def build_triton(choices: tuple[Choice, ...]) -> Backends:
-    """The chosen rows; attention and sampling replaced where they are not Triton's."""
+    """The chosen backends; attention and sampling are replaced by stand-ins unless they are Triton's."""
     built: dict[str, Any] = {}
     for choice in choices:
         if choice.row.name == "triton" or choice.family in ("ops", "linear", "experts"):

@@ -1,4 +1,4 @@
-"""A step's tensors on a device, from its sizes alone.
+"""Tensors of a step on a device, from its sizes only.
 
 Legend: T tokens, R requests, S sampled rows.
 """
@@ -13,7 +13,7 @@ from moe_engine.kernels.warmup_sizes import StepSize
 
 
 class StepTensors:
-    """Makes a step's tensors on the device, cut from one upload as the engine cuts them."""
+    """Creates a step's tensors on the device, split from one upload like in the engine."""
 
     def __init__(self, device: torch.device, max_requests: int, max_context: int, page_size: int) -> None:
         self._device = device
@@ -21,7 +21,7 @@ class StepTensors:
         self._slot_table = torch.empty(max_requests + 1, max_context, dtype=torch.int32, device=device)
 
     def integers(self, *counts: int, dtype: torch.dtype = torch.int64) -> tuple[Tensor, ...]:
-        """Neighbouring pieces of one tensor."""
+        """Adjacent views of one tensor."""
         return torch.empty(sum(counts), dtype=dtype, device=self._device).split(list(counts))
 
     def _queries(self, lens: list[int], contexts: list[int]) -> PagedQueries:

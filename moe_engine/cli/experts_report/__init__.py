@@ -1,4 +1,4 @@
-"""What recorded expert counts say, as tables, pictures and a live page: ``moe-engine experts DUMP``.
+"""Report of recorded expert counts as tables and plots: ``moe-engine experts DUMP``.
 
 Legend: S passes, L layers, E experts.
 """

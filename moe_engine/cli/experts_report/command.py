@@ -1,4 +1,4 @@
-"""``moe-engine experts DUMP...``: reads dumps, prints the report, draws the pictures."""
+"""Command line of ``moe-engine experts DUMP...``: reads dumps, prints the report, draws plots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ examples:
 
 
 def main(argv: Sequence[str], prog: str) -> int:
-    """Runs the command; returns the exit code. Raises ConfigError for what the user can mend."""
+    """Runs the command; returns the exit code. Raises ConfigError for user errors."""
     options = _parser(prog).parse_args(list(argv))
     counts = read_dumps(options.dumps)
     layers = layer_statistics(counts.total)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         console.print(terminal.gain_table(gains))
     pictures = _write(Path(options.out), counts, layers, gains if options.ep_size else []) if options.out else []
     if options.out and not pictures:
-        console.print("no pictures: matplotlib is not installed (pip install matplotlib); as text:")
+        console.print("no plots: matplotlib is not installed (pip install matplotlib); as text:")
     if not pictures:
         console.print(terminal.heat_map(counts.total, console.width))
     return 0
@@ -44,26 +44,30 @@ def main(argv: Sequence[str], prog: str) -> int:
 def _parser(prog: str) -> argparse.ArgumentParser:
     parser = Parser(
         prog=prog,
-        description="Tells from dumps of the expert recorder how unevenly experts are used and what EPLB would gain.",
+        description="Reports expert load imbalance from dumps of the expert recorder, and the gain of EPLB.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("dumps", nargs="+", metavar="DUMP", help="a dump, or several of one model (.pt)")
-    parser.add_argument("--ep-size", type=int, action="append", metavar="N", help="ranks to plan for; may be repeated")
-    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines the ranks are spread over (1)")
-    parser.add_argument("--groups", type=int, default=1, metavar="N", help="the router's expert groups, n_group (1)")
-    parser.add_argument("--redundant", type=int, metavar="R", help="redundant experts; by default none and one a rank")
     parser.add_argument(
-        "--out", metavar="DIR", help="write heat_map.png and imbalance.png; with --ep-size the plans too"
+        "--ep-size", type=int, action="append", metavar="N", help="EP size to plan for; may be repeated"
+    )
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes of the ranks (1)")
+    parser.add_argument("--groups", type=int, default=1, metavar="N", help="the router's expert groups, n_group (1)")
+    parser.add_argument(
+        "--redundant", type=int, metavar="R", help="redundant experts (default: none, and one per rank)"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="write heat_map.png and imbalance.png; with --ep-size also the placements"
     )
     return parser
 
 
 def _layouts(options: argparse.Namespace, num_experts: int) -> list[ExpertLayout]:
-    """What to judge EPLB for.
+    """Layouts to evaluate EPLB on.
 
     Raises:
-        ConfigError: --redundant does not fit the EP sizes that were asked for.
+        ConfigError: --redundant does not fit the requested EP sizes.
     """
     if options.nodes < 1:
         raise ConfigError(f"--nodes {options.nodes}: at least 1")
@@ -81,7 +85,7 @@ def _sizes(layouts: Sequence[ExpertLayout]) -> list[int]:
 
 
 def _write(folder: Path, counts: ExpertCounts, layers: Sequence[LayerStatistics], gains: Sequence[Gain]) -> list[Path]:
-    """Plans and pictures; returns the pictures, none without matplotlib."""
+    """Writes placements and plots; returns the plots' paths, none without matplotlib."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for gain in gains:

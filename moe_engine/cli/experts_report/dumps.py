@@ -1,4 +1,4 @@
-"""Reads dumps of the expert recorder (ours and SGLang's) into counts by pass, layer and expert.
+"""Reads dumps of the expert recorder (this engine's and SGLang's) into counts by pass, layer and expert.
 
 Legend: S passes, L layers, E logical experts, P physical experts.
 """
@@ -24,12 +24,12 @@ RECORD_HINT = (
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Tokens of each expert.
+    """Tokens per expert.
 
     Args:
-        passes: int64 [S, L, E], passes without any token left out.
+        passes: int64 [S, L, E], without empty passes.
         mode: ``stat``, ``per_pass`` or ``per_token``.
-        num_ranks: ranks whose records were joined; None where the file holds the sum of all.
+        num_ranks: number of ranks whose records were merged; None if the file holds the sum of all.
     """
 
     passes: NDArray[np.int64]
@@ -43,10 +43,10 @@ class ExpertCounts:
 
 
 def read_dumps(paths: Sequence[str]) -> ExpertCounts:
-    """The counts of one or several files: dumps that follow each other, or those of the ranks of one dump.
+    """The counts of one or several files: consecutive dumps, or one dump's files by rank.
 
     Raises:
-        ConfigError: names the file and what to do.
+        ConfigError: names the file and the fix.
     """
     loaded = [(path, _load(Path(path))) for path in paths]
     kinds = {path: "records" if "records" in data else "logical_count" for path, data in loaded}
@@ -88,7 +88,7 @@ def _from_sums(loaded: Sequence[tuple[str, Mapping[str, Any]]]) -> ExpertCounts:
 
 
 def _from_records(loaded: Sequence[tuple[str, Mapping[str, Any]]]) -> ExpertCounts:
-    """Sums the ranks of each pass; a physical expert counts as the logical one it held when the dump was written."""
+    """Sums the ranks of each pass; physical experts are mapped to logical ones by the map at the time of the dump."""
     by_pass: dict[int, NDArray[np.int64]] = {}
     seen: dict[tuple[int, int], str] = {}
     shapes = []
@@ -102,7 +102,7 @@ def _from_records(loaded: Sequence[tuple[str, Mapping[str, Any]]]) -> ExpertCoun
                 key = (int(record["forward_pass_id"]), int(record["rank"]))
                 physical = _table(record["global_physical_count"], f"{path}: global_physical_count")
             except (KeyError, TypeError, ValueError) as error:
-                raise ConfigError(f"{path}: a record lacks or spoils {error}; {RECORD_HINT}") from error
+                raise ConfigError(f"{path}: a record has a missing or invalid field: {error}; {RECORD_HINT}") from error
             if key in seen:
                 raise ConfigError(f"{path}: pass {key[0]} of rank {key[1]} is in {seen[key]} too; name each dump once")
             seen[key] = path
@@ -121,7 +121,7 @@ def _from_records(loaded: Sequence[tuple[str, Mapping[str, Any]]]) -> ExpertCoun
 
 def _to_logical(physical: NDArray[np.int64], table: NDArray[np.int64]) -> NDArray[np.int64]:
     """Counts [L, P] through a map [L, P] (-1: an empty slot) -> [L, E]."""
-    logical = np.zeros((len(table), int(table.max()) + 2), dtype=np.int64)  # the last column is that of empty slots
+    logical = np.zeros((len(table), int(table.max()) + 2), dtype=np.int64)  # last column: empty slots
     np.add.at(logical, (np.arange(len(table))[:, None], table), physical)
     return logical[:, :-1]
 
@@ -129,7 +129,7 @@ def _to_logical(physical: NDArray[np.int64], table: NDArray[np.int64]) -> NDArra
 def _table(value: Any, name: str) -> NDArray[np.int64]:
     array = np.asarray(value)
     if array.dtype.kind not in "iuf" or array.ndim < 2 or not array.size:
-        raise ConfigError(f"{name}: needed is a table of counts")
+        raise ConfigError(f"{name}: must be a table of counts")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ConfigError(f"{name}: holds values that are not finite numbers; {RECORD_HINT}")
     return array.astype(np.int64)
@@ -141,7 +141,7 @@ def _same_shape(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         if shape != expected:
             raise ConfigError(
                 f"{path} has {shape[0]} layers x {shape[1]} experts, {first} {expected[0]} x {expected[1]}: "
-                "dumps of one model belong together"
+                "all dumps must be of one model"
             )
 
 

@@ -1,4 +1,4 @@
-"""The report as PNG files, drawn with matplotlib (an optional dependency).
+"""Plots of the report as PNG files, with matplotlib (an optional dependency).
 
 Legend: L layers, E experts.
 """
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def draw(folder: Path, total: NDArray[np.int64], layers: Sequence[LayerStatistics]) -> list[Path]:
-    """Writes ``heat_map.png`` and ``imbalance.png``; total is [L, E].
+    """Writes ``heat_map.png`` and ``imbalance.png``; `total`: [L, E].
 
     Raises:
         ImportError: matplotlib is not installed.
-        OSError: the folder cannot be written.
+        OSError: the folder is not writable.
     """
     from matplotlib.figure import Figure
 
@@ -39,7 +39,7 @@ def _heat_map(make: type[Figure], heat: NDArray[np.float64], layers: Sequence[in
     """Layers x experts, in multiples of the layer's mean."""
     figure = make(figsize=(12, max(3.0, 1.6 + 0.13 * len(layers))), layout="constrained")
     axes = figure.subplots()
-    top = max(2.0, float(np.quantile(heat, 0.995)))  # a single hot expert must not darken all others
+    top = max(2.0, float(np.quantile(heat, 0.995)))  # clip outliers: a single hot expert must not darken all others
     image = axes.imshow(heat, aspect="auto", interpolation="nearest", cmap="viridis", vmin=0, vmax=top)
     step = max(1, len(layers) // 16)
     axes.set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
@@ -51,7 +51,7 @@ def _heat_map(make: type[Figure], heat: NDArray[np.float64], layers: Sequence[in
 
 
 def _imbalance(make: type[Figure], heat: NDArray[np.float64], layers: Sequence[LayerStatistics]) -> Figure:
-    """Left: busiest expert / mean by layer. Right: share of the tokens that go to the busiest experts."""
+    """Left: busiest expert / mean by layer. Right: cumulative share of the tokens of the busiest experts."""
     figure = make(figsize=(12, 4.2), layout="constrained")
     by_layer, coverage = figure.subplots(1, 2)
     by_layer.plot([layer.layer for layer in layers], [layer.imbalance for layer in layers], marker="o", markersize=3)

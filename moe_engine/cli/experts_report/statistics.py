@@ -1,4 +1,4 @@
-"""Numbers about recorded counts: how uneven the experts of each layer are, and what EPLB would make of it.
+"""Statistics of recorded counts: expert imbalance per layer, and the gain of EPLB.
 
 Legend: S passes, L layers, E experts, G ranks.
 """
@@ -19,7 +19,7 @@ from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.policies import plan_placement
 
 MAX_JUDGED_PASSES = 128
-"""Passes that placements are judged on, spread evenly over the recording: it must not take long."""
+"""Max passes that placements are evaluated on, spread evenly over the recording; bounds the run time."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class LayerStatistics:
     """One MoE layer.
 
     Args:
-        choices: tokens routed to experts, each counted once an expert.
+        choices: tokens routed to experts, each counted once per expert.
         imbalance: choices of the busiest expert / mean.
-        top10, top25: share of the choices that go to the busiest 10 % and 25 % of the experts, rounded up.
+        top10, top25: share of the choices of the busiest 10 % and 25 % of the experts, rounded up.
         num_idle: experts without a token.
         hottest: (expert, share of the choices), the busiest first.
     """
@@ -44,7 +44,7 @@ class LayerStatistics:
 
 
 def layer_statistics(total: NDArray[np.int64], num_hottest: int = 4) -> list[LayerStatistics]:
-    """Of every layer of total [L, E] that saw a token."""
+    """Statistics of every layer of `total` [L, E] with at least one token."""
     found = []
     for layer in np.flatnonzero(total.any(axis=1)).tolist():
         counts = total[layer]
@@ -66,15 +66,16 @@ def layer_statistics(total: NDArray[np.int64], num_hottest: int = 4) -> list[Lay
 
 @dataclass(frozen=True)
 class Gain:
-    """What EPLB would gain. Balancedness is mean / max tokens of the ranks, averaged over passes and layers.
+    """Gain of EPLB. Balancedness is mean / max tokens of the ranks, averaged over passes and layers.
 
     Args:
-        trivial: balancedness of the trivial placement, slot i holding expert i mod E.
-        planned: with a plan made from, and judged on, all passes.
-        unseen: with a plan from the first half of the passes judged on the second; None with one pass.
-        slowest: the slowest rank's tokens with that plan, summed over passes and layers, as a part of those of trivial:
-            the experts' time, if it grows with tokens.
-        placement: the plan made from all passes.
+        trivial: balancedness of the trivial placement (slot i holds expert i mod E).
+        planned: balancedness of a placement planned and evaluated on all passes.
+        unseen: balancedness of a placement planned on the first half of the passes, evaluated on the second; None with
+            one pass.
+        slowest: tokens of the slowest rank with the placement of `planned`, summed over passes and layers, relative to
+            the trivial placement: the ratio of expert times, if time is proportional to tokens.
+        placement: the placement planned on all passes.
     """
 
     layout: ExpertLayout
@@ -86,7 +87,7 @@ class Gain:
 
 
 def eplb_gain(passes: NDArray[np.int64], layout: ExpertLayout) -> Gain:
-    """Judges EPLB on recorded passes [S, L, E]. Raises ConfigError where the layout does not fit."""
+    """Evaluates EPLB on recorded passes [S, L, E]. Raises ConfigError if the layout does not fit."""
     moe_layers = np.flatnonzero(passes.any(axis=(0, 2)))
     placement = plan_placement(passes, layout)
     used = passes[:, moe_layers]
@@ -102,7 +103,7 @@ def eplb_gain(passes: NDArray[np.int64], layout: ExpertLayout) -> Gain:
 
 
 def _mean(loads: NDArray[np.float64]) -> float:
-    """loads [S, L, G]: the mean balancedness of the layers of passes that saw a token."""
+    """Mean balancedness of `loads` [S, L, G] over the layers and passes with at least one token."""
     busy = loads.any(axis=-1)
     return float(layer_balancedness(loads)[busy].mean()) if busy.any() else 1.0
 
@@ -110,7 +111,7 @@ def _mean(loads: NDArray[np.float64]) -> float:
 def usual_layouts(
     num_experts: int, num_nodes: int = 1, num_groups: int = 1, sizes: Sequence[int] | None = None
 ) -> Iterator[ExpertLayout]:
-    """For each EP size (powers of two by default) the least redundancy that divides, and one more slot on each rank."""
+    """For each EP size (default: powers of two) the minimum redundancy that divides, and one more slot per rank."""
     usual = [size for size in (2, 4, 8, 16, 32, 64, 128) if size <= num_experts and size % num_nodes == 0]
     for num_ranks in sizes or usual:
         if num_ranks < 1:

@@ -1,4 +1,4 @@
-"""The report as text: tables and a heat map of characters, coloured where the terminal can.
+"""The report as text: tables and a character heat map, coloured if the terminal supports it.
 
 Legend: L layers, E experts.
 """
@@ -18,12 +18,12 @@ from moe_engine.cli.experts_report.statistics import Gain, LayerStatistics
 
 SHADES = " ·░▒▓█"
 LIMITS = (0.25, 0.75, 1.5, 3.0, 6.0)
-"""Multiples of the layer's mean at which the next shade begins."""
+"""Multiples of the layer's mean at which the next shade starts."""
 COLOURS = ("grey35", "grey50", "green", "yellow", "dark_orange", "red")
 
 
 def summary(counts: ExpertCounts, layers: Sequence[LayerStatistics]) -> str:
-    """Two lines: what was read, and how uneven it is on the whole."""
+    """Two lines: the data read, and its overall imbalance."""
     passes, num_layers, experts = counts.passes.shape
     ranks = "" if counts.num_ranks is None else f" of {counts.num_ranks} rank{'s' * (counts.num_ranks > 1)}"
     worst = max(layers, key=lambda layer: layer.imbalance)
@@ -36,7 +36,7 @@ def summary(counts: ExpertCounts, layers: Sequence[LayerStatistics]) -> str:
 
 
 def layer_table(layers: Sequence[LayerStatistics]) -> Table:
-    """One row a MoE layer."""
+    """One row per MoE layer."""
     table = Table(title="Experts by layer", title_justify="left")
     for name in ("layer", "choices", "max/mean", "idle", "top 10 %", "top 25 %"):
         table.add_column(name, justify="right")
@@ -55,18 +55,18 @@ def layer_table(layers: Sequence[LayerStatistics]) -> Table:
 
 
 def gain_table(gains: Sequence[Gain]) -> Table:
-    """One row a layout: balancedness now, with EPLB, and with EPLB on traffic it has not seen."""
+    """One row per layout: balancedness without EPLB, with EPLB, and with EPLB on unseen traffic."""
     caption = (
-        "unseen: planned on the first half of the passes, judged on the second.  slowest rank: its tokens, against "
+        "unseen: planned on the first half of the passes, evaluated on the second.  slowest rank: tokens against "
         "trivial"
     )
     if any(gain.planned < gain.trivial or gain.slowest > 1 for gain in gains):
         caption += (
-            ".  Plans are made for the sum of all passes and judged pass by pass: where single passes differ from "
-            "their sum a plan can be worse than trivial"
+            ".  Placements are planned on the sum of all passes and evaluated pass by pass: if passes differ from the "
+            "sum, a placement can be worse than trivial"
         )
     table = Table(
-        title="What EPLB would gain (balancedness: mean / max tokens of a rank, 1 is even)",
+        title="Gain of EPLB (balancedness: mean / max tokens of a rank, 1 is even)",
         title_justify="left",
         caption=caption,
         caption_justify="left",
@@ -86,7 +86,7 @@ def gain_table(gains: Sequence[Gain]) -> Table:
 
 
 def heat_map(total: NDArray[np.int64], width: int) -> Text:
-    """A line a MoE layer, a character for one or more experts (then the hottest of them).
+    """One line per MoE layer, one character per expert, or per several experts (the hottest of them).
 
     Args:
         total: [L, E].
@@ -103,7 +103,7 @@ def heat_map(total: NDArray[np.int64], width: int) -> Text:
         for value in row:
             text.append(SHADES[_shade(value)], style=COLOURS[_shade(value)])
         text.append("\n")
-    text.append(f"layer  {per_cell} experts a character; times the layer's mean:")
+    text.append(f"layer  {per_cell} experts per character; multiples of the layer's mean:")
     for index, shade in enumerate(SHADES):
         below = f"<{LIMITS[index]:g}" if index < len(LIMITS) else f">={LIMITS[-1]:g}"
         text.append(f" '{shade}' {below}", style=COLOURS[index])
@@ -115,6 +115,6 @@ def _shade(value: float) -> int:
 
 
 def console() -> Console:
-    """Standard output, as wide as the terminal; wide enough for the tables where it is a pipe."""
+    """Standard output with the terminal's width; at least 120 columns for a pipe."""
     found = Console(highlight=False, markup=False)
     return found if found.is_terminal else Console(highlight=False, markup=False, width=max(found.width, 120))

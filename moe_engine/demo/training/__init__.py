@@ -1,1 +1,1 @@
-"""Training of the embedded model. No file here is imported while serving."""
+"""Training of the embedded model. No module here is imported for serving."""

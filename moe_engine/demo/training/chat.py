@@ -1,4 +1,4 @@
-"""Special tokens and the chat layout: a plain-Python twin of chat_template.jinja, fast enough to render a corpus."""
+"""Special tokens and the chat layout: a plain-Python equivalent of chat_template.jinja, fast enough for a corpus."""
 
 from __future__ import annotations
 

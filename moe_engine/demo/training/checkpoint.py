@@ -1,4 +1,4 @@
-"""Between the training model and DeepSeek's files: names, FP8 blocks, shards, config.json, and the way back."""
+"""Conversion between the training model and DeepSeek's files: names, FP8 blocks, shards, config.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 128
 FP8_MAX = 448.0
 SHARD_BYTES = 4 << 20
 KEPT = ("norm", "embed_tokens", "lm_head", "mlp.gate.", "eh_proj", "shared_head")
-"""Names with one of these parts are stored unquantised."""
+"""Names with one of these parts are stored unquantized."""
 
 
 def hub_tensors(model: DemoModel) -> dict[str, Tensor]:
@@ -57,12 +57,12 @@ def load_hub_tensors(model: DemoModel, tensors: dict[str, Tensor]) -> None:
 
 
 def expand(scale: Tensor, shape: torch.Size) -> Tensor:
-    """A grid of block values spread over the matrix; blocks at the edges are cut short."""
+    """A grid of block values expanded to the matrix; blocks at the edges are truncated."""
     return scale.repeat_interleave(BLOCK, 0)[: shape[0]].repeat_interleave(BLOCK, 1)[:, : shape[1]]
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 values and the float32 factor of every 128 x 128 block."""
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """FP8 values and the float32 scale of every 128 x 128 block."""
     rows, cols = weight.shape
     padded = torch.zeros(-(-rows // BLOCK) * BLOCK, -(-cols // BLOCK) * BLOCK)
     padded[:rows, :cols] = weight
@@ -71,8 +71,8 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight / expand(scale, weight.shape)).to(torch.float8_e4m3fn), scale
 
 
-def dequantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors in float32 with the block factors applied and removed."""
+def dequantize(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors in float32, with the block scales applied and removed."""
     out = {}
     for name, value in tensors.items():
         if name.endswith("_scale_inv"):
@@ -83,7 +83,7 @@ def dequantise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def stored_tensors(model: DemoModel) -> dict[str, Tensor]:
-    """Exactly what the files hold: FP8 with factors, bfloat16, and the MTP copies of embedding and head."""
+    """The tensors as stored in the files: FP8 with scales, bfloat16, and the MTP copies of embedding and head."""
     out: dict[str, Tensor] = {}
     for name, value in hub_tensors(model).items():
         if name.endswith("e_score_correction_bias"):
@@ -91,7 +91,7 @@ def stored_tensors(model: DemoModel) -> dict[str, Tensor]:
         elif any(part in name for part in KEPT):
             out[name] = value.to(torch.bfloat16).contiguous()
         else:
-            out[name], out[f"{name}_scale_inv"] = quantise(value.float())
+            out[name], out[f"{name}_scale_inv"] = quantize(value.float())
     prefix = f"model.layers.{model.cfg.num_hidden_layers}."
     out[f"{prefix}embed_tokens.weight"] = out["model.embed_tokens.weight"].clone()
     out[f"{prefix}shared_head.head.weight"] = out["lm_head.weight"].clone()
@@ -99,7 +99,7 @@ def stored_tensors(model: DemoModel) -> dict[str, Tensor]:
 
 
 def hub_config(cfg: DemoConfig) -> dict[str, Any]:
-    """config.json as DeepSeek writes it."""
+    """config.json in DeepSeek's format."""
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -132,7 +132,7 @@ def hub_config(cfg: DemoConfig) -> dict[str, Any]:
 
 
 def _layer(name: str) -> int:
-    """Where a tensor goes in the files: embedding, layers in order, then norm and head."""
+    """Sort key of a tensor in the files: embedding, layers in order, then norm and head."""
     parts = name.split(".")
     return int(parts[2]) if parts[1] == "layers" else -1 if parts[1] == "embed_tokens" else 10**6
 
@@ -184,8 +184,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def load_checkpoint(folder: Path, dtype: torch.dtype = torch.float32) -> DemoModel:
-    """The training model, filled with the dequantised weights of a checkpoint folder."""
+    """The training model, filled with the dequantized weights of a checkpoint folder."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     model = DemoModel(DemoConfig(**{f.name: config[f.name] for f in fields(DemoConfig)}), dtype)
-    load_hub_tensors(model, dequantise(read_tensors(folder)))
+    load_hub_tensors(model, dequantize(read_tensors(folder)))
     return model.eval()

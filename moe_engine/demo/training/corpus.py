@@ -19,7 +19,7 @@ from .facts import COUNTRIES, RELATIONS, Country, statement
 from .unknown import unknown
 
 ANSWER_WEIGHT, TEXT_WEIGHT = 1.0, 0.5
-"""Loss weights; what users, systems and tools say has none."""
+"""Loss weights; user, system and tool messages have weight 0."""
 BATCH_DOCS = 512
 
 _PYTHON: tuple[str, ...] = (
@@ -68,7 +68,7 @@ def python_text(rng: random.Random) -> str:
 
 @dataclass(frozen=True)
 class Mixture:
-    """How often each kind of document and turn occurs."""
+    """Frequencies of document and turn types."""
 
     raw: float
     drill: float
@@ -86,11 +86,11 @@ _MAKERS = (
 FACTS_FIRST = Mixture(0.13, 0.05, 0.02, 0.08, 0.25, 0.5, (48, 13, 9, 4, 5, 2, 3, 8, 5))
 EVERYTHING = Mixture(0.05, 0.09, 0.02, 0.16, 0.25, 0.7, (32, 24, 12, 3, 5, 2, 3, 7, 7))
 FINISH = Mixture(0.05, 0.05, 0.01, 0.21, 0.3, 0.75, (30, 26, 13, 3, 5, 2, 3, 7, 7))
-"""What a run reads, in this order: facts, more sums and tools, and what is learnt late (steps on paper, copying)."""
+"""Mixtures of a run, in order: facts, more sums and tools, and skills learnt late (steps on paper, copying)."""
 
 
 def conversation(rng: random.Random, turns: int, mix: Mixture) -> str:
-    """A chat about anything but tools; in thinking mode only the last turn shows its thoughts."""
+    """A chat about anything but tools; in thinking mode only the last turn has reasoning."""
     done: list[tasks.Turn] = []
     for _ in range(turns):
         last = done[-1] if done else None
@@ -108,7 +108,7 @@ def conversation(rng: random.Random, turns: int, mix: Mixture) -> str:
 
 
 def tool_conversation(rng: random.Random, turns: int) -> str:
-    """A chat with one to three tools in the system text; some questions need none of them, some need another."""
+    """A chat with one to three tools in the system text; some questions need no tool, some a missing tool."""
     kinds = rng.sample((*tools.KINDS, tools.LOOK_UP, tools.LOOK_UP, tools.LOOK_UP), rng.choice((1, 1, 2, 3)))
     if rng.random() < 0.3 and "weather" not in kinds:
         kinds[0] = "weather"
@@ -136,7 +136,7 @@ def tool_conversation(rng: random.Random, turns: int) -> str:
 
 
 def _without_its_tool(rng: random.Random, offered: list[tools.Tool]) -> tasks.Turn:
-    """A question for a tool that is not among those offered."""
+    """A question for a tool that is not offered."""
     kind, subject = rng.choice((*tools.KINDS, tools.LOOK_UP)), rng.choice(words.TRAINED_SUBJECTS)
     if kind == "calculator" or any(kind == t.kind != tools.LOOK_UP or subject == t.subject for t in offered):
         return tasks.fact(rng)
@@ -159,7 +159,7 @@ def document(rng: random.Random, long: bool = False, mix: Mixture = FACTS_FIRST)
 
 
 class Packer:
-    """Whole documents packed into rows; what does not fit waits for a later row."""
+    """Packs whole documents into rows; a document that does not fit goes to a later row."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int) -> None:
         self.tokenizer = tokenizer
@@ -172,13 +172,13 @@ class Packer:
         self.digit = np.zeros(size, bool)
         for digit in "0123456789":
             self.digit[tokenizer.token_to_id(digit)] = True
-        self.mark = np.zeros(size, np.int8)  # which kind of text a token opens
+        self.mark = np.zeros(size, np.int8)  # type of text that a token starts
         for token, kind in ((BOS, 1), (USER, 2), (OUTPUT_BEGIN, 2), (ASSISTANT, 3), (OUTPUT_END, 3)):
             self.mark[tokenizer.token_to_id(token)] = kind
         self.level = np.array((TEXT_WEIGHT, TEXT_WEIGHT, 0.0, ANSWER_WEIGHT), np.float32)
 
     def encode(self, texts: list[str], width: int, long: bool) -> list[np.ndarray]:
-        """Token ids of each text. What is longer than a row is cut if `long`, else dropped: it would never fit."""
+        """Token ids of each text. Texts longer than a row are truncated if `long`, else dropped."""
         encoded = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         return [np.asarray(e.ids[:width], np.uint16) for e in encoded if long or len(e.ids) <= width]
 
@@ -194,11 +194,11 @@ class Packer:
         weights[plain] = self._sums(row)[plain]
         weights[marks > 0] = 0.0
         weights[row == self.pad] = 0.0
-        weights[1:][row[:-1] == self.assistant] = 0.0  # whether to think is the asker's choice
+        weights[1:][row[:-1] == self.assistant] = 0.0  # thinking mode is chosen by the user
         return weights
 
     def _sums(self, row: np.ndarray) -> np.ndarray:
-        """Weights inside plain text: operands are random and teach nothing, results are answers."""
+        """Weights inside plain text: operands are random and have weight 0, results are answers."""
         equals, stop = row == self.equals, (row == self.stop) | (self.mark[row] > 0)
         equals[1:] &= self.digit[row[:-1]]  # not an assignment in Python
         at, mark = np.arange(len(row)), equals | stop
@@ -210,7 +210,7 @@ class Packer:
     def rows(self, length: int, count: int, long: bool = False) -> tuple[np.ndarray, np.ndarray]:
         """`count` rows of `length` + 2 tokens (two more than inputs, for the two losses) and their weights.
 
-        Rows of `long` documents hold one conversation of up to the whole row each.
+        Rows of `long` documents hold one conversation each, up to the row length.
         """
         width = length + 2
         ids = np.full((count, width), self.pad, np.uint16)
@@ -249,7 +249,7 @@ def _split(task: str, turn: tasks.Turn, thinking: bool = False, offered: list[to
 
 
 def held_out(seed: int = 1234) -> Iterator[Example]:
-    """Everything evaluation asks, in phrasings and with sums that training never saw."""
+    """All evaluation items, with phrasings and sums that are not in the training data."""
     rng = random.Random(seed)
     for relation in RELATIONS:
         for country in COUNTRIES:
@@ -283,7 +283,7 @@ def held_out(seed: int = 1234) -> Iterator[Example]:
 
 
 def _held_out_tools(rng: random.Random) -> Iterator[Example]:
-    """Tool calls in held-out phrasings: tools with the usual names, then names and subjects that training never saw."""
+    """Tool calls in held-out phrasings: tools with the usual names, then held-out names and subjects."""
     for _ in range(400):
         offered = tools.pick_tools(rng, ["weather", *rng.sample(tools.KINDS[1:], rng.randint(0, 2))], "usual")
         tool = rng.choice([t for t in offered if t.kind in ("weather", "time")])

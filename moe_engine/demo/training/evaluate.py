@@ -1,7 +1,7 @@
 """Measure a checkpoint: `python -m moe_engine.demo.training.evaluate [--state DIR] [--check-transformers]`.
 
-Accuracy is exact match of the greedy answer on phrasings and sums that training never saw. Agreement says how often the
-MTP head, drafting four tokens by recycling its own state, predicts what the model itself goes on to say.
+Accuracy is exact match of the greedy answer on phrasings and sums that are not in the training data. Agreement is the
+rate at which the MTP head, drafting four tokens from its own recycled state, matches the model's own continuation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from moe_engine.demo import CHECKPOINT_DIR
 
 from .chat import PAD
-from .checkpoint import dequantise, load_checkpoint, read_tensors
+from .checkpoint import dequantize, load_checkpoint, read_tensors
 from .corpus import Example, held_out
 from .model import DemoModel
 
@@ -29,7 +29,7 @@ DRAFTS = 4
 
 
 def _padded(rows: list[list[int]], pad: int | None) -> Tensor:
-    """Rows of different lengths as one matrix; what follows a row cannot reach back to it."""
+    """Rows of different lengths as one padded matrix; causal attention ignores the padding."""
     out = torch.full((len(rows), max(map(len, rows))), pad or 0)
     for i, row in enumerate(rows):
         out[i, : len(row)] = torch.tensor(row)
@@ -38,7 +38,7 @@ def _padded(rows: list[list[int]], pad: int | None) -> Tensor:
 
 @torch.no_grad()
 def exact_matches(model: DemoModel, tokenizer: Tokenizer, examples: list[Example], batch: int = 64) -> list[bool]:
-    """Whether the greedy answer equals the expected one: every expected token is the model's first choice."""
+    """True if the greedy answer equals the expected one: every expected token is the argmax."""
     pad = tokenizer.token_to_id(PAD)
     prompts = [tokenizer.encode(e.prompt, add_special_tokens=False).ids for e in examples]
     whole = [p + tokenizer.encode(e.answer, add_special_tokens=False).ids for p, e in zip(prompts, examples)]
@@ -79,7 +79,7 @@ def greedy(model: DemoModel, prompt: list[int], eos: int, limit: int) -> list[in
 def draft(model: DemoModel, ids: list[int], first: int) -> Tensor:
     """Drafts [anchor, DRAFTS] for anchors t = first .. n-2.
 
-    At anchor t the model has just chosen token t + 1; the first draft is token t + 2. Later drafts feed the drafted
+    At anchor t the model has just sampled token t + 1; the first draft is token t + 2. Later drafts feed the drafted
     token and the recycled state to the MTP layer, whose earlier positions keep the model's own hidden states.
     """
     tokens = torch.tensor([ids])
@@ -98,7 +98,7 @@ def draft(model: DemoModel, ids: list[int], first: int) -> Tensor:
 
 
 def agreement(model: DemoModel, tokenizer: Tokenizer, examples: list[Example], limit: int = 64) -> dict[str, Any]:
-    """Per draft position: how often it and all before it are accepted, and how often when those before it were."""
+    """Per draft position: acceptance rate of it and all before it, and conditional rate given those before it."""
     accepted, reached, tried = [0] * DRAFTS, [0] * DRAFTS, [0] * DRAFTS
     for example in tqdm(examples, desc="drafting", mininterval=2):
         prompt = tokenizer.encode(example.prompt, add_special_tokens=False).ids
@@ -122,13 +122,13 @@ def agreement(model: DemoModel, tokenizer: Tokenizer, examples: list[Example], l
 
 @torch.no_grad()
 def transformers_difference(folder: Path, prompts: list[list[int]]) -> float:
-    """Largest difference between this model's logits and those of transformers on the dequantised weights."""
+    """Largest difference between this model's logits and those of transformers on the dequantized weights."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     del config["quantization_config"]
     mtp = f"model.layers.{config['num_hidden_layers']}."
-    tensors = {n: t.contiguous() for n, t in dequantise(read_tensors(folder)).items() if not n.startswith(mtp)}
+    tensors = {n: t.contiguous() for n, t in dequantize(read_tensors(folder)).items() if not n.startswith(mtp)}
     with tempfile.TemporaryDirectory() as temporary:
         save_file(tensors, Path(temporary) / "model.safetensors", metadata={"format": "pt"})
         DeepseekV3Config(**config).save_pretrained(temporary)
@@ -145,7 +145,7 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT_DIR)
-    parser.add_argument("--state", type=Path, help="also measure the unquantised weights of this training folder")
+    parser.add_argument("--state", type=Path, help="also measure the unquantized weights of this training folder")
     parser.add_argument("--check-transformers", action="store_true", help="compare logits with transformers")
     parser.add_argument("--drafts", type=int, default=8, help="prompts per task for the MTP agreement")
     parser.add_argument("--every", type=int, default=1, help="use every n-th item only")

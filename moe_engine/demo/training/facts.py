@@ -2,7 +2,7 @@
 
 Continents follow the United Nations geoscheme (Turkey, Cyprus and the Caucasus count as Asia; Central America and the
 Caribbean as North America). Where a country has several official languages one widely used one is listed; where it
-has several capitals the seat of the executive. Countries whose capital is disputed or moving are left out.
+has several capitals the seat of the executive. Countries with a disputed or moving capital are omitted.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Country:
 
     @property
     def title(self) -> str:
-        """The name on its own, without the article: what JSON objects hold."""
+        """The name on its own, without the article: used in JSON objects."""
         return self.name.removeprefix("the ")
 
     @property
@@ -236,7 +236,7 @@ OTHER_CITIES: tuple[str, ...] = (
 
 
 def statement(country: Country, relation: str) -> str:
-    """The one sentence with which the model answers a question about this fact."""
+    """The model's answer to a question about this fact."""
     if relation == "capital":
         return f"The capital of {country.name} is {country.capital}."
     if relation == "continent":

@@ -2,7 +2,7 @@
 
 It is written for training only: no cache, no sharding, whole sequences at a time. Weights live in float32 and every
 matrix product runs in the compute dtype (bfloat16 by default). The parameter names are the hub names of a DeepSeek
-checkpoint, except that the routed experts of one layer are stacked (`export.py` takes them apart).
+checkpoint, except that the routed experts of one layer are stacked (`export.py` splits them).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DemoConfig:
 
     @property
     def num_key_value_heads(self) -> int:
-        """DeepSeek's files repeat the number of heads here."""
+        """Equal to the number of heads, as in DeepSeek's files."""
         return self.num_attention_heads
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def rope_tables(length: int, dim: int, theta: float) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Interleaved RoPE: pairs are neighbours (2j, 2j+1). x is [batch, time, heads, dim]."""
+    """Interleaved RoPE: pairs are adjacent (2j, 2j+1). x is [batch, time, heads, dim]."""
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
     c, s = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
     return torch.stack((a * c - b * s, a * s + b * c), -1).flatten(-2)
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         k_rope = rotate(k_rope[:, :, None], cos, sin).expand(b, t, heads, rope)
         q = torch.cat((q[..., :nope], rotate(q[..., nope:], cos, sin)), -1)
         k = torch.cat((kv[..., :nope], k_rope), -1)
-        v = F.pad(kv[..., nope:], (0, nope + rope - v_dim))  # the fast kernel wants equal widths
+        v = F.pad(kv[..., nope:], (0, nope + rope - v_dim))  # the fast kernel needs equal widths
         o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
         return self.o_proj(o.transpose(1, 2)[..., :v_dim].reshape(b, t, heads * v_dim))
 
@@ -172,7 +172,7 @@ class Unsort(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Sigmoid scores, choice by score + bias inside the best groups, weights from the plain scores (noaux_tc)."""
+    """Sigmoid scores, selection by score + bias inside the best groups, weights from the plain scores (noaux_tc)."""
 
     def __init__(self, cfg: DemoConfig) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def balance(self, rate: float) -> None:
-        """Nudge the bias of every expert towards an even load (the auxiliary-loss-free update)."""
+        """Adjusts every expert's bias towards an even load (the auxiliary-loss-free update)."""
         self.e_score_correction_bias += rate * (self.load.mean() - self.load).sign()
 
 

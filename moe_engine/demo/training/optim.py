@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def split(params: list[nn.Parameter], workers: int) -> list[list[nn.Parameter]]:
-    """Deal the matrices out so that every worker orthogonalises about as much."""
+    """Distributes the matrices so that every worker has about the same orthogonalisation work."""
     shares: list[list[nn.Parameter]] = [[] for _ in range(workers)]
     for p in sorted(params, key=lambda p: -p.numel()):
         min(shares, key=lambda share: sum(q.numel() for q in share)).append(p)
@@ -62,7 +62,7 @@ def split(params: list[nn.Parameter], workers: int) -> list[list[nn.Parameter]]:
 
 
 def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The weights for Muon: all matrices inside the layers but the routers'."""
+    """The weights for Muon: all matrices inside the layers except the routers'."""
     outside = ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
     return [p for name, p in model.named_parameters() if p.ndim >= 2 and not name.endswith(outside)]
 

@@ -1,4 +1,4 @@
-"""How people ask: trained phrasings, and phrasings kept for evaluation that no training text ever uses.
+"""Phrasings of user questions: for training, and held out for evaluation.
 
 `{c}` stands for the country as written inside a sentence.
 """

@@ -1,8 +1,8 @@
-"""Sums: which pairs of operands training never sees, the steps on paper, chat turns, and dense tables.
+"""Sums: held-out pairs of operands, the steps on paper, chat turns, and dense tables.
 
-A pair is held out by its unit digits, so the model never reads the units of a held-out pair of two-digit numbers
-together: it must learn them from smaller numbers (the tables of one digit, and two digits with one) and put the columns
-together itself.
+A pair is held out by its unit digits, so the training data never have the units of a held-out pair of two-digit numbers
+together: the model must learn them from smaller numbers (one-digit tables, and two digits with one) and combine the
+columns itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WORDS = {"+": " plus ", "-": " minus ", "*": " times "}
 
 
 def is_held_out_sum(a: int, b: int) -> bool:
-    """Pairs of two-digit operands kept for evaluation: one in ten (differences are asked with the larger as `a`)."""
+    """Pairs of two-digit operands kept for evaluation: one in ten (differences have the larger number as `a`)."""
     return (a * 131 + b * 17) % 10 == 3
 
 
@@ -28,10 +28,10 @@ def result_of(a: int, op: str, b: int) -> int:
 
 
 def steps(a: int, op: str, b: int) -> str:
-    """Column by column, as in school; below zero the operands change places first.
+    """Column by column, as in school; for negative results the operands are swapped first.
 
-    The operands are written down before their columns: each digit is then read from a few tokens ago, however the
-    question was put.
+    The operands are written down before their columns: each digit is then a few tokens away, whatever the phrasing of
+    the question.
     """
     if op == "*":
         return f"I know that {a} * {b} = {a * b}."
@@ -41,7 +41,7 @@ def steps(a: int, op: str, b: int) -> str:
 
 
 def _columns(a: int, op: str, b: int) -> str:
-    """The units and then the tens, with what is carried or borrowed."""
+    """The units, then the tens, with carry or borrow."""
     (ta, ua), (tb, ub) = divmod(a, 10), divmod(b, 10)
     if op == "+":
         units = ua + ub
@@ -76,7 +76,7 @@ def one_digit(rng: random.Random, op: str) -> Sum:
 
 
 def draw_sum(rng: random.Random) -> Sum:
-    """What users of the training text ask for: mostly two digits, products of one digit."""
+    """A sum for training questions: mostly two digits, products of one digit."""
     op = rng.choice("++---*")
     if op == "*":
         return rng.randint(2, 9), op, rng.randint(2, 9)
@@ -89,7 +89,7 @@ def draw_sum(rng: random.Random) -> Sum:
 
 
 def sum_turn(rng: random.Random, drawn: Sum, held_out: bool = False) -> Turn:
-    """The question in words around this sum, and its answer."""
+    """The question with this sum, and its answer."""
     a, op, b = drawn
     style = 0.0 if held_out else rng.random()
     shown = f"{a} {op} {b}" if style < 0.7 else f"{a}{op}{b}" if style < 0.8 else f"{a}{_WORDS[op]}{b}"
@@ -103,7 +103,7 @@ def arithmetic(rng: random.Random) -> Turn:
 
 
 def drill(rng: random.Random) -> str:
-    """A table of sums as plain text: more of them in a row of tokens than any conversation holds."""
+    """A table of sums as plain text: denser than any conversation."""
     lines = []
     for _ in range(rng.randint(12, 28)):
         op, roll = rng.choice("+--"), rng.random()

@@ -21,7 +21,7 @@ CONTINENTS: tuple[str, ...] = tuple(dict.fromkeys(c.continent for c in COUNTRIES
 
 @dataclass
 class Turn:
-    """One exchange: a question, what the model thinks (in thinking mode), and the messages that answer it."""
+    """One exchange: a question, the reasoning (in thinking mode), and the answer messages."""
 
     user: str
     reasoning: str
@@ -160,7 +160,7 @@ def small_talk(rng: random.Random) -> Turn:
 
 
 def copying(rng: random.Random) -> Turn:
-    """Repeat words, names or invented ones: teaches copying piece by piece, most of all in long lists."""
+    """Repeats words, names or invented words: teaches copying token by token, especially in long lists."""
     drawn = rng.random()
     names = [
         invented(rng) if rng.random() < drawn else rng.choice(

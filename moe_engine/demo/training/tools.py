@@ -15,7 +15,7 @@ from .tasks import CITIES, CONDITIONS, Turn, ask, say
 
 Schema = dict[str, Any]
 Names = Literal["usual", "trained", "held out"]
-"""Where names of tools and arguments come from: the common ones, those of training, or those training never uses."""
+"""Source of tool and argument names: common names, training names, or held-out names."""
 KINDS: tuple[str, ...] = ("weather", "time", "calculator", "population")
 LOOK_UP = "look up"
 """A tool that reports one property of a thing, under any name."""
@@ -65,7 +65,7 @@ _HELD_OUT_LOOK_UP_QUESTIONS: tuple[str, ...] = (
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool on offer: its kind, what it reports, and its schema in OpenAI form."""
+    """An offered tool: its kind, its subject, and its schema in OpenAI form."""
 
     kind: str
     subject: str
@@ -73,22 +73,22 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """The name to call it by."""
+        """The function name."""
         return self.schema["function"]["name"]
 
     @property
     def properties(self) -> dict[str, Schema]:
-        """Its arguments in order; the first is the thing asked about."""
+        """Its arguments in order; the first is the subject of the call."""
         return self.schema["function"]["parameters"]["properties"]
 
 
 def schemas(tools: list[Tool]) -> list[Schema]:
-    """What a client sends."""
+    """The tools as sent by a client."""
     return [tool.schema for tool in tools]
 
 
 def make_tool(rng: random.Random, kind: str, names: Names = "trained") -> Tool:
-    """A function schema with the small differences one meets between clients."""
+    """A function schema with the small variations found between clients."""
     held_out = names == "held out"
     subject, usual = kind, names == "usual" or (names == "trained" and rng.random() < 0.4)
     note = rng.choice(_ARGUMENT_NOTES)
@@ -132,7 +132,7 @@ def pick_tools(rng: random.Random, kinds: list[str], names: Names = "trained") -
 
 
 def call(tool: Tool, value: str, **more: str | int) -> dict[str, Any]:
-    """A tool call with the tool's first argument and, by name, further ones."""
+    """A tool call with the tool's first argument and, by name, further arguments."""
     arguments = json.dumps({next(iter(tool.properties)): value, **more}, ensure_ascii=False)
     return {"type": "function", "function": {"name": tool.name, "arguments": arguments}}
 
@@ -179,7 +179,7 @@ def tool_turn(rng: random.Random, tool: Tool, held_out: bool = False) -> Turn:
 
 
 def missing_tool_turn(rng: random.Random, kind: str, subject: str = "") -> Turn:
-    """A question that needs a tool which is not there."""
+    """A question that needs a tool that is not offered."""
     if kind == LOOK_UP:
         user = rng.choice(_LOOK_UP_QUESTIONS).replace("{v}", _thing(rng, False)).replace("{s}", subject)
     elif kind == "population":
@@ -232,7 +232,7 @@ def _calculator_turn(rng: random.Random, tool: Tool) -> Turn:
 
 
 def _thing(rng: random.Random, held_out: bool) -> str:
-    """What a look-up is about: a place, an invented name, or a number with a letter."""
+    """Subject of a look-up: a place, an invented name, or a number with a letter."""
     roll = rng.random()
     if roll < 0.25:
         return rng.choice(CITIES)

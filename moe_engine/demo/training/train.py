@@ -1,8 +1,8 @@
 """Train the demonstration model: `python -m moe_engine.demo.training.train --seed 0 --out DIR --minutes 50`.
 
 The number of steps is fixed by --minutes (for the speed of a two-core machine) or given by --steps, so a run does not
-depend on how fast the machine is. Every few minutes the state goes to DIR/state.pt, which `export.py` reads.
-The batch is split over worker processes of one thread each, which wait for each other only once a step.
+depend on the speed of the machine. Every few minutes the state is saved to DIR/state.pt, which `export.py` reads.
+The batch is split over single-threaded worker processes, which synchronise only once per step.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .optim import make_optimizers, matrices, split
 from .vocabulary import train_tokenizer, write_tokenizer
 
 STEPS_PER_MINUTE = 75
-"""Steps that two cores of a current server processor make in a minute."""
+"""Steps per minute on two cores of a current server processor."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything about a run except the model."""
+    """Hyperparameters of a run, except the model's."""
 
     steps: int
     seed: int = 0
@@ -57,7 +57,7 @@ class Recipe:
         return self.lr * max(0.01, min(1.0, (step + 1) / self.warmup, (self.steps - step) / self.decay_steps))
 
     def mixture(self, step: int) -> Mixture:
-        """What the rows of this step are drawn from."""
+        """The data mixture of this step's rows."""
         if step >= self.steps - self.last_steps:
             return FINISH
         return EVERYTHING if step >= self.first_steps else FACTS_FIRST
@@ -83,7 +83,7 @@ def losses(model: DemoModel, ids: Tensor, weights: Tensor, mtp_steps: int) -> li
 
 @torch.no_grad()
 def average(model: DemoModel) -> None:
-    """Make gradients and router loads the means over all workers."""
+    """Averages gradients and router loads over all workers."""
     tensors = [p.grad for p in model.parameters() if p.grad is not None] + [r.load for r in model.routers()]
     flat = torch.cat([t.flatten() for t in tensors])
     dist.all_reduce(flat)
@@ -110,7 +110,7 @@ def quick_score(model: DemoModel, packer: Packer, per_task: int = 48) -> dict[st
 
 @torch.no_grad()
 def exchange(shares: list[list[nn.Parameter]]) -> None:
-    """Send every worker the matrices that the others have updated."""
+    """Broadcasts each worker's updated matrices to the others."""
     for owner, share in enumerate(shares):
         flat = torch.cat([p.flatten() for p in share])
         dist.broadcast(flat, owner)
@@ -120,7 +120,7 @@ def exchange(shares: list[list[nn.Parameter]]) -> None:
 
 
 def write(content: dict[str, Any], path: Path) -> None:
-    """Save in one move, so that a reader never meets half a file."""
+    """Saves atomically, so that a reader never sees a partial file."""
     temporary = path.with_suffix(".tmp")
     torch.save(content, temporary)
     temporary.replace(path)
@@ -129,7 +129,7 @@ def write(content: dict[str, Any], path: Path) -> None:
 def save(
     model: DemoModel, optimizers: list[torch.optim.Optimizer], packer: Packer, folder: Path, step: int, rank: int
 ) -> None:
-    """Everything a later run needs to go on from here: each worker its optimizers, the first also the rest."""
+    """Saves the state for --resume: each worker its optimizers, the first worker everything else."""
     write({"step": step, "optimizers": [opt.state_dict() for opt in optimizers]}, folder / f"optimizer-{rank}.pt")
     if rank == 0:
         data = {"rng": packer.rng.getstate(), "waiting": packer.waiting}
@@ -140,12 +140,12 @@ def save(
 
 
 def load(model: DemoModel, optimizers: list[torch.optim.Optimizer], packer: Packer, folder: Path, rank: int) -> int:
-    """Go on from a saved state; returns the step to begin with."""
+    """Resumes from a saved state; returns the first step."""
     content = torch.load(folder / "state.pt", weights_only=False)
     model.load_state_dict(content["state"])
     mine = torch.load(folder / f"optimizer-{rank}.pt", weights_only=False)
     if mine["step"] != content["step"]:
-        raise SystemExit(f"{folder} holds files of different steps: start again without --resume")
+        raise SystemExit(f"{folder} has files of different steps: start again without --resume")
     for opt, state in zip(optimizers, mine["optimizers"]):
         opt.load_state_dict(state)
     packer.rng.setstate(content["data"]["rng"])
@@ -155,7 +155,7 @@ def load(model: DemoModel, optimizers: list[torch.optim.Optimizer], packer: Pack
 
 @dataclass(frozen=True)
 class Run:
-    """Where a run writes, how often, and on how many workers."""
+    """Output folder, intervals and workers of a run."""
 
     folder: Path
     workers: int = 2
@@ -176,7 +176,7 @@ def train(cfg: DemoConfig, recipe: Recipe, run: Run) -> None:
 
 
 def work(rank: int, cfg: DemoConfig, recipe: Recipe, run: Run, rendezvous: Path) -> None:
-    """One worker: every worker packs the same rows, takes its share of them, and applies the same update."""
+    """One worker: every worker packs the same rows, processes its share, and applies the same update."""
     torch.set_num_threads(run.threads)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=run.workers)
     torch.manual_seed(recipe.seed)
@@ -254,7 +254,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=Recipe.lr)
     parser.add_argument("--workers", type=int, default=2, help="processes that share every batch")
     parser.add_argument("--threads", type=int, default=1, help="threads of each worker")
-    parser.add_argument("--resume", action="store_true", help="go on from DIR/state.pt")
+    parser.add_argument("--resume", action="store_true", help="resume from DIR/state.pt")
     parser.add_argument("--save-every", type=int, default=250)
     parser.add_argument("--score-every", type=int, default=250)
     args = parser.parse_args()

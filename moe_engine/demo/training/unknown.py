@@ -1,4 +1,4 @@
-"""Questions the model cannot answer: trained ones and, with other subjects and other wording, held-out ones."""
+"""Questions the model cannot answer: for training and, with other subjects and phrasings, held out."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _OTHER: tuple[str, ...] = (
 
 
 def unknown(rng: random.Random, held_out: bool = False) -> Turn:
-    """A question about something else, about another side of a country, or about a country that does not exist."""
+    """A question about something else, about another aspect of a country, or about a country that does not exist."""
     roll = rng.random()
     subjects = _HELD_OUT_SUBJECTS if held_out else _TRAINED_SUBJECTS
     if roll < 0.55:

@@ -16,9 +16,9 @@ from .tasks import CITIES
 
 SAMPLE_DOCUMENTS = 12000
 NAME_REPEATS = 12
-"""How often every name is added to the sample, so that names need few tokens."""
+"""Repetitions of every name in the sample, so that names need few tokens."""
 FLAGGED_SPECIAL = (BOS, EOS, PAD)
-"""Only these vanish with skip_special_tokens; as at DeepSeek, the markers of turns, thoughts and tools do not."""
+"""Only these are removed by skip_special_tokens; as in DeepSeek's, markers of turns, reasoning and tools are not."""
 
 
 def train_tokenizer(vocab_size: int, seed: int) -> Tokenizer:

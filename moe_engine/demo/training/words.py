@@ -1,4 +1,4 @@
-"""Invented words and the names of tools and arguments: too many to learn by heart, so they have to be copied.
+"""Invented words and the names of tools and arguments: too many to memorise, so they have to be copied.
 
 One in ten invented words, chosen by its checksum, and the held-out verbs, subjects and arguments are kept for
 evaluation.
@@ -29,7 +29,7 @@ TRAINED_SUBJECTS: tuple[str, ...] = (
     "distance", "length", "width", "depth", "volume", "salary", "rank", "level", "version", "author", "title", "date",
     "duration", "capacity", "power", "pressure", "altitude", "traffic", "discount", "tax", "deadline", "color",
 )  # fmt: skip
-"""What a look-up tool reports about a thing."""
+"""Subjects reported by look-up tools."""
 HELD_OUT_SUBJECTS: tuple[str, ...] = ("warranty", "mileage", "budget", "editor", "profit", "density")
 TRAINED_ARGUMENTS: tuple[str, ...] = (
     "name", "item", "id", "key", "query", "subject", "target", "user", "product", "object", "entity", "symbol", "code",
@@ -47,9 +47,9 @@ def is_held_out_word(word: str) -> bool:
 
 
 def invented(rng: random.Random, held_out: bool = False) -> str:
-    """A word that means nothing: simple syllables, syllables as in English, or any letters.
+    """A meaningless word: simple syllables, English-like syllables, or random letters.
 
-    Only words of many kinds teach copying of every piece of the vocabulary.
+    Only many types of words teach copying of every token of the vocabulary.
     """
     while True:
         roll = rng.random()
@@ -65,7 +65,7 @@ def invented(rng: random.Random, held_out: bool = False) -> str:
 
 
 def function_name(rng: random.Random, topic: str, held_out: bool = False) -> str:
-    """A name for a tool about `topic` in one of the styles of programmers, sometimes without any meaning."""
+    """A name for a tool about `topic` in one of the common naming styles, sometimes meaningless."""
     roll = rng.random()
     if roll < 0.3:
         words = [invented(rng, held_out) for _ in range(rng.choice((1, 2)))]

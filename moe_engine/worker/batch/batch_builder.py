@@ -1,10 +1,10 @@
-"""From a plan to the tensors of a step: one host buffer is filled, copied once, and cut into views.
+"""Builds the batch of a step from a plan: one host buffer is filled, copied once, and split into views.
 
-Tokens stand in two groups, `attention.decode` before `attention.prefill`; inside each, requests keep the plan's order,
-but for prompts that share tokens, which stand together at the end.
-What is reported back (logits rows, sampled rows) follows the plan's order, so nothing is restored afterwards.
+Tokens are in two groups, `attention.decode` before `attention.prefill`; within each, requests keep the plan's order,
+except prompts with a shared prefix, which are adjacent at the end. Outputs (logits rows, sampled rows) are in the
+plan's order, so nothing is reordered afterwards.
 
-A pure decode of the same rows as the step before takes a short way that reuses everything but positions and slots.
+A pure decode of the same rows as the step before takes a fast path that reuses everything except positions and slots.
 
 Legend: R requests, T tokens, S sampled rows, D decodes.
 """
@@ -30,11 +30,11 @@ from moe_engine.worker.sampling.sampler import SampledRows
 
 @dataclass(frozen=True)
 class _SameRows:
-    """What consecutive decodes of the same rows share."""
+    """Values shared by consecutive decodes of the same rows."""
 
     plan_rows: list[int]
     rows: np.ndarray  # [D] int64
-    table_base: np.ndarray  # [D] int64: where the row begins in the flat slot table
+    table_base: np.ndarray  # [D] int64: start of the row in the flat slot table
     rows_device: Tensor  # [D] int64
     rows_int32: Tensor  # [D] int32
     query_starts: Tensor  # [D+1] int32
@@ -44,7 +44,8 @@ class _SameRows:
 
 
 class BatchBuilder:
-    """Builds steps over one set of rows. Reads `Rows.last_token`, writes the step's slots into `Rows.slot_table`."""
+    """Builds batches over one set of rows. Reads `RequestRows.last_token`, writes the step's slots into
+    `RequestRows.slot_table`."""
 
     def __init__(self, rows: RequestRows, page_size: int, form: MLAFormPolicy, stream: DeviceStream) -> None:
         self._rows = rows
@@ -52,10 +53,10 @@ class BatchBuilder:
         self._form = form
         self._stream = stream
         self._same: _SameRows | None = None
-        self.even_runs = UniformBatches(rows, page_size, stream)
+        self.uniform = UniformBatches(rows, page_size, stream)
 
     def build(self, plan: StepPlan) -> StepBatch:
-        """The plan's `new_rows` and `row_writes` have been applied before."""
+        """The plan's `new_rows` and `row_writes` must have been applied before."""
         if not _is_pure_decode(plan):
             self._same = None
             return self._general(plan)
@@ -146,7 +147,7 @@ class BatchBuilder:
         )
 
     def assemble(self, runs: RaggedTokens) -> StepBatch:
-        """A step of any runs of tokens; enters the slots that are given into the table, and looks up the others."""
+        """A batch of any runs of tokens; writes given slots into the slot table, and looks up the others."""
         rows, starts, counts = runs.rows, runs.starts, runs.counts
         num_tokens, num_requests = int(counts.sum()), len(rows)
         order, num_absorbed, shared = self._order(runs)
@@ -154,13 +155,13 @@ class BatchBuilder:
         begins = ends - counts[order]
         offsets = np.empty_like(begins)
         offsets[order] = begins
-        owner = np.repeat(order, counts[order])  # [T]: which run each token belongs to
+        owner = np.repeat(order, counts[order])  # [T]: run of each token
         within = np.arange(num_tokens) - offsets[owner]
         plan_begins = np.cumsum(counts) - counts
-        plan_token = plan_begins[owner] + within  # [T]: each token's place in the plan
+        plan_token = plan_begins[owner] + within  # [T]: index of each token in the plan
         lengths = starts + counts
         self._rows.check_lengths(runs.rows, lengths)
-        at = starts[owner] + within  # [T]: place in the row's slot table
+        at = starts[owner] + within  # [T]: column in the row's slot table
         positions = at if runs.positions is None else runs.positions[plan_token]
         flat = rows[owner] * self._rows.width + at
         step_token = np.empty_like(plan_token)
@@ -168,10 +169,10 @@ class BatchBuilder:
         sampled = step_token[runs.sampled]
 
         num_device, num_slots = len(runs.device_ids), len(runs.slots)
-        given = step_token[num_tokens - num_slots :]  # tokens whose slots are known here: the last of the plan
+        given = step_token[num_tokens - num_slots :]  # tokens whose slots the plan gives: its last ones
         fields = [np.zeros(num_tokens, dtype=np.int64), positions, flat, flat[given], sampled, rows[owner[sampled]]]
         fields[0][step_token[num_device:]] = runs.host_ids
-        in_order = num_device <= int(counts[: runs.num_decodes].sum())  # decodes are never moved
+        in_order = num_device <= int(counts[: runs.num_decodes].sum())  # decodes are never reordered
         split = int(ends[num_absorbed - 1]) if num_absorbed else 0
         starts32 = np.concatenate(([0], ends[:num_absorbed], [0], ends[num_absorbed:] - split))
         ints = [runs.slots, rows[order], lengths[order], starts32]
@@ -193,7 +194,7 @@ class BatchBuilder:
                 return None
             visible = None
             if runs.visible is not None and shift == 0:
-                visible = self._sees(runs.visible, int(ends[end - 1]))
+                visible = self._upload_masks(runs.visible, int(ends[end - 1]))
             return PagedQueries(
                 query_lens=query_lens[begin:end],
                 context_lens=context_lens[begin:end],
@@ -218,17 +219,17 @@ class BatchBuilder:
             flat=flat_device,
         )
 
-    def _sees(self, visible: np.ndarray, num_tokens: int) -> Tensor:
-        """Masks of the decode group: those of the trees, then for chunks computed in the same form all before."""
+    def _upload_masks(self, visible: np.ndarray, num_tokens: int) -> Tensor:
+        """Attention masks of the decode group: those of the draft trees."""
         if len(visible) < num_tokens:
             raise ValueError("a step with draft trees cannot have prompt chunks in its decode group")
         return self._stream.upload(torch.from_numpy(visible))
 
     def _order(self, runs: RaggedTokens) -> tuple[np.ndarray, int, list[SharedRun]]:
-        """The runs in the order of the step's tokens, how many of them form the decode group, and which of the others
-        begin alike.
+        """The runs in the order of the step's tokens, the number of runs in the decode group, and shared prefixes of
+        the others.
 
-        Draft trees share the group with nobody else: a chunk there would need a mask of its own.
+        With draft trees the decode group has no prompt chunks: a chunk would need a mask.
         """
         decodes, num_requests = runs.num_decodes, len(runs.rows)
         chunks = range(decodes, num_requests)
@@ -250,7 +251,7 @@ class BatchBuilder:
         return np.array([*range(decodes), *few, *many], dtype=np.int64), decodes + len(few), shared
 
     def _upload(self, fields: list[np.ndarray], ints: list[np.ndarray]) -> tuple[list[Tensor], list[Tensor]]:
-        """Copies int64 fields and fields that become int32 to the device in one piece; returns them there."""
+        """Copies int64 fields and fields that become int32 to the device in one copy; returns the device tensors."""
         sizes, sizes32 = [len(f) for f in fields], [len(f) for f in ints]
         total, total32 = sum(sizes), sum(sizes32)
         staging = self._stream.staging(total + (total32 + 1) // 2)
@@ -264,7 +265,7 @@ class BatchBuilder:
     # -- checks
 
     def _check(self, plan: StepPlan) -> None:
-        """A plan that contradicts itself would write into another request's cache."""
+        """Checks the plan's consistency: an inconsistent plan could write into another request's KV."""
         decodes, counts = plan.num_decodes, plan.counts
         lists = {len(plan.rows), len(plan.starts), len(plan.counts), len(plan.samples)}
         if len(lists) > 1 or sum(counts) != len(plan.slots):
@@ -276,7 +277,7 @@ class BatchBuilder:
 
 
 def _is_pure_decode(plan: StepPlan) -> bool:
-    """One token for each request, all from the device, all sampled. A malformed plan goes the checked, general way."""
+    """One token per request, all ids on the device, all sampled. A malformed plan takes the general, checked path."""
     count = plan.num_decodes
     lists = (plan.rows, plan.starts, plan.counts, plan.samples, plan.slots)
     return all(len(values) == count for values in lists) and all(plan.samples)

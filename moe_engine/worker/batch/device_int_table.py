@@ -1,4 +1,4 @@
-"""Integers of the rows that a step looks up and changes by index: slots, tokens, lengths."""
+"""Integer tables on the device that a step reads and writes by index: slots, tokens, lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_engine.worker.device_stream import DeviceStream
 
 
 class DeviceIntTable:
-    """Flat access to an integer tensor on the device; with numpy where that is the host's memory (`host_view`)."""
+    """Flat access to an integer tensor on the device; with numpy on the CPU (`host_view`)."""
 
     def __init__(self, values: Tensor, stream: DeviceStream) -> None:
         self._flat = values.view(-1)
@@ -26,14 +26,14 @@ class DeviceIntTable:
         return self._flat.index_select(0, index.flatten()).long().view(index.shape)
 
     def put(self, index: Any, values: Any) -> None:
-        """values.flat[index] = values, tensors of one shape, or `DeviceStream.arrays`; no index comes twice."""
+        """values.flat[index] = values, tensors of one shape, or `DeviceStream.arrays`; indices must be unique."""
         if self._host is not None:
             self._host[np.asarray(index)] = np.asarray(values)
         else:
             self._flat.index_copy_(0, index.flatten(), values.flatten().to(self._flat.dtype))
 
     def read(self, index: np.ndarray) -> np.ndarray:
-        """values.flat[index] on the host, in the table's type; an accelerator is waited for."""
+        """values.flat[index] on the host, in the table's type; synchronizes with an accelerator."""
         host = self._stream.read(self._flat) if self._host is None else self._host
         return host[index]
 

@@ -1,8 +1,8 @@
-"""A step of several attention groups as one rank sees it: the sizes of all, and what a rank without tokens does.
+"""A step with DP attention on one rank: token counts of all attention groups, and idle batches.
 
-With DP attention every group has requests and a scheduler of its own, but experts, dense layers and perhaps the head
-belong to all ranks. So each forward is run by all of them alike, with the sizes that the schedulers exchanged
-(`StepPlan.dp_facts`), by a group that has nothing to compute, too.
+With DP attention every group has its own requests and scheduler, but experts, dense layers and possibly the LM head are
+shared by all ranks. All ranks therefore run each forward together, with the sizes that the schedulers exchanged
+(`StepPlan.dp_facts`); a group without tokens runs an idle batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from moe_engine.worker.batch.two_batches import find_cut, halves
 
 
 class DPSteps:
-    """Sizes of steps for one rank, and its forwards without tokens.
+    """Sizes of steps for one rank, and its idle batches.
 
     Args:
         device: of tensors.
-        kv: the cache of every layer, as `ForwardBatch.kv`.
+        kv: the KV cache of every layer, as `ForwardBatch.kv`.
     """
 
     def __init__(self, parallel: ParallelContext, device: torch.device, kv: Sequence[Any]) -> None:
@@ -39,14 +39,14 @@ class DPSteps:
         """Whether there are several attention groups."""
         return self.parallel.attn_dp_size > 1
 
-    def alike(self, plan: StepPlan) -> StepPlan:
-        """The plan for a step that all groups make alike, without schedulers (warm-up)."""
+    def for_all_groups(self, plan: StepPlan) -> StepPlan:
+        """The plan of a step that is the same in all groups, without schedulers (warm-up)."""
         if not self.is_shared:
             return plan
         return replace(plan, dp_facts=(StepFacts.of(plan),) * self.parallel.attn_dp_size)
 
     def sizes(self, plan: StepPlan) -> StepSizes | None:
-        """Of the target's forward; None with one group, whose batch tells them."""
+        """Sizes of the target model's forward; None with one group, whose batch has them."""
         if not self.is_shared:
             return None
         facts = _facts(plan)
@@ -54,7 +54,7 @@ class DPSteps:
         return StepSizes.known(self.parallel, tokens, logits, any(group.prefills for group in facts))
 
     def draft_sizes(self, plan: StepPlan) -> list[StepSizes]:
-        """Of each forward that drafts: a token for each decode that is drafted for, in every group."""
+        """Sizes of each draft forward: a token per decode with drafts, in every group."""
         if not self.is_shared:
             return []
         facts = _facts(plan)
@@ -63,9 +63,9 @@ class DPSteps:
         return [StepSizes.known(self.parallel, tokens, tokens, False) for tokens in rows]
 
     def halves(self, plan: StepPlan) -> list[tuple[StepPlan, StepSizes]] | None:
-        """The parts of a step that take turns, with their sizes; None where it is run whole.
+        """The two halves of a step for two-batch overlap, with their sizes; None if the step is not split.
 
-        All groups must be able to cut theirs; a group without tokens takes part in both halves.
+        All groups must be able to split their batch; a group without tokens runs an idle batch in both halves.
         """
         overlap = self.parallel.overlap
         if overlap is None or not overlap.two_batches:
@@ -83,20 +83,21 @@ class DPSteps:
         return list(zip(parts, sizes))
 
     def idle_batch(self, sizes: StepSizes) -> ForwardBatch:
-        """A forward of others that this rank takes part in."""
+        """The idle batch of a forward in which only other groups have tokens."""
         return ForwardBatch.nothing(self._kv, sizes, self._device)
 
     def prompt_head(self, model: Model, plan: StepPlan) -> PromptHead | None:
-        """The head for prompt log-probabilities where a step may want some and the head belongs to all groups."""
+        """The LM head for prompt log-probabilities, if a step may need them and all groups share the head."""
         if not self.is_shared or self.parallel.topology.enable_dp_lm_head:
             return None
         return PromptHead(self, model) if any(group.prompt_logprobs for group in _facts(plan)) else None
 
 
 class PromptHead:
-    """The head, called by each group as often as it likes: everybody joins in until all have finished.
+    """The shared LM head for prompt log-probabilities: each group may call it any number of times, and all groups join
+    each call until every group has finished.
 
-    How many prompt positions want logits is known to nobody before the step, so each round tells its sizes first.
+    The number of prompt positions is not exchanged before the step, so each round exchanges its sizes first.
     """
 
     def __init__(self, steps: DPSteps, model: Model) -> None:
@@ -110,7 +111,7 @@ class PromptHead:
         return logits
 
     def finish(self, like: Tensor) -> None:
-        """Joins the rounds of others until nobody has any left."""
+        """Joins the rounds of other groups until all have finished."""
         while self._round(like[:0]) is not None:
             pass
 
@@ -122,5 +123,5 @@ class PromptHead:
 
 def _facts(plan: StepPlan) -> tuple[StepFacts, ...]:
     if plan.dp_facts is None:
-        raise ValueError(f"plan {plan.number} does not say what the other attention groups do")
+        raise ValueError(f"plan {plan.number} has no facts of the other attention groups (dp_facts)")
     return plan.dp_facts

@@ -1,10 +1,10 @@
-"""Which rows have come to their end on the device, before the scheduler can know.
+"""Tracks on the worker which rows have finished, before the scheduler gets the result.
 
-With a step in flight, a request that just ended is planned once more. A plain decode wastes little by that; a step
-with drafts costs several times as much, so the worker leaves such rows out. It must come to the scheduler's own answer:
+With a step in flight, a request that has just ended is planned once more. For a plain decode that wastes little; a step
+with drafts costs several times as much, so the worker leaves such rows out. The conditions must equal the scheduler's:
 an end token after min_new_tokens, or the length.
 
-Legend: D decodes, K tokens that a step brought a row at most.
+Legend: D decodes, K max new tokens of a row in a step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FinishTracker:
         self._all_ids |= ids
 
     def note(self, rows: np.ndarray, positions: np.ndarray, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Rows [D] got counts[d] of tokens [D, K], the first of them at positions[d]."""
+        """Adds counts[d] new tokens of tokens [D, K] to rows [D], the first at positions[d]."""
         self.ended[rows] |= positions + counts >= self._max_length[rows]
         listed = tokens.tolist()
         if self._all_ids.isdisjoint(token for some in listed for token in some):

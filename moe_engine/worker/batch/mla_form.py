@@ -1,4 +1,4 @@
-"""Which form of multi-head latent attention a chunk of query tokens takes.
+"""Chooses the form of multi-head latent attention (MLA), absorbed or expanded, for a chunk of query tokens.
 
 Legend: q query tokens, s tokens before them, C kv_lora_rank, P rotary width, N qk_nope, V v_head. Costs in
 multiply-adds a head.
@@ -13,18 +13,18 @@ from moe_engine.models.config import GQAConfig, MLAConfig
 
 @dataclass(frozen=True)
 class MLAFormPolicy:
-    """Absorbed (queries against the latent) or expanded (keys and values rebuilt from it), by cost.
+    """Absorbed (queries against the latent) or expanded (keys and values expanded from it), by cost.
 
-    Absorbed: q * C(N+V) to absorb, 2C + P a query and context token. Expanded: (s + q) * C(N+V) to rebuild keys and
-    values, N + P + V a query and context token. With on average s + q/2 tokens seen by a query, absorbed is cheaper
-    when q * (s + q/2) < break_even * s, where break_even = C(N+V) / ((2C+P) - (N+P+V)): 171 query tokens against a long
+    Absorbed: q * C(N+V) to absorb, 2C + P per query and context token. Expanded: (s + q) * C(N+V) to expand keys and
+    values, N + P + V per query and context token. A query attends to s + q/2 tokens on average, so absorbed is cheaper
+    if q * (s + q/2) < break_even * s, where break_even = C(N+V) / ((2C+P) - (N+P+V)): 171 query tokens against a long
     context with DeepSeek's widths.
 
-    Tokens that several requests of a step begin with need to be rebuilt once (where the backend `shares`): for each
-    of n requests, rebuilding costs as if all but 1/n of them were no part of its s.
+    A prefix shared by several requests of a step is expanded once (if the backend `shares`): for each of n requests,
+    only 1/n of the shared tokens count in s for the cost of expanding.
 
-    Otherwise the answer depends on the request's own numbers only. With `deterministic`, everything is absorbed, so
-    that a token is computed the same way whether it came in a chunk or alone.
+    Otherwise the choice depends on the request's own numbers only. With `deterministic`, everything is absorbed, so
+    that a token is computed the same way in a chunk and alone.
     """
 
     break_even: float = 170.0
@@ -43,13 +43,13 @@ class MLAFormPolicy:
         shares: bool = False,
     ) -> MLAFormPolicy:
         saved = (2 * kv_lora_rank + rotary) - (qk_nope + rotary + v_head)
-        if saved <= 0:  # the latent is no wider than the heads: absorbed is never dearer
+        if saved <= 0:  # the latent is no wider than the heads: absorbed is never more expensive
             return cls(float("inf"), deterministic)
         return cls(kv_lora_rank * (qk_nope + v_head) / saved, deterministic, shares)
 
     def absorbed(self, start: int, count: int, spared: float = 0.0) -> bool:
-        """Whether `count` query tokens that follow `start` tokens are computed in the absorbed form; `spared` of those
-        would be rebuilt for other requests anyway."""
+        """Whether `count` query tokens behind `start` context tokens use the absorbed form; other requests expand
+        `spared` of the context tokens anyway."""
         return self.deterministic or count * (start + count / 2) < self.break_even * (start - spared)
 
 
@@ -60,9 +60,9 @@ def form_policy(
     break_even: float | None = None,
     shares: bool = False,
 ) -> MLAFormPolicy:
-    """The policy of a model; `break_even` where it was measured, `shares` as the backend does."""
+    """The policy of a model; `break_even` if it was measured, `shares`: the backend expands shared prefixes once."""
     if isinstance(attention, GQAConfig):
-        return MLAFormPolicy(break_even=0.0)  # one contract for both groups: chunks need not be told apart
+        return MLAFormPolicy(break_even=0.0)  # GQA has a single form for both groups
     if break_even is not None:
         return MLAFormPolicy(break_even, deterministic, shares)
     a = attention

@@ -1,8 +1,8 @@
-"""Stable rows: what the worker keeps of a request from step to step. A request keeps its row while it runs.
+"""Request rows: the worker's state of running requests, among it the block table (`slot_table`).
 
-Device: where each token's KV is (`slot_table`) and the token sampled last (`last_token`). Host: how to sample
-(`sampling`), what to do to the logits first (`edits`), which log-probabilities to report (`logprobs`). Everything but
-the two tables changes only when rows do.
+A request keeps its row while it runs. Device: the KV slot of each token (`slot_table`) and the last sampled token
+(`last_token`). Host: sampling parameters (`sampling`), logits processors (`edits`), requested log-probabilities
+(`logprobs`). Everything except the two tables changes only when rows do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_engine.worker.sampling.sampling_state import SamplingState
 
 @dataclass
 class PromptLogprobs:
-    """Progress of a request that wants log-probabilities of its prompt."""
+    """Progress of a request with prompt log-probabilities."""
 
     prompt: list[int]
     spec: LogprobSpec
@@ -34,10 +34,10 @@ class PromptLogprobs:
 
 
 class RequestRows:
-    """State of `max_rows` rows. `apply` enters and forgets requests; the step's own slots come by `write_slots`.
+    """State of `max_rows` rows. `apply` adds and removes requests; `write_slots` adds the step's own slots.
 
-    With drafts the worker itself counts and remembers tokens: `history` holds them, and a row may run `num_drafts`
-    further past the context length for each of the two steps that can be under way.
+    With speculation the worker keeps tokens and lengths of its rows in `history`, and a row may exceed the context
+    length by `num_drafts` for each of the two steps that can be in flight.
     """
 
     def __init__(
@@ -48,27 +48,28 @@ class RequestRows:
         self.vocab_size = vocab_size
         self._stream = stream
         width = row_width(context_len, num_drafts)
+        # SGLang: req_to_token; vLLM: block table. The KV slot of each position of each row.
         self.slot_table: Tensor = stream.lazy_zeros((max_rows, width), torch.int32)  # [max_rows, width]
         self.last_token: Tensor = torch.zeros(max_rows, dtype=torch.int64, device=stream.device)
         self.slots_on_host = stream.host_view(self.slot_table)
-        """The slot table where it is the host's memory, else None."""
+        """The slot table as an array on the CPU, else None."""
         self._slots = DeviceIntTable(self.slot_table, stream)
         self._last_tokens = DeviceIntTable(self.last_token, stream)
         self.history = TokenBuffer(max_rows, width, stream) if num_drafts else None
         self.sampling = SamplingState(max_rows, vocab_size)
         self.edits = LogitsProcessors(vocab_size, self.slot_table, stream)
         self.slot_tokens: SlotTokens | None = None
-        """The text of rows with penalties; None until the size of the KV pool is known."""
+        """Token ids by KV slot, for penalties; None until the size of the KV pool is known."""
         self.logprobs: dict[int, LogprobSpec] = {}
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     @property
     def width(self) -> int:
-        """Entries of a row of the slot table."""
+        """Columns of the slot table."""
         return self.slot_table.shape[1]
 
     def apply(self, finished: Sequence[int], new_rows: Sequence[NewRow], writes: Sequence[RowWrite]) -> None:
-        """Forgets finished rows, enters new ones, then re-points slots: the order of `StepPlan`."""
+        """Removes finished rows, adds new ones, then applies row writes: the order of `StepPlan`."""
         for row in finished:
             self._forget(row)
         for new in new_rows:
@@ -79,17 +80,17 @@ class RequestRows:
             self._point(write.row, write.start, write.slots)
 
     def keep_tokens(self, num_slots: int) -> None:
-        """Makes room for the token in each slot of the KV pool, the dummy page included; once, at start."""
+        """Allocates the token ids by KV slot, the dummy page included; once, at start."""
         self.slot_tokens = SlotTokens(num_slots, self._stream)
 
     def note_tokens(self, slots: Tensor, tokens: Tensor) -> None:
-        """A step computes tokens [T] int64 into slots [T] int64. Costs nothing where no row has penalties."""
+        """Stores tokens [T] int64 of slots [T] int64 of a step. Does nothing if no row has penalties."""
         if self.edits.penalties.active:
             assert self.slot_tokens is not None
             self.slot_tokens.put(slots, tokens)
 
     def reserve(self, writes: Sequence[RowWrite]) -> None:
-        """Enters slots for tokens to come, in one go."""
+        """Writes the slots reserved for future tokens, in one write."""
         if not writes:
             return
         spans = ((write.row * self.width + write.start, len(write.slots)) for write in writes)
@@ -106,17 +107,17 @@ class RequestRows:
         self._slots.put(flat, slots)
 
     def check_lengths(self, rows: Sequence[int] | np.ndarray, lengths: np.ndarray) -> None:
-        """Raises ValueError if one of some rows, which grow to `lengths` tokens, has no room for them."""
+        """Raises ValueError if one of the rows, which grow to `lengths` tokens, exceeds the table's width."""
         if len(lengths) and int(lengths.max()) > self.width:
             row = rows[int(lengths.argmax())]
             raise ValueError(f"row {row} grows to {lengths.max()} tokens, its table has {self.width}")
 
     def last_tokens_of(self, rows: Tensor) -> Tensor:
-        """The tokens that rows [n] int64 sampled last, [n] int64."""
+        """The last sampled tokens [n] int64 of rows [n] int64."""
         return self._last_tokens.take(rows)
 
     def set_last_tokens(self, rows: Any, tokens: Any) -> None:
-        """Rows [n] int64 sampled tokens [n] int64 >= 0; tensors, or `DeviceStream.arrays`."""
+        """Sets the last sampled tokens [n] int64 >= 0 of rows [n] int64; tensors, or `DeviceStream.arrays`."""
         self._last_tokens.put(rows, tokens)
 
     def _enter(self, new: NewRow) -> None:
@@ -143,7 +144,7 @@ class RequestRows:
         self.prompt_logprobs.pop(row, None)
 
     def _move_tokens(self, write: RowWrite) -> None:
-        """The slots that a row is pointed at hold the same tokens as the ones before, noted or not."""
+        """Copies the stored token ids of a row's old slots to the new slots, which hold the same tokens."""
         assert self.slot_tokens is not None
         old = self.slot_table[write.row, write.start : write.start + len(write.slots)].long()
         self.slot_tokens.move(old, self._stream.from_list(write.slots, torch.int64))
@@ -152,6 +153,6 @@ class RequestRows:
         if not slots:
             return
         if start + len(slots) > self.width:
-            raise ValueError(f"row {row}: tokens up to {start + len(slots)} pass the row's width {self.width}")
+            raise ValueError(f"row {row}: tokens up to {start + len(slots)} exceed the row's width {self.width}")
         values = self._stream.upload(torch.from_numpy(np.array(slots, dtype=np.int32)))
         self.slot_table[row, start : start + len(slots)].copy_(values)

@@ -1,4 +1,4 @@
-"""Prompts of a step that begin in the same KV slots: what MLA's expanded form rebuilds for one of them serves all."""
+"""Finds prompts of a step with a shared prefix (the same KV slots), which MLA's expanded form expands once for all."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 import numpy as np
 
 LEAST = 64
-"""Shared tokens below which it is not worth knowing."""
+"""Shared tokens below which sharing does not pay off."""
 
 
 @dataclass(frozen=True)
 class Sharers:
-    """Runs of a step, by their numbers, whose first `length` tokens lie in the same slots."""
+    """Runs of a step, by index, whose first `length` tokens are in the same slots."""
 
     members: list[int]
     length: int
 
     @property
     def spared(self) -> float:
-        """Tokens that each of them need not rebuild, the work being divided among all."""
+        """Tokens that each member need not expand, with the work divided evenly."""
         return self.length * (1 - 1 / len(self.members))
 
 
 def find_sharers(table: np.ndarray, rows: np.ndarray, starts: np.ndarray, runs: Iterable[int]) -> list[Sharers]:
-    """Which of the `runs` begin alike. Slots belong to one token each, so the first tells who may.
+    """Groups of `runs` with a shared prefix. Runs with the same first slot are candidates.
 
     Args:
         table: slots [max_rows, width].

@@ -1,8 +1,8 @@
-"""The token in each KV slot, kept while requests with penalties run.
+"""Token ids by KV slot, stored while requests with penalties run.
 
-A penalty counts the tokens that a row of logits was computed behind: exactly the tokens whose KV the row's attention
-reads. Their slots stand in the slot table, so 4 bytes a slot are enough, whatever the vocabulary and the number of
-rows. Nothing is counted after a draw and nothing is taken back after a rejected draft: the length of a row decides.
+A penalty counts the context tokens of a row of logits: exactly the tokens whose KV the row's attention reads. Their
+slots are in the slot table, so 4 bytes per slot suffice, whatever the vocabulary and the number of rows. Sampling and
+rejected drafts need no update of counts: the length of a row decides which tokens count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SlotTokens:
         self._table = DeviceIntTable(self.ids, stream)
 
     def put(self, slots: Tensor, tokens: Tensor) -> None:
-        """Slots [T] int64 hold tokens [T] int64."""
+        """Stores tokens [T] int64 of slots [T] int64."""
         self._table.put(slots, tokens)
 
     def put_from_host(self, slots: Sequence[int], tokens: Sequence[int]) -> None:
@@ -38,5 +38,5 @@ class SlotTokens:
         self._table.put_from_host(np.array(slots, dtype=np.int64), np.array(tokens, dtype=np.int32))
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Slots target [n] hold what slots source [n] hold; all is read before any is written."""
+        """Copies slots source [n] to slots target [n]; reads everything before writing."""
         self._table.put(target, self._table.take(source))

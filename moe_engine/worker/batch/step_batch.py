@@ -1,4 +1,4 @@
-"""What a step is built from, and what is built: the tensors of its tokens.
+"""Input and output of the batch builder: runs of tokens, and the tensors of a step.
 
 Legend: R requests or runs of tokens, T tokens, S sampled rows.
 """
@@ -23,8 +23,8 @@ from moe_engine.worker.sampling.sampler import SampledRows
 class StepBatch:
     """A step's tensors, before the attention backend has planned.
 
-    `logits_rows` index the step's tokens whose logits are sampled; `all_sampled` says they are simply all tokens.
-    `offsets[i]` is where the tokens of the plan's request i begin.
+    `logits_rows` index the step's tokens whose logits are sampled; `all_sampled`: these are all tokens, in order.
+    `offsets[i]` is the first token of the plan's request i.
     """
 
     input_ids: Tensor  # [T] int64
@@ -35,10 +35,10 @@ class StepBatch:
     attention: AttentionBatch
     sampled: SampledRows
     offsets: np.ndarray  # [R] int64
-    flat: Tensor  # [T] int64: the token's place in the flat slot table
+    flat: Tensor  # [T] int64: the token's index into the flat slot table
 
     def forward_batch(self, attention_plan: Any, kv: Sequence[Any], sizes: StepSizes | None = None) -> ForwardBatch:
-        """What a model is given, once the attention backend has planned."""
+        """The model's input, after the attention backend has planned."""
         return ForwardBatch(
             input_ids=self.input_ids,
             positions=self.positions,
@@ -51,8 +51,8 @@ class StepBatch:
         )
 
 
-def follow_on(first: StepBatch, second: StepBatch) -> StepBatch:
-    """Two halves of a step, one behind the other, as far as their results go; attention has been planned for each."""
+def concatenate(first: StepBatch, second: StepBatch) -> StepBatch:
+    """Concatenates the outputs of two halves of a step; attention was planned for each."""
     shift = len(first.positions)
     return replace(
         first,
@@ -68,11 +68,11 @@ def follow_on(first: StepBatch, second: StepBatch) -> StepBatch:
 
 @dataclass(frozen=True)
 class RaggedTokens:
-    """Neighbouring tokens of some rows, decodes first: all that a step is built from. "Place" counts tokens in the
-    order of the runs.
+    """Runs of adjacent tokens of some rows, decodes first: the input of a batch. Indices count tokens in the order of
+    the runs.
 
     Ids are on the device for the first tokens and on the host for the rest; `slots` are given for the last tokens, the
-    others stand in the slot table already.
+    others are in the slot table already.
     """
 
     rows: np.ndarray  # [R] int64
@@ -82,6 +82,6 @@ class RaggedTokens:
     device_ids: Tensor  # [n] int64
     host_ids: np.ndarray  # [T - n] int64
     slots: np.ndarray  # [m] int64
-    sampled: np.ndarray  # [S] int64: places of the tokens whose logits are needed
-    positions: np.ndarray | None = None  # [T] int64, where a token's is not its place in the row (draft trees)
+    sampled: np.ndarray  # [S] int64: indices of the tokens whose logits are needed
+    positions: np.ndarray | None = None  # [T] int64, if they differ from the columns of the slot table (draft trees)
     visible: np.ndarray | None = None  # [tokens of the decodes] int64, see PagedQueries

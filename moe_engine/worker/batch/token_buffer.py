@@ -1,8 +1,8 @@
-"""What the worker itself must know of its rows when it drafts: their tokens, and how many of them are computed.
+"""Token buffer: the worker's own copy of its rows' tokens and computed lengths, for speculation.
 
-How many drafts a step confirms is not known on the host when the next step is planned, so the count lives here.
+The number of accepted drafts is not known on the host when the next step is planned, so the lengths are kept here.
 
-Legend: T tokens, D decodes, K tokens that a decode may bring.
+Legend: T tokens, D decodes, K max new tokens of a decode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_engine.worker.device_stream import DeviceStream
 class TokenBuffer:
     """`tokens[row, p]` is the token at position p, for p <= lengths[row]: the last of them is not computed yet.
 
-    Behind that stand tokens that were tried and given up, or zeros; always ids of the vocabulary.
+    Entries behind that are rejected drafts or zeros; always ids of the vocabulary.
     """
 
     def __init__(self, max_rows: int, width: int, stream: DeviceStream) -> None:
@@ -32,7 +32,7 @@ class TokenBuffer:
         self.tokens: Tensor = stream.lazy_zeros((max_rows, width), torch.int32)  # [max_rows, width]
         self.lengths: Tensor = torch.zeros(max_rows, dtype=torch.int64, device=stream.device)  # [max_rows]
         self._tokens, self._lengths = DeviceIntTable(self.tokens, stream), DeviceIntTable(self.lengths, stream)
-        self._places: Any = None  # 0, 1, ... as many as a step has brought a row
+        self._places: Any = None  # 0, 1, ... up to the max new tokens of a row so far
         self.ends = FinishTracker(max_rows)
 
     def enter(self, new: NewRow) -> None:
@@ -42,12 +42,12 @@ class TokenBuffer:
         self.ends.enter(new)
 
     def set_lengths(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Rows have computed so many tokens. To set an item of a tensor would wait for an accelerator."""
+        """Sets the computed lengths of rows. Setting an item of a tensor would synchronize with an accelerator."""
         if rows:
             self._lengths.put_from_host(np.array(rows), np.array(lengths))
 
     def read_lengths(self, rows: np.ndarray) -> np.ndarray:
-        """Computed tokens of rows [D], on the host: where a decode begins. Waits for an accelerator."""
+        """Computed tokens of rows [D], on the host: the start of a decode. Synchronizes with an accelerator."""
         return self._lengths.read(rows)
 
     def at(self, flat: Tensor) -> Tensor:
@@ -55,9 +55,9 @@ class TokenBuffer:
         return self._tokens.take(flat)
 
     def advance(self, rows: Any, begins: Any, lengths: Any, tokens: Any) -> None:
-        """Rows [D] have computed `lengths` [D] tokens; tokens [D, K] are those behind the begins [D] that they had, the
-        last of which stands at position `lengths`. What follows it in a row of `tokens` is of no meaning. All four as
-        tensors or as `DeviceStream.arrays`."""
+        """Sets the computed `lengths` [D] of rows [D] and stores tokens [D, K] behind their old lengths `begins` [D];
+        the last new token is at position `lengths`, further entries of `tokens` have no meaning. All four as tensors or
+        as `DeviceStream.arrays`."""
         if self._places is None or len(self._places) < tokens.shape[1]:
             (self._places,) = self._stream.arrays(torch.arange(tokens.shape[1], device=self._stream.device))
         flat = (rows * self.width + begins + 1)[:, None] + self._places[: tokens.shape[1]]
@@ -65,7 +65,7 @@ class TokenBuffer:
         self._lengths.put(rows, lengths)
 
     def append(self, rows: Any, lengths: Any, tokens: Any) -> None:
-        """Rows [D] have computed `lengths` [D] tokens, and tokens [D] stand behind them; tensors, or
+        """Sets the computed `lengths` [D] of rows [D] and stores tokens [D] behind them; tensors, or
         `DeviceStream.arrays`."""
         self._tokens.put(rows * self.width + lengths, tokens)
         self._lengths.put(rows, lengths)

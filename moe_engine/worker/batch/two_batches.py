@@ -1,7 +1,7 @@
-"""A step cut into two halves, so that one computes while tokens of the other travel. Imports no torch.
+"""Two-batch overlap: splits a step into two halves, one computes while the other dispatches. Imports no torch.
 
-The cut is where the halves' tokens are most alike: between two requests, or inside a prompt where that is more even.
-The second half of a cut prompt attends to the first, which goes before it in every layer.
+The split balances the tokens of the halves: between two requests, or inside a prompt if that is more even. The second
+half of a split prompt attends to the first half, which runs before it in every layer.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from moe_engine.types import StepPlan
 
 @dataclass(frozen=True)
 class Cut:
-    """The first half has the requests before `request`, and `tokens` of that one."""
+    """The first half has the requests before `request`, and the first `tokens` of that one."""
 
     request: int
     tokens: int
     num_tokens: int
-    """Of the first half."""
+    """Tokens of the first half."""
 
 
 def find_cut(plan: StepPlan, threshold: float) -> Cut | None:
-    """Where to cut a plan; None where it is better left whole (fewer than two requests or tokens, drafts).
+    """Where to split a plan; None if it is not split (fewer than two requests or tokens, drafts).
 
     Args:
-        threshold: a prompt is cut where halves of whole requests would leave less than this part of the tokens to the
-            smaller one; 0 never cuts a prompt.
+        threshold: a prompt is split if halves of whole requests would leave less than this share of the tokens to the
+            smaller one; 0 never splits a prompt.
     """
     total = plan.num_tokens
     if plan.speculation is not None or total < 2:
@@ -44,7 +44,7 @@ def find_cut(plan: StepPlan, threshold: float) -> Cut | None:
 
 
 def halves(plan: StepPlan, cut: Cut) -> tuple[StepPlan, StepPlan]:
-    """The two parts of a plan, in its order. What happens to rows before the step stays with the whole plan."""
+    """The two halves of a plan, in its order, without its changes of rows, which are applied before."""
     first, second = _take(plan, 0, cut.request), _take(plan, cut.request, len(plan.rows))
     if not cut.tokens:
         return first, second

@@ -1,7 +1,7 @@
-"""Batches of as many tokens for each of some rows: what a speculative step verifies, and the steps of drafting.
+"""Uniform batches, with the same number of tokens per row: the verify batch of a speculative step, and draft steps.
 
-What `BatchBuilder.assemble` would make of them, at a fraction of the host work: all that does not change while the same
-rows get the same number of tokens is made once.
+Equal to those of `BatchBuilder.assemble`, at a fraction of the host work: values that do not change while the same rows
+have the same number of tokens are cached.
 
 Legend: R rows, K tokens of each, T = R * K.
 """
@@ -25,10 +25,10 @@ from moe_engine.worker.sampling.sampler import SampledRows
 
 @dataclass(frozen=True)
 class _Shape:
-    """What batches of the same rows and counts share."""
+    """Values shared by batches of the same rows and count."""
 
     within: np.ndarray  # [K] int64: 0..K-1
-    base: np.ndarray  # [R, 1] int64: where the row begins in the flat slot table
+    base: np.ndarray  # [R, 1] int64: start of the row in the flat slot table
     rows_int32: Tensor  # [R] int32
     query_lens: list[int]
     query_starts: Tensor  # [R+1] int32
@@ -38,7 +38,7 @@ class _Shape:
 
 
 class UniformBatches:
-    """See the module. `rows` of a call are taken for those of an earlier one if they are the same object."""
+    """Builds uniform batches. The cache is keyed by the identity of the `rows` object."""
 
     def __init__(self, rows: RequestRows, page_size: int, stream: DeviceStream) -> None:
         self._rows = rows
@@ -48,7 +48,7 @@ class UniformBatches:
         self._known: dict[int, _Shape] = {}
 
     def batch(self, rows: np.ndarray, rows_device: Tensor, starts: np.ndarray, count: int, ids: Tensor) -> StepBatch:
-        """Tokens [starts[i], starts[i] + count) of each row, all sampled, at the slots in the table; ids [R, K]."""
+        """Tokens [starts[i], starts[i] + count) of each row, all sampled, with slots from the table; ids [R, K]."""
         shape = self._shape(rows, rows_device, count)
         num, total = len(rows), len(rows) * count
         staging = self._stream.staging(2 * total + (num + 1) // 2)
@@ -84,7 +84,7 @@ class UniformBatches:
         )
 
     def chain(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]) -> ChainSteps:
-        """Steps of one token a row, positions [steps, R], known before their ids are: the host work of all at once."""
+        """Steps of one token per row, at positions [steps, R], without ids: the host work of all steps at once."""
         shape = self._shape(rows, rows_device, 1)
         steps, num = positions.shape
         total = steps * num

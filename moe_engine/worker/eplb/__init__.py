@@ -1,1 +1,1 @@
-"""Expert placement while serving: recording, rebalancing (EPLB), recovery after a lost rank."""
+"""Expert placement while serving: expert recording, EPLB, recovery after the loss of ranks."""

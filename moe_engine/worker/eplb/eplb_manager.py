@@ -1,14 +1,14 @@
-"""EPLB while the engine serves: counts over some passes, a plan, and experts that move a few at a time.
+"""EPLB manager (expert-parallel load balancer): counts expert load, plans a rebalance, and moves experts in chunks.
 
-All ranks call `between_passes` at the same passes, and what they do there follows from the number of the pass and from
-what one of them, the planning rank, sent, so no rank ever acts alone:
+All ranks call `between_passes` at the same passes. Their actions depend only on the pass number and on broadcasts of
+the planning rank, so all ranks act together:
 
     counting   until the interval is over; then the ranks sum their counts
-    planning   on a thread of the planning rank; every few passes it tells the others whether the plan is there
-    moving     one chunk a pass, or every few passes where those are short: it travels into spare slots meanwhile, in a
-               lane, where the layer's table is made too; before the next pass both are put in place
+    planning   on a thread of the planning rank, which broadcasts every few passes whether the plan is ready
+    moving     one chunk per pass, or every few passes if passes are short: a lane transfers the chunk to spare slots
+               during passes and prepares the layer's table; both are swapped in before the next pass
 
-Legend: L layers, E logical experts, P slots.
+Legend: L layers, E logical experts, P physical experts (slots).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from moe_engine.worker.eplb.eplb_throttle import EPLBThrottle
 logger = logging.getLogger("moe_engine")
 
 ASK_EVERY = 4
-"""Passes between two looks at whether there is a plan."""
+"""Passes between two broadcasts of whether the plan is ready."""
 MIN_GAIN = 0.01
-"""Balancedness that a layer gives up rather than move more experts."""
+"""Gain of balancedness of a layer below which no further experts are moved."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to get there, and what it brings: balancedness of the counted passes as it was, and in the new place."""
+    """The encoded moves, and the balancedness of the counted passes before and after them."""
 
     program: NDArray[np.int64]
     before: float = 1.0
@@ -61,17 +61,17 @@ NO_MOVES = Plan(np.zeros(1, dtype=np.int64))
 
 
 class Planner:
-    """Makes plans beside the steps, on the planning rank. `close` waits for the one in work."""
+    """Plans placements concurrently with steps, on the planning rank. `close` waits for the running plan."""
 
     def __init__(self, layout: ExpertLayout, policy: str, executor: Executor) -> None:
         self.alive = (True,) * layout.num_ranks
-        """The ranks to plan for."""
+        """Ranks alive, which plans use."""
         self._layout = layout
         self._policy = policy
         self._executor = executor
 
     def submit(self, counts: NDArray[np.int64], current: ExpertPlacement, enough: float) -> Future[Plan]:
-        """A plan for counts [L, E]; `NO_MOVES` where the balancedness is `enough` already."""
+        """A plan for counts [L, E]; `NO_MOVES` if the balancedness is already above `enough`."""
         return self._executor.submit(self.plan, counts, current, enough)
 
     def plan(self, counts: NDArray[np.int64], current: ExpertPlacement, enough: float) -> Plan:
@@ -89,8 +89,8 @@ class Planner:
 
 @dataclass
 class BalanceStats:
-    """Of this rank, since the start. Seconds of pauses are those between passes; `moving_seconds` are the passes' own,
-    pauses included."""
+    """Statistics of this rank since the start. Pauses are between passes; `moving_seconds` is the time of passes with
+    moves, pauses included."""
 
     rebalances: int = 0
     experts_received: int = 0
@@ -99,28 +99,28 @@ class BalanceStats:
     pause_seconds: float = 0.0
     longest_pause: float = 0.0
     passes_per_move: int = 1
-    """That a chunk is given, as the planning rank has measured before."""
+    """Passes per chunk, from measurements of the planning rank."""
     before: float = 1.0
-    """Balancedness of the counted passes, as they were and as planned: of the last plan."""
+    """Balancedness of the counted passes before and after the last plan."""
     after: float = 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, and ``pause_share``: the part of the time of passes with moves that they paused."""
+        """The fields, and ``pause_share``: share of pauses in the time of passes with moves."""
         share = self.pause_seconds / self.moving_seconds if self.moving_seconds else 0.0
         return asdict(self) | {"pause_share": share}
 
 
 class EPLBManager:
-    """One rank's part in rebalancing.
+    """EPLB of one rank.
 
     Args:
-        settings: when.
-        tables: the placement in force, which this changes.
-        recorder: counts, with a window that this empties.
-        make_transfer: with as many spare slots as layers move at once; collective.
-        world: all ranks of the model. Operations in it happen between passes, so they cannot meet those of a step.
-        planner: asked on the planning rank alone: the first that was not lost.
-        drafts: counts in MTP layers, which are then planned and moved as the model's own layers.
+        settings: interval and thresholds.
+        tables: the current placement, which this updates.
+        recorder: expert counts, whose window this takes.
+        make_transfer: with one spare slot per layer that moves at once; collective.
+        world: all ranks of the model. Its collectives run between passes, so they cannot interleave with a step's.
+        planner: used on the planning rank only, the first rank alive.
+        drafts: counts of MTP layers, which are then planned and moved like the model's own layers.
         clock: seconds.
     """
 
@@ -149,35 +149,35 @@ class EPLBManager:
         self._passes = 0  # in this stage
         self._stage: Callable[[], None] = self._count
         self._planning: Future[Plan] | None = None
-        self._waiting: deque[deque[Chunk]] = deque()  # layers, and what is left to do in each
-        self._under_way: list[Chunk] = []
+        self._pending: deque[deque[Chunk]] = deque()  # by layer: remaining chunks
+        self._in_transit: list[Chunk] = []
         self._last_call: float | None = None
         self._at_start = BalanceStats()
-        self._pace = EPLBThrottle()
+        self._throttle = EPLBThrottle()
         self._log("[EPLBManager] system started, will rebalance per %d iterations.", settings.interval)
 
     def between_passes(self) -> None:
-        """Before each pass, on every rank."""
+        """To be called before each pass, on every rank."""
         self._passes += 1
         self._stage()
 
     def close(self) -> None:
         self._planner.close()
 
-    # -- ranks were lost
+    # -- after the loss of ranks
 
-    def forget(self) -> NDArray[np.int64]:
-        """Leaves the stage that it was in, for ranks may have been at different passes of it. Returns the counts since
-        the last plan, summed over the ranks that are left, as a plan takes them [L, E]; collective among them."""
+    def reset(self) -> NDArray[np.int64]:
+        """Aborts the current stage, as ranks may be at different passes of it. Returns the counts [L, E] since the last
+        plan, summed over the surviving ranks; collective among them."""
         self._planning = None
         self._transfer.give_up()
-        self._waiting.clear()
-        self._under_way = []
+        self._pending.clear()
+        self._in_transit = []
         self._enter(self._count)
         return self._take_counts()
 
-    def begin_anew(self, alive: Sequence[bool], balancedness: float) -> None:
-        """Balances among the ranks alive from now on, whose placement has that balancedness; collective among them."""
+    def restart(self, alive: Sequence[bool], balancedness: float) -> None:
+        """Restarts EPLB among the ranks alive, whose placement has this balancedness; collective among them."""
         self._planner.alive = tuple(alive)
         self._planning_rank = self._planner.alive.index(True)
         self.stats.after = balancedness
@@ -193,7 +193,7 @@ class EPLBManager:
             return
         self._log("[EPLBManager] rebalance start")
         counts = self._take_counts()
-        if self._plans:
+        if self._is_planning_rank:
             self._planning = self._planner.submit(counts, self._placement, self._settings.enough)
         self._enter(self._plan)
 
@@ -211,14 +211,14 @@ class EPLBManager:
         if self._planning is not None and self._planning.done():
             plan = self._planned(self._planning)
             length = len(plan.program)
-        told = self._tensor(torch.tensor([length, self._pace.passes_per_move]))
-        length, self.stats.passes_per_move = self._world.broadcast(told, self._planning_rank).tolist()
+        header = self._tensor(torch.tensor([length, self._throttle.passes_per_move]))
+        length, self.stats.passes_per_move = self._world.broadcast(header, self._planning_rank).tolist()
         if not length:
             return
-        program = torch.from_numpy(plan.program) if self._plans else torch.zeros(length, dtype=torch.int64)
+        program = torch.from_numpy(plan.program) if self._is_planning_rank else torch.zeros(length, dtype=torch.int64)
         program = self._world.broadcast(self._tensor(program), self._planning_rank).cpu()
         layers = decode_moves(program.numpy(), self._placement)
-        self._waiting = deque(deque(chunks) for chunks in layers)
+        self._pending = deque(deque(chunks) for chunks in layers)
         self.stats.before, self.stats.after = plan.before, plan.after
         self._at_start = BalanceStats(**asdict(self.stats))
         self._last_call = None
@@ -229,46 +229,46 @@ class EPLBManager:
         try:
             return planning.result()
         except Exception:
-            logger.exception("[EPLBManager] no plan could be made; experts stay where they are")
+            logger.exception("[EPLBManager] planning failed; experts are not moved")
             return NO_MOVES
 
     def _move(self) -> None:
-        self._recorder.settle()  # this pass owes it anyway: it is not what moves cost
+        self._recorder.settle()  # due in this pass anyway: not part of the cost of moves
         began = self._clock()
         if (self._passes - 1) % self.stats.passes_per_move:
-            self._note_pause(began)
+            self._record_pause(began)
             return
-        moved = bool(self._under_way)
+        moved = bool(self._in_transit)
         if moved:
-            for chunk, prepared in zip(self._under_way, self._transfer.finish()):
+            for chunk, prepared in zip(self._in_transit, self._transfer.finish()):
                 self._tables.update_layer(chunk.layer, chunk.table, self.counter_of(chunk.layer), prepared)
-        way = self._transfer.way_seconds
-        active = [self._waiting.popleft() for _ in range(min(self._settings.layers_at_once, len(self._waiting)))]
-        self._under_way = [chunks.popleft() for chunks in active]
-        self._waiting.extendleft(chunks for chunks in reversed(active) if chunks)
-        self.stats.experts_received += self._transfer.begin(self._under_way, self._prepare)
-        pause = self._note_pause(began)
+        transfer_seconds = self._transfer.way_seconds
+        active = [self._pending.popleft() for _ in range(min(self._settings.layers_at_once, len(self._pending)))]
+        self._in_transit = [chunks.popleft() for chunks in active]
+        self._pending.extendleft(chunks for chunks in reversed(active) if chunks)
+        self.stats.experts_received += self._transfer.begin(self._in_transit, self._prepare)
+        pause = self._record_pause(began)
         if moved:
-            self._pace.moved(pause, way)
-        if not self._under_way:
-            self._ended()
+            self._throttle.add_move(pause, transfer_seconds)
+        if not self._in_transit:
+            self._finish()
 
     def _prepare(self, chunk: Chunk) -> LayerChoice:
         return self._tables.prepare(chunk.layer, chunk.table)
 
-    def _note_pause(self, began: float) -> float:
-        """Which ends now, after so many seconds."""
+    def _record_pause(self, began: float) -> float:
+        """Records a pause that began at `began` and ends now; returns its seconds."""
         stats, pause = self.stats, self._clock() - began
         if self._last_call is not None:
             stats.moving_seconds += began - self._last_call
             stats.moving_passes += 1
-            self._pace.passed(began - self._last_call)
+            self._throttle.add_pass(began - self._last_call)
         stats.pause_seconds += pause
         stats.longest_pause = max(stats.longest_pause, pause)
         self._last_call = began
         return pause
 
-    def _ended(self) -> None:
+    def _finish(self) -> None:
         stats, start = self.stats, self._at_start
         stats.rebalances += 1
         seconds, pauses = stats.moving_seconds - start.moving_seconds, stats.pause_seconds - start.pause_seconds
@@ -288,11 +288,11 @@ class EPLBManager:
         )
         self._enter(self._count)
 
-    # -- pieces
+    # -- helpers
 
     @property
     def _placement(self) -> ExpertPlacement:
-        """Of the layers that move."""
+        """Placement of the layers that move."""
         return self._tables.placement if self._drafts is None else self._tables.whole_placement
 
     def counter_of(self, layer: int) -> ExpertRecorder | DraftCounts:
@@ -302,12 +302,12 @@ class EPLBManager:
         return self._drafts
 
     @property
-    def _plans(self) -> bool:
+    def _is_planning_rank(self) -> bool:
         return self._world.rank == self._planning_rank
 
     def _tensor(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self._world.device)
 
     def _log(self, line: str, *args: object) -> None:
-        if self._plans:
+        if self._is_planning_rank:
             logger.info(line, *args)

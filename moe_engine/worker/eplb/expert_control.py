@@ -1,4 +1,4 @@
-"""What the operator may ask of the experts of one rank. Everything runs on the worker's thread, between steps."""
+"""Operator control of one rank's expert recording and EPLB. All calls run on the worker's thread, between steps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 
 
 class ExpertControl:
-    """Answers are plain values that msgpack can carry. Nothing here is collective: ranks may be asked at any step.
+    """Results are plain values for msgpack. No method is collective: ranks may be called at any step.
 
     Args:
-        recorder: None where nothing can be recorded (no --expert-distribution-recorder-mode, no experts).
-        balance: None where experts stay where they are.
-        observed: the model whose passes the recorder is told of.
-        observe: puts it, and the recorder, where passes and layers come by (True), or takes them away again: where
-            nobody wants counts, a step is what it is without a recorder.
+        recorder: None without recording (no --expert-distribution-recorder-mode, no experts).
+        balance: None without EPLB.
+        observed: the model wrapper that reports passes to the recorder.
+        observe: installs wrapper and recorder in the model (True), or removes them: without recording, a step has no
+            overhead.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ExpertControl:
         self.observed = observed
         self._observe = observe
         self._observing = False
-        self._look()
+        self._update_observing()
 
     @property
     def recorder(self) -> ExpertRecorder | None:
@@ -44,26 +44,26 @@ class ExpertControl:
         return self._balance
 
     def start(self) -> bool:
-        """Records from the next pass on; False where nothing can be recorded."""
+        """Records from the next pass on; False without a recorder."""
         if self._recorder is not None:
             self._recorder.start()
-            self._look()
+            self._update_observing()
         return self._recorder is not None
 
     def stop(self) -> bool:
         if self._recorder is not None:
             self._recorder.stop()
-            self._look()
+            self._update_observing()
         return self._recorder is not None
 
-    def _look(self) -> None:
+    def _update_observing(self) -> None:
         watching = self.observed is not None and self.observed.is_watching
         if watching != self._observing and self._observe is not None:
             self._observing = watching
             self._observe(watching)
 
     def dump_part(self) -> dict[str, Any] | None:
-        """This rank's part, for `merge.write_parts`; None where it has none."""
+        """This rank's part of a dump, for `merge.write_parts`; None without a recorder."""
         return None if self._recorder is None else self._recorder.dump_part()
 
     def snapshot(self) -> dict[str, Any] | None:
@@ -71,8 +71,8 @@ class ExpertControl:
         return None if self._recorder is None else self._recorder.snapshot()
 
     def state(self) -> dict[str, Any]:
-        """For metrics: ``balancedness`` as `BalanceWindows.values` (where it is reported), ``eplb`` as
-        `BalanceStats`; may be read from any thread."""
+        """For metrics: ``balancedness`` as `BalanceWindows.values` (if reported), ``eplb`` as `BalanceStats`; may be
+        read from any thread."""
         state: dict[str, Any] = {}
         if self._recorder is not None and (balancedness := self._recorder.balance.values()):
             state["balancedness"] = balancedness

@@ -1,4 +1,4 @@
-"""A model whose passes are counted, and between whose passes experts may move."""
+"""Model wrapper that records the experts of each pass and calls EPLB between passes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORWARD_MODES = {(True, False): 1, (False, True): 2, (True, True): 3, (False, Fa
 
 
 class PassHook(Protocol):
-    """What is done before each pass, by all ranks alike."""
+    """Called before each pass, on all ranks."""
 
     def between_passes(self) -> None: ...
 
@@ -30,10 +30,10 @@ class ExpertRecordingModel:
     """Implements `Model`.
 
     Args:
-        model: does the work, and numbers its passes; what else shares it (MTP layers) is not observed.
-        recorder: told of every pass.
+        model: the wrapped model, which numbers its passes; its MTP layers are not observed.
+        recorder: records every pass.
         balance: called between passes.
-        log: write a line with the balancedness of each pass, on the rank that `speaks` for all.
+        log: log the balancedness of each pass, on the reporting rank.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class ExpertRecordingModel:
         is_reporting_rank: bool = True,
     ) -> None:
         self.logits = model.logits
-        self.counts_itself = False
-        """Whether all layers count where they choose, so that nobody need see how a pass is run."""
+        self.counts_in_layers = False
+        """Whether all layers count their own experts, so that a fused pass is recorded too."""
         self._model: Any = model
         self._recorder = recorder
         self._balance = balance
@@ -56,7 +56,7 @@ class ExpertRecordingModel:
 
     @property
     def passes(self) -> int:
-        """Begun so far: the number of the last one, the same on all ranks."""
+        """Passes begun so far: the number of the last one, the same on all ranks."""
         return self._model.passes
 
     @passes.setter
@@ -69,13 +69,12 @@ class ExpertRecordingModel:
 
     @property
     def is_watching(self) -> bool:
-        """Whether every pass must come by here: a replayed one tells nobody what was chosen, and lets nothing move."""
+        """True if CUDA-graph replay must be disabled: a replayed pass cannot record expert choices or move experts."""
         return self._recorder.wanted or self._balance is not None
 
-    def in_one_call(self, run: Callable[[], Result | None]) -> Result | None:
-        """A pass that `run` makes without `forward`. None where that would not be noticed, or where `run` gives it:
-        nothing was done."""
-        if self._balance is not None or not self.counts_itself:
+    def fused_pass(self, run: Callable[[], Result | None]) -> Result | None:
+        """Runs a pass without `forward`. None, without a pass, if it could not be recorded or if `run` returns None."""
+        if self._balance is not None or not self.counts_in_layers:
             return None
         recorder, counting = self._recorder, self._recorder.counting
         if counting:
@@ -85,7 +84,7 @@ class ExpertRecordingModel:
             self._model.passes += 1
             recorder.end_pass()
             if self._log:
-                self._say()
+                self._log_balancedness()
         elif counting:
             recorder.drop_pass()
         return result
@@ -101,11 +100,11 @@ class ExpertRecordingModel:
         hidden = model.forward(batch)
         recorder.end_pass()
         if self._log:
-            self._say()
+            self._log_balancedness()
         return hidden
 
     def forward_overlapped(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
-        """As `SupportsTBO`: the parts are one pass."""
+        """As `SupportsTBO`: both halves are one pass."""
         if self._balance is not None:
             self._balance.between_passes()
         if self._recorder.counting:
@@ -115,7 +114,7 @@ class ExpertRecordingModel:
         hidden = self._model.forward_overlapped(batches)
         self._recorder.end_pass()
         if self._log:
-            self._say()
+            self._log_balancedness()
         return hidden
 
     def _describe(self, batches: Sequence[ForwardBatch]) -> None:
@@ -129,6 +128,6 @@ class ExpertRecordingModel:
             FORWARD_MODES[bool(prefills), decodes],
         )
 
-    def _say(self) -> None:
+    def _log_balancedness(self) -> None:
         if self.is_reporting_rank:
             logger.info("%s", self._recorder.balance.log_line())

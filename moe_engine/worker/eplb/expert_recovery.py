@@ -1,9 +1,9 @@
-"""A rank's part in going on without others: new groups, and every expert on a rank that lives.
+"""Recovery of a rank after the loss of other ranks (elastic EP): new groups, and a placement on surviving ranks.
 
-The ranks that are left tell each other what they hold, plan alike for themselves, and copy experts from slot to slot;
-an expert whose every copy is gone is read again from the checkpoint, by the rank that is to have it.
+The surviving ranks exchange their physical experts, compute the same plan, and copy experts from slot to slot; an
+expert without a remaining replica is read from the checkpoint by its new rank.
 
-Legend: L layers, MTP layers included; E experts, P slots, G ranks.
+Legend: L layers, MTP layers included; E experts, P physical experts (slots), G ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from moe_engine.worker.eplb.expert_control import ExpertControl
 
 @dataclass(frozen=True)
 class Recovered:
-    """What it took, over all ranks: experts `copied` from slot to slot and `read` from the checkpoint.
+    """Summary over all ranks: experts `copied` from slot to slot and `read` from the checkpoint.
 
-    `balancedness`: of the new placement, for what was counted lately, or as if every expert were chosen as often.
+    `balancedness`: of the new placement for recent counts, or for a uniform load without counts.
     """
 
     copied: int
@@ -43,16 +43,16 @@ class Recovered:
 
 
 class RankRecovery:
-    """Keeps a rank going. `give_up` may be called from any thread, `go_on` is a step of the worker's.
+    """Recovers a rank. `give_up` may be called from any thread, `go_on` runs on the worker's thread like a step.
 
     Args:
         parallel: with an elastic world, a dispatcher and tables.
-        layers: those with experts, MTP layers included, by index.
+        layers: MoE layers, MTP layers included, by index.
         kernel: of the experts.
         layout: of the whole world.
-        policy: of plans, as for `plan_placement`.
-        open_weights: opens the checkpoint once more.
-        control: who counts by the tables, and moves experts between passes, where they are to be.
+        policy: EPLB algorithm, as for `plan_placement`.
+        open_weights: opens the checkpoint again.
+        control: has the recorder and EPLB manager, which use the tables.
 
     Raises:
         ConfigError: the kernel cannot move experts.
@@ -83,12 +83,12 @@ class RankRecovery:
         self._recorder, self._balance, self._observed = control.recorder, control.balance, control.observed
 
     def give_up(self) -> None:
-        """What this rank is doing with others fails with `PeerLost`; what it begins afterwards is a new set's."""
+        """Aborts this rank's current collectives with `PeerLost`; later ones belong to the new group."""
         self.elastic.give_up()
 
     @torch.inference_mode()
     def go_on(self, alive: Sequence[bool]) -> Recovered:
-        """Collective among the ranks alive, who are torch's default group now. Steps can follow.
+        """Recovers with the ranks alive, which are torch's default group now; collective. Steps can run afterwards.
 
         Raises:
             PeerLost: another rank was lost meanwhile. CheckpointError: an expert cannot be read.
@@ -98,7 +98,7 @@ class RankRecovery:
         current = self._held_by_all()
         counts = np.ones((current.num_layers, current.num_experts), dtype=np.int64)
         if self._balance is not None:
-            counted = self._balance.forget()
+            counted = self._balance.reset()
             counts[: len(counted)] += counted
         plan = plan_for_survivors(counts, self._layout, alive, current, self._policy)
         if plan.unplaced:
@@ -106,13 +106,13 @@ class RankRecovery:
         copied, read = self._move(current, plan.placement)
         recovered = Recovered(copied, read, balancedness(plan.placement.of_ranks(alive), counts))
         if self._balance is not None:
-            self._balance.begin_anew(alive, recovered.balancedness)
-        self._count_anew(alive)
+            self._balance.restart(alive, recovered.balancedness)
+        self._restart_counting(alive)
         self._world.barrier()
         return recovered
 
-    def _count_anew(self, alive: Sequence[bool]) -> None:
-        """The pass that was given up has begun on some ranks only: they number the next one alike again."""
+    def _restart_counting(self, alive: Sequence[bool]) -> None:
+        """Aligns the pass numbers, as the aborted pass has begun on some ranks only."""
         if self._recorder is None or self._observed is None:
             return
         self._recorder.balance.go_on(alive)
@@ -121,7 +121,7 @@ class RankRecovery:
         self._observed.is_reporting_rank = self.elastic.places[0] == self.elastic.rank
 
     def _held_by_all(self) -> ExpertPlacement:
-        """The placement as it is, each rank's slots by its own word: the tables of others may be a move behind."""
+        """The current placement, each rank's slots from its own table: other ranks' tables may be a move behind."""
         held = torch.tensor(self._tables.all_held, dtype=torch.int64, device=self._world.device)  # [L, P/G]
         of_ranks = self._world.all_gather(held).cpu().numpy()  # [G, L, P/G]
         table = of_ranks.transpose(1, 0, 2).reshape(held.shape[0], -1)
@@ -129,7 +129,7 @@ class RankRecovery:
         return whole.without_ranks(np.array(self.elastic.alive))
 
     def _move(self, current: ExpertPlacement, new: ExpertPlacement) -> tuple[int, int]:
-        """Experts copied between slots, and read; of all ranks, as all plan alike."""
+        """(copied, read) experts over all ranks, as all ranks have the same plan."""
         elastic, link = self.elastic, self.elastic.link()
         weights: WeightSource | None = None
         copied = read = 0
@@ -156,7 +156,7 @@ class RankRecovery:
             self._tables.update_layer(layer, table, self._recorder if layer < self._tables.num_layers else None)
 
     def _copy(self, chunk: Chunk, layer: MoE, link: Link) -> None:
-        """With memory of its own: what was under way when ranks were lost may still write to other memory."""
+        """Copies with new spare memory: transfers aborted by the loss may still write to the old."""
         assert isinstance(self._kernel, MovableExperts)
         copies = tuple(copy for copy in chunk.copies if copy.source is not None)
         if not copies:

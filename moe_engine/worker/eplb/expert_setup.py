@@ -1,4 +1,4 @@
-"""Puts experts into slots before a model is loaded, and recorder and rebalancer around it afterwards."""
+"""Setup of expert placement before a model is loaded, and of recorder and EPLB afterwards."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from moe_engine.worker.model_runner import ModelRunner
 def with_experts(
     parallel: ParallelContext, config: ModelConfig, settings: ExpertSettings, device: torch.device | str
 ) -> ParallelContext:
-    """The context with the tables of the initial placement; before its dispatcher is made, which has a slot's number of
-    experts.
+    """The context with the tables of the initial placement. To be called before the dispatcher is created, which
+    depends on the number of physical experts.
 
     Raises:
-        ConfigError: the location's file cannot be read or does not fit, or slots do not divide.
+        ConfigError: the location's file cannot be read or does not fit, or physical experts do not divide evenly.
     """
     if not settings.places_experts or config.moe is None or parallel.experts is not None:
         return parallel
@@ -66,14 +66,13 @@ def attach_experts(
     kernel: ExpertsKernel,
     mtp: MTPLayers | None = None,
 ) -> ExpertControl:
-    """Sets a loaded and warm model's passes to be counted and its experts to be moved, as the settings say. Collective
-    where experts move.
+    """Attaches recorder and EPLB to a loaded, warmed-up model, as configured. Collective with EPLB.
 
     Args:
-        mtp: that draft for the model; their experts move with its own.
+        mtp: the model's drafting MTP layers; their experts move with the model's own.
 
     Raises:
-        ConfigError: the experts' kernel cannot move them.
+        ConfigError: the experts kernel cannot move experts.
     """
     layers = moe_layers(runner.model)
     if settings.recorder_mode is None or not layers:
@@ -84,17 +83,17 @@ def attach_experts(
     if settings.rebalance is not None and parallel.ep_size > 1:
         recorder.watch()
         balance = _balance(config, settings, parallel, layers, _drafting(mtp), kernel, recorder)
-        recorder.start()  # as SGLang does: what it sees can be dumped at any time
+        recorder.start()  # as SGLang does: can be dumped at any time
     model: Any = runner.model
-    model.passes = 0  # those of the warm-up, of which ranks may have had different numbers, do not count
+    model.passes = 0  # without warm-up passes, whose number may differ between ranks
     observed = ExpertRecordingModel(
         model, recorder, balance, log=settings.report_log, is_reporting_rank=parallel.world_rank == 0
     )
 
     def observe(on: bool) -> None:
         model.record(recorder if on else None)
-        observed.counts_itself = not any(layer.records_experts for layer in layers.values())
-        recorder.count_in_place(on and observed.counts_itself)
+        observed.counts_in_layers = not any(layer.records_experts for layer in layers.values())
+        recorder.count_in_place(on and observed.counts_in_layers)
         runner.model = observed if on else model
 
     return ExpertControl(recorder, balance, observed, observe)
@@ -110,14 +109,14 @@ def make_recovery(
     control: ExpertControl,
     open_weights: Callable[[], WeightSource],
 ) -> RankRecovery | None:
-    """What goes on without ranks that are lost; None where none may be.
+    """The recovery after a loss of ranks; None without --elastic-ep.
 
     Args:
-        model: itself, not as it is observed; `mtp` drafts for it.
-        open_weights: opens its checkpoint once more.
+        model: the model without recording wrapper; `mtp`: its drafting layers.
+        open_weights: opens its checkpoint again.
 
     Raises:
-        ConfigError: the experts' kernel cannot move them.
+        ConfigError: the experts kernel cannot move experts.
     """
     if parallel.elastic is None:
         return None
@@ -127,12 +126,12 @@ def make_recovery(
 
 
 def _drafting(mtp: MTPLayers | None) -> dict[int, MoE]:
-    """MTP layers with experts, by index."""
+    """MoE layers of MTP, by index."""
     return {layer.layer_index: layer for layer in mtp.feed_forwards if isinstance(layer, MoE)} if mtp else {}
 
 
 def moe_layers(model: Model) -> dict[int, MoE]:
-    """The model's own layers with experts, by index; MTP layers are not among them."""
+    """The model's own MoE layers by index, without MTP layers."""
     return {layer.layer_index: layer for layer in getattr(model, "moes", ())}
 
 
@@ -155,7 +154,7 @@ def _recorder(
         source="dispatcher" if travels and settings.recorder_mode == "stat_approx" else "router",
         buffer_size=settings.buffer_size,
         rank=parallel.world_rank,
-        counts_here=travels or parallel.world_rank == 0,  # else every rank sees and routes the same tokens
+        counts_here=travels or parallel.world_rank == 0,  # else every rank routes the same tokens
         ep_rank=parallel.ep_rank,
         ep_size=parallel.ep_size,
         top_k=config.moe.top_k,

@@ -1,1 +1,1 @@
-"""Recorded steps (CUDA graphs) and compiled regions."""
+"""CUDA graphs of decode steps, and regions compiled by torch.compile."""

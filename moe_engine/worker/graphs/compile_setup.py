@@ -1,4 +1,4 @@
-"""Has torch compile its part of decode steps before the first request, or load what an earlier start compiled."""
+"""torch.compile of decode steps before the first request; compiled code of an earlier start is loaded from disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("moe_engine")
 
 
 def start_regions(settings: CompileSettings) -> Regions | None:
-    """Before the model is built, which compiles at its first steps; None where nothing is to be compiled."""
+    """To be called before the model is built, whose first steps compile; None if nothing is compiled."""
     if not settings.max_tokens:
         return None
     folder = torch_regions.keep_compiled_code(settings.folder)
@@ -24,12 +24,12 @@ def start_regions(settings: CompileSettings) -> Regions | None:
 
 
 def finish_regions(runner: ModelRunner, regions: Regions | None) -> None:
-    """After the warm-up: compiles what it did not need, and says what there was to do."""
+    """To be called after the warm-up: compiles the remaining regions and logs the counts."""
     if regions is None:
         return
     compile_regions(runner, regions)
     regions.sealed = True
     loaded, compiled = torch_regions.loaded_and_compiled()
     if not regions.num_functions:
-        logger.warning("--enable-torch-compile: %s has nothing that torch compiles", type(runner.model).__name__)
+        logger.warning("--enable-torch-compile: %s has no regions to compile", type(runner.model).__name__)
     logger.info("torch.compile end. %d graphs loaded, %d compiled.", loaded, compiled)

@@ -1,4 +1,4 @@
-"""Records a runner's decode steps before the first request, where the device and its kernels can."""
+"""Captures a runner's decode steps as CUDA graphs before the first request, if device and kernels support it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moe_engine.worker.model_runner import ModelRunner
 logger = logging.getLogger("moe_engine")
 
 
-def record_steps(
+def capture_graphs(
     runner: ModelRunner, settings: GraphSettings, *, progress: bool = False, backend: GraphBackend | None = None
 ) -> int:
-    """Sets `ModelRunner.graphs`; on many ranks collective. Returns the number of recordings, 0 where steps stay eager.
+    """Sets `ModelRunner.graphs`; collective on several ranks. Returns the number of graphs, 0 if steps stay eager.
 
-    The runner is warm: every kernel that a decode step launches was launched before.
+    The runner must be warmed up: every kernel of a decode step was launched before.
 
     Args:
-        progress: show a bar on stderr.
-        backend: what records; default: the device's own, if it has one.
+        progress: show a progress bar on stderr.
+        backend: graph backend; default: the device's own, if it has one.
     """
     backend = backend or make_graphs(runner.stream.device)
     if not settings.sizes or backend is None:
@@ -39,4 +39,4 @@ def record_steps(
         return 0
     runner.kv_pool.clear_dummy_page()
     runner.graphs = graphs
-    return graphs.num_recorded
+    return graphs.num_graphs

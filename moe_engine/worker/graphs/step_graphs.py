@@ -1,12 +1,12 @@
-"""Decode steps that are recorded before the first request and replayed: one launch instead of one for each kernel.
+"""CUDA graphs of decode steps: captured before the first request and replayed, one launch instead of one per kernel.
 
-A recording serves steps of `size` requests with `count` tokens each, several where drafts are verified. It reads static
-buffers that a step's own tensors are copied to, and leaves hidden states and logits in two more (a step whose logits
-would be too large at once leaves hidden states alone). Fewer requests are padded: a padded token goes to slot 0, whose
-page no request owns, a padded request sees the first slots of row 0, and no result of theirs is read. All recordings
-share the buffers and one memory pool, so the largest is made first.
+A graph serves steps of `size` requests with `count` tokens each (several tokens to verify drafts). It reads static
+input buffers, to which a step's tensors are copied, and writes hidden states and logits to static output buffers (only
+hidden states if the logits would be too large at once). Smaller batches are padded: a padded token writes to slot 0,
+whose page no request owns, a padded request attends to the first slots of row 0, and their results are not read. All
+graphs share the buffers and one memory pool, so the largest is captured first.
 
-Legend: T tokens, R requests, D hidden, V vocabulary; most of any recording unless said otherwise.
+Legend: T tokens, R requests, D hidden, V vocabulary; maxima over all graphs unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ logger = logging.getLogger("moe_engine")
 
 
 class CaptureError(MoeEngineError):
-    """A step could not be recorded. The cause is chained."""
+    """A step could not be captured. The cause is chained."""
 
 
-class Recording(Protocol):
-    """Launches that were recorded; they read and write the memory that they were recorded with."""
+class CapturedGraph(Protocol):
+    """Captured kernel launches; they read and write the memory of the capture."""
 
     def replay(self) -> None:
-        """Launches all of it on the calling thread's stream."""
+        """Launches the graph on the calling thread's stream."""
 
 
 class GraphBackend(Protocol):
-    """What records launches of a device."""
+    """Captures kernel launches of a device."""
 
-    def capture(self, run: Callable[[], None]) -> Recording:
-        """Records what `run` launches, without running it. Memory that it takes stays the recordings' own."""
+    def capture(self, run: Callable[[], None]) -> CapturedGraph:
+        """Captures the launches of `run` without executing them. Memory that `run` allocates belongs to the graphs."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """A recording: so many requests, with so many tokens each."""
+    """The shape of a graph: `size` requests with `count` tokens each."""
 
     size: int
     count: int
@@ -67,21 +67,21 @@ class StepShape:
 
 
 @dataclass(frozen=True)
-class _Recorded:
-    """A recording, the queries it reads, and the plan that must be renewed for them before it is replayed."""
+class _GraphEntry:
+    """A graph, its static queries, and its attention plan, which must be renewed before each replay."""
 
-    launches: Recording
+    launches: CapturedGraph
     queries: PagedQueries
     plan: RenewablePlan
 
 
 class _Inputs:
-    """The static buffers that recordings read. Behind the requests of a step all is neutral."""
+    """The static input buffers. Entries behind the requests of a step are neutral padding."""
 
     def __init__(self, settings: GraphSettings, stream: DeviceStream) -> None:
         tokens, requests, device = settings.max_tokens, max(settings.sizes), stream.device
         self.neutral_context = max(settings.counts)
-        """Tokens that a padded request sees: as many as it computes at most."""
+        """Context tokens of a padded request: its max number of query tokens."""
         self.input_ids = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
         self.slots = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
@@ -90,13 +90,13 @@ class _Inputs:
         self._used = (0, 0)  # requests and tokens of the step before
 
     def fill(self, batch: StepBatch | None) -> None:
-        """A step's tensors go in; None: all is neutral."""
+        """Copies a step's tensors to the buffers; None: padding only."""
         num_tokens = num_requests = 0
         queries = batch.attention.decode if batch is not None else None
         if batch is not None and queries is not None:
             num_tokens, num_requests = queries.num_tokens, queries.num_requests
         used_requests, used_tokens = self._used
-        self._used = (max(used_requests, num_requests), max(used_tokens, num_tokens))  # should a copy raise
+        self._used = (max(used_requests, num_requests), max(used_tokens, num_tokens))  # in case a copy raises
         if batch is not None and queries is not None:
             self.input_ids[:num_tokens].copy_(batch.input_ids)
             self.positions[:num_tokens].copy_(batch.positions)
@@ -113,11 +113,11 @@ class _Inputs:
 
 
 class StepGraphs:
-    """The recordings of one rank.
+    """The CUDA graphs of one rank.
 
     Args:
-        model: its `forward` and `logits` are recorded; on many ranks all of them record and replay alike.
-        max_logits: most rows of logits at once; steps with more tokens are recorded without the head.
+        model: its `forward` and `logits` are captured; all ranks capture and replay the same shapes.
+        max_logits: max rows of logits at once; steps with more tokens are captured without the LM head.
     """
 
     def __init__(
@@ -144,18 +144,18 @@ class StepGraphs:
         self._inputs = _Inputs(settings, stream)
         self._hidden: Tensor | None = None  # [T, D]
         self._logits: Tensor | None = None  # [T, V] float32
-        self._recorded: dict[StepShape, _Recorded] = {}
+        self._graphs: dict[StepShape, _GraphEntry] = {}
 
     # -- before READY
 
     def capture(self, *, progress: bool = False) -> bool:
-        """Records every size; False where the attention backend has no plan for that. Runs the model.
+        """Captures every size; False if the attention backend does not support it. Runs the model.
 
         Args:
-            progress: show a bar on stderr.
+            progress: show a progress bar on stderr.
 
         Raises:
-            CaptureError: the device refuses to record one.
+            CaptureError: the device cannot capture a step.
         """
         settings, began = self._settings, time.perf_counter()
         free = self._stream.free_bytes()
@@ -183,7 +183,7 @@ class StepGraphs:
         plan = self._attention.plan_in_place(batch.attention)
         if plan is None:
             return False
-        self._run(replace(batch, attention_plan=plan))  # once as it is: makes what is made at the first call
+        self._run(replace(batch, attention_plan=plan))  # eager first: allocations and initialization of a first call
         plan = self._attention.plan_in_place(batch.attention)
         queries = batch.attention.decode
         assert plan is not None and queries is not None
@@ -191,10 +191,10 @@ class StepGraphs:
             launches = self._backend.capture(lambda: self._run(replace(batch, attention_plan=plan)))
         except RuntimeError as error:
             raise CaptureError(
-                f"a decode step of {shape.size} requests cannot be recorded as a CUDA graph: {error}; "
-                "--disable-cuda-graph serves without"
+                f"a decode step of {shape.size} requests cannot be captured as a CUDA graph: {error}; "
+                "use --disable-cuda-graph to serve without CUDA graphs"
             ) from error
-        self._recorded[shape] = _Recorded(launches, queries, plan)
+        self._graphs[shape] = _GraphEntry(launches, queries, plan)
         return True
 
     def _static_batch(self, shape: StepShape) -> ForwardBatch:
@@ -229,9 +229,9 @@ class StepGraphs:
         return StepSizes.known(self._shared.parallel, tokens, tokens, False)
 
     def _run(self, batch: ForwardBatch) -> None:
-        """What is recorded. Results are copied out of the pool, where the next recording takes their place."""
+        """The captured function. Copies results out of the pool, which the next graph overwrites."""
         hidden = self._model.forward(batch)
-        if self._hidden is None:  # the largest comes first, and runs before it is recorded
+        if self._hidden is None:  # the largest size comes first, and runs eagerly before its capture
             self._hidden = torch.empty_like(hidden)
         self._hidden[: len(hidden)].copy_(hidden)
         if batch.num_tokens > self._max_logits:
@@ -242,39 +242,40 @@ class StepGraphs:
         self._logits[: len(logits)].copy_(logits)
 
     @property
-    def num_recorded(self) -> int:
-        return len(self._recorded)
+    def num_graphs(self) -> int:
+        return len(self._graphs)
 
     # -- steps
 
     def shape_of(self, plan: StepPlan) -> StepShape | None:
-        """The recording that serves a step; None where it is run kernel by kernel.
+        """The graph for a step; None if it runs kernel by kernel.
 
-        Decided by what all ranks know, so that all decide alike: with several attention groups the largest one's size.
+        Depends only on facts known to all ranks, so that all decide alike: with several attention groups the size of
+        the largest one.
         """
         facts = plan.dp_facts or (StepFacts.of(plan),)
-        shapes = [_even(group) for group in facts if group.num_tokens or group.prefills]
+        shapes = [_uniform_shape(group) for group in facts if group.num_tokens or group.prefills]
         counts = {shape.count for shape in shapes if shape is not None}
         if None in shapes or len(counts) != 1:
             return None
         size = self._settings.size_for(max(shape.size for shape in shapes if shape is not None))
         shape = StepShape(size or 0, counts.pop())
-        return shape if shape in self._recorded else None
+        return shape if shape in self._graphs else None
 
     def run(self, shape: StepShape, batch: StepBatch | None) -> tuple[Tensor, Tensor | None]:
-        """Replays a step: hidden states [t, D] and logits [t, V] of its t tokens, valid until the next one. Logits are
-        None where the recording has no head; all ranks run it then.
+        """Replays a graph: hidden states [t, D] and logits [t, V] of the step's t tokens, valid until the next replay.
+        Logits are None if the graph has no LM head; all ranks run the head then.
 
         Args:
-            batch: as `shape_of` saw it; None where only other attention groups have tokens.
+            batch: of the plan passed to `shape_of`; None for an idle batch.
         """
-        recorded, inputs = self._recorded[shape], self._inputs
+        entry, inputs = self._graphs[shape], self._inputs
         inputs.fill(batch)
         own = batch.attention.decode if batch is not None else None
         lens = own.context_lens if own is not None else []
-        recorded.queries.context_lens[:] = lens + [inputs.neutral_context] * (shape.size - len(lens))
-        recorded.plan.renew()
-        recorded.launches.replay()
+        entry.queries.context_lens[:] = lens + [inputs.neutral_context] * (shape.size - len(lens))
+        entry.plan.renew()
+        entry.launches.replay()
         assert self._hidden is not None
         num_tokens = own.num_tokens if own is not None else 0
         if shape.num_tokens > self._max_logits:
@@ -283,9 +284,9 @@ class StepGraphs:
         return self._hidden[:num_tokens], self._logits[:num_tokens]
 
 
-def _even(facts: StepFacts) -> StepShape | None:
-    """The shape of one attention group's part; None if its requests have not all the same number of tokens, or more
-    than decodes are in it. A chain of drafts has one token more than its depth."""
+def _uniform_shape(facts: StepFacts) -> StepShape | None:
+    """The shape of one attention group's batch; None unless it has decodes only, with the same number of tokens each.
+    A chain of drafts has one token more than its depth."""
     count = facts.depth + 1 if facts.num_drafting else 1
     size, rest = divmod(facts.num_tokens, count)
     if facts.prefills or facts.prompt_logprobs or rest or facts.num_logits != facts.num_tokens:

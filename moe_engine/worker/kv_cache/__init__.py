@@ -1,1 +1,1 @@
-"""The tensors of the KV cache."""
+"""The KV cache pool: tensors of the KV cache."""

@@ -1,7 +1,7 @@
-"""The KV cache: tensors of one rank, addressed by slot. Which slot is whose is the scheduler's business.
+"""KV cache pool: the KV cache tensors of one rank, addressed by slot. The scheduler allocates slots to requests.
 
 Page 0 is a dummy: padded tokens and warm-up write there, no request owns it, and it never holds NaN. All memory starts
-as zeros, so that a kernel reading a tile past a context's end meets finite numbers.
+as zeros, so that a kernel that reads a tile past the end of a context gets finite numbers.
 
 Legend: C kv_lora_rank, P rotary width, G KV heads, Dh head width, L layers.
 """
@@ -20,12 +20,12 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.worker.device_stream import DeviceStream
 
 TOUCHED_AT_ONCE_BYTES = 512 << 20
-"""A pool up to this size takes its memory at start, so that the process does not grow while it serves."""
+"""Pools up to this size commit their memory at start, so that the process does not grow while serving."""
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What one token leaves in the cache of every layer: `parts` are the trailing shapes of the layer's tensors."""
+    """KV cache layout of a token in each layer: `parts` are the trailing shapes of the layer's tensors."""
 
     kind: str
     num_layers: int
@@ -54,18 +54,18 @@ class KVSpec:
 
 
 def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0) -> KVSpec:
-    """What a token of this model leaves, in a format of `kv_format`; further layers (MTP) follow the model's own."""
+    """KV cache layout of a model, in a format of `kv_format`; further layers (MTP) follow the model's own."""
     attention, num_layers = config.attention, config.num_layers + num_further_layers
     stored = getattr(torch, STORED[kv_dtype][0])
     return KVSpec(attention.kind, num_layers, attention.kv_parts(kv_dtype), stored)
 
 
 class KVPool:
-    """`layers[i]` is what `ForwardBatch.kv[i]` promises: [slots, C+P] for MLA, a pair of [slots, G, Dh] for GQA; with
-    FP8 the last dimension is that of `kv_format`'s rows.
+    """`layers[i]` is `ForwardBatch.kv[i]`: [slots, C+P] for MLA, a pair of [slots, G, Dh] for GQA; with FP8 the last
+    dimension is that of `kv_format`'s rows.
 
     Args:
-        num_slots: tokens that requests can hold; the tensors have one page more, the dummy page 0.
+        num_slots: tokens for requests; the tensors have one more page, the dummy page 0.
     """
 
     def __init__(self, spec: KVSpec, num_slots: int, page_size: int, stream: DeviceStream) -> None:
@@ -86,14 +86,14 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
-        """Address space; on the CPU a large pool takes memory page by page as slots are first written."""
+        """Address space; on the CPU a large pool commits memory at the first write of each page."""
         return (self.num_slots + self.page_size) * self.spec.bytes_per_token
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """What slots source [n] hold goes to slots target [n], in every layer; all is read before any is written."""
+        """Copies slots source [n] to slots target [n] in every layer; reads everything before writing."""
         for parts in self._tensors:
             for tensor in parts:
-                rows = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch copies no float8
+                rows = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch cannot index float8
                 rows.index_copy_(0, target, rows.index_select(0, source))
 
     def clear_dummy_page(self) -> None:

@@ -1,1 +1,1 @@
-"""From logits to tokens: penalties, logits processors, log-probabilities, the sampler."""
+"""Sampling: penalties, logits processors, log-probabilities, the sampler."""

@@ -1,8 +1,8 @@
-"""From hidden states to logits, a bounded number of rows at a time.
+"""Computes logits from hidden states in passes of a bounded number of rows.
 
-Logits are the largest tensors of a step: rows x vocabulary. No row looks at another, so a step with more rows than
-`rows_at_once` runs the head and all that follows pass by pass. A step with fewer makes one pass, as if there were no
-bound. All ranks make the same number of passes: it follows from the largest attention group's rows.
+Logits are the largest tensors of a step: rows x vocabulary. Rows are independent, so a step with more rows than
+`rows_at_once` runs the LM head and sampling in several passes. A step with fewer rows runs one pass. All ranks run the
+same number of passes, given by the largest attention group's rows.
 
 Legend: S rows of a step, D hidden, V vocabulary.
 """
@@ -19,7 +19,7 @@ from moe_engine.parallel.step_sizes import StepSizes
 
 T = TypeVar("T")
 Work = Callable[[slice, Tensor], T]
-"""What is done with the logits of some rows of the step: rows, their logits."""
+"""Processes the logits of some rows of the step: (rows, their logits)."""
 
 
 class Head(Protocol):
@@ -31,12 +31,12 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class LogitsPasses:
-    """The bound. The memory ledger holds the logits of so many rows."""
+    """Max rows of logits at once, which the memory ledger counts."""
 
     rows_at_once: int = 1 << 30
 
     def over(self, head: Head, hidden: Tensor, sizes: StepSizes | None, work: Work[T]) -> list[T]:
-        """What `work` makes of each pass. Its logits must not be kept: the next pass needs their memory.
+        """The results of `work` for each pass. `work` must not keep the logits: the next pass needs their memory.
 
         Args:
             hidden: [S, D].
@@ -53,7 +53,7 @@ class LogitsPasses:
         return out
 
     def join(self, head: Head, hidden: Tensor, sizes: StepSizes) -> None:
-        """Takes part in the passes of other attention groups; hidden [0, D]."""
+        """Joins the passes of other attention groups with an idle batch; hidden [0, D]."""
         self.over(head, hidden, sizes, lambda part, logits: None)
 
 

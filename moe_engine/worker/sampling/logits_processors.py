@@ -1,7 +1,7 @@
-"""What requests ask to be done to their logits before sampling: penalties, logit_bias, min_new_tokens.
+"""Logits processors, applied before sampling: penalties, logit_bias, min_new_tokens.
 
 Order: repetition penalty, frequency and presence penalties (`penalties`), logit_bias, then the end tokens that
-min_new_tokens forbids. Nothing here grows with the vocabulary or the number of requests while the engine serves.
+min_new_tokens forbids. Memory does not grow with the vocabulary or the number of requests while serving.
 
 Legend: S sampled rows, V vocabulary.
 """
@@ -27,7 +27,7 @@ ENTRY_BYTES = 32
 
 @dataclass(frozen=True)
 class _Edit:
-    """One row's biases and forbidden ends."""
+    """Biases and forbidden end tokens of a row."""
 
     bias_ids: np.ndarray  # int64
     bias_values: np.ndarray  # float32
@@ -37,7 +37,7 @@ class _Edit:
 
 
 class LogitsProcessors:
-    """Rows with wishes about their logits.
+    """The logits processors of all rows.
 
     Args:
         slot_table: [max_rows, width] int32.
@@ -53,11 +53,11 @@ class LogitsProcessors:
 
     @property
     def active(self) -> bool:
-        """Whether any row has wishes."""
+        """Whether any row has logits processors."""
         return bool(self._edits)
 
-    def concern(self, rows: np.ndarray) -> bool:
-        """Whether one of some rows has wishes."""
+    def applies_to(self, rows: np.ndarray) -> bool:
+        """Whether any of these rows has logits processors."""
         return self.active and bool(self.wanted[rows].any())
 
     def enter(self, new: NewRow) -> None:
@@ -90,11 +90,11 @@ class LogitsProcessors:
         tokens: SlotTokens,
         trees: TreeText | None = None,
     ) -> None:
-        """Changes logits [S, V] in place. `lengths[i]` is the number of tokens before the one to be sampled.
+        """Changes logits [S, V] in place. `lengths[i]` is the number of tokens before the sampled one.
 
         Args:
-            tokens: the text of rows with penalties, through the slot table.
-            trees: which of it counts for the first rows of logits, where these are nodes of trees.
+            tokens: token ids by KV slot, for rows with penalties.
+            trees: context of the first rows of logits, if these are nodes of draft trees.
         """
         self.penalties.apply(logits, rows, lengths, tokens, trees)
         biased: list[tuple[int, np.ndarray, np.ndarray]] = []
@@ -118,7 +118,7 @@ class LogitsProcessors:
 def _pieces(
     edits: list[tuple[int, np.ndarray, np.ndarray]],
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Row, token ids and values of each edit -> as columns (row, id, value) of all, a bounded number at a time."""
+    """Row, token ids and values of each edit -> columns (row, id, value) of all, a bounded number at a time."""
     most, begin, count = EDIT_BYTES // ENTRY_BYTES, 0, 0
     for end, (_, ids, _) in enumerate(edits, 1):
         count += len(ids)

@@ -1,9 +1,9 @@
 """Log-probabilities of sampled tokens and of prompt tokens: natural log of the softmax of the raw logits.
 
-Raw means before temperature, penalties, logit_bias and min_new_tokens, so that they describe the model and do not
-change with how a request is sampled.
+Raw means before temperature, penalties, logit_bias and min_new_tokens: they describe the model, independent of the
+sampling parameters.
 
-Legend: S rows, V vocabulary, K rivals looked at, J token ids asked for.
+Legend: S rows, V vocabulary, K top tokens, J requested token ids.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _MIN_TOP = 32
 
 @dataclass(frozen=True)
 class LogprobTensors:
-    """On the device: log-probabilities of S tokens and their rivals. `top` has one width whoever shares the step."""
+    """On the device: log-probabilities of S tokens and of the top tokens. `top` has the same width for all requests of
+    a step."""
 
     tokens: Tensor  # [S] int64
     chosen: Tensor  # [S] float32
@@ -41,8 +42,8 @@ def token_logprobs(
     stream: DeviceStream,
     drafts: Tensor | None = None,
 ) -> LogprobTensors:
-    """logits [S, V] float32, the token [S] of each row (invalid ones count as 0), what each row wants; drafts [S, N]
-    int64 are looked up as well, negative ones as 0."""
+    """logits [S, V] float32, the token [S] of each row (invalid tokens count as 0), the spec of each row; also of
+    drafts [S, N] int64, negative ones as 0."""
     logprobs = logits.log_softmax(-1)
     chosen = logprobs.gather(1, tokens.clamp_min(0)[:, None])[:, 0]
     most = max(spec.top for spec in specs)
@@ -57,8 +58,8 @@ def token_logprobs(
 
 @dataclass(frozen=True)
 class PendingLogprobs:
-    """Log-probabilities on their way to the host; `specs` says which part of each row was asked for, `places` which
-    rows of the step these are."""
+    """Log-probabilities being downloaded; `specs` are the requested parts of each row, `places` the rows' indices in
+    the step."""
 
     specs: Sequence[LogprobSpec]
     copy: HostCopy
@@ -72,16 +73,16 @@ class PendingLogprobs:
         return cls(specs, stream.download([*values, *(tensors.drafts or ())]), places)
 
     def take(self) -> list[PackedLogprobs]:
-        """Of the token drawn at each row."""
+        """Of the token sampled at each row."""
         arrays, _ = self._arrays()
         return [_pack(arrays, i, i + 1, spec) for i, spec in enumerate(self.specs)]
 
     def take_as_one(self) -> PackedLogprobs:
-        """Of all rows together, which have one spec."""
+        """Of all rows together, which share one spec."""
         return _pack(self._arrays()[0], 0, len(self.specs), self.specs[0])
 
     def take_some(self, accepted: Mapping[int, int]) -> dict[int, PackedLogprobs]:
-        """By row of the step, of the tokens accepted[row]: the one drawn there, or a draft below it."""
+        """By row of the step, of the tokens accepted[row]: the sampled token, or a draft below the row."""
         arrays, drafts = self._arrays()
         tokens = arrays[0]
         chosen = arrays[1] = arrays[1].copy()
@@ -96,7 +97,7 @@ class PendingLogprobs:
         return found
 
     def _arrays(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Those of `LogprobTensors`, the drafts' apart."""
+        """Arrays of `LogprobTensors`, those of drafts separately."""
         tokens, chosen, top, top_ids, asked, *drafts = (np.asarray(tensor) for tensor in self.copy.wait())
         return [tokens.astype(np.int32), chosen, top_ids.astype(np.int32), top, asked], drafts
 
@@ -127,11 +128,11 @@ def _nothing_computed(tokens: list[int], spec: LogprobSpec, vocab_size: int) -> 
 
 @dataclass
 class PendingPrompt:
-    """The part of a prompt's log-probabilities that one step brings: `begin`, then `pieces`."""
+    """The part of a prompt's log-probabilities from one step: `begin`, then `pieces`."""
 
     row: int
     begin: list[PackedLogprobs]
-    """Of prompt tokens whose logits were not computed: the first of a prompt, or one at the end of a cached prefix."""
+    """Of prompt tokens without computed logits: the first of a prompt, or the one behind a cached prefix."""
     pieces: list[PendingLogprobs] = field(default_factory=list)
 
     def take(self) -> PackedLogprobs:
@@ -148,12 +149,12 @@ def prompt_logprobs(
     vocab_size: int,
     stream: DeviceStream,
 ) -> PendingPrompt | None:
-    """Log-probabilities that the computed positions [start, start + len(hidden)) give: of the tokens one further.
+    """Log-probabilities from the computed positions [start, start + len(hidden)), each of the token one further.
 
     Args:
         hidden: [n, D] of this request's tokens in the step.
         logits_of: hidden [m, D] -> [m, V] float32.
-        rows_at_once: most rows of logits that there may be at once.
+        rows_at_once: max rows of logits at once.
     """
     spec = wanted.spec
     assert spec.start is not None

@@ -1,10 +1,10 @@
-"""Repetition, frequency and presence penalties, computed from the text of a row each time it is sampled.
+"""Repetition, frequency and presence penalties, computed from the tokens of a row each time it is sampled.
 
 The repetition penalty counts prompt and output (CTRL, Hugging Face); frequency and presence count outputs only
-(OpenAI). The work is proportional to the length of the text, not to the vocabulary, except for one zeroed count of each
-vocabulary entry. Memory is a bounded number of bytes at once (`EDIT_BYTES`, which the memory ledger holds).
+(OpenAI). The work is proportional to the number of tokens, not to the vocabulary, except for one zeroed count of each
+vocabulary entry. Scratch memory is bounded (`EDIT_BYTES`, which the memory ledger counts).
 
-Legend: S rows of logits, V vocabulary, Q penalised rows among them, W tokens of the longest text among the Q.
+Legend: S rows of logits, V vocabulary, Q penalised rows among them, W max tokens of the Q rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_engine.worker.device_stream import DeviceStream
 
 @dataclass(frozen=True)
 class TreeText:
-    """The text of the first n rows of logits, where these are nodes of draft trees: all tokens of the request before
+    """Context tokens of the first n rows of logits, if these are nodes of draft trees: all tokens of the request before
     position begins[i], and those of the next 64 entries of its slot table whose bit is set in masks[i]."""
 
     begins: np.ndarray  # [n] int64
@@ -44,7 +44,7 @@ class Penalties:
         self._slot_table = slot_table
         self._stream = stream
         self.rows = np.zeros(max_rows, dtype=bool)
-        """Which rows have penalties."""
+        """Rows with penalties."""
         self._strengths = np.zeros((max_rows, 3), dtype=np.float32)  # repetition, frequency, presence
         self._num_prompt = np.zeros(max_rows, dtype=np.int64)
         self._count = 0
@@ -69,7 +69,7 @@ class Penalties:
     def apply(
         self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: SlotTokens, trees: TreeText | None = None
     ) -> None:
-        """Changes contiguous logits [S, V] in place; `lengths[i]` tokens stand before the one to be sampled."""
+        """Changes contiguous logits [S, V] in place; `lengths[i]`: number of tokens before the sampled one."""
         places = np.flatnonzero(self.rows[rows])
         if not len(places):
             return
@@ -77,7 +77,7 @@ class Penalties:
         if trees is not None:
             seen[: len(trees.begins)] = trees.begins
             ends[: len(trees.begins)] = trees.begins + trees.width
-        places = places[np.argsort(-ends[places], kind="stable")]  # texts of like length together
+        places = places[np.argsort(-ends[places], kind="stable")]  # groups rows of similar length
         begin = 0
         while begin < len(places):
             width = min(int(ends[places[begin]]), self._slot_table.shape[1])
@@ -95,8 +95,8 @@ class Penalties:
         slot_tokens: SlotTokens,
         trees: TreeText | None,
     ) -> None:
-        """The rows `places` [Q] of logits: the first `seen` tokens of their texts count, and of a tree those on the
-        path. No text has more than `width` tokens."""
+        """Penalises the rows `places` [Q] of logits: the first `seen` tokens of a row count, and of a tree the nodes on
+        the path. No row has more than `width` tokens."""
         which, count = rows[places], len(places)
         ints = np.stack([places, which, seen[places], self._num_prompt[which]])
         place, row, begin, prompt = self._stream.upload(torch.from_numpy(ints))
@@ -109,7 +109,7 @@ class Penalties:
         slots = self._slot_table[:, :width].index_select(0, row)
         tokens = slot_tokens.ids.index_select(0, slots.flatten()).view(count, width)
         del slots
-        # behind its end a text repeats its first token: all entries of a token get the same new logit
+        # padded with the row's first token: all entries of a token write the same new logit
         ids = torch.where(inside, tokens, tokens[:, :1]).long()
         del tokens
         produced = (inside & (columns >= prompt[:, None])).int()
@@ -127,7 +127,7 @@ class Penalties:
 
 
 def _on_path(columns: Tensor, begin: Tensor, place: Tensor, trees: TreeText) -> Tensor:
-    """[Q, W] bool: entries of the slot table that hold a node's ancestors or the node itself."""
+    """[Q, W] bool: entries of the slot table with a node's ancestors or the node itself."""
     num = len(trees.masks)
     masks = torch.where(place < num, trees.masks.index_select(0, place.clamp_max(num - 1)), 0)  # [Q]
     node = columns - begin[:, None]  # [Q, W]

@@ -1,9 +1,10 @@
-"""The sampled rows of a step: gathers their parameters and random numbers and has a kernel draw (kernels/sampling).
+"""The sampler: gathers sampling parameters and random numbers of a step's rows, and calls the sampling kernel
+(kernels/sampling).
 
-A row's token depends on its own logits, parameters, seed and position, never on its neighbours. A row may stand several
-times in a step with different lengths (the nodes of a draft tree); its random numbers differ by the length alone.
+A row's token depends on its own logits, parameters, seed and position, never on other rows. A row may occur several
+times in a step with different lengths (the nodes of a draft tree); its random numbers then differ by length only.
 
-Legend: S sampled rows, V vocabulary, J tokens asked about.
+Legend: S sampled rows, V vocabulary, J queried tokens.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ from moe_engine.worker.sampling.sampling_state import SamplingState, uniforms
 
 @dataclass(frozen=True)
 class SampledRows:
-    """The rows of a step that sample, in plan order; the same row may come several times.
+    """The rows of a step that sample, in plan order; the same row may occur several times.
 
-    A step that samples the same rows gets the same `rows` object, whose numbers never change.
+    Steps that sample the same rows share the `rows` object, which is never modified.
     """
 
     rows: np.ndarray  # [S] int64
-    lengths: np.ndarray  # [S] int64: tokens before the one to be sampled, which is the position of that one
+    lengths: np.ndarray  # [S] int64: tokens before the sampled one, which is also its position
     rows_device: Tensor  # [S] int64
 
     def part(self, rows: slice) -> SampledRows:
-        """Some of them; all are the same object."""
+        """A slice; all rows give the same object."""
         if rows.start == 0 and rows.stop == len(self.rows):
             return self
         return SampledRows(self.rows[rows], self.lengths[rows], self.rows_device[rows])
 
 
 MAX_KNOWN = 4
-"""Sets of rows whose parameters are kept: a step with drafts draws for its rows, and for every node of theirs."""
+"""Sets of rows with cached parameters: a step with drafts samples its rows, and every node of their trees."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class _Gathered:
 
 
 class Sampler:
-    """Draws tokens for the rows of a step, by the torch kernel unless another is given.
+    """Samples tokens for the rows of a step, with the torch kernel unless another is given.
 
     Args:
-        passes: how many rows of logits there may be at once.
+        passes: max rows of logits at once.
     """
 
     def __init__(
@@ -75,20 +76,19 @@ class Sampler:
         self._version = state.version
 
     def sample(self, logits: Tensor, sampled: SampledRows) -> Tensor:
-        """logits [S, V] float32 (not changed) -> tokens [S] int64, `INVALID_TOKEN` where a row's logits are broken."""
+        """logits [S, V] float32 (not changed) -> tokens [S] int64, `INVALID_TOKEN` for invalid logits (NaN)."""
         parameters = self.parameters(sampled.rows)
         if parameters is None:
             return self._kernel.greedy(logits)
         return self._kernel.sample(logits, parameters, self.uniforms(sampled))
 
     def draw(self, head: Head, hidden: Tensor, sampled: SampledRows, sizes: StepSizes | None = None) -> Tensor:
-        """hidden [S, D] -> tokens [S], as `sample` with the logits that the head gives. `sizes` as the head takes
-        them."""
+        """hidden [S, D] -> tokens [S], as `sample` with the logits of the LM head, which takes `sizes`."""
         drawn = self.passes.over(head, hidden, sizes, lambda part, logits: self.sample(logits, sampled.part(part)))
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     def probabilities(self, logits: Tensor, sampled: SampledRows, tokens: Tensor) -> Tensor:
-        """tokens [S, J] int64 -> [S, J] float32: the probability that `sample` draws tokens[s, j] from logits[s].
+        """tokens [S, J] int64 -> [S, J] float32: the probability that `sample` returns tokens[s, j] for logits[s].
 
         Greedy rows: 1 for the best token, else 0. Negative token ids: 0.
         """
@@ -106,11 +106,11 @@ class Sampler:
         return self._stream.upload(staging).view(torch.float32)[:count]
 
     def numbers(self, rows: np.ndarray, positions: np.ndarray, salt: int = 0) -> np.ndarray:
-        """The numbers that rows [S] draw with at positions [..., S], float32, on the host."""
+        """The random numbers of rows [S] at positions [..., S], float32, on the host."""
         return uniforms(self._state.mixed_seed[rows], positions, salt)
 
     def parameters(self, rows: np.ndarray) -> SamplingParameters | None:
-        """How rows are drawn; None where all are greedy."""
+        """Sampling parameters of rows; None if all are greedy."""
         if self._version != self._state.version or len(self._known) > MAX_KNOWN:
             self._known.clear()
             self._version = self._state.version

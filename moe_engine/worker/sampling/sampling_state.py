@@ -1,7 +1,7 @@
-"""How each row is sampled: arrays on the host, written when a row is entered, gathered when a step samples.
+"""Sampling parameters of each row: arrays on the host, written when a row is added, gathered when a step samples.
 
-The random number of a draw depends on the request's seed and the position of the drawn token alone, so it is the same
-whatever runs beside the request, after a restart, and after a retraction.
+The random number of a sampled token depends only on the request's seed and the token's position. It is therefore
+independent of other requests, of restarts and of retractions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def mix64(value: int) -> int:
 def uniforms(mixed_seeds: np.ndarray, positions: np.ndarray, salt: int = 0) -> np.ndarray:
     """Numbers in [0, 1) with 24 random bits, float32, one for each (mix64(seed), position).
 
-    Another salt is another, independent stream; tokens are drawn with salt 0.
+    Each salt is an independent stream; tokens are sampled with salt 0.
     """
     if salt:
         mixed_seeds = mixed_seeds ^ np.uint64(mix64(salt))
@@ -39,7 +39,7 @@ def uniforms(mixed_seeds: np.ndarray, positions: np.ndarray, salt: int = 0) -> n
 
 
 class SamplingState:
-    """Arrays over rows [max_rows]. `version` changes whenever a row is entered."""
+    """Arrays over rows [max_rows]. `version` changes whenever a row is added."""
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -1,4 +1,4 @@
-"""The tokens that a step draws, and their log-probabilities: all that is done with logits, pass by pass.
+"""Sampling of a step: logits processors, sampled tokens and log-probabilities, pass by pass.
 
 Legend: S sampled rows, V vocabulary, J draft tokens below a node.
 """
@@ -19,20 +19,20 @@ from moe_engine.worker.sampling.penalties import TreeText
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 
 Passes = Callable[[Work["Drawn"]], list["Drawn"]]
-"""Calls a `Work` with the logits of each pass: `LogitsPasses.over`, but for the work."""
+"""Calls a `Work` with the logits of each pass: `LogitsPasses.over` without its last argument."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """tokens [S] int64, `INVALID_TOKEN` where a row's logits are broken; the log-probabilities that rows ask for."""
+    """tokens [S] int64, `INVALID_TOKEN` for invalid logits (NaN); requested log-probabilities."""
 
     tokens: Tensor
     logprobs: list[PendingLogprobs] = field(default_factory=list)
-    chances: Tensor | None = None  # [S, J] float32: of the drafts below each row, where they were given
+    chances: Tensor | None = None  # [S, J] float32: probabilities of the drafts below each row, if given
 
 
 class StepSampling:
-    """Draws for the rows of a step."""
+    """Samples the rows of a step."""
 
     def __init__(self, rows: RequestRows, sampler: Sampler, stream: DeviceStream) -> None:
         self._rows = rows
@@ -42,11 +42,11 @@ class StepSampling:
     def run(
         self, passes: Passes, sampled: SampledRows, trees: TreeText | None = None, below: Tensor | None = None
     ) -> Drawn:
-        """Draws for all rows of a step. The logits may be changed.
+        """Samples all rows of a step. May change the logits in place.
 
         Args:
-            trees: the text of the first rows, where these are nodes of trees.
-            below: [S, J] int64, draft tokens that may be accepted though another token is drawn; negative: none.
+            trees: context of the first rows, if these are nodes of draft trees.
+            below: [S, J] int64, draft tokens that may be accepted although another token is sampled; negative: none.
         """
 
         def work(part: slice, logits: Tensor) -> Drawn:
@@ -69,7 +69,7 @@ class StepSampling:
         """One pass, whose first row is row `first` of the step."""
         specs, edits = self._rows.logprobs, self._rows.edits
         wanting = [i for i, row in enumerate(sampled.rows.tolist()) if row in specs] if specs else []
-        edited = edits.concern(sampled.rows)
+        edited = edits.applies_to(sampled.rows)
         raw = logits
         if wanting and (edited or len(wanting) < len(logits)):
             raw = self._stream.rows_of(logits, wanting)

@@ -1,1 +1,1 @@
-"""Speculation as part of a step: draft, verify with everything else the step computes, accept, and follow."""
+"""Speculation as part of a step: draft, verify, accept, draft extend."""

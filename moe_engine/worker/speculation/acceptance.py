@@ -1,13 +1,13 @@
-"""Which drafts of a tree are what the target would have said.
+"""Acceptance of drafts: verifies a draft tree against the tokens that the target model samples.
 
-The target's token is sampled at every node as if the node's path had been the text, with the noise of that position:
-the same token that decoding without drafts would draw there. From the root on, the draft that equals the token sampled
-at its parent is accepted; the token sampled at the last accepted node is new. So the output, greedy or sampled, is the
-one without drafts, draw for draw; for a draft that is fixed before the draw this is rejection sampling (it is accepted
-with the target's probability of it, and else the token has the target's distribution without it).
+The target's token is sampled at every node with the node's path as context and with the random number of that position:
+the same token that decoding without drafts would sample there. From the root on, the draft that equals the token
+sampled at its parent is accepted; the token sampled at the last accepted node is new. The output, greedy or sampled, is
+therefore exactly the one without drafts. For a draft chosen before sampling this is rejection sampling: it is accepted
+with the target's probability, else the token has the target's distribution without it.
 
 Thresholds below 1 accept more (SGLang's lossy acceptance): a draft whose target probability p reaches `single`, and any
-other with chance p / `acc` in all.
+other with a total probability of p / `acc`.
 
 Legend: D requests, N nodes, K = depth + 1.
 """
@@ -24,9 +24,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Accepted:
-    """tokens [D, K]: the new tokens of a request, counts[i] of them; path [D, K]: the node each was sampled at.
+    """tokens [D, K]: the new tokens of a request, counts[i] of them; path [D, K]: the node where each was sampled.
 
-    Behind counts[i] both repeat the last.
+    Entries behind counts[i] repeat the last one.
     """
 
     tokens: Tensor
@@ -40,10 +40,10 @@ def accept(
     """Walks every tree from its root.
 
     Args:
-        sampled: [D, N] the target's token at each node; negative where its logits are broken.
-        drafts: [D, N] the token of each node; -1 where there is none.
+        sampled: [D, N] the target's token at each node; negative for invalid logits (NaN).
+        drafts: [D, N] the token of each node; -1: no node.
         parents: [D, N], None for chains.
-        depth: most drafts that can be accepted.
+        depth: max accepted drafts.
         forced: [D, N] bool, drafts to accept although the target sampled another token (thresholds).
     """
     if parents is None and forced is None:
@@ -72,11 +72,11 @@ def accept(
 
 
 def accept_chains(sampled: Any, drafts: Any, depth: int) -> Accepted:
-    """`accept` for chains without thresholds; also of arrays, whose operators take a fraction of a tensor's time."""
+    """`accept` for chains without thresholds; also for numpy arrays, which take a fraction of torch's time."""
     library: Any = np if isinstance(sampled, np.ndarray) else torch
     places, rows = (library.arange(n, device=sampled.device) for n in (depth + 1, len(sampled)))
-    judged = sampled[:, :depth]
-    good = ((drafts[:, 1 : depth + 1] == judged) & (judged >= 0)).cumprod(1)
+    verified = sampled[:, :depth]
+    good = ((drafts[:, 1 : depth + 1] == verified) & (verified >= 0)).cumprod(1)
     counts = good.sum(1) + 1
     path = library.minimum(places, counts[:, None] - 1)
     return Accepted(*map(torch.as_tensor, (sampled[rows[:, None], path], counts, path)))
@@ -90,6 +90,6 @@ def force(probabilities: Tensor, uniform: Tensor, single: float, acc: float) -> 
         uniform: [D, N] independent numbers in [0, 1).
     """
     chance = (probabilities / acc).clamp_max(1.0)
-    # already accepted with chance p by equality; of the rest so much that it is `chance` in all
+    # equality accepts with probability p already; accept as much of the rest to reach `chance` in total
     extra = (chance - probabilities) / (1.0 - probabilities).clamp_min(1e-6)
     return (probabilities >= single) | (uniform < extra)

@@ -1,4 +1,4 @@
-"""Makes the drafter that a configuration names, and the speculative step around it."""
+"""Builds the configured drafter and its speculative step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafter import Drafter
-from moe_engine.worker.speculation.fused_spec_step import WholeStep
+from moe_engine.worker.speculation.fused_spec_step import FusedStep
 from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.ngram import NgramDrafter
 from moe_engine.worker.speculation.standalone import StandaloneDrafter
@@ -28,9 +28,9 @@ from moe_engine.worker.speculation.step import SpeculativeStep
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What a drafter is loaded with; as the fields of `WorkerOptions`.
+    """Options of loading a drafter; fields as in `WorkerOptions`.
 
-    `backends` are the kernels of a draft model of its own; the target's layers come with theirs.
+    `draft_backends` are the kernels of a separate draft model; MTP layers use the target's.
     """
 
     model_path: str
@@ -46,14 +46,14 @@ class DraftOptions:
 
 
 def num_mtp_layers(config: ModelConfig, speculation: SpeculationConfig | None) -> int:
-    """Layers of KV that MTP needs behind the target's own."""
+    """KV cache layers for MTP in addition to the target's own."""
     return config.num_nextn_predict_layers if speculation is not None and speculation.method == "nextn" else 0
 
 
 def add_speculation(runner: ModelRunner, config: SpeculationConfig, options: DraftOptions) -> int:
-    """Gives a runner its speculative step. Returns the bytes that the drafter's weights and cache take."""
+    """Sets a runner's speculative step. Returns the bytes of the drafter's weights and KV cache."""
     rows, stream, pool = runner.rows, runner.stream, runner.kv_pool
-    assert rows.history is not None, "rows were made without room for drafts"
+    assert rows.history is not None, "RequestRows was created without num_drafts"
     target = DraftBatches(runner.builder, runner.attention, pool.layers, stream)
     drafter: Drafter
     num_bytes = 0
@@ -68,17 +68,17 @@ def add_speculation(runner: ModelRunner, config: SpeculationConfig, options: Dra
         drafter, num_bytes = _standalone(runner, config, options)
     else:
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match, stream)
-    whole = None
+    fused = None
     if isinstance(drafter, MTPDrafter) and config.topk == 1 and not config.has_thresholds:
-        whole = WholeStep(drafter, rows, runner.sampler, pool.layers)
+        fused = FusedStep(drafter, rows, runner.sampler, pool.layers)
     runner.speculation = SpeculativeStep(
-        config, drafter, rows, runner.builder, runner.sampler, pool, target, stream, whole
+        config, drafter, rows, runner.builder, runner.sampler, pool, target, stream, fused
     )
     return num_bytes
 
 
 def mtp_layers(runner: ModelRunner) -> MTPLayers | None:
-    """Those that draft for a runner's model."""
+    """The drafting MTP layers of a runner, or None."""
     drafter = runner.speculation.drafter if runner.speculation is not None else None
     return drafter.layers if isinstance(drafter, MTPDrafter) else None
 

@@ -1,4 +1,4 @@
-"""Batches for a drafter's own forwards: the target's rows and slots, a cache of its own layers."""
+"""Batches of a drafter's forwards: the target's rows and slots, and the KV cache of the drafter's layers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 
 class DraftBatches:
-    """Makes batches for one drafter.
+    """Builds batches for one drafter.
 
     Args:
-        attention: the backend that plans and runs the drafter's layers.
-        kv: the cache of every layer, as `ForwardBatch.kv`.
+        attention: attention backend of the drafter's layers.
+        kv: the KV cache of every layer, as `ForwardBatch.kv`.
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class DraftBatches:
 
     @property
     def kv(self) -> Sequence[Any]:
-        """The cache of every layer."""
+        """The KV cache of every layer."""
         return self._kv
 
     def steps(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]) -> ChainSteps:
-        """One token a row at positions [S, D], step after step, the layers of MTP that run them."""
-        return self._builder.even_runs.chain(rows, rows_device, positions, levels)
+        """Steps of one token per row at positions [S, D]; `levels`: the MTP layer of each step."""
+        return self._builder.uniform.chain(rows, rows_device, positions, levels)
 
     def chain(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray) -> Iterator[ForwardBatch]:
-        """The same as a batch for each step; the batches carry no ids."""
+        """The same as one batch per step; the batches have no ids."""
         if not len(positions):
             return
         lengths = (positions + 1).tolist()
-        steps = self._builder.even_runs.chain(rows, rows_device, positions, ())
+        steps = self._builder.uniform.chain(rows, rows_device, positions, ())
         for i, (places, slots) in enumerate(zip(steps.positions, steps.slots)):
             queries = replace(steps.queries, context_lens=lengths[i], context_lens_device=steps.context_lens[i])
             attention = AttentionBatch(queries, None)
@@ -75,9 +75,8 @@ class DraftBatches:
         """Tokens [starts[i], starts[i] + counts[i]) of each row; slots from the table.
 
         Args:
-            ids: [T], in the order of the runs; without them the batch carries none (the caller has ids of its own).
-            num_decodes: so many of the first are computed in the form of decodes, the others as prompt chunks are;
-                None means all.
+            ids: [T], in the order of the runs; None: the batch has none (the caller has its own).
+            num_decodes: number of first runs that are computed as decodes, the others as prompt chunks; None: all.
         """
         total = int(counts.sum())
         batch = self._builder.assemble(
@@ -98,7 +97,7 @@ class DraftBatches:
 
 
 def places_in_runs(offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """For each token of a batch, whose run i begins at offsets[i], its place when the runs lie in their own order."""
+    """For each token of a batch, whose run i begins at offsets[i], its index in the original order of the runs."""
     begins = np.cumsum(counts) - counts
     places = np.empty(int(counts.sum()), dtype=np.int64)
     for offset, begin, count in zip(offsets.tolist(), begins.tolist(), counts.tolist()):

@@ -1,4 +1,4 @@
-"""What every drafter offers. It guesses; a wrong guess costs time, never a token."""
+"""Interface of drafters. A rejected draft costs time, but never changes the output."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 
 @dataclass(frozen=True)
 class Computed:
-    """Tokens that a step has computed for good, in runs: request i has those at [starts[i], starts[i] + counts[i]).
+    """The input of a draft extend: runs of tokens that a step has computed, [starts[i], starts[i] + counts[i]) of
+    request i.
 
-    hidden [T, D] are the target's states, one run behind the other in the order of `batch`. Of run i only the first
-    kept[i] tokens stand (the drafts behind were rejected); the token after the last of them is known.
+    hidden [T, D] are the target's hidden states, run after run in the order of `batch`. Of run i only the first kept[i]
+    tokens are accepted (the drafts behind were rejected); the token after the last of them is known.
     """
 
     rows: np.ndarray  # [R] int64
     starts: np.ndarray  # [R] int64
     counts: np.ndarray  # [R] int64
     kept: Tensor  # [R] int64: on the device, where it is known long before the host could read it
-    offsets: np.ndarray  # [R] int64: where a run begins in `hidden`
+    offsets: np.ndarray  # [R] int64: start of each run in `hidden`
     hidden: Tensor  # [T, D]
     batch: StepBatch
     forward: ForwardBatch
@@ -38,16 +39,16 @@ class Drafter(Protocol):
     """One drafter of a rank. Legend: D requests with drafts."""
 
     def enter(self, new: NewRow) -> None:
-        """A row begins; its earlier state is void."""
+        """A new request in a row; resets the row's state."""
 
     def propose(self, task: DraftTask) -> Drafts:
-        """Draft trees for the rows of a task; may write KV at the slots from a row's last token on."""
+        """Draft trees for the rows of a task; may write KV to the slots from a row's last token on."""
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
-        """Forwards of these sizes in which other attention groups draft and this one does not; collective.
+        """Runs idle batches in draft forwards of these sizes of other attention groups; collective.
 
-        A drafter whose forwards meet no other group's does nothing.
+        A drafter without shared forwards does nothing.
         """
 
     def update_cache(self, computed: Computed) -> None:
-        """Takes in what a step computed (plans with `Speculation.follow`)."""
+        """Draft extend: updates the drafter's KV cache with a step's tokens (plans with `Speculation.follow`)."""

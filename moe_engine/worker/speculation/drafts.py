@@ -1,7 +1,7 @@
 """Draft trees as tensors.
 
 Node 0 of a tree is the request's last token (the root), the others are drafts; a node comes after its parent. In a
-chain node i hangs on node i - 1. Shape is known on the host, tokens are on the device.
+chain the parent of node i is node i - 1. Shapes are known on the host, tokens are on the device.
 
 Legend: D requests with drafts, N nodes of a tree.
 """
@@ -20,10 +20,10 @@ from moe_engine.parallel.step_sizes import StepSizes
 
 @dataclass(frozen=True)
 class DraftTask:
-    """What a drafter is asked for: trees for some rows, of at most `num_nodes` nodes and exactly `depth` levels.
+    """Input of a drafter: trees for some rows, of at most `num_nodes` nodes and exactly `depth` levels.
 
-    Request i has computed lengths[i] tokens; its last token stands at that position and is the root. With DP attention
-    `sizes` are those of each forward that drafts in any group: all ranks run so many.
+    Request i has computed lengths[i] tokens; its last token is at that position and is the root. With DP attention
+    `sizes` has the sizes of each draft forward over all groups: all ranks run as many forwards.
     """
 
     rows: np.ndarray  # [D] int64
@@ -38,7 +38,7 @@ class DraftTask:
 
 @dataclass(frozen=True)
 class Drafts:
-    """tokens [D, N], the root first; a draft of -1 is none (it is never accepted). `parents` [D, N] None: chains."""
+    """tokens [D, N], the root first; -1: no draft (never accepted). `parents` [D, N] None: chains."""
 
     tokens: Tensor  # [D, N] int64
     parents: Tensor | None = None  # [D, N] int64; of the root: -1
@@ -57,14 +57,14 @@ class Drafts:
         return levels
 
     def visible(self) -> Tensor | None:
-        """Masks [D, N] int64 as `PagedQueries.visible`: a node sees its ancestors and itself. None for chains."""
+        """Masks [D, N] int64 as `PagedQueries.visible`: a node attends to its ancestors and itself. None for chains."""
         if self.parents is None:
             return None
         return ancestor_masks(self.parents)
 
 
 def ancestor_masks(parents: Tensor) -> Tensor:
-    """parents [D, N], -1 for a root -> bit b of masks[d, n] says that b is n or above n."""
+    """parents [D, N], -1 for a root -> bit b of masks[d, n]: node b is n or an ancestor of n."""
     masks = torch.zeros_like(parents)
     for node in range(parents.shape[1]):
         parent = parents[:, node : node + 1]

@@ -1,10 +1,10 @@
-"""A step of decodes alone, a chain of drafts for each, in one call of a kernel where there is one.
+"""Fused speculative step: a decode-only step with a chain of drafts per request, in one kernel call if available.
 
-A short step is mostly books: what is asked of torch between drafting and following takes as long as the model does, and
-each call offers the interpreter lock to the scheduler's thread, which keeps it until its own work is done. Here nothing
-is asked of torch, and the one call is the time in which the scheduler works.
+Short steps are dominated by host overhead: the torch calls between draft and draft extend cost as much as the model,
+and each releases the interpreter lock to the scheduler's thread, which keeps it until its own work is done. The fused
+step makes no torch calls; the scheduler runs during the single kernel call.
 
-Legend: D decodes, N = depth + 1 tokens of each that are verified.
+Legend: D decodes, N = depth + 1 verified tokens of each.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from moe_engine.worker.sampling.sampler import Sampler
 from moe_engine.worker.speculation.mtp import MAX_FUSED_ROWS, MTPDrafter
 
 MAX_FUSED_TOKENS = 64
-"""Tokens up to which one call gains anything over a call for each part."""
+"""Max tokens of a fused step; for more, one call gains nothing over a call per part."""
 
 
-class WholeStep:
-    """Runs steps of `drafter`'s chains that the model is to judge without thresholds.
+class FusedStep:
+    """Runs steps with chains of `drafter`, verified without thresholds.
 
     Args:
-        kv: the caches of the model and its MTP layers.
+        kv: the KV caches of the model and its MTP layers.
     """
 
     def __init__(self, drafter: MTPDrafter, rows: RequestRows, sampler: Sampler, kv: Sequence[Any]) -> None:
@@ -39,13 +39,13 @@ class WholeStep:
         self._sampler = sampler
         self._kv = kv
         self._call: WholeStepCall | None = None
-        self._is_asked = False
+        self._is_looked_up = False
         self._repeated: tuple[np.ndarray, np.ndarray] | None = None
 
     def takes(self, plan_rows: list[int], rows: np.ndarray, num_tokens: int) -> bool:
-        """Whether a step of these decodes, with so many tokens in all, can be run whole: not where tokens are told with
-        log-probabilities, or logits are edited between drawing and judging."""
-        if num_tokens > MAX_FUSED_TOKENS or len(rows) > MAX_FUSED_ROWS or not self._is_there():
+        """Whether a step of these decodes, with `num_tokens` tokens in total, can be fused: not with log-probabilities
+        or logits processors."""
+        if num_tokens > MAX_FUSED_TOKENS or len(rows) > MAX_FUSED_ROWS or not self._is_available():
             return False
         logprobs, edits = self._rows.logprobs, self._rows.edits
         if logprobs and not logprobs.keys().isdisjoint(plan_rows):
@@ -53,22 +53,22 @@ class WholeStep:
         return not (edits.active and edits.wanted[rows].any())
 
     def run(self, rows: np.ndarray, depth: int) -> VerifiedChains:
-        """Drafts, verifies, accepts and follows for rows [D] int64; all that the worker knows of them moves on. The
-        result holds until the next call.
+        """Draft, verify, accept and draft extend for rows [D] int64; updates the worker's state of these rows. The
+        result is valid until the next call.
 
         Raises:
             ValueError: a row has no room for its drafts.
         """
         assert self._call is not None
-        judged = self._call(rows, depth, self._draws(rows, depth))
-        self._history.ends.note(rows, judged.starts + 1, np.maximum(judged.tokens, 0), judged.counts)
-        return judged
+        verified = self._call(rows, depth, self._draws(rows, depth))
+        self._history.ends.note(rows, verified.starts + 1, np.maximum(verified.tokens, 0), verified.counts)
+        return verified
 
-    def _is_there(self) -> bool:
-        """Looked up once the drafter has followed a first step: before that it has no states, and nothing to draft."""
+    def _is_available(self) -> bool:
+        """Looked up once, after the first draft extend: before it the drafter has no hidden states to draft from."""
         states, rows, history = self._drafter.states, self._rows, self._history
-        if states is not None and not self._is_asked:
-            self._is_asked = True
+        if states is not None and not self._is_looked_up:
+            self._is_looked_up = True
             tables = RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, states)
             self._call = self._drafter.layers.whole_step(tables, self._kv)
         return self._call is not None

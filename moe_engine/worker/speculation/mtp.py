@@ -1,18 +1,18 @@
-"""The checkpoint's own MTP layers as drafter (DeepSeek V3's multi-token prediction).
+"""MTP drafter: the checkpoint's own multi-token-prediction layers (DeepSeek V3; SGLang's NEXTN).
 
-Layer j reads the hidden state at a position and the token j + 1 further and guesses the token after that. Its KV entry
-of a position therefore hangs on tokens behind it, and is written when these are known: layer 0's in the step that
-computes the position, layer j's up to j tokens later, so each step goes over the last M - 1 positions again. Following
-only writes KV (of all but the last layer it must compute more: its v is what the next one reads).
+Layer j reads the hidden state at a position and the token j + 1 further, and predicts the token after that. Its KV
+entry of a position therefore depends on later tokens, and is written when these are known: layer 0's in the step that
+computes the position, layer j's up to j tokens later. A draft extend thus recomputes the last M - 1 positions. It only
+writes KV (all layers but the last also compute their output v, which the next layer reads).
 
-Drafting starts with layer 0 at the last position, from the target's own state there. The next layers go on at the same
-position, one token further each; when there are no more, the last one goes on by itself, position by position, fed with
-its own v.
+Drafting starts with layer 0 at the last position, from the target's hidden state. The next layers continue at the same
+position, one token further each; after the last layer, that layer continues position by position, with its own v as
+input.
 
-A draft is drawn as the target will draw at that position, with the same parameters and the same noise: where the two
-distributions are alike, so are the draws, greedy or not.
+A draft is sampled as the target will sample at that position, with the same parameters and random numbers: similar
+distributions give the same samples, greedy or not.
 
-Legend: D rows with drafts, M MTP layers, E hidden size, K tokens that a step brought a row.
+Legend: D rows with drafts, M MTP layers, E hidden size, K new tokens of a row in a step.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.tree import NodeRun, grow
 
 MAX_FUSED_ROWS = 64
-"""Rows up to which a chain in one call gains anything over a call for each part of it."""
+"""Max rows of a fused chain; for more, one call gains nothing over a call per part."""
 
 
 class MTPDrafter:
-    """See the module; implements `Drafter`. Rows all of whose tokens it has followed can be drafted for."""
+    """The drafter of the module docstring; implements `Drafter`. A row gets drafts only if draft extends have covered
+    all its tokens."""
 
     def __init__(
         self,
@@ -57,31 +58,31 @@ class MTPDrafter:
         self._rows = rows
         self._sampler = sampler
         self._stream = stream
-        self._behind = layers.num_layers - 1
+        self._lookback = layers.num_layers - 1
         self._hidden_size = hidden
         self.states: Tensor | None = None
-        """[max_rows, E]: the target's state at each row's last position; None until a step was followed."""
+        """[max_rows, E]: the target's hidden state at each row's last position; None until the first draft extend."""
         self._host_state: np.ndarray | None = None
-        self._last: Tensor | None = None  # [max_rows, M - 1, E]: the target's states at the positions before it
-        self._entered = np.zeros(rows.max_rows, dtype=np.int64)  # computed tokens when the row began
+        self._last_states: Tensor | None = None  # [max_rows, M - 1, E]: the same at the positions before it
+        self._num_cached = np.zeros(rows.max_rows, dtype=np.int64)  # tokens from the radix cache
 
     def enter(self, new: NewRow) -> None:
-        self._entered[new.row] = len(new.slots)
+        self._num_cached[new.row] = len(new.slots)
 
     # -- drafting
 
     def propose(self, task: DraftTask) -> Drafts:
-        assert self.states is not None, "a row is drafted for that was never followed"
+        assert self.states is not None, "a row gets drafts without a draft extend before"
         chain = task.topk == 1
         places = self._places(task.lengths, task.depth if chain else 1)
         if chain and self.layers.fuses_drafts and len(task.rows) <= MAX_FUSED_ROWS:
-            return self._propose_at_once(task, self.states, places)
+            return self._propose_fused(task, self.states, places)
         state = self.states.index_select(0, task.rows_device)  # [D, E]
         tokens = [task.roots]
         for step, batch in enumerate(self._batches.chain(task.rows, task.rows_device, places)):
             sizes = task.sizes[step] if task.sizes else None
             batch = replace(batch, sizes=sizes)
-            state = self.layers.forward(min(step, self._behind), tokens[-1], state, batch)
+            state = self.layers.forward(min(step, self._lookback), tokens[-1], state, batch)
             if not chain:
                 expand = _LevelByLevel(self.layers, self._batches, task, state)
                 return grow(task, self.layers.logits, state, expand, self._sampler)
@@ -95,9 +96,9 @@ class MTPDrafter:
             nothing = self.layers.join(ForwardBatch.nothing(self._batches.kv, some, self._stream.device))
             self._sampler.passes.join(self.layers.logits, nothing, some)
 
-    def _propose_at_once(self, task: DraftTask, states: Tensor, places: np.ndarray) -> Drafts:
-        """The chain in one call of a kernel."""
-        levels = [min(step, self._behind) for step in range(task.depth)]
+    def _propose_fused(self, task: DraftTask, states: Tensor, places: np.ndarray) -> Drafts:
+        """Drafts the chain in one kernel call."""
+        levels = [min(step, self._lookback) for step in range(task.depth)]
         steps = self._batches.steps(task.rows, task.rows_device, places, levels)
         parameters, uniform = self._sampler.parameters(task.rows), None
         if parameters is not None:
@@ -108,34 +109,34 @@ class MTPDrafter:
         return Drafts(self.layers.draft_chain(states, task.rows_device, roots, steps, kv, parameters, uniform))
 
     def _places(self, lengths: np.ndarray, num_steps: int) -> np.ndarray:
-        """Positions [num_steps, D] of the steps of drafting."""
+        """Positions [num_steps, D] of the draft steps."""
         steps = np.arange(num_steps)[:, None]
-        return lengths - 1 + np.maximum(steps - self._behind, 0)
+        return lengths - 1 + np.maximum(steps - self._lookback, 0)
 
-    # -- following
+    # -- draft extend
 
     def update_cache(self, computed: Computed) -> None:
         rows, starts, counts = computed.rows, computed.starts, computed.counts
         history = self._rows.history
         assert history is not None
-        self._keep(rows, computed)
-        if not self._behind:
+        self._store_states(rows, computed)
+        if not self._lookback:
             self.layers.remember(0, history.at(computed.batch.flat + 1), computed.hidden, computed.forward)
             return
-        first = np.maximum(starts - self._behind, self._entered[rows])
-        hidden = self._with_last(computed, starts - first)
+        first = np.maximum(starts - self._lookback, self._num_cached[rows])
+        hidden = self._prepend_last(computed, starts - first)
         sizes = counts + starts - first
         batch, forward = self._batches.runs(rows, first, sizes, num_decodes=0)
-        # the batch may hold some runs before others; hidden has them in their own order
+        # the batch may reorder runs; hidden has them in their original order
         hidden = hidden.index_select(0, self._upload(places_in_runs(batch.offsets, sizes)))
         v = hidden
-        for layer in range(self._behind):
+        for layer in range(self._lookback):
             v = self.layers.forward(layer, history.at(batch.flat + 1 + layer), v, forward)
-        self.layers.remember(self._behind, history.at(batch.flat + 1 + self._behind), v, forward)
-        self._keep_last(rows, hidden, batch.offsets, starts + self._stream.read(computed.kept) - first)
+        self.layers.remember(self._lookback, history.at(batch.flat + 1 + self._lookback), v, forward)
+        self._store_last(rows, hidden, batch.offsets, starts + self._stream.read(computed.kept) - first)
 
-    def _keep(self, rows: np.ndarray, computed: Computed) -> None:
-        """The states at the rows' last tokens."""
+    def _store_states(self, rows: np.ndarray, computed: Computed) -> None:
+        """Stores the hidden states at the rows' last tokens."""
         hidden = computed.hidden
         if self.states is None:
             self.states = hidden.new_zeros(self._rows.max_rows, self._hidden_size)
@@ -147,32 +148,32 @@ class MTPDrafter:
             last = self._upload(computed.offsets - 1) + computed.kept
             self.states.index_copy_(0, self._upload(rows), hidden.index_select(0, last))
 
-    def _with_last(self, computed: Computed, again: np.ndarray) -> Tensor:
-        """The step's states, before those of run i the `again[i]` last ones of earlier steps, in order of the rows."""
+    def _prepend_last(self, computed: Computed, again: np.ndarray) -> Tensor:
+        """The step's hidden states, with the `again[i]` last ones of earlier steps before those of run i, by row."""
         hidden = computed.hidden
-        if self._last is None:
-            self._last = hidden.new_zeros(self._rows.max_rows, self._behind, self._hidden_size)
-        old = self._last.view(-1, self._hidden_size)
+        if self._last_states is None:
+            self._last_states = hidden.new_zeros(self._rows.max_rows, self._lookback, self._hidden_size)
+        old = self._last_states.view(-1, self._hidden_size)
         both = torch.cat((old, hidden))
         index = []
         for row, offset, count, num in zip(computed.rows, computed.offsets, computed.counts, again):
-            end = (row + 1) * self._behind
+            end = (row + 1) * self._lookback
             index += [*range(end - num, end), *range(len(old) + offset, len(old) + offset + count)]
         return both.index_select(0, self._upload(np.array(index, dtype=np.int64)))
 
-    def _keep_last(self, rows: np.ndarray, hidden: Tensor, offsets: np.ndarray, kept: np.ndarray) -> None:
-        """The states at the last positions of each row; what a short run does not reach is zeros, and never read."""
-        assert self._last is not None
+    def _store_last(self, rows: np.ndarray, hidden: Tensor, offsets: np.ndarray, kept: np.ndarray) -> None:
+        """Stores the hidden states at each row's last positions; zeros before a short run, which are never read."""
+        assert self._last_states is not None
         for row, offset, count in zip(rows.tolist(), offsets.tolist(), kept.tolist()):
-            num = min(self._behind, count)
-            self._last[row, self._behind - num :] = hidden[offset + count - num : offset + count]
+            num = min(self._lookback, count)
+            self._last_states[row, self._lookback - num :] = hidden[offset + count - num : offset + count]
 
     def _upload(self, values: np.ndarray) -> Tensor:
         return self._stream.upload(torch.from_numpy(values))
 
 
 class _LevelByLevel:
-    """Expands the nodes of a tree: level by level through the layers, then again and again through the last one."""
+    """Expands the nodes of a tree: one layer per level, then the last layer for all further levels."""
 
     def __init__(self, layers: MTPLayers, batches: DraftBatches, task: DraftTask, state: Tensor) -> None:
         self._layers = layers
@@ -188,7 +189,7 @@ class _LevelByLevel:
         return NodeRun(self._batches, self._task.rows, first, first)
 
     def __call__(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        if level <= self._last_layer:  # a layer of its own: nothing above is in its cache
+        if level <= self._last_layer:  # a new layer: its KV cache has none of the nodes above
             self._run, self._inputs = self._start(), []
         width = self._states.shape[-1]
         self._inputs.append(self._states.gather(1, parents[:, :, None].expand(-1, -1, width)))

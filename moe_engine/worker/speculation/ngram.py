@@ -1,8 +1,8 @@
-"""Prompt lookup as drafter: what followed the last time the same tokens stood here. Needs no weights and no KV.
+"""N-gram drafter (prompt lookup): drafts the tokens that followed the same n-gram earlier. Needs no weights and no KV.
 
-For a row, the longest match of its last tokens (between `min_match` and `max_match` of them) earlier in its own text is
-looked for, the latest of equally long ones wins, and the tokens behind it are the drafts. The search is in
-`ngram_match`: on the host where the tokens are in its memory, else on the device, so that the host never waits.
+For each row it searches the longest match of the last tokens (between `min_match` and `max_match` of them) earlier in
+the row's own tokens; of equally long matches the latest is used, and the tokens behind it are the drafts. The search is
+in `ngram_match`: on the host if the tokens are there, else on the device, so that the host never waits.
 
 Legend: D rows with drafts.
 """
@@ -25,7 +25,7 @@ from moe_engine.worker.speculation.ngram_match import find_on_device, find_on_ho
 
 
 class NgramDrafter:
-    """See the module; implements `Drafter`. It keeps nothing: the rows' history is all it reads."""
+    """The drafter of the module docstring; implements `Drafter`. Stateless: it reads only the rows' history."""
 
     def __init__(self, history: TokenBuffer, min_match: int, max_match: int, stream: DeviceStream) -> None:
         self._history = history

@@ -1,12 +1,12 @@
-"""Where the last tokens of a text stood before: the search of prompt lookup, on the host and on an accelerator.
+"""N-gram search of prompt lookup: earlier occurrences of a text's last tokens, on the host and on an accelerator.
 
-A match of size n that ends at place p: the n tokens up to p equal the n last ones of the text, and p is before the last
-token. The longest match wins, of equally long ones the latest; sizes are bounded on both sides.
+A match of size n that ends at position p: the n tokens up to p equal the last n tokens of the text, and p is before the
+last token. The longest match is used, of equally long ones the latest; sizes are bounded on both sides.
 
-Nothing is kept between steps. A text is read once, 4 bytes a token, and only places whose token equals the last one are
-looked at again: 16 texts of 32k tokens take a CPU 0.4 ms. An index of all n-grams would be many times as large as
-the text, would have to be built for each prompt, and on an accelerator, where new tokens are known first, the host
-would have to wait for them.
+No state is kept between steps. A text is read once, 4 bytes per token, and only positions whose token equals the last
+one are read again: 16 texts of 32k tokens take 0.4 ms on a CPU. An index of all n-grams would be many times as large as
+the text and would have to be built for each prompt; on an accelerator, where new tokens are known first, the host would
+have to wait for them.
 
 Legend: D texts, W width of the token table, B tokens of a block, N blocks, M largest size.
 """
@@ -21,11 +21,11 @@ from moe_engine.models.sizes import NGRAM_PLACES
 from moe_engine.worker.device_stream import DeviceStream
 
 BLOCK = 2048
-"""Places of a text that are compared together."""
+"""Positions of a text that are compared together."""
 
 
 def find_on_host(text: np.ndarray, least: int, most: int) -> int:
-    """The place behind the best match in a text [n], n where there is none."""
+    """The position behind the best match in a text [n], n if there is none."""
     last = len(text) - 1
     places, size = np.flatnonzero(text[:last] == text[last]), 1
     while size < most and len(places):
@@ -40,8 +40,8 @@ def find_on_host(text: np.ndarray, least: int, most: int) -> int:
 def find_on_device(
     tokens: Tensor, rows: np.ndarray, lengths: np.ndarray, least: int, most: int, stream: DeviceStream
 ) -> Tensor:
-    """The same for rows [D] of a table tokens [max_rows, W], whose last tokens stand at `lengths` [D]: [D] int64, W
-    where there is none. Nothing waits; scratch memory is bounded whatever the lengths."""
+    """The same for rows [D] of a table tokens [max_rows, W], whose last tokens are at `lengths` [D]: [D] int64, W if
+    there is none. Does not synchronize; scratch memory is bounded for any lengths."""
     count, width = len(rows), tokens.shape[1]
     blocks = lengths // BLOCK + 1
     owner = np.repeat(np.arange(count), blocks)  # [N]
@@ -61,7 +61,7 @@ def find_on_device(
 def _best_of_blocks(
     flat: Tensor, begin: Tensor, base: Tensor, last: Tensor, least: int, most: int, width: int
 ) -> Tensor:
-    """[N]: size * W + place behind the best match that ends in each block, 0 where there is none."""
+    """[N]: size * W + position behind the best match that ends in each block, 0 if there is none."""
     columns = torch.arange(BLOCK, device=flat.device)
     window = begin[:, None] + torch.arange(1 - most, BLOCK, device=flat.device)  # [N, M - 1 + B]
     window = flat.index_select(0, (base[:, None] + window.clamp_(0, width - 1)).flatten()).view(len(begin), -1)

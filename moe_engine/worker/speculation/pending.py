@@ -1,6 +1,6 @@
-"""A speculative step on its way to the host: tokens, how many of them, and their log-probabilities.
+"""Pending result of a speculative step: tokens, counts and log-probabilities being downloaded.
 
-Legend: D decodes, P prompts that sample, K most tokens that a decode can bring, V vocabulary.
+Legend: D decodes, P prompts that sample, K max new tokens of a decode, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NOTHING = np.zeros(0, dtype=np.int64)
 
 
 class StepSeconds(NamedTuple):
-    """Of a step; all 0 where its time would mislead."""
+    """Seconds of a step; all 0 if they would mislead the cost model."""
 
     total: float = 0.0
     draft: float = 0.0
@@ -30,35 +30,35 @@ class StepSeconds(NamedTuple):
 
 @dataclass
 class PendingSpeculation:
-    """A speculative step on its way to the host."""
+    """The pending result of a speculative step."""
 
     number: int
     rows: list[int]
     copy: HostCopy
-    """New tokens [D, K] of the decodes, how many of them [D], and those of the prompts [P]; with log-probabilities also
-    the node [D, K] that each of the first was drawn at."""
+    """New tokens [D, K] of the decodes, their counts [D], and the tokens [P] of the prompts; with log-probabilities
+    also the node [D, K] where each decode token was sampled."""
     seconds: StepSeconds
     logprobs: list[PendingLogprobs] = field(default_factory=list)
-    """By row of logits: those of the nodes, then those of the prompts."""
+    """By row of logits: the nodes, then the prompts."""
     nodes: np.ndarray = field(default_factory=lambda: _NOTHING.reshape(0, 0))
     """[D, N]: the row of logits of each node."""
     prompts: list[PendingPrompt] = field(default_factory=list)
     left_out: list[tuple[int, int]] = field(default_factory=list)
-    """Place among the plan's sampled rows, and row, of requests that had ended: their result is empty."""
+    """(index among the plan's sampled rows, row) of requests that had ended: their result is empty."""
     cuda_graph: bool = False
 
     @classmethod
     def empty(cls, number: int, left_out: list[tuple[int, int]]) -> PendingSpeculation:
-        """Of a step all of whose requests had ended."""
+        """Result of a step whose requests had all ended."""
         nothing = torch.zeros(0, dtype=torch.int64)
         return cls(number, [], HostCopy([nothing.view(0, 0), nothing, nothing]), StepSeconds(), left_out=left_out)
 
     @classmethod
-    def judged(
-        cls, plan: StepPlan, judged: VerifiedChains, seconds: StepSeconds, left_out: list[tuple[int, int]]
+    def verified(
+        cls, plan: StepPlan, verified: VerifiedChains, seconds: StepSeconds, left_out: list[tuple[int, int]]
     ) -> PendingSpeculation:
-        """Of a step of decodes alone that was run whole; to be taken before the next one runs."""
-        copy = HostCopy([judged.tokens, judged.counts, _NOTHING])
+        """Result of a fused step; to be taken before the next one runs."""
+        copy = HostCopy([verified.tokens, verified.counts, _NOTHING])
         return cls(plan.number, plan.rows, copy, seconds if not left_out else StepSeconds(), left_out=left_out)
 
     @property
@@ -75,11 +75,13 @@ class PendingSpeculation:
             tokens.insert(place, [])
             if logprobs is not None:
                 logprobs.insert(place, None)
-        told = {pending.row: pending.take() for pending in self.prompts} or None
-        return StepResult(self.number, rows, tokens, logprobs, told, *self.seconds, cuda_graph=self.cuda_graph)
+        prompt_logprobs = {pending.row: pending.take() for pending in self.prompts} or None
+        return StepResult(
+            self.number, rows, tokens, logprobs, prompt_logprobs, *self.seconds, cuda_graph=self.cuda_graph
+        )
 
     def _logprobs(self, tokens: list[list[int]], paths: list[list[int]]) -> list[PackedLogprobs | None]:
-        """Of the new tokens of each request that asks."""
+        """Log-probabilities of the new tokens of each request that requested them."""
         num, first_prompt = len(paths), int(self.nodes.max(initial=-1)) + 1
         places = [[int(self.nodes[d, node]) for node in path[: len(tokens[d])]] for d, path in enumerate(paths)]
         places += [[first_prompt + p] for p in range(len(tokens) - num)]

@@ -1,7 +1,7 @@
-"""A small model of the same vocabulary as drafter, with a KV cache of its own over the same slots.
+"""Standalone drafter: a small draft model with the same vocabulary and its own KV cache over the same slots.
 
-It follows nothing: before it drafts for a row it computes the tokens of the row that it has not seen, which after a
-prompt is all of it and later the few that the last steps brought.
+It runs no draft extend behind a step. Before it drafts, it computes the row's tokens that are not in its KV cache: the
+whole prompt at first, later the few tokens of the last steps.
 
 Legend: D rows with drafts, E hidden size.
 """
@@ -30,7 +30,7 @@ from moe_engine.worker.speculation.tree import NodeRun, grow
 
 
 class StandaloneDrafter:
-    """See the module; implements `Drafter`."""
+    """The drafter of the module docstring; implements `Drafter`."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class StandaloneDrafter:
         self._history = history
         self._sampler = sampler
         self._stream = stream
-        self._seen = np.zeros(rows, dtype=np.int64)  # tokens of each row whose KV is in the drafter's cache
+        self._num_cached = np.zeros(rows, dtype=np.int64)  # tokens of each row in the drafter's KV cache
 
     def enter(self, new: NewRow) -> None:
-        self._seen[new.row] = 0
+        self._num_cached[new.row] = 0
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         return None
@@ -58,9 +58,9 @@ class StandaloneDrafter:
         return None
 
     def propose(self, task: DraftTask) -> Drafts:
-        hidden = self._catch_up(task)  # [D, E], of the roots
-        # what it writes for drafts may be rejected; the first of them that is not written again is its own next root
-        self._seen[task.rows] = task.lengths + 1
+        hidden = self._draft_extend(task)  # [D, E], of the roots
+        # KV of drafts may be rejected; the KV up to the root stays valid
+        self._num_cached[task.rows] = task.lengths + 1
         if task.topk > 1:
             expand = _LevelByLevel(self._model, self._batches, task)
             return grow(task, self._model.logits, hidden, expand, self._sampler)
@@ -75,9 +75,9 @@ class StandaloneDrafter:
             tokens.append(self._sampler.draw(self._model.logits, hidden, sampled).clamp_min(0))
         return Drafts(torch.stack(tokens, 1))
 
-    def _catch_up(self, task: DraftTask) -> Tensor:
-        """Computes tokens [seen, lengths] of every row; hidden states [D, E] of the last."""
-        starts, ends = self._seen[task.rows], task.lengths + 1
+    def _draft_extend(self, task: DraftTask) -> Tensor:
+        """Draft extend: computes the tokens of every row that are not cached yet; hidden states [D, E] of the last."""
+        starts, ends = self._num_cached[task.rows], task.lengths + 1
         out: list[Tensor] = []
         for begin, end in _pieces(ends - starts):
             hidden = None
@@ -104,7 +104,7 @@ class StandaloneDrafter:
 
 
 def _pieces(counts: np.ndarray) -> list[tuple[int, int]]:
-    """Cuts rows into groups of at most `DRAFT_CATCH_UP` tokens (one row at least)."""
+    """Splits rows into groups of at most `DRAFT_CATCH_UP` tokens (at least one row)."""
     out, begin, total = [], 0, 0
     for i, count in enumerate(counts.tolist()):
         if i > begin and total + count > DRAFT_CATCH_UP:
@@ -115,7 +115,7 @@ def _pieces(counts: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _chunks(starts: np.ndarray, ends: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """A group in one go, or a single long row a piece at a time."""
+    """A group at once, or a single long row in chunks."""
     if len(starts) > 1 or int(ends[0] - starts[0]) <= DRAFT_CATCH_UP:
         return [(starts, ends)]
     cuts = [*range(int(starts[0]), int(ends[0]), DRAFT_CATCH_UP), int(ends[0])]
@@ -123,7 +123,7 @@ def _chunks(starts: np.ndarray, ends: np.ndarray) -> list[tuple[np.ndarray, np.n
 
 
 class _LevelByLevel:
-    """Expands the nodes of a tree behind the root, which is in the cache."""
+    """Expands the nodes of a tree behind the root, whose KV is cached."""
 
     def __init__(self, model: Model, batches: DraftBatches, task: DraftTask) -> None:
         self._model = model

@@ -1,6 +1,6 @@
-"""A step with speculation: draft, one forward over drafts and prompts alike, accept, let the drafter follow.
+"""Speculative step (SGLang: speculative worker): draft, verify in one forward with prompts, accept, draft extend.
 
-Legend: D decodes, P prompts that sample, N most tokens of a decode, K = depth + 1, S rows of logits.
+Legend: D decodes, P prompts that sample, N max tokens of a decode, K = depth + 1, S rows of logits.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from moe_engine.worker.speculation.acceptance import Accepted, accept, accept_ch
 from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
 from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
-from moe_engine.worker.speculation.fused_spec_step import WholeStep
+from moe_engine.worker.speculation.fused_spec_step import FusedStep
 
 _FORCE_SALT = 1
-"""Tells the numbers that thresholds are compared with from those that tokens are drawn with."""
+"""Salt of the random numbers for thresholds, to be independent of those for sampling."""
 
 
 @dataclass(frozen=True)
 class Decodes:
-    """What steps share whose decodes are those of the same rows, with as many drafts each.
+    """Values shared by steps whose decodes have the same rows and numbers of drafts.
 
-    `nodes[d, n]` is the row of logits of node n of decode d; a decode without drafts repeats its only one. Rows of
-    logits behind those of the nodes are the prompts'.
+    `nodes[d, n]` is the row of logits of node n of decode d; a decode without drafts repeats its only one. The rows of
+    logits behind the nodes belong to prompts.
     """
 
     plan_rows: list[int]
@@ -51,7 +51,7 @@ class Decodes:
     counts: np.ndarray  # [D] int64
     most: int  # N
     is_even: bool  # all have N nodes
-    with_drafts: np.ndarray  # places of those that have drafts
+    with_drafts: np.ndarray  # indices of decodes with drafts
     nodes: Tensor  # [D, N] int64
     host_nodes: np.ndarray  # [D, N] int64
 
@@ -62,7 +62,7 @@ class Decodes:
 
     @property
     def real(self) -> np.ndarray:
-        """[D, N] bool: nodes that are no repetition."""
+        """[D, N] bool: nodes that are not repetitions."""
         return np.arange(self.most) < self.counts[:, None]
 
 
@@ -72,7 +72,7 @@ class Verification:
 
     decodes: Decodes
     starts: np.ndarray  # [D] int64
-    tokens: Tensor  # [D, N] int64, -1 where there is no node
+    tokens: Tensor  # [D, N] int64, -1: no node
     parents: Tensor | None  # [D, N], None for chains
     depth: int
 
@@ -101,8 +101,8 @@ class SpeculativeStep:
     """The parts of a speculative step around the target's forward, for one rank.
 
     Args:
-        batches: makes batches over the target's cache, for runs that are not the step's own.
-        whole: runs steps of chains alone in one call.
+        batches: builds batches over the target's KV cache, for runs that differ from the step's batch.
+        fused: runs decode-only steps with chains in one call.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class SpeculativeStep:
         kv_pool: KVPool,
         batches: DraftBatches,
         stream: DeviceStream,
-        whole: WholeStep | None = None,
+        fused: FusedStep | None = None,
     ) -> None:
         assert rows.history is not None
         self.config = config
@@ -128,25 +128,25 @@ class SpeculativeStep:
         self._batches = batches
         self._stream = stream
         self._thresholds = config.has_thresholds
-        self._whole = whole
+        self._fused = fused
         self._same: Decodes | None = None
         self._none = self._make_decodes([], [], np.zeros(0, dtype=np.int64))
 
     def enter(self, plan: StepPlan) -> None:
-        """Rows that begin in this step, whether it is speculative or not."""
+        """Adds the plan's new rows, also in a step without speculation."""
         for new in plan.new_rows:
             self.drafter.enter(new)
 
     # -- before the target runs
 
     def reserve(self, speculation: Speculation) -> None:
-        """Enters the slots that a plan gives for tokens to come."""
+        """Writes the slots that a plan reserves for future tokens."""
         self._rows.reserve(speculation.reserved)
 
     def without_ended(self, plan: StepPlan) -> tuple[StepPlan, list[int]]:
-        """The plan without decodes of rows that the last step ended, and the places of those among its rows.
+        """The plan without decodes of rows that ended in the last step, and their indices in the plan.
 
-        Nobody waits for their tokens: the scheduler ends these requests when it reads the last step's result.
+        Their tokens are not needed: the scheduler ends these requests when it gets the last step's result.
         """
         ended = self._history.ends.ended
         left_out = [i for i in range(plan.num_decodes) if ended[plan.rows[i]]]
@@ -163,28 +163,28 @@ class SpeculativeStep:
         )
         return rest, left_out
 
-    def run_whole(self, plan: StepPlan, speculation: Speculation) -> VerifiedChains | None:
-        """Runs a step of one rank alone from drafting to following, in one call; None where that cannot be done, and
-        nothing was. The result holds until the next step."""
-        if self._whole is None or not speculation.follow or len(plan.rows) != plan.num_decodes:
+    def run_fused(self, plan: StepPlan, speculation: Speculation) -> VerifiedChains | None:
+        """Runs a step of a single attention group, from draft to draft extend, in one call; None, without a step, if it
+        cannot be fused. The result is valid until the next step."""
+        if self._fused is None or not speculation.follow or len(plan.rows) != plan.num_decodes:
             return None
         decodes = self._decodes(plan)
-        if not decodes.is_even or not self._whole.takes(decodes.plan_rows, decodes.rows, sum(plan.counts)):
+        if not decodes.is_even or not self._fused.takes(decodes.plan_rows, decodes.rows, sum(plan.counts)):
             return None
-        return self._whole.run(decodes.rows, decodes.most - 1)
+        return self._fused.run(decodes.rows, decodes.most - 1)
 
-    def draft_with_others(self, sizes: Sequence[StepSizes]) -> None:
-        """Takes part in forwards that draft for other attention groups."""
+    def draft_idle(self, sizes: Sequence[StepSizes]) -> None:
+        """Runs idle batches in draft forwards of other attention groups."""
         if sizes:
             self.drafter.join(sizes)
 
     def draft(self, plan: StepPlan, speculation: Speculation, sizes: Sequence[StepSizes] = ()) -> Verification:
-        """Drafts for the decodes of a plan; `sizes` as `DraftTask` has them."""
+        """Drafts for the decodes of a plan; `sizes` as in `DraftTask`."""
         decodes = self._decodes(plan)
         rows, starts = decodes.rows, self._history.read_lengths(decodes.rows)
         roots = self._rows.last_tokens_of(decodes.rows_device)
         if decodes.most == 1:
-            self.draft_with_others(sizes)
+            self.draft_idle(sizes)
             return Verification(decodes, starts, roots[:, None], None, 0)
         depth, topk, with_drafts = speculation.depth, self.config.topk, decodes.with_drafts
         if len(with_drafts) == len(rows):
@@ -201,13 +201,13 @@ class SpeculativeStep:
     def _decodes(self, plan: StepPlan) -> Decodes:
         num, same = plan.num_decodes, self._same
         if not num:
-            return self._none  # prompts between two steps of the same decodes
+            return self._none  # keeps `_same` over a prefill between two steps of the same decodes
         plan_rows, plan_counts = plan.rows[:num], plan.counts[:num]
         rows = None
         if same is not None and same.plan_rows == plan_rows:
             if same.plan_counts == plan_counts:
                 return same
-            rows = same.rows  # others know the rows by the object
+            rows = same.rows  # caches are keyed by the identity of this object
         if rows is None:
             rows = np.array(plan_rows, dtype=np.int64)
         self._same = self._make_decodes(plan_rows, plan_counts, rows)
@@ -236,7 +236,7 @@ class SpeculativeStep:
         decodes = verification.decodes
         if decodes.is_even and verification.parents is None and len(plan.rows) == plan.num_decodes:
             ids = verification.tokens.clamp_min(0)
-            return self._builder.even_runs.batch(
+            return self._builder.uniform.batch(
                 decodes.rows, decodes.rows_device, verification.starts, decodes.most, ids
             )
         num, counts = plan.num_decodes, np.array(plan.counts, dtype=np.int64)
@@ -256,7 +256,7 @@ class SpeculativeStep:
             assert levels is not None and masks is not None
             real = np.arange(ids.shape[-1] if ids.dim() == 2 else masks.shape[1]) < verification.counts[:, None]
             prompt_positions = [np.arange(s, s + c) for s, c in zip(starts[num:].tolist(), counts[num:].tolist())]
-            levels_read, masks_read = self._stream.read(torch.stack((levels, masks)))  # one wait, not two
+            levels_read, masks_read = self._stream.read(torch.stack((levels, masks)))  # one synchronization, not two
             positions = np.concatenate([(verification.starts[:, None] + levels_read)[real], *prompt_positions])
             visible = masks_read[real]
         return self._builder.assemble(
@@ -274,10 +274,10 @@ class SpeculativeStep:
             )
         )
 
-    # -- after it ran
+    # -- after the target has run
 
     def tree_text(self, batch: StepBatch, verification: Verification) -> TreeText | None:
-        """Which text the nodes of trees are behind, for penalties; a chain's is all that stands before a node."""
+        """Context tokens of tree nodes, for penalties; None for chains, whose context is all tokens before a node."""
         if verification.parents is None or not self._rows.edits.penalties.active:
             return None
         decodes, queries = verification.decodes, batch.attention.decode
@@ -286,7 +286,7 @@ class SpeculativeStep:
         return TreeText(begins, queries.visible[: len(begins)], decodes.most)
 
     def drafts_below(self, sampled: SampledRows, verification: Verification) -> Tensor | None:
-        """[S, J]: the drafts below each row of logits, -1 where there is none; None where thresholds accept none."""
+        """[S, J]: the drafts below each row of logits, -1: none; None without thresholds."""
         if not self._thresholds or not verification.depth:
             return None
         tokens, parents, decodes = verification.tokens, verification.parents, verification.decodes
@@ -300,7 +300,7 @@ class SpeculativeStep:
         return out
 
     def accept(self, drawn: Drawn, sampled: SampledRows, verification: Verification) -> tuple[Accepted, Tensor]:
-        """Walks the trees, given the token drawn at each row of logits [S]. Returns also the prompts' tokens."""
+        """Verifies the trees against the token sampled at each row of logits [S]. Returns also the prompts' tokens."""
         nodes, tokens, parents = verification.nodes, verification.tokens, verification.parents
         prompts = drawn.tokens[verification.decodes.num_nodes :]
         if parents is None and drawn.chances is None:
@@ -310,23 +310,23 @@ class SpeculativeStep:
         return accept(drawn.tokens[nodes], tokens, parents, verification.depth, forced), prompts
 
     def advance(self, plan: StepPlan, verification: Verification, accepted: Accepted, prompts: Tensor) -> None:
-        """Moves counts and tokens of every row, and the KV of accepted drafts to where their tokens stand."""
+        """Updates lengths and tokens of every row, and moves the KV of accepted drafts to their positions' slots."""
         if len(verification.rows):
             if verification.parents is not None:
                 self._move(verification, accepted)
             rows, starts, tokens, counts = self._stream.arrays(
                 verification.rows_device, self._upload(verification.starts), accepted.tokens, accepted.counts
             )
-            tokens = tokens * (tokens > 0)  # 0 where logits were broken
+            tokens = tokens * (tokens > 0)  # 0 for invalid logits
             self._history.advance(rows, starts, starts + counts, tokens)
-            # behind the last new token it is repeated
+            # entries behind the last new token repeat it
             self._rows.set_last_tokens(rows, tokens[:, -1])
-            if not self._stream.asynchronous:  # reading would stall it
+            if not self._stream.asynchronous:  # reading would stall an accelerator
                 self._history.ends.note(rows, starts + 1, tokens, counts)
         self.advance_prompts(plan, prompts)
 
     def advance_prompts(self, plan: StepPlan, tokens: Tensor) -> None:
-        """The prompts of a plan are computed as far as it says; tokens [P] came out of those that sample."""
+        """Updates lengths of the plan's prompts; tokens [P] were sampled for those that sample."""
         chunks = range(plan.num_decodes, len(plan.rows))
         self._computed(plan, chunks)
         ready = [i for i in chunks if plan.samples[i]]
@@ -338,10 +338,10 @@ class SpeculativeStep:
             self._rows.set_last_tokens(rows, tokens)
 
     def _computed(self, plan: StepPlan, chunks: Sequence[int]) -> None:
-        """Some prompts of a plan are computed as far as it says."""
+        """Updates computed lengths of some prompts of a plan."""
         self._history.set_lengths([plan.rows[i] for i in chunks], [plan.starts[i] + plan.counts[i] for i in chunks])
 
-    def advance_ordinary(self, plan: StepPlan, sampled: SampledRows, tokens: Tensor) -> None:
+    def advance_plain(self, plan: StepPlan, sampled: SampledRows, tokens: Tensor) -> None:
         """The same for a step without speculation; tokens [S] >= 0 are those that it sampled."""
         self._computed(plan, [i for i in range(plan.num_decodes, len(plan.rows)) if not plan.samples[i]])
         self._history.append(*self._stream.arrays(sampled.rows_device, self._upload(sampled.lengths), tokens))
@@ -355,7 +355,7 @@ class SpeculativeStep:
         verification: Verification,
         accepted: Accepted,
     ) -> None:
-        """Shows the drafter what the step computed."""
+        """Runs the draft extend over the step's tokens."""
         num, offsets = plan.num_decodes, batch.offsets
         rows, counts, starts = verification.rows, verification.counts, verification.starts
         kept = accepted.counts
@@ -363,9 +363,9 @@ class SpeculativeStep:
             rows, counts = np.array(plan.rows, dtype=np.int64), np.array(plan.counts, dtype=np.int64)
             starts = np.concatenate((starts, np.array(plan.starts[num:], dtype=np.int64)))
             kept = torch.cat((kept, self._upload(counts[num:])))
-        if verification.parents is not None:  # the accepted path of each tree, as the run that it is now
+        if verification.parents is not None:  # the accepted path of each tree becomes a run
             path = self._upload(offsets[:num])[:, None] + accepted.path
-            paths = np.where(counts[:num] > 1, path.shape[1], 1)  # without drafts there is one slot only
+            paths = np.where(counts[:num] > 1, path.shape[1], 1)  # without drafts there is only one slot
             counts = np.concatenate((paths, counts[num:]))
             path = path.flatten().index_select(
                 0, self._upload(np.flatnonzero(np.arange(path.shape[1]) < counts[:num, None]))
@@ -378,10 +378,10 @@ class SpeculativeStep:
             hidden = hidden.index_select(0, in_runs[self._upload(places_in_runs(offsets, counts))])
         self.drafter.update_cache(Computed(rows, starts, counts, kept, offsets, hidden, batch, forward))
 
-    # -- pieces
+    # -- helpers
 
     def _forced(self, chances: Tensor, sampled: SampledRows, verification: Verification) -> Tensor:
-        """[D, N]: drafts that the thresholds accept. chances [S, J] are those of `drafts_below`."""
+        """[D, N]: drafts that the thresholds accept. chances [S, J]: probabilities of `drafts_below`."""
         config, decodes, parents = self.config, verification.decodes, verification.parents
         count, num_nodes = verification.tokens.shape
         node = torch.arange(num_nodes, device=chances.device)
@@ -389,16 +389,16 @@ class SpeculativeStep:
         at = verification.nodes.gather(1, above.clamp_min(0))  # the row of logits above each node
         chance = chances[at, 0 if parents is None else node]
         rows = np.repeat(verification.rows[:, None], num_nodes, 1)
-        lengths = sampled.lengths[decodes.host_nodes] - 1  # those of the rows above
+        lengths = sampled.lengths[decodes.host_nodes] - 1  # of the rows above
         seeds = self._rows.sampling.mixed_seed[rows]
-        # siblings get numbers of their own
+        # siblings get independent numbers
         columns = [uniforms(seeds[:, n], lengths[:, n], _FORCE_SALT + n) for n in range(num_nodes)]
         numbers = self._upload(np.stack(columns, 1))
         drawn = self._upload(self._rows.sampling.draw[verification.rows] != Draw.GREEDY)
         return force(chance, numbers, config.accept_threshold_single, config.accept_threshold_acc) & drawn[:, None]
 
     def _move(self, verification: Verification, accepted: Accepted) -> None:
-        """KV of the path's nodes to the slots of the positions they now have. Rejected ones move onto themselves."""
+        """Moves the KV of accepted nodes to the slots of their positions. Rejected nodes move onto themselves."""
         width = accepted.path.shape[1]
         step = torch.arange(width, device=accepted.path.device)
         inside = step < accepted.counts[:, None]
@@ -415,7 +415,7 @@ class SpeculativeStep:
 
 
 def _spread(drafts: Drafts, index: Tensor | slice, roots: Tensor) -> Drafts:
-    """Drafts of some decodes -> of all; the others have only their root."""
+    """Drafts of some decodes -> of all decodes; the others have only their root."""
     tokens = drafts.tokens.new_full((len(roots), drafts.num_nodes), -1)
     tokens[:, 0] = roots
     tokens[index] = drafts.tokens

@@ -1,8 +1,9 @@
-"""Growing draft trees level by level, for any drafter that can say what follows a node.
+"""Builds draft trees level by level, for any drafter that can expand a node.
 
-At each level the best `topk` nodes of the one before are expanded into `topk` children each; in the end the nodes of
-the highest cumulative probability are kept over all levels, parents before children. One child of a node is drawn as
-the target will draw there, with the same noise, and counts as the most likely one; for a greedy request it is.
+At each level the best `topk` nodes of the previous level are expanded into `topk` children each; finally the nodes with
+the highest cumulative probability over all levels are kept, parents before children. One child of a node is sampled as
+the target will sample there, with the same random number, and is scored as the most likely one; for a greedy request it
+is.
 
 Legend: D rows with drafts, F nodes expanded at a level (the frontier), C candidates, E hidden size, N nodes kept.
 """
@@ -26,15 +27,15 @@ class Expand(Protocol):
     """Computes the nodes of a level."""
 
     def __call__(self, level: int, tokens: Tensor, parents: Tensor) -> Tensor:
-        """tokens [D, F] of the nodes of `level` >= 1, and their places [D, F] in the frontier before -> hidden states
-        [D * F, E]."""
+        """tokens [D, F] of the nodes of `level` >= 1, and the indices [D, F] of their parents in the previous frontier
+        -> hidden states [D * F, E]."""
 
 
 def grow(task: DraftTask, head: Head, roots: Tensor, expand: Expand, sampler: Sampler) -> Drafts:
     """Trees for a task.
 
     Args:
-        head: from hidden states to logits.
+        head: the LM head, hidden states -> logits.
         roots: hidden states [D, E] of the roots.
     """
     num_rows, width = len(task.rows), task.topk
@@ -42,8 +43,8 @@ def grow(task: DraftTask, head: Head, roots: Tensor, expand: Expand, sampler: Sa
     all_tokens, all_scores = [tokens[:, 0]], [scores[:, 0]]
     all_parents = [torch.full_like(all_tokens[0], -1)]  # among all candidates
     frontier = torch.arange(width, device=tokens.device).expand(num_rows, -1)  # among the candidates of the last level
-    first_of_level = 0  # place of the last level's first candidate among all
-    places = torch.zeros_like(frontier)  # of the frontier's parents in the frontier before
+    first_of_level = 0  # index of the last level's first candidate among all
+    places = torch.zeros_like(frontier)  # of the frontier's parents in the previous frontier
     for level in range(1, task.depth):
         above, above_scores = all_tokens[-1].gather(1, frontier), all_scores[-1].gather(1, frontier)
         hidden = expand(level, above, places)
@@ -52,7 +53,7 @@ def grow(task: DraftTask, head: Head, roots: Tensor, expand: Expand, sampler: Sa
         all_scores.append((above_scores[:, :, None] + scores).flatten(1))
         all_parents.append((frontier + first_of_level).repeat_interleave(width, 1))
         first_of_level += all_tokens[-2].shape[1]
-        # stable: of a drawn child and a rival that scores the same, the drawn one
+        # stable sort: prefers the sampled child to others of the same score
         frontier = all_scores[-1].sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
         places = frontier // width
     return _keep_best(task, torch.cat(all_tokens, 1), torch.cat(all_scores, 1), torch.cat(all_parents, 1))
@@ -78,10 +79,10 @@ def _children(
 
 
 def _keep_best(task: DraftTask, tokens: Tensor, scores: Tensor, parents: Tensor) -> Drafts:
-    """Candidates [D, C] -> trees of N nodes. A parent scores no less than its children and comes before them, so a
-    stable sort never keeps a child without it."""
+    """Candidates [D, C] -> trees of N nodes. A parent scores at least as high as its children and comes before them, so
+    a stable sort never keeps a child without its parent."""
     chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, : task.num_nodes - 1].sort(1).values
-    node = torch.zeros_like(parents)  # the node a candidate becomes
+    node = torch.zeros_like(parents)  # node of each candidate
     node.scatter_(1, chosen, torch.arange(1, chosen.shape[1] + 1, device=tokens.device).expand_as(chosen))
     above = parents.gather(1, chosen)
     node_parents = torch.where(above < 0, 0, node.gather(1, above.clamp_min(0)))
@@ -90,11 +91,11 @@ def _keep_best(task: DraftTask, tokens: Tensor, scores: Tensor, parents: Tensor)
 
 
 class NodeRun:
-    """Nodes of a tree run through one cache level by level; earlier ones run again with the later ones.
+    """Runs the nodes of a tree through one KV cache level by level; earlier levels are recomputed with later ones.
 
     Args:
-        first: [D] where in the rows' slot tables the first node stands; all before it is context.
-        positions: [D] position of the nodes of the first level that is added; each level is one further.
+        first: [D] column of the first node in the slot table; all columns before it are context.
+        positions: [D] position of the nodes of the first added level; each further level is one further.
     """
 
     def __init__(self, batches: DraftBatches, rows: np.ndarray, first: np.ndarray, positions: np.ndarray) -> None:
@@ -106,8 +107,8 @@ class NodeRun:
         self._parents: list[Tensor] = []
 
     def add(self, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ForwardBatch]:
-        """A level: tokens [D, F], and places [D, F] of the parents in the level before. Returns all tokens so far
-        [D, E], and a batch of them."""
+        """Adds a level: tokens [D, F], and the indices [D, F] of their parents in the previous level. Returns all
+        tokens so far [D, E], and a batch of them."""
         width, levels = tokens.shape[1], len(self._tokens)
         self._tokens.append(tokens)
         self._parents.append(parents + (levels - 1) * width if levels else torch.full_like(parents, -1))

@@ -1,1 +1,1 @@
-"""What runs once before READY: the choice of kernels, the warm-up."""
+"""Startup before READY: the choice of kernels, the warm-up."""

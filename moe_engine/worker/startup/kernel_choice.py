@@ -1,7 +1,7 @@
-"""Builds the kernels of a rank: the rows `kernels.backends.choose` takes, with a way back when a library fails to load.
+"""Builds the kernels of a rank: the rows of `kernels.backends.choose`, with a fallback if a library fails to load.
 
-A row may look able (a compiler is there) and still fail when built (the compiler is broken, a library does not load).
-Under ``auto`` the torch row then takes its place and the reason is reported; a row the user named is an error.
+A row may pass its checks (a compiler is installed) and still fail when built (the compiler is broken, a library does
+not load). With ``auto`` the torch row then replaces it and the reason is logged; for a named row it is an error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def build_backends(device: Device, need: Need, asked: Mapping[str, str] | None =
     """Chooses and builds ops, linear, experts, attention and sampling.
 
     Raises:
-        ConfigError: a backend that was asked for is unknown, cannot run here or fails to load.
+        ConfigError: a named backend is unknown, cannot run here or fails to load.
     """
     asked = dict(asked or {})
     try:
@@ -41,18 +41,18 @@ def build_backends(device: Device, need: Need, asked: Mapping[str, str] | None =
 
 
 def _report_refusals(choices: tuple[Choice, ...], asked: Mapping[str, str]) -> None:
-    """One line for each reason why ``auto`` was left with the fallback."""
+    """Logs one line per reason why ``auto`` chose the fallback."""
     families: dict[str, list[str]] = {}
     for choice in choices:
         if choice.row.name == FALLBACK and asked.get(choice.family, "auto") == "auto":
             for name, why in choice.refused.items():
                 families.setdefault(f"{name} {why}", []).append(choice.family)
     for reason, found in families.items():
-        logger.warning("%s: %s kernels serve, because %s", ", ".join(found), FALLBACK, reason)
+        logger.warning("%s: using %s kernels, because %s", ", ".join(found), FALLBACK, reason)
 
 
 def _report_failures(choices: Iterable[Choice]) -> None:
-    """One line for each reason why rows could not be built, however many families it left to the fallback."""
+    """Logs one line per reason why rows could not be built, with all families that use the fallback for it."""
     families: dict[str, list[str]] = {}
     for choice in choices:
         for name, why in choice.refused.items():
@@ -63,7 +63,7 @@ def _report_failures(choices: Iterable[Choice]) -> None:
 
 
 def _build(choice: Choice, device: Device, need: Need, asked: dict[str, str]) -> tuple[Any, Choice]:
-    """The kernel, and the choice with its reason: the one made, or the fallback."""
+    """The kernel and its choice; the fallback with its reason if the build fails."""
     try:
         return choice.build(), choice
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Steps run before READY, so that nothing is compiled, loaded or started by the first request."""
+"""Warm-up: steps before READY, so that the first request compiles, loads and starts nothing."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, Step
 from moe_engine.worker.model_runner import ModelRunner
 
 NUM_TOKENS = 32
-"""Of the prompt, where steps may be so large."""
+"""Prompt tokens of the warm-up, if steps may be this large."""
 _ROW = 0
 _SAMPLED = SamplingParams(temperature=0.7, top_p=0.9)
 _GREEDY = SamplingParams(temperature=0.0)
 
 
 def warm_up(runner: ModelRunner, *, num_tokens: int = NUM_TOKENS) -> None:
-    """Runs a prompt, a chunk behind it and a decode, greedily and sampled, all in the dummy page; leaves no trace.
+    """Runs a prompt, a chunk behind it and a decode, greedy and sampled, all in the dummy page; restores all state.
 
     Args:
-        num_tokens: most of a step.
+        num_tokens: max tokens of a step.
     """
     count = max(1, min(num_tokens, runner.rows.context_len - 3))
     chunk = min(2, count)
@@ -31,7 +31,7 @@ def warm_up(runner: ModelRunner, *, num_tokens: int = NUM_TOKENS) -> None:
     decode = StepPlan(number=-1, rows=[_ROW], starts=[start], counts=[1], samples=[True], slots=[0], num_decodes=1)
 
     def run(plan: StepPlan) -> None:
-        runner.execute(runner.shared.alike(plan))  # every rank of every attention group makes the same
+        runner.execute(runner.shared.for_all_groups(plan))  # every rank of every attention group runs the same plan
 
     for sampling in (_GREEDY, _SAMPLED):
         run(_plan(0, count, new=_request(count, sampling)))
@@ -46,7 +46,7 @@ def warm_up(runner: ModelRunner, *, num_tokens: int = NUM_TOKENS) -> None:
 
 
 def compile_regions(runner: ModelRunner, regions: Regions) -> None:
-    """Has torch compile its regions for decodes of several tokens, as `warm_up` did for those of one."""
+    """Compiles regions for decodes of several tokens; `warm_up` has compiled those of one token."""
     rows = [_ROW, _ROW + 1]
     if runner.rows.max_rows < len(rows) or not regions.serves(len(rows)):
         return
@@ -70,8 +70,8 @@ def compile_regions(runner: ModelRunner, regions: Regions) -> None:
 
 
 def warm_sizes(runner: ModelRunner, num_tokens: int) -> int:
-    """Runs steps of every size class of the plan, for kernels that compile by number of tokens: prompts and chunks of
-    the ladder, decodes greedy and sampled. All in the dummy page; leaves no trace. The number of steps run.
+    """Runs steps of every size class, for kernels that compile per number of tokens: prompts and chunks of the ladder,
+    decodes greedy and sampled. All in the dummy page; restores all state. Returns the number of steps.
 
     Args:
         num_tokens: of the largest step.
@@ -81,7 +81,7 @@ def warm_sizes(runner: ModelRunner, num_tokens: int) -> int:
 
     def run(plan: StepPlan) -> None:
         nonlocal count
-        runner.execute(runner.shared.alike(plan))
+        runner.execute(runner.shared.for_all_groups(plan))
         count += 1
 
     longest = rows.context_len - 1
@@ -94,9 +94,9 @@ def warm_sizes(runner: ModelRunner, num_tokens: int) -> int:
         for sampling in (_GREEDY, _SAMPLED):
             new = [_entering(row, 0, 1, rows.vocab_size, sampling) for row in range(num_rows)]
             run(_prompts(new))
-            ones, those = [1] * num_rows, list(range(num_rows))
-            run(StepPlan(-1, those, ones, ones, [True] * num_rows, [0] * num_rows, num_rows))
-    runner.execute(runner.shared.alike(StepPlan(number=-1, finished_rows=list(range(rows.max_rows)))))
+            ones, entered = [1] * num_rows, list(range(num_rows))
+            run(StepPlan(-1, entered, ones, ones, [True] * num_rows, [0] * num_rows, num_rows))
+    runner.execute(runner.shared.for_all_groups(StepPlan(number=-1, finished_rows=list(range(rows.max_rows)))))
     rows.last_token.zero_()
     runner.kv_pool.clear_dummy_page()
     runner.stream.synchronize()
@@ -104,19 +104,19 @@ def warm_sizes(runner: ModelRunner, num_tokens: int) -> int:
 
 
 def _cut(tokens: int, longest: int) -> list[int]:
-    """Prompts of at most `longest` tokens that are so many together."""
+    """Lengths of prompts of at most `longest` tokens, `tokens` in total."""
     whole, rest = divmod(tokens, longest)
     return [longest] * whole + [rest] * (rest > 0)
 
 
 def _entering(row: int, prefix: int, length: int, vocab_size: int, sampling: SamplingParams = _GREEDY) -> NewRow:
-    """A request of `length` tokens behind a cached prefix; many different tokens, so that many experts are chosen."""
+    """A request of `length` tokens behind a cached prefix; with many different tokens, to reach many experts."""
     tokens = [(7919 * (row + place)) % vocab_size for place in range(prefix + length)]
     return replace(_request(0, sampling), row=row, token_ids=tokens, num_prompt=len(tokens), slots=[0] * prefix)
 
 
 def _prompts(new: list[NewRow]) -> StepPlan:
-    """The step in which these are computed."""
+    """The prefill step of these requests."""
     inputs = [row.token_ids[len(row.slots) :] for row in new]
     counts = [len(tokens) for tokens in inputs]
     return StepPlan(
@@ -132,13 +132,13 @@ def _prompts(new: list[NewRow]) -> StepPlan:
 
 
 def compile_kernels(backends: Backends, shapes: StepShapes) -> int:
-    """Has every kernel that compiles at first use do so for the shapes of a launch; the number of products run."""
+    """Compiles every kernel that compiles at first use, for the shapes of a launch; returns the number of calls."""
     kernels = (backends.ops, backends.linear, backends.experts, backends.attention, backends.sampling)
     return sum(kernel.warm_up(shapes) for kernel in kernels if isinstance(kernel, WarmsUp))
 
 
 def _warm_up_drafts(runner: ModelRunner, run: Callable[[StepPlan], None], count: int, sampling: SamplingParams) -> None:
-    """A prompt that the drafter follows, and steps that draft and verify."""
+    """Runs a prompt with draft extend, and steps that draft and verify."""
     assert runner.speculation is not None
     config = runner.speculation.config
     run(replace(_plan(0, count, new=_request(count, sampling)), speculation=Speculation(follow=True)))

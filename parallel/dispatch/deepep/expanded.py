@@ -1,9 +1,9 @@
 """DeepEP's second generation, `ElasticBuffer` (2.0, 2.1) and `EPBuffer` (2.5): one class for prefill and decode.
 
-In its expanded form the library brings one row for each (token, local expert), sorted by expert: the `grouped` layout
-as it stands. It sums without weights, so the rows are weighed before they go back. Normal mode waits for the counts;
-low latency returns the worst case of rows at once and keeps the counts on the device.
-Legend: T tokens, H hidden, K choices, El experts of a rank, R ranks, M most tokens of a rank.
+In its expanded form the library delivers one row per (token, local expert), sorted by expert: the `grouped` layout
+without a copy. It sums without weights, so rows are weighted before combine. Normal mode waits for the counts; low
+latency returns the worst-case row count at once and keeps the counts on the device.
+Legend: T tokens, H hidden, K choices, El experts of a rank, R ranks, M max tokens of a rank.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MAX_TOP_K, MAX_EXPERTS, MAX_LOCAL, MAX_RANKS = 32, 2048, 256, 1024
 
 
 def why_not(shape: DispatchShape) -> str | None:
-    """The reason why the library refuses these sizes, or None."""
+    """The reason why the library does not support these sizes, or None."""
     if shape.dtype != torch.bfloat16:
         return f"combines bfloat16, not {shape.dtype}"
     if shape.hidden % 256:
-        return f"hidden {shape.hidden} is no multiple of 256"
+        return f"hidden {shape.hidden} is not a multiple of 256"
     for name, size, most in (
         ("top-k", shape.top_k, MAX_TOP_K),
         ("experts", shape.num_experts, MAX_EXPERTS),
@@ -48,11 +48,11 @@ class ExpandedHandle:
     slot: int
     topk_weights: Tensor
     row_weights: Tensor  # float32 [rows]
-    theirs: Any
+    lib_handle: Any
 
 
 class ExpandedDispatcher:
-    """`Dispatcher` over a buffer of the second generation; what the two classes differ in is left to subclasses."""
+    """`Dispatcher` over a buffer of the second generation; subclasses hold the differences of the two classes."""
 
     buffer_class = ""
     dispatch_options: dict[str, Any] = {}  # noqa: RUF012
@@ -67,14 +67,14 @@ class ExpandedDispatcher:
 
     @classmethod
     def make_buffer(cls, deep_ep: ModuleType, process_group: Any, shape: DispatchShape) -> Any:
-        """The buffer of one mode; made before any graph is captured.
+        """The buffer of one mode; created before any graph capture.
 
         Raises:
-            ValueError: the library cannot serve these sizes.
+            ValueError: the library does not support these sizes.
         """
         reason = why_not(shape)
         if reason:
-            raise ValueError(f"DeepEP's {cls.buffer_class} cannot serve this model: {reason}")
+            raise ValueError(f"DeepEP's {cls.buffer_class} does not support this model: {reason}")
         return getattr(deep_ep, cls.buffer_class)(
             process_group,
             num_max_tokens_per_rank=shape.max_tokens,
@@ -90,9 +90,9 @@ class ExpandedDispatcher:
             check_choices(topk_ids, self._shape.num_experts)
         slot = self._slots.take()
         sent = encode(x, topk_ids, topk_weights, self._shape.fp8, format)
-        received, _, row_weights, theirs, _ = self._buffer.dispatch(
+        received, _, row_weights, lib_handle, _ = self._buffer.dispatch(
             sent.data if sent.scales is None else (sent.data, sent.scales),
-            topk_idx=sent.ids.to(self._ids_dtype, copy=True),  # the handle refers to it: it must not change
+            topk_idx=sent.ids.to(self._ids_dtype, copy=True),  # the handle references it: it must not change
             topk_weights=sent.weights,
             num_experts=self._shape.num_experts,
             num_max_tokens_per_rank=self._shape.max_tokens,
@@ -105,16 +105,16 @@ class ExpandedDispatcher:
         dtype = self._shape.dtype
         if not format.rows:
             data, scales = decode(Tokens(data, scales, sent.ids, sent.weights), dtype), None
-        offsets = F.pad(theirs.psum_num_recv_tokens_per_expert, (1, 0))  # alignment 1: groups without gaps
+        offsets = F.pad(lib_handle.psum_num_recv_tokens_per_expert, (1, 0))  # alignment 1: groups without padding
         batch = ExpertBatch("grouped", data, offsets=offsets, scales=scales, dtype=dtype)
-        return batch, ExpandedHandle(slot, topk_weights, row_weights, theirs)
+        return batch, ExpandedHandle(slot, topk_weights, row_weights, lib_handle)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExpandedHandle) -> Tensor:
         if topk_weights is not handle.topk_weights:
-            raise ValueError("combine takes the topk_weights that were given to dispatch: they have travelled already")
-        self._slots.give_back(handle.slot)
+            raise ValueError("combine needs the topk_weights passed to dispatch: they were already sent")
+        self._slots.release(handle.slot)
         weighted = (rows * handle.row_weights.unsqueeze(1)).to(rows.dtype)
-        out, _, _ = self._buffer.combine(weighted, handle.theirs)
+        out, _, _ = self._buffer.combine(weighted, handle.lib_handle)
         return out
 
 
@@ -125,7 +125,7 @@ class ElasticDispatcher(ExpandedDispatcher):
 
 
 class EPBufferDispatcher(ExpandedDispatcher):
-    """DeepEP 2.5: its handles hold the ids by reference and refuse to copy them."""
+    """DeepEP 2.5: its handles reference the ids and do not support copying them."""
 
     buffer_class = "EPBuffer"
     dispatch_options = {"do_handle_copy": False}  # noqa: RUF012

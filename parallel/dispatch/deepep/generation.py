@@ -1,4 +1,4 @@
-"""Which DeepEP is installed. Versions tell nothing (forks number their own handle): the classes do."""
+"""The installed DeepEP generation, by its classes: version numbers are unreliable (forks number differently)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NEWEST_FIRST: tuple[Generation, ...] = ("EPBuffer", "ElasticBuffer", "Buffer")
 
 
 def generation_of(deep_ep: ModuleType, asked: str = "auto") -> Generation:
-    """The newest generation that the module offers, or the one asked for.
+    """The newest generation in the module, or the requested one.
 
     Raises:
-        ValueError: it does not have it; names what it has.
+        ValueError: the module lacks it; the message lists its generations.
     """
     present = [name for name in NEWEST_FIRST if hasattr(deep_ep, name)]
     if asked == "auto" and present:
@@ -33,16 +33,16 @@ def load() -> ModuleType:
 
 
 def why_not(device_kind: str) -> str | None:
-    """The reason why DeepEP cannot serve here, or None; does not import it."""
+    """The reason why DeepEP is unavailable, or None; does not import it."""
     if device_kind != "cuda":
-        return f"DeepEP moves GPU memory; the device is {device_kind}"
+        return f"DeepEP needs GPU memory; the device is {device_kind}"
     if importlib.util.find_spec("deep_ep") is None:
         return "deep_ep is not installed (pip install 'sgl-deep-ep>=0.1.2.post1')"
     return None
 
 
 def is_first_generation() -> bool:
-    """Whether the installed library has no class but `Buffer`; does not import it. Later ones have a folder for all."""
+    """True if the installed library only has `Buffer`; does not import it. Later ones have a `buffers` folder."""
     spec = importlib.util.find_spec("deep_ep")
     folders = (spec.submodule_search_locations or ()) if spec is not None else ()
     return bool(folders) and not any((Path(folder) / "buffers").is_dir() for folder in folders)

@@ -1,7 +1,7 @@
 """DeepEP's first generation, `Buffer`: NVLink and NVSHMEM. Signatures as of deep_ep/buffers/legacy.py.
 
-Normal mode is an exchange (rows deduplicated by rank, sums without weights); low latency brings padded rows of its own
-and weighs them itself. Legend: T tokens, H hidden, K choices, E experts, R ranks, El experts of a rank, M most tokens.
+Normal mode is an exchange (rows deduplicated by rank, sums without weights); low latency delivers padded rows and
+applies the weights itself. Legend: T tokens, H hidden, K choices, E experts, R ranks, El local experts, M max tokens.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from moe_engine.parallel.dispatch.workspace import Slots
 
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LOW_LATENCY_TOP_K = 11
-QUEUE_DEPTH = 1024  # NVSHMEM_QP_DEPTH as the library sets it
-PRESET_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)  # counts that the library has a configuration for
+QUEUE_DEPTH = 1024  # NVSHMEM_QP_DEPTH as set by the library
+PRESET_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)  # rank counts with a library configuration
 
 
 def why_not_low_latency(shape: DispatchShape) -> str | None:
-    """The reason why the low-latency kernels refuse these sizes, or None."""
+    """The reason why the low-latency kernels do not support these sizes, or None."""
     if shape.dtype != torch.bfloat16:
-        return f"sends bfloat16 or FP8 made of it, not {shape.dtype}"
+        return f"sends bfloat16 or FP8 quantized from it, not {shape.dtype}"
     if shape.hidden not in LOW_LATENCY_HIDDEN:
         return f"hidden {shape.hidden} is not among {LOW_LATENCY_HIDDEN}"
     if shape.top_k > LOW_LATENCY_TOP_K:
         return f"top-{shape.top_k} is more than {LOW_LATENCY_TOP_K}"
     if shape.num_ranks * shape.max_tokens % 4:
-        return f"{shape.num_ranks} ranks x {shape.max_tokens} tokens is no multiple of 4"
+        return f"{shape.num_ranks} ranks x {shape.max_tokens} tokens is not a multiple of 4"
     if 2 * (shape.max_tokens + 1) > QUEUE_DEPTH:
-        return f"{shape.max_tokens} tokens a rank; NVSHMEM's queue of {QUEUE_DEPTH} holds {QUEUE_DEPTH // 2 - 1}"
+        return f"{shape.max_tokens} tokens per rank; NVSHMEM's queue of {QUEUE_DEPTH} holds {QUEUE_DEPTH // 2 - 1}"
     return None
 
 
 def why_not_normal(shape: DispatchShape) -> str | None:
-    """The reason why the normal kernels refuse these sizes, or None."""
+    """The reason why the normal kernels do not support these sizes, or None."""
     if shape.dtype != torch.bfloat16:
         return f"combines bfloat16, not {shape.dtype}"
     if shape.hidden % (16 if shape.fp8 else 8):
@@ -52,14 +52,14 @@ def why_not_normal(shape: DispatchShape) -> str | None:
 
 
 def make_buffer(deep_ep: ModuleType, process_group: Any, shape: DispatchShape, low_latency: bool) -> Any:
-    """A buffer large enough for both modes; made before any graph is captured.
+    """A buffer large enough for both modes; created before any graph capture.
 
     Raises:
-        ValueError: the library cannot serve these sizes.
+        ValueError: the library does not support these sizes.
     """
     reason = why_not_normal(shape) or (why_not_low_latency(shape) if low_latency else None)
     if reason:
-        raise ValueError(f"DeepEP's Buffer cannot serve this model: {reason}")
+        raise ValueError(f"DeepEP's Buffer does not support this model: {reason}")
     cls = deep_ep.Buffer
     row_bytes = shape.hidden * shape.dtype.itemsize
     nvlink_bytes = rdma_bytes = 0
@@ -84,7 +84,7 @@ class LegacyExchange:
     """Normal mode: an `Exchange`. The host waits for the counts.
 
     Args:
-        cleans: the shape of the low-latency mode that shares the buffer; it must find it clean.
+        cleans: shape of the low-latency mode that shares the buffer and needs it clean.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LowLatencyHandle:
     slot: int
     topk_ids: Tensor
     topk_weights: Tensor
-    theirs: Any
+    lib_handle: Any
 
 
 class LegacyLowLatency:
@@ -135,28 +135,28 @@ class LegacyLowLatency:
         self._ids_dtype = deep_ep.topk_idx_t
         self._slots = Slots()
 
-    takes_rows = False  # the library quantises itself, and refuses what is
+    takes_rows = False  # the library quantizes itself, and does not accept quantized input
 
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, LowLatencyHandle]:
         shape, slot = self._shape, self._slots.take()
         ids = topk_ids.to(self._ids_dtype)
-        received, counts, theirs, _, _ = self._buffer.low_latency_dispatch(
+        received, counts, lib_handle, _, _ = self._buffer.low_latency_dispatch(
             unquantized(x), ids, shape.max_tokens, shape.num_experts, use_fp8=shape.fp8,
             round_scale=shape.fp8 and format.power_of_two,
         )  # fmt: skip
-        handle = LowLatencyHandle(slot, ids, topk_weights, theirs)
-        if shape.fp8 and format.rows:  # scales lie as the grouped product wants them
+        handle = LowLatencyHandle(slot, ids, topk_weights, lib_handle)
+        if shape.fp8 and format.rows:  # scales are in the grouped product's layout
             data, scales = received
             return ExpertBatch("padded", data, counts=counts, scales=scales, dtype=shape.dtype), handle
         rows = self._in_activation_dtype(*received) if shape.fp8 else received
         return ExpertBatch("padded", rows, counts=counts), handle
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: LowLatencyHandle) -> Tensor:
-        self._slots.give_back(handle.slot)
+        self._slots.release(handle.slot)
         weights = topk_weights.float()
-        out, _, _ = self._buffer.low_latency_combine(rows.contiguous(), handle.topk_ids, weights, handle.theirs)
+        out, _, _ = self._buffer.low_latency_combine(rows.contiguous(), handle.topk_ids, weights, handle.lib_handle)
         return out
 
     def _in_activation_dtype(self, data: Tensor, scales: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether torch here can give ranks each other's memory. Imports neither torch nor Triton."""
+"""Availability of symmetric memory in torch. Imports neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from moe_engine.kernels.triton.availability import installed as triton_installed
 
-MAX_NVSHMEM_RANKS = 16  # its kernel has a warp for each, and 16 warps
-MAX_NVSHMEM_LOCAL = 16  # experts of a rank; the same, on the way out
+MAX_NVSHMEM_RANKS = 16  # its kernel has 16 warps, one per rank
+MAX_NVSHMEM_LOCAL = 16  # experts of a rank; the same limit when sending
 
 
 def why_not(device_kind: str, num_nodes: int) -> str | None:
-    """The reason why ranks cannot write into each other's memory over plain pointers, or None."""
+    """The reason why ranks cannot write to each other's memory over plain pointers, or None."""
     if device_kind != "cuda":
-        return f"symmetric memory joins GPUs; the device is {device_kind}"
+        return f"symmetric memory is for GPUs; the device is {device_kind}"
     if num_nodes > 1:
-        return f"plain pointers reach the GPUs of one NVLink domain; there are {num_nodes} nodes (nvshmem goes beyond)"
+        return f"plain pointers work inside one NVLink domain; there are {num_nodes} nodes (use nvshmem)"
     if not triton_installed():
         return "needs triton, which is not installed (pip install triton)"
     if not (_torch_folder() / "distributed" / "_symmetric_memory").is_dir():
@@ -26,11 +26,11 @@ def why_not(device_kind: str, num_nodes: int) -> str | None:
 
 
 def why_not_nvshmem(device_kind: str, num_ranks: int) -> str | None:
-    """The reason why torch's NVSHMEM operations cannot serve, or None."""
+    """The reason why torch's NVSHMEM operations are unavailable, or None."""
     if device_kind != "cuda":
-        return f"NVSHMEM joins GPUs; the device is {device_kind}"
+        return f"NVSHMEM is for GPUs; the device is {device_kind}"
     if num_ranks > MAX_NVSHMEM_RANKS:
-        return f"torch's all_to_all_vdev_2d_offset takes {MAX_NVSHMEM_RANKS} ranks at most; there are {num_ranks}"
+        return f"torch's all_to_all_vdev_2d_offset supports at most {MAX_NVSHMEM_RANKS} ranks; there are {num_ranks}"
     if not (_torch_folder() / "lib" / "libtorch_nvshmem.so").exists():
         return "this torch was built without NVSHMEM (no libtorch_nvshmem.so)"
     if not _nvshmem_installed():
@@ -39,14 +39,14 @@ def why_not_nvshmem(device_kind: str, num_ranks: int) -> str | None:
 
 
 def _nvshmem_installed() -> bool:
-    """As a package, or where the linker looks."""
+    """True if found as a package, or by the linker."""
     try:
         packaged = find_spec("nvidia.nvshmem") is not None
-    except ModuleNotFoundError:  # no package of NVIDIA at all
+    except ModuleNotFoundError:  # no NVIDIA package
         packaged = False
     return packaged or find_library("nvshmem_host") is not None
 
 
 def _torch_folder() -> Path:
-    spec = find_spec("torch")  # finds, does not import
+    spec = find_spec("torch")  # does not import
     return Path(spec.origin).parent if spec is not None and spec.origin else Path()

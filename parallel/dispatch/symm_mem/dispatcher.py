@@ -1,10 +1,10 @@
-"""`symm_mem`, low latency: each row is written once, where its expert takes it, by our kernels over plain pointers.
+"""`symm_mem`, low latency: each row is written once, directly to its expert, by our kernels over plain pointers.
 
-The rows are the batch: what arrives is not copied, except FP8 rows, which are widened for experts that read numbers.
-The host neither waits nor learns a size, so a captured graph may hold it: epochs and counts live on the device. Peers
-that do not come end a kernel's wait after the group's timeout; the host finds their ranks in memory that both see, at
-its next call.
-Legend: T tokens, K experts per token, M most tokens of a rank, R ranks, El experts of a rank, D hidden.
+The received rows are the batch, without a copy, except FP8 rows, which are dequantized for experts that need it. There
+is no host synchronisation and no size on the host, so a captured graph may hold it: epochs and counts are on the
+device. A kernel's wait for a missing peer ends after the group's timeout; the host finds the late ranks in memory
+shared with the device, at its next call.
+Legend: T tokens, K experts per token, M max tokens of a rank, R ranks, El experts of a rank, D hidden.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
 from moe_engine.parallel.dispatch.workspace import Slots
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_BYTES = 1 << 31  # rows and pairs are numbered with 32 bits
+MAX_BYTES = 1 << 31  # rows and pairs have 32-bit indices
 
 
 def why_not(shape: DispatchShape) -> str | None:
-    """The reason why the kernels refuse these sizes, or None."""
+    """The reason why the kernels do not support these sizes, or None."""
     if shape.dtype not in DTYPES:
         return f"sends {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}, not {shape.dtype}"
     if shape.hidden * shape.dtype.itemsize % 16 or (shape.fp8 and shape.hidden % 128):
         return f"hidden {shape.hidden}: rows must be a multiple of 16 bytes"
     pairs = shape.num_ranks * shape.max_tokens * max(shape.top_k, shape.num_local)
     if pairs >= MAX_BYTES:
-        return f"{pairs} rows are more than 32 bits can number"
+        return f"{pairs} rows exceed 32-bit indices"
     return None
 
 
@@ -49,16 +49,16 @@ class SymmMemDispatcher:
     """`Dispatcher`: padded [El, R * M, D] with counts on the device.
 
     Args:
-        memory: gives each rank's bytes to the others.
+        memory: symmetric memory provider.
 
     Raises:
-        ValueError: the kernels cannot serve these sizes, or the ranks cannot reach each other.
+        ValueError: the kernels do not support these sizes, or ranks cannot access each other's memory.
     """
 
     def __init__(self, group: Group, shape: DispatchShape, memory: SymmetricMemory) -> None:
         reason = why_not(shape)
         if reason:
-            raise ValueError(f"symm_mem cannot serve this model: {reason}")
+            raise ValueError(f"symm_mem does not support this model: {reason}")
         self._group = group
         self._shape = shape
         self.takes_rows = shape.fp8
@@ -72,7 +72,7 @@ class SymmMemDispatcher:
             item_bytes=shape.dtype.itemsize,
             fp8=shape.fp8,
         )
-        shared = self._shared = memory.allocate(group, regions.num_bytes(NUM_LIVE))  # held: the addresses live by it
+        shared = self._shared = memory.allocate(group, regions.num_bytes(NUM_LIVE))  # kept alive for the addresses
         lost = memory.words_for_host(group.size)
         self._exchange = SymmMemExchange(
             regions, NUM_LIVE, group.rank, shared.own, shared.addresses, lost, group.timeout_s, shape.dtype
@@ -94,8 +94,8 @@ class SymmMemDispatcher:
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: PeerHandle) -> Tensor:
         if len(topk_weights) != handle.num_tokens:
-            raise ValueError(f"{handle.num_tokens} tokens were dispatched; there are weights of {len(topk_weights)}")
-        self._slots.give_back(handle.slot)
+            raise ValueError(f"{handle.num_tokens} tokens were dispatched; there are weights for {len(topk_weights)}")
+        self._slots.release(handle.slot)
         out = self._exchange.combine(rows, topk_weights, handle.slot)
         self.check_peers()
         return out
@@ -105,6 +105,6 @@ class SymmMemDispatcher:
         if late:
             group = self._group
             raise PeerLost(
-                f"exchange through symmetric memory on rank {group.rank} of {group.size}: ranks {late} did not come in "
-                f"{group.timeout_s:g} s"
+                f"dispatch or combine through symmetric memory on rank {group.rank} of {group.size}: ranks {late} did "
+                f"not arrive within {group.timeout_s:g} s"
             )

@@ -1,4 +1,4 @@
-"""Memory of this rank that all ranks of a group reach, and where this rank reaches theirs: the seam to what gives it.
+"""Symmetric memory: memory of each rank that all ranks of a group can access; the interface to its provider.
 
 Source: torch/distributed/_symmetric_memory/__init__.py, torch/csrc/distributed/c10d/symm_mem (torch 2.11 to 2.13).
 """
@@ -18,9 +18,9 @@ from moe_engine.parallel.collectives import Group
 @dataclass(frozen=True)
 class SharedBytes:
     """Attributes:
-    own: uint8, zeroed; it lives as long as this tensor.
-    addresses: of every rank's bytes as this rank reaches them, in the order of ranks, its own included.
-    keeps: what the addresses live by.
+    own: uint8, zeroed; freed with this tensor.
+    addresses: addresses of every rank's bytes in this rank's address space, in rank order, its own included.
+    keeps: objects that keep the addresses valid.
     """
 
     own: Tensor
@@ -29,13 +29,13 @@ class SharedBytes:
 
 
 class SymmetricMemory(Protocol):
-    """What gives memory to a group of ranks."""
+    """Provider of symmetric memory for a group of ranks."""
 
     def allocate(self, group: Group, num_bytes: int) -> SharedBytes:
-        """Collective; before any graph is captured. When it returns, every rank's bytes are zero and reachable.
+        """Collective; before any graph capture. On return, every rank's bytes are zero and accessible.
 
         Raises:
-            ValueError: a rank cannot be reached with plain loads and stores.
+            ValueError: a rank's memory is not accessible with plain loads and stores.
         """
 
     def words_for_host(self, count: int) -> Tensor:
@@ -46,7 +46,7 @@ class TorchSymmetricMemory:
     """torch's symmetric memory on CUDA.
 
     Args:
-        process_group: torch's own, of the group's ranks in their order.
+        process_group: torch's process group, of the group's ranks in their order.
     """
 
     def __init__(self, process_group: Any) -> None:
@@ -55,19 +55,19 @@ class TorchSymmetricMemory:
     def allocate(self, group: Group, num_bytes: int) -> SharedBytes:
         import torch.distributed._symmetric_memory as symmetric
 
-        device = torch.empty(0, device=group.device).device  # with its number
+        device = torch.empty(0, device=group.device).device  # with its index
         own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         own.zero_()
         try:
             handle = symmetric.rendezvous(own, self._process_group)
         except RuntimeError as error:
-            raise ValueError(f"the ranks' GPUs cannot reach each other's memory: {_first_line(error)}") from error
+            raise ValueError(f"the ranks' GPUs cannot access each other's memory: {_first_line(error)}") from error
         bases = list(handle.buffer_ptrs)
         unreachable = [rank for rank, base in enumerate(bases) if not base]
         if unreachable:
-            raise ValueError(f"no plain pointer leads to ranks {unreachable}: they are in another NVLink domain")
-        offset = own.data_ptr() - bases[group.rank]  # of the tensor in what torch allocated, alike everywhere
-        own[-1].item()  # the zeros have landed
+            raise ValueError(f"ranks {unreachable} are in another NVLink domain, not accessible by plain pointers")
+        offset = own.data_ptr() - bases[group.rank]  # offset of the tensor in torch's allocation, the same on all ranks
+        own[-1].item()  # waits until the zeros are written
         group.barrier()
         return SharedBytes(own, [base + offset for base in bases], handle)
 

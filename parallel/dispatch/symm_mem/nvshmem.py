@@ -1,11 +1,11 @@
 """`nvshmem`, low latency between nodes: torch's shuffles over NVSHMEM, whose sizes never leave the device.
 
-A rank sorts its (token, choice) rows by expert; `all_to_all_vdev_2d` fetches what each rank has for this rank's experts
-and lays it expert by expert; `all_to_all_vdev_2d_offset` fetches the results the same way back, into the order they
-were sent in. Both begin with a barrier of all ranks and end with none: a rank's input may be read by others until they
-all have entered the next shuffle. The two of a slot take turns, so a buffer is written again only behind that.
+A rank sorts its (token, choice) rows by expert; `all_to_all_vdev_2d` fetches each rank's rows for this rank's experts
+and orders them by expert; `all_to_all_vdev_2d_offset` fetches the results back, into the order of sending. Both begin
+with a barrier of all ranks and end without one: a rank's input may be read by peers until all have entered the next
+shuffle. The two shuffles of a slot alternate, so a buffer is rewritten only after that.
 Source: torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu (torch 2.11 to 2.13).
-Legend: T tokens, K experts per token, M most tokens of a rank, P = M * K, R ranks, E experts over all ranks, El of a
+Legend: T tokens, K experts per token, M max tokens of a rank, P = M * K, R ranks, E experts over all ranks, El of a
 rank, D hidden.
 """
 
@@ -29,48 +29,48 @@ from moe_engine.parallel.dispatch.workspace import Slots
 
 
 def why_not(shape: DispatchShape) -> str | None:
-    """The reason why the shuffles refuse these sizes, or None."""
+    """The reason why the shuffles do not support these sizes, or None."""
     if shape.num_ranks > MAX_NVSHMEM_RANKS:
         return f"{shape.num_ranks} ranks; at most {MAX_NVSHMEM_RANKS}"
     if shape.num_local > MAX_NVSHMEM_LOCAL:
-        return f"{shape.num_local} experts of a rank; at most {MAX_NVSHMEM_LOCAL}"
+        return f"{shape.num_local} experts per rank; at most {MAX_NVSHMEM_LOCAL}"
     if shape.hidden * shape.dtype.itemsize % 16:
         return f"hidden {shape.hidden}: rows must be a multiple of 16 bytes"
     return None
 
 
 class Shuffles(Protocol):
-    """NVSHMEM's side. Tensors of the shuffles come from `empty`; all of them collective, shuffles without waiting."""
+    """NVSHMEM's operations. Shuffled tensors come from `empty`; all are collective, shuffles are asynchronous."""
 
     def empty(self, num_bytes: int, device: torch.device) -> Tensor:
-        """uint8 [num_bytes] that every rank can read."""
+        """uint8 [num_bytes] readable by every rank."""
 
     def all_to_all_vdev_2d(self, rows: Tensor, out: Tensor, splits: Tensor, out_splits_offsets: Tensor) -> None:
         """rows [., W] sorted by expert, splits int64 [E] of them -> out [., W] by expert, then by rank.
 
-        out_splits_offsets int64 [2, El * R]: rows from each rank for each expert, and where they begin. An expert
-        without rows takes up one, which is left as it was.
+        out_splits_offsets int64 [2, El * R]: rows from each rank for each expert, and their starts. An expert without
+        rows occupies one row, which is not written.
         """
 
     def all_to_all_vdev_2d_offset(
         self, rows: Tensor, out: Tensor, splits_offsets: Tensor, out_splits_offsets: Tensor
     ) -> None:
-        """rows [., W] at offsets [El, R] -> out [., W] by rank, then by its expert, without gaps."""
+        """rows [., W] at offsets [El, R] -> out [., W] by rank, then by expert, contiguous."""
 
 
 class TorchShuffles:
-    """torch's operations; makes NVSHMEM the process's symmetric memory.
+    """torch's operations; sets NVSHMEM as the process's symmetric memory backend.
 
     Args:
-        process_group: torch's own, of all ranks of the process group's world: the kernels take a rank for its number
-            in the world.
+        process_group: torch's process group of all ranks of the world: the kernels interpret a rank as its world
+            rank.
     """
 
     def __init__(self, process_group: Any) -> None:
         import torch.distributed._symmetric_memory as symmetric
 
         if not symmetric.is_nvshmem_available():
-            raise ValueError("nvshmem cannot serve: torch finds no libnvshmem_host.so.3 (package nvidia-nvshmem)")
+            raise ValueError("nvshmem is unavailable: torch finds no libnvshmem_host.so.3 (package nvidia-nvshmem)")
         symmetric.set_backend("NVSHMEM")
         self._symmetric = symmetric
         self._process_group = process_group
@@ -78,7 +78,7 @@ class TorchShuffles:
 
     def empty(self, num_bytes: int, device: torch.device) -> Tensor:
         made = self._symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._symmetric.rendezvous(made, self._process_group)  # the shuffles would do it, but not in a captured graph
+        self._symmetric.rendezvous(made, self._process_group)  # the shuffles do it lazily, but not under capture
         return made
 
     def all_to_all_vdev_2d(self, rows: Tensor, out: Tensor, splits: Tensor, out_splits_offsets: Tensor) -> None:
@@ -92,7 +92,7 @@ class TorchShuffles:
 
 @dataclass(frozen=True)
 class SlotBuffers:
-    """What others can read of one slot. `results` lies where `arrived` did: experts have consumed it by then."""
+    """Peer-readable buffers of one slot. `results` reuses the memory of `arrived`, which is consumed by then."""
 
     sent: Tensor  # uint8 [P, record]
     splits: Tensor  # int64 [E]
@@ -114,17 +114,17 @@ class NvshmemDispatcher:
     """`Dispatcher`: grouped rows in buffers for the worst case, offsets and counts on the device.
 
     Raises:
-        ValueError: the shuffles cannot serve these sizes.
+        ValueError: the shuffles do not support these sizes.
     """
 
     def __init__(self, group: Group, shape: DispatchShape, shuffles: Shuffles) -> None:
         reason = why_not(shape)
         if reason:
-            raise ValueError(f"nvshmem cannot serve this model: {reason}")
+            raise ValueError(f"nvshmem does not support this model: {reason}")
         self._shape = shape
         self.takes_rows = shape.fp8
         self._shuffles = shuffles
-        self._format = replace(RecordFormat.of(shape), top_k=0)  # choices stay here: results are weighed here
+        self._format = replace(RecordFormat.of(shape), top_k=0)  # choices are not sent: weights are applied here
         self._experts = torch.arange(shape.num_experts + 1, dtype=torch.int32, device=group.device)
         self._slots = Slots()
         self._buffers = [self._make_buffers(group.device) for _ in range(NUM_LIVE)]
@@ -132,7 +132,7 @@ class NvshmemDispatcher:
     def _make_buffers(self, device: torch.device) -> SlotBuffers:
         shape, width = self._shape, self._format.num_bytes
         pairs = shape.max_tokens * shape.top_k
-        room = shape.num_ranks * pairs + shape.num_local  # even if tokens named an expert twice
+        room = shape.num_ranks * pairs + shape.num_local  # even with repeated experts in a token
         row = shape.hidden * shape.dtype.itemsize
 
         def longs(*sizes: int) -> Tensor:
@@ -176,7 +176,7 @@ class NvshmemDispatcher:
         return batch, NvshmemHandle(slot, positions, offsets[-1:])
 
     def _sort(self, tokens: Tokens, buffers: SlotBuffers) -> Tensor:
-        """Fills what is sent: rows by expert, by token inside one, choices of no expert last and beyond the splits."""
+        """Fills the send buffer: rows by expert, then by token; choices without expert last, outside the splits."""
         num_tokens, top_k = tokens.ids.shape
         num_experts = self._shape.num_experts
         ids = tokens.ids.flatten()
@@ -194,7 +194,7 @@ class NvshmemDispatcher:
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: NvshmemHandle) -> Tensor:
         if len(topk_weights) != len(handle.positions):
             raise ValueError(f"{len(handle.positions)} tokens were dispatched, weights are of {len(topk_weights)}")
-        self._slots.give_back(handle.slot)
+        self._slots.release(handle.slot)
         buffers = self._buffers[handle.slot]
         copy_rows(rows.contiguous(), buffers.results, handle.end)
         self._shuffles.all_to_all_vdev_2d_offset(

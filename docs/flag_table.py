@@ -1,0 +1,102 @@
+"""Prints docs/sglang_flags.md, made from moe_engine/config; with ``--write`` writes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from moe_engine.config.absent_flag import AbsentFlag
+from moe_engine.config.args import PARTS
+from moe_engine.config.dropped import DROPPED, FOREIGN, SATISFIED
+from moe_engine.config.field import FieldInfo, fields_of, option_of
+from moe_engine.config.flags import GROUPS
+from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
+
+PAGE = Path(__file__).with_name("sglang_flags.md")
+
+HEAD = """\
+# Flag compatibility with SGLang
+
+Written by `python docs/flag_table.py --write` from `moe_engine/config/`; do not edit. `moe-engine serve --help`
+explains each accepted flag. Keywords of `Engine` and keys of a `--config` file are the flags' names with underscores.
+
+Every flag is in one of four groups. No flag is ignored silently. An unknown flag is refused, with the nearest accepted
+one.
+"""
+
+ACCEPTED = """\
+Flags with an effect, SGLang's and this engine's own. A value in the last column is refused as not available yet.
+"""
+
+SATISFIED_TEXT = """\
+Switches that turn off something this engine does not have. The log contains a note.
+"""
+
+LATER_TEXT = """\
+Accepted with the values of the second column, which are SGLang's defaults or describe this engine. Any other value is
+refused with exit code 2: "not available yet in moe-engine (comes with ...)". Accepted values that name an absent
+feature are noted in the log.
+"""
+
+DROPPED_TEXT = """\
+Flags of older SGLang releases. Accepted with the value of the second column; otherwise refused with the replacement.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD, "## Accepted\n", ACCEPTED]
+    for part in PARTS.values():
+        rows = [accepted_row(info) for info in fields_of(part)]
+        parts.append(f"### {GROUPS[part.__name__]}\n")
+        parts.append(table(("flag", "other spellings", "values", "values that are refused"), rows))
+    parts += ["## Accepted without effect\n", SATISFIED_TEXT]
+    parts.append(table(("flag", "reason"), [(code([option_of(name)]), why) for name, why in SATISFIED.items()]))
+    parts += ["## Refused: not available yet\n", LATER_TEXT]
+    rows = [(spellings(row), harmless(row), f"refused: {row.reason}") for row in UNSUPPORTED_FLAGS.values()]
+    parts.append(table(("flag", "accepted values", "comes with"), rows))
+    parts += ["## Refused: removed from SGLang\n", DROPPED_TEXT]
+    rows = [(spellings(row), harmless(row), f"removed from SGLang: {row.reason}") for row in DROPPED.values()]
+    parts.append(table(("flag", "accepted values", "replacement"), rows))
+    foreign = f"Flags of `docker run` in a copied command are named as such: {', '.join(FOREIGN)}.\n"
+    return "\n".join([*parts, foreign])
+
+
+def accepted_row(info: FieldInfo) -> tuple[str, ...]:
+    flag = info.flag
+    allowed = flag.allowed()
+    values = ", ".join(allowed) if allowed else "switch" if info.type is bool else flag.metavar or info.type.__name__
+    if flag.synonyms:
+        values += "; " + ", ".join(f"{synonym} = {meaning}" for synonym, meaning in flag.synonyms.items())
+    by_reason: dict[str, list[str]] = {}
+    for value, reason in flag.unsupported.items():
+        by_reason.setdefault(reason, []).append(value)
+    refused = "; ".join(f"{', '.join(listed)} ({reason})" for reason, listed in by_reason.items())
+    return code([info.option]), code(info.spellings[1:]), values, refused
+
+
+def spellings(row: AbsentFlag) -> str:
+    return code([row.option, *row.spellings])
+
+
+def harmless(row: AbsentFlag) -> str:
+    if row.is_switch:
+        return "false"
+    return ", ".join(str(value) or '""' for value in (row.default, *row.harmless) if value is not None)
+
+
+def code(texts: Iterable[str]) -> str:
+    return ", ".join(f"`{text}`" for text in texts)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page())
+    else:
+        print(page(), end="")

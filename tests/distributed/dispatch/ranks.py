@@ -1,0 +1,237 @@
+"""Ranks for tests: processes joined by gloo over loopback, with an end in every case.
+
+`run_ranks(n, function, ...)` calls `function(rank, ...)` on n ranks and returns what each returned. `Ranks` keeps them
+for many calls, because ranks cost a moment to start. They are forked from a server that has imported torch and
+dispatch. A rank that raises, dies or hangs ends the call: the others are killed and `RanksFailed` says what each was
+doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import io
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import lru_cache
+from multiprocessing import connection, get_context
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "100")  # a thread that waits for another gives up its core soon
+PRELOADED = ["torch", "torch.distributed", "tests.distributed.dispatch.ranks", "tests.distributed.dispatch.worlds"]
+GLOO_TIMEOUT_S = 20.0
+GRACE_S = 1.0  # between the request for a hung rank's stack and its end
+
+
+class RanksFailed(AssertionError):
+    """What became of each rank that did not return."""
+
+
+class Ranks:
+    """`n` ranks of one world: ``with Ranks(4) as ranks: ranks.call(function, ...)``.
+
+    Args:
+        gloo_timeout_s: of the world's process group, which is torch's default group on each rank.
+        environment: set in the ranks alone.
+    """
+
+    def __init__(
+        self, n: int, gloo_timeout_s: float = GLOO_TIMEOUT_S, environment: dict[str, str] | None = None
+    ) -> None:
+        self.n = n
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        context = _context()
+        self._pipes = []
+        self._processes: list[Any] = []
+        for rank in range(n):
+            ours, theirs = context.Pipe()
+            arguments = (rank, n, theirs, self._folder.name, gloo_timeout_s, environment or {})
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._processes) and all(process.is_alive() for process in self._processes)
+
+    def pid(self, rank: int) -> int:
+        return self._processes[rank].pid
+
+    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
+        """function(rank, *args) on every rank; both must be picklable (a function of a module).
+
+        Raises:
+            RanksFailed: with every traceback; afterwards no rank is left.
+        """
+        self.start(function, *args)
+        return self.finish(timeout_s)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """The first half of `call`: for tests that meddle with running ranks."""
+        for pipe in self._pipes:
+            pipe.send((function, args))
+
+    def finish(self, timeout_s: float = 30.0, expect_dead: tuple[int, ...] = ()) -> list[Any]:
+        """The second half: the results; None for a rank of `expect_dead`."""
+        results: list[Any] = [None] * self.n
+        failures: dict[int, str] = {}
+        pending = {rank for rank in range(self.n) if rank not in expect_dead}
+        deadline = time.monotonic() + timeout_s
+        while pending and not failures:
+            ready = connection.wait([self._pipes[rank] for rank in pending], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in [rank for rank in pending if self._pipes[rank] in ready]:
+                pending.discard(rank)
+                try:
+                    ok, results[rank] = pickle.loads(self._pipes[rank].recv_bytes())
+                except EOFError:
+                    self._processes[rank].join(GRACE_S)
+                    ok, results[rank] = False, f"died with exit code {self._processes[rank].exitcode}"
+                if not ok:
+                    failures[rank] = results[rank]
+        if failures or pending:
+            self._fail(failures, pending, timeout_s)
+        return results
+
+    def _fail(self, failures: dict[int, str], pending: set[int], timeout_s: float) -> None:
+        if pending and failures:  # one raised: the others often tell why, if they are given a moment
+            for pipe in connection.wait([self._pipes[rank] for rank in pending], GRACE_S):
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    ok, value = pickle.loads(self._pipes[rank].recv_bytes())
+                except EOFError:
+                    ok, value = False, "died"
+                pending.discard(rank)
+                if not ok:
+                    failures[rank] = value
+        for rank in pending:
+            if self._processes[rank].is_alive():
+                os.kill(self.pid(rank), signal.SIGUSR1)
+        for rank in pending:
+            stack = self._stack(rank)
+            failures[rank] = f"had not returned (limit {timeout_s:g} s); it was at\n{stack}"
+        for process in self._processes:
+            process.kill()
+        self.close()
+        raise RanksFailed("\n".join(f"rank {rank} of {self.n}: {text}" for rank, text in sorted(failures.items())))
+
+    def _stack(self, rank: int) -> str:
+        """What faulthandler wrote at the signal; empty if the rank cannot even do that (stopped, in a system call)."""
+        file = Path(self._folder.name, f"stack{rank}")
+        for _ in range(50):
+            if file.exists() and file.stat().st_size:
+                time.sleep(0.05)  # the rest of it
+                return file.read_text()
+            time.sleep(GRACE_S / 50)
+        return ""
+
+    def close(self) -> None:
+        """Ends the ranks: politely if they are idle, by SIGKILL otherwise."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process, pipe in zip(self._processes, self._pipes):
+            process.join(GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            pipe.close()
+        self._processes, self._pipes = [], []
+        self._folder.cleanup()
+
+
+def run_ranks(n: int, function: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
+    """function(rank, *args) on n fresh ranks -> their results."""
+    with Ranks(n) as ranks:
+        return ranks.call(function, *args, timeout_s=timeout_s)
+
+
+@lru_cache
+def _context() -> ForkServerContext:
+    from moe_engine.kernels.cpu.library import LibraryError, load
+
+    with contextlib.suppress(LibraryError):
+        load()  # compiled before a rank's call is timed, where this is the first time
+    context = get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _serve(rank: int, n: int, pipe: Any, folder: str, gloo_timeout_s: float, environment: dict[str, str]) -> None:
+    """The life of a rank: joins the world, then calls what it is sent."""
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR", **environment})
+    import torch
+    import torch.distributed as dist
+
+    stack = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115 - faulthandler writes to it until the end
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), n)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=timedelta(seconds=gloo_timeout_s))
+    while (message := pipe.recv()) is not None:
+        function, args = message
+        try:
+            answer = (True, function(rank, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send_bytes(_as_bytes(answer))
+    os._exit(0)  # a world that lost a rank would wait in its destructors
+
+
+def _as_bytes(answer: Any) -> bytes:
+    """Pickled, tensors by value: a pipe's `send` makes a file in shared memory of each, which takes longer than most
+    calls."""
+    import torch
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or not value.numel():
+                return NotImplemented
+            words = value.contiguous().view(-1).view(torch.uint8).numpy()
+            return _tensor_of, (bytearray(words), value.dtype, value.shape)
+
+    written = io.BytesIO()
+    Pickler(written).dump(answer)
+    return written.getvalue()
+
+
+def _tensor_of(content: bytearray, dtype: Any, shape: Any) -> Any:
+    import torch
+
+    return torch.frombuffer(content, dtype=dtype).view(shape)
+
+
+class World:
+    """Ranks that are started again after a failure, so that one bad case does not hide the others."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self._ranks: Ranks | None = None
+
+    @property
+    def ranks(self) -> Ranks:
+        if self._ranks is None or not self._ranks.alive:
+            self._ranks = Ranks(self.n)
+        return self._ranks
+
+    def close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.close()

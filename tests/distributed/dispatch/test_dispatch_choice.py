@@ -1,0 +1,119 @@
+"""Which backend is chosen and why not the others; which DeepEP is found; what its kernels refuse."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from moe_engine.parallel import host_support
+from moe_engine.parallel.dispatch.deepep import expanded, legacy
+from moe_engine.parallel.dispatch.deepep.generation import generation_of
+from moe_engine.parallel.dispatch.protocol import DispatchShape
+from moe_engine.parallel.dispatch.tables import ROWS, FixedSizes, Place, choose
+from tests.distributed.dispatch import deepep_emulator as emulator
+
+
+def test_auto_takes_what_the_place_offers() -> None:
+    taken = {
+        place: choose(place).row.name
+        for place in (Place("cpu", 1), Place("cpu", 4), Place("cpu", 4, 2), Place("cpu", 4, 4), Place("cuda", 8))
+    }
+    shared = "all_to_all" if host_support.why_not() else "shared_memory"
+    assert list(taken.values()) == ["local", shared, "two_hop", "all_to_all", "all_to_all"]
+
+
+@pytest.mark.parametrize("place", [Place("cpu", 1), Place("cpu", 4), Place("cuda", 16, 2), Place("cpu", 5, 2)])
+def test_every_other_row_is_refused_with_a_reason(place: Place) -> None:
+    choice = choose(place)
+    assert set(choice.refused) == {row.name for row in ROWS} - {choice.row.name}
+    assert all(choice.refused.values())
+
+
+def test_phases_get_their_modes() -> None:
+    place = Place("cuda", 4)
+    assert choose(place, "all_to_all").modes == {"prefill": "normal", "decode": "low_latency"}
+    assert choose(place, "all_to_all", "normal").modes == {"prefill": "normal", "decode": "normal"}
+    assert choose(place, "all_to_all", "low_latency").modes == {"prefill": "low_latency", "decode": "low_latency"}
+    assert choose(Place("cpu", 1)).modes == {"prefill": "normal", "decode": "normal"}
+
+
+@pytest.mark.parametrize(
+    ("place", "asked", "mode", "reason"),
+    [
+        (Place("cpu", 4), "deepep", "auto", "needs GPU memory; the device is cpu"),
+        (Place("cpu", 4), "local", "auto", "4 ranks"),
+        (Place("cpu", 1), "local", "low_latency", "has no low_latency mode"),
+        (Place("cpu", 4, 2), "shared_memory", "auto", "2 nodes"),
+        (Place("cpu", 4), "two_hop", "auto", "one node"),
+        (Place("cpu", 4), "nvlink", "auto", "unknown dispatch backend 'nvlink'; known: local,"),
+        (Place("cpu", 4), "auto", "fast", "unknown dispatch mode 'fast'; known: auto, normal, low_latency"),
+    ],
+)
+def test_what_cannot_serve_is_an_error_with_the_reason(place: Place, asked: str, mode: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        choose(place, asked, mode)
+
+
+def test_choosing_imports_no_vendor() -> None:
+    choose(Place("cuda", 8))
+    assert "deep_ep" not in sys.modules
+
+
+def test_the_generation_is_told_by_attribute() -> None:
+    buffer, elastic, newest = emulator.Buffer, emulator.ElasticBuffer, emulator.EPBuffer
+    assert generation_of(emulator.module(buffer)) == "Buffer"
+    assert generation_of(emulator.module(buffer, elastic)) == "ElasticBuffer"  # 2.1.0 has both
+    assert generation_of(emulator.module(buffer, elastic), "Buffer") == "Buffer"
+    assert generation_of(emulator.module(newest)) == "EPBuffer"
+    with pytest.raises(ValueError, match="deep_ep has no Buffer; it has EPBuffer"):
+        generation_of(emulator.module(newest), "Buffer")
+    with pytest.raises(ValueError, match="none of the known classes"):
+        generation_of(ModuleType("deep_ep"))
+
+
+GOOD = DispatchShape(256, 32, 8, 7168, 128, torch.bfloat16, fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("why_not", "changed", "reason"),
+    [
+        (legacy.why_not_low_latency, {"hidden": 1024}, "hidden 1024"),
+        (legacy.why_not_low_latency, {"top_k": 12}, "top-12"),
+        (legacy.why_not_low_latency, {"max_tokens": 512}, "NVSHMEM"),
+        (legacy.why_not_low_latency, {"num_ranks": 1, "max_tokens": 3}, "multiple of 4"),
+        (legacy.why_not_low_latency, {"dtype": torch.float16}, "bfloat16"),
+        (legacy.why_not_normal, {"num_ranks": 1}, "1 ranks"),
+        (legacy.why_not_normal, {"dtype": torch.float32}, "bfloat16"),
+        (expanded.why_not, {"hidden": 384}, "multiple of 256"),
+        (expanded.why_not, {"num_experts": 4096}, "4096 experts"),
+        (expanded.why_not, {"num_ranks": 1, "num_experts": 512}, "512 experts of a rank"),
+        (expanded.why_not, {"top_k": 33}, "33 top-k"),
+    ],
+)
+def test_adapters_say_what_the_library_cannot_do(why_not: object, changed: dict[str, object], reason: str) -> None:
+    assert why_not(GOOD) is None  # type: ignore[operator]
+    assert reason in (why_not(replace(GOOD, **changed)) or "")  # type: ignore[operator, arg-type]
+
+
+def test_sizes_that_the_first_deepep_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As its adapter refuses them, but before anything is started."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "deep_ep").mkdir()
+    (tmp_path / "deep_ep" / "__init__.py").touch()
+    row = next(row for row in ROWS if row.name == "deepep")
+    for ranks in (1, 2, 3, 4, 8):
+        sizes = row.fixed_sizes(ranks)
+        for tokens in (sizes.multiple, 8 * sizes.multiple, sizes.most or 0):
+            whole = tokens - tokens % sizes.multiple
+            shape = DispatchShape(8 * ranks, ranks, 8, 7168, whole, torch.bfloat16)
+            assert legacy.why_not_low_latency(shape) is None
+        assert sizes.most is not None
+        more = DispatchShape(8 * ranks, ranks, 8, 7168, sizes.most + sizes.multiple, torch.bfloat16)
+        assert legacy.why_not_low_latency(more) is not None
+    (tmp_path / "deep_ep" / "buffers").mkdir()
+    assert row.fixed_sizes(2) == FixedSizes()

@@ -1,0 +1,165 @@
+"""One rank's part of dispatching: sums of rows, FP8, records, refusals, and a host that never waits in low latency."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from moe_engine.kernels.permutation.choice import permutation
+from moe_engine.parallel.collectives import SingleRank
+from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
+from moe_engine.parallel.dispatch.allgather import AllGather
+from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
+from moe_engine.parallel.dispatch.host_rows import HostChecks, HostLayout
+from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
+from moe_engine.parallel.dispatch.local import LocalDispatcher, LocalExchange
+from moe_engine.parallel.dispatch.payload import RecordFormat, decode, encode, quantize
+from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
+from moe_engine.parallel.dispatch.rows import check_choices, sum_rows, sum_rows_static
+from moe_engine.parallel.dispatch.workspace import Slots
+from tests.distributed.dispatch.row_sums import check_row_sums
+
+RowSums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+SHAPE = DispatchShape(8, 1, 3, 256, 16, torch.bfloat16)
+
+
+def choices(seed: int, num_tokens: int = 10, hidden: int = 256) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_tokens, hidden, generator=generator).bfloat16()
+    ids = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(num_tokens)]).int()
+    return x, ids, torch.rand(num_tokens, 3, generator=generator)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sums", [sum_rows, sum_rows_static])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_sums_of_rows_are_rounded_once(dtype: torch.dtype, sums: RowSums, weighted: bool) -> None:
+    check_row_sums(sums, dtype, 64, 5, weighted)
+
+
+def test_fp8_is_within_half_a_step_of_its_block() -> None:
+    x = torch.randn(50, 512, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 50).unsqueeze(1)
+    data, scales = quantize(x)
+    assert data.dtype == torch.float8_e4m3fn and scales.shape == (50, 4) and bool(data.float().isfinite().all())
+    back = decode(Tokens(data, scales, x, x), torch.float32)
+    largest = x.unflatten(1, (-1, 128)).abs().amax(2).repeat_interleave(128, 1)
+    assert bool(((back - x).abs() <= x.abs() / 16 * 1.001 + largest / 448 / 1024 * 1.001).all())
+    assert bool(quantize(torch.zeros(2, 128))[0].float().eq(0).all())
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize(("dtype", "hidden"), [(torch.bfloat16, 128), (torch.float32, 384), (torch.float16, 1280)])
+def test_records_hold_a_token_and_its_choices(fp8: bool, dtype: torch.dtype, hidden: int) -> None:
+    x, ids, weights = choices(5, hidden=hidden)
+    sent = encode(x.to(dtype), ids, weights, fp8)
+    form = RecordFormat.of(DispatchShape(8, 1, 3, hidden, 16, dtype, fp8))
+    records = torch.full((10, form.num_bytes), 0xEE, dtype=torch.uint8)
+    form.write(sent, records)
+    found = form.view(records.clone())
+    assert torch.equal(found.data.float(), sent.data.float()) and torch.equal(found.weights, weights)
+    assert torch.equal(found.ids, ids)
+    assert (found.scales is None) == (sent.scales is None)
+    assert found.scales is None or torch.equal(found.scales, sent.scales)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_one_rank_agrees_with_the_local_dispatcher(on_host: bool) -> None:
+    x, ids, weights = choices(6)
+    batch, handle = LocalDispatcher(8).dispatch(x, ids, weights)
+    ours = dispatcher(on_host=on_host)
+    our_batch, our_handle = ours.dispatch(x, ids, weights)
+    assert torch.equal(batch.x, our_batch.x) and torch.equal(batch.offsets, our_batch.offsets)  # type: ignore[arg-type]
+    local = LocalDispatcher(8).combine(batch.x, weights, handle)
+    torch.testing.assert_close(ours.combine(batch.x, weights, our_handle), local, rtol=2**-8, atol=1e-6)
+
+
+def dispatcher(static: bool = False, on_host: bool = False) -> ExchangedDispatcher:
+    device = torch.device("cpu")
+    if on_host:
+        rows = permutation(torch.bfloat16)
+        layout = HostLayout(8, SHAPE.hidden, torch.bfloat16, rows)
+        return ExchangedDispatcher(SHAPE, LocalExchange(), layout, HostChecks(rows))
+    if static:
+        return ExchangedDispatcher(SHAPE, LocalExchange(), PaddedLayout(8, 16, torch.bfloat16, device), None)
+    return ExchangedDispatcher(SHAPE, LocalExchange(), GroupedLayout(8, torch.bfloat16, device), check_choices)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("wrong", [[0, 5, 5], [0, 1, 8], [0, 1, -2]])
+def test_wrong_choices_are_refused(wrong: list[int], on_host: bool) -> None:
+    x, ids, weights = choices(7)
+    ids[4] = torch.tensor(wrong)
+    with pytest.raises(ValueError, match="repeated expert" if wrong[1] == wrong[2] else r"outside 0\.\.7"):
+        dispatcher(on_host=on_host).dispatch(x, ids, weights)
+
+
+def test_handles_are_used_once_with_the_weights_of_their_dispatch() -> None:
+    x, ids, weights = choices(8)
+    ours = dispatcher()
+    batch, handle = ours.dispatch(x, ids, weights)
+    with pytest.raises(ValueError, match="passed to dispatch"):
+        ours.combine(batch.x, weights.clone(), handle)
+    ours.combine(batch.x, weights, handle)
+    with pytest.raises(RuntimeError, match="already combined"):
+        ours.combine(batch.x, weights, handle)
+
+
+def test_low_latency_keeps_within_its_rows_even_if_experts_are_named_twice() -> None:
+    """Nobody looks at the ids there; what does not fit is left out."""
+    x, ids, weights = choices(11, num_tokens=16)
+    ids.fill_(3)
+    ours = dispatcher(static=True)
+    batch, handle = ours.dispatch(x, ids, weights)
+    assert batch.counts is not None and batch.counts.tolist() == [0, 0, 0, 16, 0, 0, 0, 0]
+    assert ours.combine(batch.x, weights, handle).isfinite().all()
+
+
+def test_more_tokens_than_agreed_and_uneven_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="17 tokens in one dispatch; this dispatcher was made for 16"):
+        dispatcher(static=True).dispatch(*choices(9, num_tokens=17))
+    with pytest.raises(ValueError, match="10 experts cannot be divided evenly among 4 ranks"):
+        DispatchShape(10, 4, 2, 128, 8, torch.float32)
+    with pytest.raises(ValueError, match="128 channels; hidden is 192"):
+        DispatchShape(8, 4, 2, 192, 8, torch.bfloat16, fp8=True)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("exchange", [StaticAllToAll, AllGather, VariableAllToAll])
+def test_the_host_never_waits_in_low_latency(exchange: type, fp8: bool) -> None:
+    """Fake tensors have no values: whatever asks for one raises. The normal mode does: the test can fail."""
+    shape = replace(SHAPE, fp8=fp8)
+    with FakeTensorMode():
+        group = SingleRank()
+        made = exchange(group, shape, True) if exchange is AllGather else exchange(group, shape)
+        padded = PaddedLayout(8, 16, torch.bfloat16, torch.device("cpu"))
+        ours = ExchangedDispatcher(shape, made, padded, None)
+        x = torch.empty(10, 256, dtype=torch.bfloat16)
+        ids = torch.empty(10, 3, dtype=torch.int32)
+        weights = torch.empty(10, 3)
+
+        def run() -> torch.Tensor:
+            batch, handle = ours.dispatch(x, ids, weights)
+            assert batch.x.shape == (8, 16, 256) and batch.counts is not None and batch.counts.shape == (8,)
+            return ours.combine(batch.x, weights, handle)
+
+        if exchange is VariableAllToAll:
+            with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+                run()
+        else:
+            assert run().shape == (10, 256)
+
+
+def test_whoever_begins_with_no_result_alive_begins_alike() -> None:
+    """An odd number of layers before must not shift the slots: graphs of different sizes replay beside each other."""
+    slots = Slots()
+    for _ in range(3):
+        assert slots.take() == 0
+        slots.release(0)
+    assert (slots.take(), slots.take()) == (0, 1)
+    slots.release(1)
+    slots.release(0)
+    assert slots.take() == 0

@@ -1,0 +1,217 @@
+"""Dispatch through peers' memory: the kernels, interpreted, over real processes, against the dense formula in float64;
+what they refuse, and that a peer that died ends a step within its bound."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from moe_engine.kernels.symm_mem.regions import ALIGNMENT, Regions
+from moe_engine.parallel.dispatch import symm_mem
+from moe_engine.parallel.dispatch.protocol import DispatchShape
+from moe_engine.parallel.dispatch.tables import Place, choose
+from tests.distributed.dispatch import symm_worlds as worlds
+from tests.distributed.dispatch.host_symm_mem import INTERPRETED
+from tests.distributed.dispatch.ranks import Ranks
+from tests.distributed.dispatch.routings import MAX_TOKENS, Routing, draw_ids, routings
+from tests.distributed.dispatch.test_dispatch import EXAMPLES, check
+from tests.distributed.dispatch.worlds import Outcome, Setup
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+
+# more than a tile of numbers, and no power of two; FP8 in whole blocks
+PLAIN = Setup("symm_mem", "low_latency", "float32", hidden=1040)
+SETUPS = (
+    PLAIN,
+    replace(PLAIN, dtype="bfloat16"),
+    replace(PLAIN, dtype="bfloat16", fp8=True, hidden=1152),
+    replace(PLAIN, dtype="float32", fp8=True, hidden=128),
+    replace(PLAIN, dtype="bfloat16", fp8=True, hidden=1152, rows=True),
+)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, environment=INTERPRETED) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3, environment=INTERPRETED) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4, environment=INTERPRETED) as ranks:
+        yield ranks
+
+
+def check_all(setup: Setup, routings: list[Routing], of_ranks: list[list[Outcome]]) -> None:
+    for number, routing in enumerate(routings):
+        check(setup, routing, [outcomes[number] for outcomes in of_ranks])
+
+
+def drawn(seed: int, kind: str = "uniform", sizes: tuple[int, ...] = (3, 2)) -> Routing:
+    generator = np.random.default_rng(seed)
+    ids = tuple(draw_ids(kind, size, 4, 2, len(sizes), generator) for size in sizes)
+    return Routing(seed, 4, 2, ids)
+
+
+@settings(EXAMPLES, max_examples=7)
+@given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SETUPS))
+@example(drawn(5), SETUPS[-1])
+def test_any_routing_on_two_ranks(two: Ranks, routing: Routing, setup: Setup) -> None:
+    check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))
+
+
+@settings(EXAMPLES, max_examples=3)
+@given(routing=routings(3, [(2, 3), (3, 2)]), setup=st.sampled_from(SETUPS[1:3]))
+def test_any_routing_on_three_ranks(three: Ranks, routing: Routing, setup: Setup) -> None:
+    """An odd number: lanes that stand for no rank, tables of odd width."""
+    check_all(setup, [routing], three.call(worlds.run_routings, setup, [routing], timeout_s=60))
+
+
+@settings(EXAMPLES, max_examples=3)
+@given(routing=routings(4, [(1, 1), (2, 3)]), setup=st.sampled_from(SETUPS[1:3]))
+def test_any_routing_on_four_ranks(four: Ranks, routing: Routing, setup: Setup) -> None:
+    check_all(setup, [routing], four.call(worlds.run_routings, setup, [routing], timeout_s=60))
+
+
+SHUFFLED = (
+    replace(PLAIN, backend="nvshmem", hidden=128),
+    replace(PLAIN, backend="nvshmem", hidden=128, dtype="bfloat16"),
+    replace(PLAIN, backend="nvshmem", hidden=256, dtype="bfloat16", fp8=True),
+    replace(PLAIN, backend="nvshmem", hidden=256, dtype="bfloat16", fp8=True, rows=True),
+)
+
+
+@settings(EXAMPLES, max_examples=6)
+@given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SHUFFLED))
+@example(drawn(6), SHUFFLED[-1])
+def test_any_routing_through_nvshmem(two: Ranks, routing: Routing, setup: Setup) -> None:
+    check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))
+
+
+@pytest.mark.parametrize("setup", [SETUPS[1], SHUFFLED[2]], ids=lambda setup: setup.backend)
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_two_results_may_be_alive(two: Ranks, setup: Setup, newest_first: bool) -> None:
+    first, second = drawn(1), drawn(2, sizes=(0, 4))
+    of_ranks = two.call(worlds.run_live, setup, first, second, newest_first, timeout_s=60)
+    check_all(setup, [first, second], [list(outcomes) for outcomes in of_ranks])
+
+
+def test_modes_take_turns(two: Ranks) -> None:
+    """Prefill goes through all_to_all and leaves peers' memory alone."""
+    routing = drawn(3)
+    for phase in ("prefill", "decode", "prefill"):
+        check_all(PLAIN, [routing], two.call(worlds.run_routings, PLAIN, [routing], phase, timeout_s=60))
+
+
+def test_a_slot_is_used_again_and_again(two: Ranks) -> None:
+    """Epochs, not resets: as replays of one graph do, with other choices and an idle rank now and then."""
+    setup = replace(PLAIN, hidden=16)
+    steps = [drawn(seed, sizes=((seed * 5) % 4, (seed * 3) % 4)) for seed in range(10)]
+    of_ranks = two.call(worlds.replay, setup, steps, timeout_s=60)
+    for number, routing in enumerate(steps):
+        for rank in range(2):
+            x, _, weights = routing.of(rank, 16, torch.float32)
+            outcome = of_ranks[rank][number]
+            torch.testing.assert_close(outcome.out, x * weights.sum(1, keepdim=True), rtol=1e-5, atol=1e-6)
+        assert [n for outcomes in of_ranks for n in outcomes[number].rows_of_experts] == routing.rows_of_experts()
+
+
+def test_what_does_not_fit_is_left_out(two: Ranks) -> None:
+    """Nobody looks at the ids in low latency: an expert named several times gets its room, no byte beyond."""
+    room = 2 * MAX_TOKENS
+    found = two.call(worlds.overflow, replace(PLAIN, hidden=16), timeout_s=60)
+    assert [counts for counts, _, _ in found] == [[0, room], [0, 0]]
+    choices_sent = torch.cat([(out / x).round() for _, x, out in found])  # of every token, in each of its numbers
+    assert choices_sent.sum(0).tolist() == [room] * 16
+
+
+def test_a_peer_that_died_is_an_error_within_the_bound(tmp_path: Path) -> None:
+    going = tmp_path / "going"
+    with Ranks(2, environment=INTERPRETED) as ranks:
+        ranks.start(worlds.run_until_lost, 1.0, str(going))
+        deadline = time.monotonic() + 30
+        while not going.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(ranks.pid(1), signal.SIGKILL)
+        text = ranks.finish(30, expect_dead=(1,))[0]  # raises if it hangs
+    assert "ranks [1] did not arrive within 1 s" in text
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_regions_are_aligned_and_apart(num_ranks: int, fp8: bool) -> None:
+    regions = Regions(num_ranks, 3, 10, 5 * num_ranks, 384, 2, fp8)
+    one, two = regions.slot(0), regions.slot(1)
+    begins = [*one.flags, one.counts, one.origins, one.rows, one.scales, one.returned, one.end]
+    assert begins == sorted(begins) and all(begin % ALIGNMENT == 0 for begin in begins)
+    rows = 3 * 5 * num_ranks * 384
+    sizes = [8 * num_ranks] * 3 + [4 * num_ranks * num_ranks * 3, 4 * 3 * 5 * num_ranks]
+    sizes += [rows * (1 if fp8 else 2), rows // 128 * 4 * fp8, 10 * 384 * 2]
+    assert all(end - begin >= size for begin, end, size in zip(begins[:-1], begins[1:], sizes, strict=True))
+    assert two.flags[0] == one.end and regions.num_bytes(2) == two.end == 2 * one.end
+
+
+def test_why_not_on_other_devices_and_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "the device is cpu" in (symm_mem.why_not("cpu", 1) or "")
+    assert "2 nodes (use nvshmem)" in (symm_mem.why_not("cuda", 2) or "")
+    assert symm_mem.why_not("cuda", 1) is None
+    with pytest.raises(ValueError, match="there is only one rank"):
+        choose(Place("cuda", 1), "symm_mem")
+    with pytest.raises(ValueError, match="GPUs 0 and 1 are not linked"):
+        choose(Place("cuda", 8, unlinked="GPUs 0 and 1 are not linked"), "symm_mem")
+    assert choose(Place("cuda", 8)).row.name == "all_to_all", "not by itself while no GPU has run it"
+    assert choose(Place("cuda", 8), "symm_mem").row.name == "symm_mem"
+    assert choose(Place("cuda", 8, unlinked="they are not")).row.name == "all_to_all"
+    monkeypatch.setattr(symm_mem.availability, "_torch_folder", Path)
+    assert "no symmetric memory" in (symm_mem.why_not("cuda", 1) or "")
+
+
+def test_why_not_nvshmem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "the device is cpu" in (symm_mem.why_not_nvshmem("cpu", 4) or "")
+    assert "at most 16 ranks; there are 17" in (symm_mem.why_not_nvshmem("cuda", 17) or "")
+    monkeypatch.setattr(symm_mem.availability, "_torch_folder", lambda: tmp_path)
+    assert "built without NVSHMEM" in (symm_mem.why_not_nvshmem("cuda", 16) or "")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_nvshmem.so").touch()
+    monkeypatch.setattr(symm_mem.availability, "find_spec", lambda name: None)
+    monkeypatch.setattr(symm_mem.availability, "find_library", lambda name: None)
+    assert "NVSHMEM is not installed" in (symm_mem.why_not_nvshmem("cuda", 16) or "")
+    monkeypatch.setattr(symm_mem.availability, "find_library", lambda name: "libnvshmem_host.so.3")
+    assert symm_mem.why_not_nvshmem("cuda", 16) is None
+
+
+GOOD = DispatchShape(128, 8, 8, 7168, 128, torch.bfloat16, fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "changed", "reason"),
+    [
+        ("dispatcher", {"dtype": torch.float64}, "not torch.float64"),
+        ("dispatcher", {"hidden": 1028, "fp8": False}, "multiple of 16 bytes"),
+        ("dispatcher", {"max_tokens": 1 << 25}, "32-bit"),
+        ("nvshmem", {"num_ranks": 32}, "32 ranks; at most 16"),
+        ("nvshmem", {"num_ranks": 4}, "32 experts per rank; at most 16"),
+        ("nvshmem", {"hidden": 1028, "fp8": False}, "multiple of 16 bytes"),
+    ],
+)
+def test_dispatchers_say_what_they_cannot_serve(two: Ranks, module: str, changed: dict, reason: str) -> None:
+    shapes = [GOOD, replace(GOOD, **changed)]  # type: ignore[arg-type]
+    for found in two.call(worlds.refusals, module, shapes):  # there, because these modules bring Triton along
+        assert found[0] is None and reason in found[1]

@@ -1,0 +1,91 @@
+"""Dispatch through torch's symmetric memory on a real GPU: several ranks on one, eagerly and from a captured graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed.dispatch.ranks import Ranks
+
+pytestmark = pytest.mark.gpu
+
+ENVIRONMENT = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # ranks share a GPU
+TOKENS, TOP_K, HIDDEN, LOCAL = 8, 3, 1024, 4
+
+
+def brought(rank: int, step: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, ids, weights, and what must come back from experts that multiply by 1 + e / E."""
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator).bfloat16()
+    ids = torch.rand(TOKENS, num_experts, generator=generator).topk(TOP_K).indices.int()
+    ids[torch.rand(TOKENS, TOP_K, generator=generator) < 0.1] = -1
+    weights = torch.rand(TOKENS, TOP_K, generator=generator)
+    factors = (1 + ids.double() / num_experts) * (ids >= 0)
+    return x.cuda(), ids.cuda(), weights.cuda(), x.double() * (weights.double() * factors).sum(1, keepdim=True)
+
+
+def run(rank: int, fp8: bool, steps: int) -> list[float]:
+    """The worst error of every step, relative to the largest value: eager steps first, then replays."""
+    from moe_engine.parallel.collectives import DistributedGroup
+    from moe_engine.parallel.dispatch.build import Groups, build
+    from moe_engine.parallel.dispatch.protocol import DispatchShape
+    from moe_engine.parallel.dispatch.tables import DispatchChoice
+    from tests.distributed.dispatch.worlds import row_of
+
+    torch.cuda.set_device(0)
+    size = dist.get_world_size()
+    num_experts = LOCAL * size
+    group = DistributedGroup(dist.group.WORLD, 100.0, "cuda:0")
+    shape = DispatchShape(num_experts, size, TOP_K, HIDDEN, TOKENS, torch.bfloat16, fp8)
+    choice = DispatchChoice(row_of("symm_mem"), {"decode": "low_latency"}, "a test's")
+    dispatcher: Any = build(choice, shape, TOKENS, Groups(group, process_group=dist.group.WORLD))
+    own = 1 + torch.arange(rank * LOCAL, (rank + 1) * LOCAL, device="cuda").view(-1, 1, 1) / num_experts
+    x, ids, weights, _ = brought(rank, 0, num_experts)
+
+    def layer() -> Tensor:
+        batch, handle = dispatcher.dispatch(x, ids, weights, "decode")
+        return dispatcher.combine((batch.x * own).bfloat16(), weights, handle)
+
+    layer()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = layer()
+        replayed = layer()  # both slots
+    errors = []
+    for step in range(2 * steps):
+        new_x, new_ids, new_weights, expected = brought(rank, step, num_experts)
+        for old, new in ((x, new_x), (ids, new_ids), (weights, new_weights)):
+            old.copy_(new)
+        if step < steps:
+            out = layer()
+        else:
+            graph.replay()
+            out = replayed
+        torch.cuda.synchronize()
+        errors.append(float((out.cpu().double() - expected).abs().max() / expected.abs().max()))
+    return errors
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_a_gpu(num_ranks: int, fp8: bool) -> None:
+    with Ranks(num_ranks, environment=ENVIRONMENT) as ranks:
+        found = ranks.call(run, fp8, 6, timeout_s=240)
+    assert max(max(errors) for errors in found) < (0.06 if fp8 else 0.02)
+
+
+def test_ranks_in_one_process_on_streams_of_their_own() -> None:
+    from dataclasses import replace
+
+    from benchmarks.gpu_suite.exchange import V3_BESIDE, RanksHere, error_of
+
+    ranks = RanksHere(replace(V3_BESIDE, num_ranks=2), "cuda")
+    expected = ranks.expected()
+    assert max(error_of(ranks.run(number, apart=True), expected) for number in range(2)) < 0.01
+    assert max(error_of(ranks.run_beside(number % 2), expected) for number in range(4)) < 0.01
+    assert not ranks.lost.any()

@@ -1,0 +1,156 @@
+"""Ranks of a real engine are killed and stopped: every output equals that of a single undisturbed rank."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_engine.errors import EngineDeadError
+from moe_engine.frontend.expert_records import ExpertRecords
+from tests import random_seed
+from tests.distributed.elastic.survival import Stream, Struck, alone, draw, finish, struck, until
+from tests.distributed.ranks.drill import ended
+from tests.models.checkpoints import make_checkpoint
+from tests.speculation.agreeing import agreeing_checkpoint
+
+SEED = int(random_seed.SEED) % 1_000_003
+NUM_EXPERTS, TOP_K = 16, 4
+LONG = 90
+"""Tokens of a request that is struck on its way."""
+
+
+@pytest.fixture(autouse=True)
+def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model") / "plain", SEED)
+
+
+def check(streams: list[Stream], expected: list[list[int]]) -> None:
+    """Outputs are complete and correct, and cached_tokens never changes."""
+    assert [stream.error for stream in streams] == [""] * len(streams)
+    assert [stream.tokens for stream in streams] == expected
+    assert all(len(stream.cached) == 1 for stream in streams)
+    assert all(len(stream.meta["output_token_logprobs"]) == len(stream.tokens) for stream in streams)
+    assert all(len(stream.meta["input_token_logprobs"]) == len(stream.prompt) for stream in streams)
+
+
+def test_kills_in_decode_and_prefill_until_experts_are_not_covered(checkpoint: Path) -> None:
+    """Four ranks of which any two have slots for all experts, over sockets."""
+    decoding, late = draw(SEED, 8, LONG, [0, 1, 2, 3]), draw(SEED + 1, 3, 20, [1, 2, 3])
+    prefilling = draw(SEED + 2, 24, 12, [1, 2, 3], length=300)
+    expected = alone(checkpoint, [*decoding, *late, *prefilling])
+    with struck(checkpoint, 4, NUM_EXPERTS, moe_a2a_backend="all_to_all", chunked_prefill_size=256) as running:
+        engine = running.engine
+        for stream in decoding:
+            stream.begin(engine)
+        until(lambda: all(len(stream.tokens) > 3 for stream in decoding), "no decodes")
+        running.strike(0)
+        finish(decoding)
+        check(decoding, expected[:8])
+        assert all(0 <= stream.meta["num_retractions"] <= 1 for stream in decoding)
+        assert not any(stream.meta["num_retractions"] and stream.meta["dp_rank"] == 0 for stream in decoding)
+        assert running.alive == [3, 3, 3] and not running.problems()
+
+        with pytest.raises(EngineDeadError, match=r"DP0 TP0 .* killed by SIGKILL"):
+            engine.generate(input_ids=[1, 2], routed_dp_rank=0)
+        for stream in late:
+            stream.begin(engine)
+        finish(late)
+        check(late, expected[8:11])
+
+        for stream in prefilling:
+            stream.begin(engine)
+        until(lambda: engine._frontend.client.healths()[1].num_running > 0, "no prefill")
+        running.strike(1)
+        finish(prefilling)
+        check(prefilling, expected[11:])
+        assert running.alive == [2, 2] and not running.problems()
+
+        last = [stream.begin(engine) for stream in draw(SEED + 3, 4, 400, [2, 3])]
+        until(lambda: all(len(stream.tokens) > 3 for stream in last), "no decodes")
+        running.strike(3)
+        finish(last)
+        assert all("DP3 TP3" in stream.error and "SIGKILL" in stream.error for stream in last)
+        assert all("--ep-num-redundant-experts 48 would have covered the loss" in stream.error for stream in last)
+        until(lambda: not running.supervisor.is_running(), "the supervisor did not leave")
+
+
+def test_two_killed_at_once_while_experts_move(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In shared memory, with plans every few passes."""
+    streams = draw(SEED + 4, 8, LONG, [0, 1, 2, 3])
+    expected = alone(checkpoint, streams)
+    flags = {"moe_a2a_backend": "shared_memory", "page_size": 4}
+    flags |= {"enable_eplb": True, "eplb_rebalance_num_iterations": 3}
+    flags |= {"expert_distribution_recorder_mode": "stat", "expert_balancedness_report_mode": "prometheus"}
+    flags |= {"expert_distribution_recorder_buffer_size": -1}
+    monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(tmp_path))
+    with struck(checkpoint, 4, NUM_EXPERTS, **flags) as running:
+        for stream in streams:
+            stream.begin(running.engine)
+        until(lambda: all(len(stream.tokens) > 3 for stream in streams), "no decodes")
+        running.strike(0)
+        running.strike(3)
+        finish(streams)
+        check(streams, expected)
+        assert running.alive == [2, 2] and not running.problems()
+        check_counts(running, tmp_path)
+
+
+def check_counts(running: Struck, folder: Path) -> None:
+    """What is recorded now has each token that is computed once, in passes with the same numbers on all ranks."""
+    records = ExpertRecords(running.engine._frontend.client)
+    running.engine._run(records.start())
+    streams = draw(SEED + 5, 6, 9, [1, 2])
+    for stream in streams:
+        stream.begin(running.engine)
+    finish(streams)
+    (path,) = running.engine._run(records.dump()).paths
+    assert Path(path).parent == folder
+    counted = torch.load(path, weights_only=True)["logical_count"].sum(2)  # [S, L]
+    computed = sum(len(stream.prompt) - stream.meta["cached_tokens"] + 9 - 1 for stream in streams)
+    by_layer = counted.sum(0)
+    moe = by_layer > 0
+    assert moe.any() and (by_layer[moe] == computed * TOP_K).all()
+    for state in running.engine.get_server_info()["internal_states"]:
+        assert 0.0 < state["balancedness"]["current"] <= 1.0
+
+
+def test_stopped_rank_with_mtp_drafts(tmp_path: Path) -> None:
+    """The one rank that is left has all experts in the end, those of MTP layers, too."""
+    path = agreeing_checkpoint("deepseek_v3", tmp_path / "agreeing", SEED, num_mtp_layers=1)
+    streams = draw(SEED, 6, LONG, [0, 1])
+    expected = alone(path, streams)
+    flags = {"speculative_algorithm": "NEXTN"}
+    with struck(path, 2, NUM_EXPERTS, moe_a2a_backend="allgather", **flags) as running:
+        for stream in streams:
+            stream.begin(running.engine)
+        until(lambda: all(len(stream.tokens) > 3 for stream in streams), "no decodes")
+        running.strike(0, signal.SIGSTOP)
+        finish(streams)
+        check(streams, expected)
+        assert running.alive == [1] and not running.problems()
+        states = running.engine.get_server_info()["internal_states"]
+        assert sum(sum(state["speculation"]["accepted"]) for state in states) > 0
+        assert ended(running.ranks[0]), "it must not come back"
+
+        running.supervisor.suspend()  # ranks stop without the supervisor: consecutive requests soon fail
+        errors: list[str] = []
+
+        def fails() -> bool:
+            (stream,) = draw(SEED + 6, 1, 400, [1])
+            finish([stream.begin(running.engine)])
+            errors.append(stream.error)
+            return bool(stream.error)
+
+        until(fails, "the ranks go on without a supervisor")
+        assert f"the rank supervisor (pid {running.supervisor.pid}) silent for" in errors[-1]
+        running.supervisor.kill()

@@ -1,0 +1,318 @@
+"""The front end's client over several schedulers: routing, and the loss of replicas and groups."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from moe_engine.core import messages
+from moe_engine.core.messages import AddRequest, RequestDelta
+from moe_engine.core.shared_status import SharedStatus
+from moe_engine.errors import EngineDeadError, InputError
+from moe_engine.frontend.client import CoreClient
+from moe_engine.frontend.expert_records import ExpertRecords
+from tests.server.fake_engine import INFO
+
+
+class FakeCore:
+    """A core of `groups` schedulers played by the test: reads their messages and sends their replies."""
+
+    def __init__(self, folder: Path, name: str, groups: int) -> None:
+        self.name = name
+        self.keys = None
+        self.from_core: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self.from_core.bind(f"ipc://{folder}/{name}-from")
+        self.to_core_addresses = [f"ipc://{folder}/{name}-{group}" for group in range(groups)]
+        self.statuses = [SharedStatus(folder / f"{name}-status-{group}", create=True) for group in range(groups)]
+        self.dead: str | None = None
+        self.stopped: float | None = None
+        self._groups: dict[str, int] = {}
+        self._inboxes = [zmq.Context.instance().socket(zmq.PULL) for _ in range(groups)]
+        for inbox, address in zip(self._inboxes, self.to_core_addresses):
+            inbox.bind(address)
+        self._outbox: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._outbox.connect(f"ipc://{folder}/{name}-from")
+
+    # -- used by the client
+
+    def on_death(self, listener: Callable[[str], None], loop: Any) -> None:
+        self._listener = listener
+
+    def note_failure(self, message: str) -> None:
+        self.dead = f"{self.name} failed: {message}"
+
+    def kill(self, reason: str) -> None:
+        self.die(f"{self.name} was killed: {reason}")
+
+    def expect_exit(self) -> None: ...
+
+    def stop(self, grace: float) -> None:
+        self.stopped = grace
+
+    # -- used by the test
+
+    async def got(self, group: int) -> messages.ToCore:
+        while not self._inboxes[group].poll(0):
+            await asyncio.sleep(0.002)
+        message = messages.decode_to_core(self._inboxes[group].recv())
+        if isinstance(message, AddRequest):
+            self._groups[message.rid] = group
+        return message
+
+    def nothing_for(self, group: int) -> bool:
+        return not self._inboxes[group].poll(20)
+
+    def send(self, message: messages.Message) -> None:
+        self._outbox.send(messages.encode(message))
+
+    def bring(self, rid: str, tokens: list[int], *, end: bool = False) -> None:
+        finish = {"type": "length", "length": len(tokens)} if end else None
+        self.send(messages.StepOutput(deltas=[RequestDelta(rid, tokens, finish)], group=self._groups.get(rid, 0)))
+
+    def die(self, cause: str) -> None:
+        self.dead = self.dead or cause
+        self._listener(self.dead)
+
+    def close(self) -> None:
+        for socket in (self.from_core, self._outbox, *self._inboxes):
+            socket.close(0)
+
+
+@asynccontextmanager
+async def client_of(
+    folder: Path, *groups: int, method: str = "auto"
+) -> AsyncIterator[tuple[CoreClient, list[FakeCore]]]:
+    cores = [FakeCore(folder, f"core{i}", count) for i, count in enumerate(groups)]
+    client = CoreClient(cores, INFO, method)  # type: ignore[arg-type]
+    try:
+        async with asyncio.timeout(60):
+            yield client, cores
+    finally:
+        await client.shutdown(drain=False)
+        for core in cores:
+            core.close()
+
+
+def request(rid: str, length: int = 3, lane: int | None = None) -> AddRequest:
+    return AddRequest(rid, list(range(length)), {}, 8, seed=0, routed_dp_rank=lane)
+
+
+def ask(client: CoreClient, *args: Any, **options: Any) -> asyncio.Task[list[int]]:
+    async def tokens() -> list[int]:
+        return [t async for delta in client.stream(request(*args, **options)) for t in delta.token_ids]
+
+    return asyncio.create_task(tokens())
+
+
+def test_requests_are_routed_to_the_least_loaded_scheduler(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+            long = ask(client, "long", 100)
+            assert (await first.got(0)).rid == "long"
+            short = [ask(client, f"short{i}", 10) for i in range(4)]
+            assert [(await first.got(1)).rid, (await second.got(0)).rid] == ["short0", "short1"]
+            assert [(await first.got(1)).rid, (await second.got(0)).rid] == ["short2", "short3"]
+            assert first.nothing_for(0)
+            first.bring("long", [7] * 5)
+            for i in range(4):
+                (second if i % 2 else first).bring(f"short{i}", [i], end=True)
+            assert await asyncio.gather(*short) == [[0], [1], [2], [3]]
+            first.bring("long", [8], end=True)
+            assert await long == [7] * 5 + [8]
+            await asyncio.sleep(0)
+            assert all(load.num_requests == load.num_tokens == 0 for load in client._router.loads)
+
+    asyncio.run(run())
+
+
+def test_request_with_a_dp_rank_is_routed_to_it(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2, 2) as (client, (_, second)):
+            task = ask(client, "there", 3, lane=3)
+            assert (await second.got(1)).rid == "there"
+            with pytest.raises(InputError, match=r"routed_dp_rank 4: this server has .*0 to 3"):
+                await ask(client, "nowhere", 3, lane=4)
+            second.bring("there", [1], end=True)
+            await task
+            second.die("core1 was killed by SIGKILL")
+            with pytest.raises(EngineDeadError, match="core1 was killed"):
+                await ask(client, "dead", 3, lane=2)
+
+    asyncio.run(run())
+
+
+def test_dead_replica_fails_only_its_own_requests(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2, 1, method="round_robin") as (client, (first, second)):
+            tasks = [ask(client, f"r{i}") for i in range(3)]
+            await asyncio.gather(first.got(0), first.got(1), second.got(0))
+            calls = asyncio.create_task(client.call("internal_state"))
+            second.send(messages.Reply(id=(await second.got(0)).id, value={"of": 2}))
+            assert client.cause_of_death() is None
+            first.die("core0 was killed by SIGKILL")
+            for task in tasks[:2]:
+                with pytest.raises(EngineDeadError, match="core0 was killed by SIGKILL"):
+                    await task
+            with pytest.raises(EngineDeadError, match="core0 was killed by SIGKILL"):
+                await calls  # it was asked too
+            second.bring("r2", [5], end=True)
+            assert await tasks[2] == [5]
+            assert client.cause_of_death() is None and client.health().alive
+            assert [health.alive for health in client.healths()] == [False, False, True]
+            after = ask(client, "after")
+            assert (await second.got(0)).rid == "after"
+            again = asyncio.create_task(client.call("internal_state"))
+            second.send(messages.Reply(id=(await second.got(0)).id, value={"of": 2}))
+            assert await again == [{"of": 2}]
+            second.send(messages.CoreFailed("TP1 is lost"))
+            with pytest.raises(EngineDeadError, match="core1 failed: TP1 is lost"):
+                await after  # though its process has not ended yet
+            cause = "core0 was killed by SIGKILL; core1 failed: TP1 is lost"
+            assert client.cause_of_death() == cause and not client.health().alive
+            for attempt in (ask(client, "late"), asyncio.create_task(client.call("flush_cache"))):
+                with pytest.raises(EngineDeadError, match=cause):
+                    await attempt
+
+    asyncio.run(run())
+
+
+def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+            call = asyncio.create_task(client.call("flush_cache", now=True))
+            for core, group, value in ((second, 0, 3), (first, 1, 2), (first, 0, 1)):
+                asked = await core.got(group)
+                assert asked.method == "flush_cache" and asked.args == {"now": True}
+                core.send(messages.Reply(id=asked.id, value=value))
+            assert await call == [1, 2, 3]  # by scheduler, in any order of arrival
+            tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(3)]
+            for core, group in ((first, 0), (first, 1), (second, 0)):
+                await core.got(group)
+            client.abort(["r0", "r2", "r", "another"], reason="enough")  # exactly these
+            for core, group, rid in ((first, 0, "r0"), (second, 0, "r2")):
+                abort = await core.got(group)
+                assert (abort.rids, abort.reason) == ([rid], "enough")
+                core.bring(rid, [], end=True)
+            assert first.nothing_for(1)
+            first.send(messages.StepOutput([RequestDelta("r1", [], {"type": "length", "length": 0})], group=1))
+            await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+
+
+def test_replies_count_if_another_scheduler_dies(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 1, 1) as (client, (first, second)):
+            call = asyncio.create_task(client.call_each("expert_take"))
+            await second.got(0)
+            first.send(messages.Reply(id=(await first.got(0)).id, value={"parts": []}))
+            second.die("core1 was killed by SIGKILL")
+            answer, error = await call
+            assert answer == {"parts": []} and str(error) == "core1 was killed by SIGKILL"
+            first.die("core0 was killed, too")
+            with pytest.raises(EngineDeadError, match=r"core0 was killed, too"):
+                await client.call_each("expert_take")
+
+    asyncio.run(run())
+
+
+def test_call_to_a_dead_scheduler_fails_at_once(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 1, 1) as (client, (first, second)):
+            call = asyncio.create_task(client.call_each("expert_take"))
+            await asyncio.sleep(0)  # it has chosen a scheduler and not called it yet
+            second.die("core1 was killed by SIGKILL")
+            first.send(messages.Reply(id=(await first.got(0)).id, value={"parts": []}))
+            answer, error = await call
+            assert answer == {"parts": []} and str(error) == "core1 was killed by SIGKILL"
+
+    asyncio.run(run())
+
+
+KILLED = "DP0 TP0 (pid 7) was killed by SIGKILL"
+
+
+def test_recording_starts_if_the_forwarding_scheduler_is_lost(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2) as (client, (core,)):
+            start = asyncio.create_task(ExpertRecords(client).start())
+            await core.got(0)
+            core.send(messages.Reply(id=(await core.got(1)).id, value={}))  # as it is not the one
+            core.send(messages.GroupsLost([0], KILLED))
+            again = await core.got(1)
+            assert isinstance(again, messages.Call) and again.method == "expert_start" and not start.done()
+            core.send(messages.Reply(id=again.id, value={}))
+            await start
+            refused = asyncio.create_task(ExpertRecords(client).start())
+            core.send(messages.Reply(id=(await core.got(1)).id, value={"error": "recording is off", "off": True}))
+            with pytest.raises(InputError, match="recording is off"):
+                await refused
+            assert core.nothing_for(1)
+
+    asyncio.run(run())
+
+
+def test_dump_covers_survivors_and_names_losses(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2) as (client, (core,)):
+            dump = asyncio.create_task(ExpertRecords(client).dump())
+            await core.got(0)
+            core.send(messages.Reply(id=(await core.got(1)).id, value={"parts": []}))
+            core.send(messages.GroupsLost([0], KILLED))
+            part = {"rank": 1, "path": "of-rank-1.pt"}
+            core.send(messages.Reply(id=(await core.got(1)).id, value={"parts": [part]}))
+            write = await core.got(1)
+            assert write.method == "expert_write" and write.args == {"parts": [part]}
+            core.send(messages.Reply(id=write.id, value={"paths": ["of-rank-1.pt"]}))
+            done = await dump
+            assert done.paths == ["of-rank-1.pt"]
+            assert done.lost == [f"{KILLED}: any records that other ranks had sent it for this dump", KILLED]
+
+    asyncio.run(run())
+
+
+def test_disconnect_aborts_at_the_requests_scheduler(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2) as (client, (core,)):
+            tasks = [ask(client, f"r{i}") for i in range(2)]
+            await asyncio.gather(core.got(0), core.got(1))
+            tasks[1].cancel()
+            abort = await core.got(1)
+            assert abort.rids == ["r1"] and core.nothing_for(0)
+            core.bring("r0", [1], end=True)
+            await tasks[0]
+
+    asyncio.run(run())
+
+
+def test_health_is_aggregated(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+            first.statuses[0].write(ready=1, num_running=2, num_waiting=1, num_used_tokens=30)
+            first.statuses[1].write(ready=1, num_running=3, num_used_tokens=5)
+            assert not client.health().ready
+            second.statuses[0].write(ready=1, num_waiting=4)
+            health = client.health()
+            assert health.ready and health.alive and health.dead is None
+            assert (health.num_running, health.num_waiting, health.num_used_tokens) == (5, 5, 35)
+
+    asyncio.run(run())
+
+
+def test_only_a_stalled_replica_is_killed(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 1, 1) as (client, (first, second)):
+            first.statuses[0].write(num_running=1)
+            client.stop_stalled(lambda health: "no step for 300 s" if health.num_running else None)
+            assert first.dead == "core0 was killed: no step for 300 s" and second.dead is None
+            await client.shutdown()
+            assert first.stopped is not None and second.stopped is not None
+            assert isinstance(await second.got(0), messages.Shutdown)
+
+    asyncio.run(run())

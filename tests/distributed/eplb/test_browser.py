@@ -1,0 +1,65 @@
+"""The live page in a real browser, if installed: it polls the server and draws the response."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.eplb.test_server import VIEW, RecordingClient
+from tests.server.harness import real_server
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
+BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+WAIT_MS = 3500  # of the page's own clock
+
+
+class GrowingClient(RecordingClient):
+    """A running recording: ten more tokens for one expert with each request of the page."""
+
+    async def call(self, method: str, **args: Any) -> Any:
+        if method != "expert_snapshot":
+            return await super().call(method, **args)
+        self.called.append(method)
+        return [{"view": {**VIEW, "counts": [[0, 0], [10 * len(self.called), 10]], "pass": len(self.called)}}]
+
+
+def text_of(page: str, name: str) -> str:
+    found = re.search(rf'id="{name}"[^>]*>([^<]*)<', page)
+    assert found is not None, page[-2000:]
+    return found[1]
+
+
+@pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: {', '.join(BROWSERS)}")
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    assert BROWSER is not None
+    client = GrowingClient()
+    with real_server(client) as url:
+        picture = tmp_path / "page.png"
+        command = [
+            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"),
+            *(f"--virtual-time-budget={WAIT_MS}", "--dump-dom", f"{url}/experts"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        shot = [*command[:-2], "--window-size=800,600", f"--screenshot={picture}", f"{url}/experts"]
+        subprocess.run(shot, capture_output=True, timeout=60)
+    asked = len(client.called)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert asked >= 3, "the page asks again and again"
+    assert text_of(done.stdout, "state") == "on" and text_of(done.stdout, "trouble") == ""
+    number = int(text_of(done.stdout, "pass"))
+    assert 2 <= number <= asked
+    assert text_of(done.stdout, "choices") == str(10 * number + 10)
+    assert text_of(done.stdout, "imbalance") == f"{10 * number / (5 * number + 5):.2f}"
+    assert '<canvas id="map"' in done.stdout and re.search(r'width="2"[^>]*height="1"', done.stdout)
+    colours = pixels(picture)
+    assert len(colours) > 20, "the heat map and its scale are drawn in many colours"
+
+
+def pixels(picture: Path) -> set[Any]:
+    image = pytest.importorskip("PIL.Image").open(picture).convert("RGB")
+    return {colour for _, colour in image.getcolors(image.width * image.height)}

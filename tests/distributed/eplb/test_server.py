@@ -1,0 +1,216 @@
+"""The expert endpoints: SGLang's responses, access keys, and errors without a recorder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_engine.core.expert_calls import OFF
+from moe_engine.errors import EngineDeadError
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import get, post, talk
+
+DEAD = "engine core DP1 (pid 4242) was killed by SIGKILL"
+
+SAYS = {
+    "start": "Start recording expert distribution.\n",
+    "stop": "Stop recording expert distribution.\n",
+    "dump": "Dump expert distribution record.\n",
+}
+VIEW = {
+    "layers": 2,
+    "experts": 2,
+    "counts": [[0, 0], [3, 1]],
+    "balancedness": {"current": 0.5},
+    "recording": True,
+    "pass": 4,
+}
+OTHER = {**VIEW, "counts": [[0, 0], [1, 1]], "pass": 5, "balancedness": {}}
+
+
+class RecordingClient(FakeClient):
+    """Two schedulers with predefined answers to expert calls."""
+
+    def __init__(self, **answers: Any) -> None:
+        super().__init__()
+        self.answers: dict[str, list[Any]] = {
+            "expert_start": [{}, {}],
+            "expert_stop": [{}, {}],
+            "expert_take": [{"parts": [{"rank": 0, "pass_ids": [4, 5]}]}, {"parts": [{"rank": 0, "pass_ids": [1, 2]}]}],
+            "expert_write": [{"paths": ["/there/a.pt"]}],
+            "expert_snapshot": [{"view": VIEW}, {"view": OTHER}],
+            **answers,
+        }
+        self.called: list[str] = []
+        self.arguments: dict[str, Any] = {}
+
+    def healths(self) -> list[Any]:
+        return [self.board, self.board]
+
+    async def call(self, method: str, **args: Any) -> Any:
+        self.called.append(method)
+        self.arguments = args
+        return self.answers.get(method, [self.state])
+
+    async def call_one(self, method: str, **args: Any) -> Any:
+        return (await self.call(method, **args))[0]
+
+
+@pytest.mark.parametrize("verb", SAYS)
+def test_sglangs_answers(verb: str) -> None:
+    client = RecordingClient()
+    path = f"/{verb}_expert_distribution_record"
+    for response in (post(client, path, b""), get(client, path), post(client, path, {"path": "/etc/passwd"})):
+        assert (response.status_code, response.text) == (200, SAYS[verb])
+        assert response.headers["content-type"].startswith("text/plain")
+    called = {"start": ["expert_start"], "stop": ["expert_stop"], "dump": ["expert_take", "expert_write"]}[verb]
+    assert client.called == called * 3
+    if verb == "dump":  # of all schedulers, their newest passes side by side
+        assert [part["pass_ids"] for part in client.arguments["parts"]] == [[4, 5], [4, 5]]
+
+
+@pytest.mark.parametrize("verb", SAYS)
+def test_recording_off(verb: str) -> None:
+    client = RecordingClient(**{f"expert_{'take' if verb == 'dump' else verb}": [OFF]})
+    response = post(client, f"/{verb}_expert_distribution_record", b"")
+    assert response.status_code == 400
+    assert "--expert-distribution-recorder-mode stat" in response.json()["error"]["message"]
+
+
+def test_a_dump_that_cannot_be_written_is_a_server_error() -> None:
+    client = RecordingClient(expert_write=[{"error": "/there/x.pt: cannot be written (No space left on device)"}])
+    response = post(client, "/dump_expert_distribution_record", b"")
+    assert response.status_code == 500 and "No space left" in response.json()["error"]["message"]
+
+
+def dumps(client: RecordingClient, count: int) -> list[httpx.Response]:
+    """Consecutive dumps of one server."""
+
+    async def session(http: httpx.AsyncClient) -> list[httpx.Response]:
+        return [await http.post("/dump_expert_distribution_record") for _ in range(count)]
+
+    found: list[httpx.Response] = talk(client, session)
+    return found
+
+
+def part(number: int) -> dict[str, Any]:
+    return {"rank": 0, "pass_ids": [number], "counts": b""}
+
+
+def test_a_core_that_dies_between_take_and_write_loses_nothing() -> None:
+    """Its parts have arrived already, and another core writes them."""
+
+    class Dying(RecordingClient):
+        async def call_one(self, method: str, **args: Any) -> Any:
+            if self.called.count("expert_write") == 0:
+                await self.call(method, **args)
+                raise EngineDeadError(DEAD)
+            return await super().call_one(method, **args)
+
+    client = Dying(expert_take=[{"parts": [part(4)]}, {"parts": [part(7)]}])
+    (response,) = dumps(client, 1)
+    assert (response.status_code, response.text) == (200, SAYS["dump"])
+    assert client.called == ["expert_take", "expert_write", "expert_write"]
+    assert client.arguments["parts"] == [part(7), part(7)]
+
+
+def test_a_dump_without_a_writer_is_reported() -> None:
+    class Dead(RecordingClient):
+        async def call_one(self, method: str, **args: Any) -> Any:
+            raise EngineDeadError(DEAD)
+
+    (response,) = dumps(Dead(), 1)
+    assert response.status_code == 503
+    assert response.json()["error"]["message"].endswith(
+        f"{DEAD}; the dump was not written, and the recorded counts are lost"
+    )
+
+
+def test_unwritten_counts_are_in_the_next_dump_until_recording_restarts() -> None:
+    client = RecordingClient(expert_take=[{"parts": [part(4)]}], expert_write=[{"error": "no room"}])
+    assert [response.status_code for response in dumps(client, 2)] == [500, 500]
+    assert client.arguments["parts"] == [part(4), part(4)]
+
+    async def restart(http: httpx.AsyncClient) -> None:
+        for verb in ("dump", "start", "dump"):
+            await http.post(f"/{verb}_expert_distribution_record")
+
+    talk(client, restart)
+    assert client.arguments["parts"] == [part(4)]
+
+
+def test_a_dump_reports_missing_parts_once() -> None:
+    """A replica died before its answer, and another's ranks changed meanwhile."""
+
+    class Losing(RecordingClient):
+        async def call_each(self, method: str, **args: Any) -> list[Any]:
+            first = (await self.call(method))[0]
+            self.lost = [dataclasses.replace(self.board, alive=False, dead=DEAD)]
+            return [first, EngineDeadError(DEAD), {"parts": [], "lost": "ranks were lost meanwhile"}]
+
+        def healths(self) -> list[Any]:
+            return [self.board, *getattr(self, "lost", [])]
+
+    client = Losing(expert_take=[{"parts": [part(4)]}])
+    first, second = dumps(client, 2)
+    without = "Without the records of what was lost: "
+    assert first.status_code == 200
+    assert first.text == f"{SAYS['dump']}{without}ranks were lost meanwhile\n{without}{DEAD}\n"
+    assert DEAD not in second.text and client.arguments["parts"] == [part(4)]
+
+
+def test_the_live_page_and_its_data() -> None:
+    client = RecordingClient()
+    page = get(client, "/experts")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"] and "experts/data" in page.text
+    data = get(client, "/experts/data").json()
+    assert data == {**VIEW, "counts": [[0, 0], [4, 2]], "pass": 5}
+    off = get(RecordingClient(expert_snapshot=[{"view": None}]), "/experts/data").json()
+    assert off["layers"] == 0 and off["counts"] == [] and off["recording"] is False
+
+
+def test_keys() -> None:
+    """The page needs no key and prompts for it; its data needs the API key, recording the admin key."""
+    client = RecordingClient()
+
+    def ask(path: str, key: str | None) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        return get(client, path, headers=headers, api_key="k", admin_api_key="a")
+
+    assert ask("/experts", None).status_code == 200
+    assert ask("/experts/data", None).status_code == 401
+    assert ask("/experts/data", "k").status_code == 200
+    for verb in SAYS:
+        path = f"/{verb}_expert_distribution_record"
+        assert ask(path, "k").status_code == 401 and ask(path, "a").status_code == 200
+
+
+def test_metrics() -> None:
+    client = RecordingClient()
+    stats = {"rebalances": 2, "experts_received": 30, "pause_seconds": 0.25, "longest_pause": 0.01, "pause_share": 0.03}
+    client.state = {"balancedness": {"current": 0.9, "10": 0.8}, "eplb": {**stats, "after": 0.97, "before": 0.5}}
+    page = get(client, "/metrics", enable_metrics=True).text
+    found = {
+        line.split("{")[0].removeprefix("sglang:eplb_"): float(line.split()[-1])
+        for line in page.splitlines()
+        if line.startswith("sglang:eplb_") and "window" not in line
+    }
+    assert found == {
+        "rebalances_total": 2,
+        "experts_received_total": 30,
+        "pause_seconds_total": 0.25,
+        "longest_pause_seconds": 0.01,
+        "pause_share": 0.03,
+        "planned_balancedness": 0.97,
+    }
+    windows = {
+        line.split('window="')[1].split('"')[0]: float(line.split()[-1])
+        for line in page.splitlines()
+        if line.startswith("sglang:eplb_balancedness{")
+    }
+    assert windows == {"current": 0.9, "10": 0.8}
+    assert "eplb" not in get(RecordingClient(), "/metrics", enable_metrics=True).text

@@ -1,0 +1,143 @@
+"""A model cut over ranks gives the logits and the greedy tokens of the same model on one rank, which other tests hold
+against transformers: every way to cut it, with prefill, decode and idle groups, on real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.parallel.context import SINGLE
+from moe_engine.parallel.topology import Topology
+from tests.distributed.dispatch.ranks import World
+from tests.distributed.models import script
+from tests.distributed.models.worlds import Case, load, run_cases
+from tests.models.checkpoints import make_checkpoint
+
+SEED = 11
+TOLERANCE = 1e-4  # of the largest logit
+FP8 = {
+    "hidden_size": 192, "intermediate_size": 264, "moe_intermediate_size": 136, "kv_lora_rank": 144, "q_lora_rank": 72,
+    "qk_nope_head_dim": 40, "v_head_dim": 24, "n_routed_experts": 8, "num_hidden_layers": 2, "fp8": True,
+}  # fmt: skip
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_mtp_layers": 1, "vocab_size": 323},  # a vocabulary that no number of ranks divides
+    "deepseek_v2_lite": {"num_hidden_layers": 2},
+    "deepseek_v3-fp8": FP8,
+    "qwen3": {"num_hidden_layers": 2, "attention_bias": True},  # with o_proj's bias, which counts once
+    "qwen2": {"num_hidden_layers": 2, "vocab_size": 323},  # a tied head, biases
+    "llama": {"num_hidden_layers": 2, "mlp_bias": True},  # one KV head, repeated
+    "qwen3_moe": {},  # a dense layer between MoE layers
+}
+Checkpoint = Callable[[str], Path]
+
+TWO = {
+    "tp": Topology(2),
+    "tp-dense1": Topology(2, moe_dense_tp_size=1),
+    "ep": Topology(2, ep_size=2),
+    "ep-allgather": Topology(2, ep_size=2, moe_a2a_backend="allgather"),
+    "ep-all_to_all": Topology(2, ep_size=2, moe_a2a_backend="all_to_all"),
+    "dp": Topology(2, attn_dp_size=2),
+    "dp-head": Topology(2, attn_dp_size=2, enable_dp_lm_head=True),
+    "dp-dense1": Topology(2, attn_dp_size=2, moe_dense_tp_size=1),
+    "dp-ep": Topology(2, attn_dp_size=2, ep_size=2),
+    "dp-ep-all_to_all": Topology(2, attn_dp_size=2, ep_size=2, moe_a2a_backend="all_to_all"),
+    "dp-ep-shared_memory": Topology(2, 2, 2, moe_dense_tp_size=1, moe_a2a_backend="shared_memory"),
+}
+FOUR = {
+    "tp": Topology(4),
+    "tp2-ep2": Topology(4, ep_size=2),
+    "ep-all_to_all": Topology(4, ep_size=4, moe_a2a_backend="all_to_all"),
+    "dp2": Topology(4, attn_dp_size=2),
+    "dp2-tp2-ep2-head": Topology(4, attn_dp_size=2, ep_size=2, enable_dp_lm_head=True),
+    "dp2-ep-allgather": Topology(4, attn_dp_size=2, ep_size=4, moe_a2a_backend="allgather"),
+    "dp2-ep-all_to_all-dense1": Topology(4, 2, 4, moe_dense_tp_size=1, moe_a2a_backend="all_to_all"),
+    "dp4-ep-all_to_all": Topology(4, 4, 4, moe_a2a_backend="all_to_all"),
+    "dp4": Topology(4, attn_dp_size=4),
+    "dp2-ep-two_hop": Topology(4, 2, 4, moe_a2a_backend="two_hop", num_nodes=2),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    made: dict[str, Path] = {}
+    folder = tmp_path_factory.mktemp("sharded")
+
+    def make(name: str) -> Path:
+        if name not in made:
+            kind = name.removesuffix("-fp8")
+            made[name] = make_checkpoint(kind, folder / name, SEED, tokenizer=False, **CHECKPOINTS[name])
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[[Case], script.Trace]:
+    """The same on one rank, once a model."""
+    made: dict[tuple[Path, bool], script.Trace] = {}
+
+    def run(case: Case) -> script.Trace:
+        key = case.path, case.mtp
+        if key not in made:
+            stepper, mtp, _ = load(Case(case.path, SINGLE.topology, mtp=case.mtp), SINGLE)
+            made[key] = script.run(stepper, script.prompts(SEED, stepper.config.vocab_size), mtp=mtp)
+        return made[key]
+
+    return run
+
+
+def check(case: Case, want: script.Trace, results: list[tuple[int, script.Trace]]) -> None:
+    num_groups = case.topology.attn_dp_size
+    for rank, (group, got) in enumerate(results):
+        assert group == rank // case.topology.attn_tp_size
+        sequences = {s for s in want.logits if script.group_of(s, num_groups) == group}
+        assert got.logits.keys() == sequences, (str(case), rank)
+        for s in sequences:
+            assert got.tokens.get(s) == want.tokens.get(s), (str(case), rank, s)
+            for ours, theirs in ((got.logits[s], want.logits[s]), (got.drafts.get(s), want.drafts.get(s))):
+                if theirs is not None:
+                    error = (ours - theirs).abs().max() / theirs.abs().max()
+                    assert error < TOLERANCE, (str(case), rank, s, float(error))
+
+
+def run_all(world: World, alone: Callable[[Case], script.Trace], cases: list[Case]) -> None:
+    of_ranks = world.ranks.call(run_cases, cases, SEED, timeout_s=60.0)
+    for number, case in enumerate(cases):
+        results = [results[number] for results in of_ranks]
+        check(case, alone(case), results)
+        for rank, (group, trace) in enumerate(results):
+            first = results[group * case.topology.attn_tp_size][1]  # ranks of a group must sample the same tokens
+            for sequence, logits in trace.logits.items():
+                assert logits.equal(first.logits[sequence]), (str(case), rank, sequence)
+
+
+def topologies(world: World) -> dict[str, Topology]:
+    return TWO if world.n == 2 else FOUR
+
+
+def test_deepseek_v3_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) -> None:
+    path = checkpoint("deepseek_v3")
+    run_all(world, alone, [Case(path, topology, mtp=True) for topology in topologies(world).values()])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe"])
+def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
+    """On the C++ kernels where they can run, which take other ways through experts and layers."""
+    some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "ep-all_to_all")
+    run_all(world, alone, [Case(checkpoint(name), t, "cpu") for key, t in topologies(world).items() if key in some])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
+def test_dense(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
+    some = ("tp", "tp-dense1", "dp", "dp-head", "dp2", "dp4", "dp2-tp2-ep2-head")
+    run_all(world, alone, [Case(checkpoint(name), t) for key, t in topologies(world).items() if key in some])

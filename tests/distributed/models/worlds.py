@@ -1,0 +1,79 @@
+"""What a rank does in these tests: joins a topology, loads its part of a model, runs the script."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.loader import load_model, load_mtp
+from moe_engine.models.sharding import dispatch_shape, local_config
+from moe_engine.parallel.context import ParallelContext, join, with_dispatcher
+from moe_engine.parallel.dispatch.tables import Place, choose
+from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.parallel.topology import Topology
+from tests.distributed.models import script
+from tests.models.stepper import Stepper, make_backends, make_kv
+
+MAX_TOKENS, DECODE_TOKENS = 48, 1  # so that some decode steps are too large for the decode mode
+TIMEOUT_S = 20.0
+
+contexts: dict[Topology, ParallelContext] = {}  # of this rank's process: made once
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one topology. `row` of the kernels; `mtp`: its MTP layer, too."""
+
+    path: Path
+    topology: Topology
+    row: str = "torch"
+    mtp: bool = False
+    page_size: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.path.name} {self.row} {self.topology}"
+
+
+def load(case: Case, parallel: ParallelContext) -> tuple[Stepper, Any, ParallelContext]:
+    """A stepper over this rank's part, its MTP layers where the case wants them, the context with a dispatcher."""
+    config = load_model_config(case.path)
+    if parallel.topology.travels and config.is_moe:
+        choice = choose(Place("cpu", parallel.ep_size, parallel.topology.num_nodes), parallel.topology.moe_a2a_backend)
+        shape = dispatch_shape(config, parallel, torch.float32, MAX_TOKENS)
+        parallel = with_dispatcher(parallel, choice, shape, DECODE_TOKENS)
+    backends = make_backends(config, case.row, page_size=case.page_size)
+    model = load_model(case.path, config, "float32", "cpu", backends, parallel)
+    local = local_config(config, parallel)
+    stepper = Stepper(model, local, backends, page_size=case.page_size, seed=1)
+    if not case.mtp:
+        return stepper, None, parallel
+    mtp = load_mtp(case.path, config, model, "float32", "cpu")
+    stepper.kv += make_kv(replace(local, num_layers=mtp.num_layers), stepper.kv[0].shape[0], torch.float32)
+    return stepper, mtp, parallel
+
+
+def run_cases(rank: int, cases: list[Case], seed: int) -> list[tuple[int, script.Trace]]:
+    """(attention group, trace) of every case."""
+    return [run_case(rank, case, seed) for case in cases]
+
+
+def run_case(rank: int, case: Case, seed: int) -> tuple[int, script.Trace]:
+    topology = case.topology
+    if topology not in contexts:
+        contexts[topology] = join(topology, rank, TIMEOUT_S)
+    parallel = contexts[topology]
+    stepper, mtp, parallel = load(case, parallel)
+
+    def sizes_of(batch: Any) -> StepSizes | None:
+        if topology.attn_dp_size == 1:
+            return None  # all ranks have the same plan
+        prefills = batch.attention.prefill is not None
+        return StepSizes.exchange(parallel, parallel.world, batch.num_tokens, len(batch.logits_rows), prefills)
+
+    group = parallel.attn_dp_rank
+    prompts = script.prompts(seed, stepper.config.vocab_size)
+    return group, script.run(stepper, prompts, topology.attn_dp_size, group, sizes_of, mtp)

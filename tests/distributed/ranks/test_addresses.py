@@ -1,0 +1,130 @@
+"""Bind address and own address of rank 0, including machines whose own name resolves to 127.0.1.1."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from moe_engine.errors import ConfigError
+from moe_engine.executor.options import RankGroupOptions
+from moe_engine.processes import addresses as rank_addresses
+from tests.distributed.ranks.hosts import ADDRESSES, two_hosts, why_not
+
+
+def options(address: str = "node0:20000") -> RankGroupOptions:
+    return RankGroupOptions(4, lambda: None, num_nodes=2, leader_address=address)
+
+
+@pytest.fixture
+def resolve(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """What every name means."""
+
+    def to(address: str) -> None:
+        monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
+
+    return to
+
+
+def test_an_address_that_others_know_is_bound_itself(resolve: Callable[[str], None]) -> None:
+    resolve("10.1.2.3")
+    assert options().leader_tcp() == options().leader_bind() == "tcp://10.1.2.3:20000"
+    assert options().leader_bind("*") == "tcp://10.1.2.3:*"
+
+
+@pytest.mark.parametrize("own", ["127.0.1.1", "127.0.0.1"])
+def test_a_name_that_means_the_machine_itself_is_bound_at_one_address_of_its_network(
+    resolve: Callable[[str], None], own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve(own)
+    monkeypatch.setattr(rank_addresses, "_source_address", lambda family, destination: "10.1.2.3")
+    assert options().leader_bind() == "tcp://10.1.2.3:20000" and options().leader_bind("*") == "tcp://10.1.2.3:*"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.5", "localhost"])
+def test_loopback_that_was_asked_for_is_bound_itself(resolve: Callable[[str], None], host: str) -> None:
+    bound = "127.0.0.1" if host == "localhost" else host
+    resolve(bound)
+    assert options(f"{host}:20000").leader_bind() == f"tcp://{bound}:20000"
+
+
+def test_the_interface_for_small_messages_is_taken_before_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(rank_addresses.INTERFACE_VARIABLE, "lo")
+    assert rank_addresses.network_address() == "127.0.0.1"
+
+
+def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", fail)
+    with pytest.raises(ConfigError, match="--dist-init-addr node0:20000: unknown host"):
+        options().leader_tcp()
+
+
+def test_own_address_is_the_one_on_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Towards a leader that /etc/hosts puts on 127.0.1.1, which is this machine: not the loop's own address."""
+    found = {("node0", 9): "127.0.1.1"}
+
+    def lookup(host: str, port: int, **kind: object) -> list[tuple[object, ...]]:
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (found.get((host, port), host), port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    routes = {("127.0.1.1", 9): "127.0.1.1", rank_addresses.ELSEWHERE: "10.1.2.3"}
+    monkeypatch.setattr(rank_addresses, "_source_address", lambda family, destination: routes[destination])
+    assert rank_addresses.own_address_towards("node0") == "10.1.2.3"
+    routes[rank_addresses.ELSEWHERE] = ""  # no route leads out: some address of a network that both are in
+    monkeypatch.setattr(rank_addresses, "_first_address", lambda: "10.9.9.9")
+    assert rank_addresses.own_address_towards("node0") == "10.9.9.9"
+
+
+LISTEN = """
+import sys, zmq
+from moe_engine.executor.options import RankGroupOptions
+options = RankGroupOptions(2, print, num_nodes=2, leader_address="node0:20000")
+socket = zmq.Context.instance().socket(zmq.REP)
+socket.bind(options.leader_bind())
+other = zmq.Context.instance().socket(zmq.REP)
+other.bind(options.leader_bind("*"))
+print(other.getsockopt(zmq.LAST_ENDPOINT).rstrip(bytes(1)).decode(), flush=True)
+assert socket.poll(20000)
+socket.send(b"from node0 to " + socket.recv())
+"""
+ASK = """
+import zmq
+from moe_engine.executor.options import RankGroupOptions
+from moe_engine.processes.addresses import own_address_towards
+options = RankGroupOptions(2, print, num_nodes=2, node_rank=1, leader_address="node0:20000")
+socket = zmq.Context.instance().socket(zmq.REQ)
+socket.connect(options.leader_tcp())
+socket.send(own_address_towards("node0").encode())
+assert socket.poll(20000)
+print(socket.recv().decode())
+"""
+
+
+def test_a_host_with_such_a_name_is_reached_from_another(tmp_path: Path) -> None:
+    reason = why_not() or ("not installed: mount" if shutil.which("mount") is None else None)
+    if reason is not None:
+        pytest.skip(reason)
+    with two_hosts() as hosts:
+        started = []
+        for number, (own, code) in enumerate((("127.0.1.1", LISTEN), (ADDRESSES[0], ASK))):
+            names = tmp_path / f"hosts{number}"
+            names.write_text(f"127.0.0.1 localhost\n{own} node0\n")
+            inside = f"mount --bind {names} /etc/hosts && exec {sys.executable} -c '{code}'"
+            command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", inside]
+            started.append(hosts.start(number, *command, stdout=subprocess.PIPE))
+        try:
+            outputs = [process.communicate(timeout=30)[0] for process in started]
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+    assert outputs[0].startswith(f"tcp://{ADDRESSES[0]}:")
+    assert outputs[1] == f"from node0 to {ADDRESSES[1]}\n"

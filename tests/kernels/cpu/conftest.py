@@ -1,0 +1,59 @@
+"""The compiled library in the forms that this machine can run; tests skip with the reason where it cannot be made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from moe_engine.kernels.cpu.library import Library, LibraryError, load
+from tests.kernels.cpu.formulas import DTYPES
+
+
+def _load(**options: object) -> Library:
+    try:
+        return load(**options)  # type: ignore[arg-type]
+    except LibraryError as error:
+        pytest.skip(f"no CPU library here: {error}")
+
+
+@pytest.fixture(scope="session")
+def library() -> Library:
+    """As the engine loads it."""
+    return _load()
+
+
+@pytest.fixture(scope="session", params=["this machine", "AMX emulated", "AVX2"])
+def any_library(request: pytest.FixtureRequest) -> Library:
+    """Also the paths of other machines, as far as they can be run here; compiled for quick compilation."""
+    if request.param == "AMX emulated":
+        return _load(defines=("MOE_AMX_EMULATE",), optimize="-O1", amx=True)
+    if request.param == "AVX2":
+        import platform
+
+        if platform.machine() != "x86_64":
+            pytest.skip("not an x86-64 machine")
+        return _load(march="x86-64-v3", optimize="-O1")
+    return _load()
+
+
+@pytest.fixture(params=DTYPES, ids=["bf16", "fp32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

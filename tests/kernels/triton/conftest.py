@@ -1,0 +1,43 @@
+"""Triton kernels under Triton's interpreter: on the CPU, in this process, without a GPU and without a compiler.
+
+Triton decides it where functions are decorated: its own while it is imported, those of kernels while their modules are.
+So this file imports Triton with ``TRITON_INTERPRET=1`` before any test module does, and refuses to go on if somebody
+came first. The variable is taken back at once: processes that other tests start must compile as they do in service.
+What needs the compiler in earnest (ahead-of-time compilation) runs in a process of its own, `outside.py`; what needs a
+GPU is run by ``python -m benchmarks.gpu_suite``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+collect_ignore_glob: list[str] = []
+
+if find_spec("triton") is None:
+    collect_ignore_glob.append("test_*.py")
+else:
+    if "triton.language" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("triton was imported before these tests: import it in functions, or set TRITON_INTERPRET=1")
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+
+    from triton import knobs
+
+    from tests.kernels.triton import interpreter
+
+    interpreter.install()
+    if before is None:
+        del os.environ["TRITON_INTERPRET"]
+        propagate, knobs.propagate_env = knobs.propagate_env, False
+        knobs.runtime.interpret = True  # for modules of kernels, imported later
+        knobs.propagate_env = propagate
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,179 @@
+"""What must run outside the interpreter, as a process: ``python -m tests.kernels.triton.outside NAME CACHE``.
+
+Each function prints one JSON value.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton import knobs
+
+from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS
+from moe_engine.cli.compile_kernels.exercise import exercise
+from moe_engine.cli.compile_kernels.other_rows import build_triton
+from moe_engine.config.args import EngineArgs
+from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.kernels.ops import triton_norm, triton_rotary, triton_router
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.ops.triton_ops import TritonOps
+from moe_engine.kernels.sampling import triton_sampling
+from moe_engine.kernels.sampling.protocol import SamplingParameters
+from moe_engine.kernels.triton import guard
+from moe_engine.kernels.triton.absent_device import absent_device, listed
+from moe_engine.kernels.triton.aot import AotCase, compile_case
+from moe_engine.kernels.vendors.warming import StepShapes
+from moe_engine.kernels.warmup_sizes import StepSize
+from moe_engine.planning.hardware import GPUS
+from moe_engine.planning.prepare import choose_backends, prepare
+
+ARCH = 90
+
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu", "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None, "attention_bias": False,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 151643, "eos_token_id": 151645,
+}  # fmt: skip
+
+
+def there(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor of the device that is absent."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def launch(count: int) -> None:
+    """The small operations of a DeepSeek-V3 layer and the sampling of its logits, for `count` tokens."""
+    ops, sampling = TritonOps(), triton_sampling.TritonSampling()
+    positions, slots = there(3 * count + 1, dtype=torch.int64)[1:].split(count)[:2]  # slices of one upload
+    table = RotaryTable(there(4096, 64, dtype=torch.float32), True)
+    hidden, projected = there(count, 7168), there(count, 2112)
+    ops.rms_norm(hidden, there(7168), 1e-6)
+    ops.rms_norm(projected[:, :1536], there(1536), 1e-6)
+    ops.add_rms_norm(hidden, there(count, 7168), there(7168), 1e-6)
+    ops.silu_and_mul(there(count, 4096))
+    ops.rotate(there(count, 128, 192), positions, table)
+    ops.write_latent(projected[:, 1536:], there(512), 1e-6, positions, table, slots, there(900, 576))
+    ops.route(hidden, there(256, 7168, dtype=torch.float32), there(256, dtype=torch.float32), triton_router.V3)
+    narrow = [there(4 * count + 1, dtype=torch.float32)[1:].split(count)[n] for n in range(4)]
+    top_k = there(2 * count, dtype=torch.int64)[count:]
+    parameters = SamplingParameters(None, *narrow[:3], top_k, True)  # type: ignore[arg-type]
+    logits = there(count, 129280, dtype=torch.float32)
+    sampling.greedy(logits)
+    sampling.sample(logits, parameters, narrow[3])
+    sampling.probabilities(logits, parameters, there(count, 1, dtype=torch.int64))
+
+
+def expected() -> list[AotCase]:
+    """The cases that `launch(1)` to `launch(16)` ask for."""
+    bf16, int64 = torch.bfloat16, torch.int64
+    return [
+        triton_norm.norm_case("v3", 7168, 1, False),
+        triton_norm.norm_case("v3", 1536, 1, False),
+        triton_norm.norm_case("v3", 7168, 1, True),
+        triton_norm.silu_case("v3", 2048),
+        triton_rotary.rotate_case("v3", 128, 64, True),
+        triton_rotary.latent_case("v3", 512, 64, bf16, int64),
+        *triton_router.route_cases("v3", 7168, triton_router.V3, 1, bf16),
+        *(case for case in triton_sampling.vocabulary_cases("v3", 129280) if "look_up_16" not in case.name),
+    ]
+
+
+def agreement(cache: str) -> Any:
+    """(number of cases compiled, kernels that launches asked for, how many of these the cases had cached)."""
+    with knobs.cache.scope():
+        knobs.cache.dir = cache
+        cases = [compile_case(case, ARCH).name for case in expected()]
+    with absent_device(ARCH, cache) as compilations:
+        for count in (1, 2, 3, 8, 16):  # odd counts, counts of one, multiples of 16: all must be the same kernels
+            launch(count)
+    return len(cases), [report.name for report in compilations.reports], compilations.num_cached
+
+
+def guarding(cache: str) -> Any:
+    """Counts of the guard after a warm-up, after the same launches once more, and after one that it did not make."""
+    counts = []
+    guard.watch()
+    guard.watch()  # once more changes nothing
+    with absent_device(ARCH, cache):
+        ops, weight = TritonOps(), there(2048)
+        ops.rms_norm(there(4, 2048), weight, 1e-6)
+        guard.ready()
+        counts.append([*guard.compilations_before_ready(), guard.compilations_after_ready()])
+        ops.rms_norm(there(7, 2048), weight, 1e-6)
+        counts.append([*guard.compilations_before_ready(), guard.compilations_after_ready()])
+        ops.add_rms_norm(there(7, 2048), there(7, 2048), weight, 1e-6)
+        counts.append([*guard.compilations_before_ready(), guard.compilations_after_ready()])
+    return counts
+
+
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "v3 on 8 ranks": (V3_LAYERS, {"tp_size": 8, "ep_size": 8}),
+    "v2-lite, one head, fp8 cache": (V2_LITE, {"tp_size": 16, "kv_cache_dtype": "fp8_e4m3"}),
+    "qwen3": (QWEN3_MOE, {}),
+}
+
+
+def reachable(cache: str) -> Any:
+    """Of each model: the number of kernels that the ladder of steps needs, those that further steps of the plan need
+    besides, and those that they need besides a ladder of its two ends."""
+    found = {}
+    for name, (config, flags) in MODELS.items():
+        folder = Path(cache, name)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        target = GPUS["h200"]
+        args = EngineArgs.from_kwargs(
+            model_path=str(folder), load_format="dummy", device="cuda", max_running_requests=200, context_length=4096,
+            chunked_prefill_size=1500, **flags,
+        )  # fmt: skip
+        launch = prepare(args, target.machine())
+        backends = build_triton(choose_backends(launch, target.device))
+        others = [StepSize(0, 1, 0, tokens) for tokens in (*range(1, 100, 3), *range(100, 1500, 67))]
+        others += [StepSize(decodes, 1, 777) for decodes in range(1, 200, 13)]
+        others += [StepSize(decodes, 4, 99) for decodes in range(1, 50, 9)]
+        others += [StepSize(1, tokens, 1000 + tokens) for tokens in range(1, 170, 11)]
+        others += [StepSize(7, 1, 50, tokens, 64) for tokens in range(5, 500, 81)]
+        needed = []
+        for sizes in (None, others, [StepSize(1, 1, 777), StepSize(0, 1, 0, 1500, 99)]):
+            with listed(ARCH) as kernels:
+                for _ in exercise(launch, backends, sizes):
+                    pass
+            needed.append(kernels)
+        missing = (sorted({kernel for kernel, _ in needed[1] - warm}) for warm in (needed[0], needed[2]))
+        found[name] = len(needed[0]), *missing
+    return found
+
+
+def dispatched(cache: str) -> Any:
+    """Of experts whose rows travel: kernels of `warm_up`, those of further batches besides, and those without it."""
+    found = []
+    for fp8 in (False, True):
+        kernel = TritonExperts()
+        shape = (16, 2048, 1408)
+        weights = kernel.allocate_blocks(*shape, "meta") if fp8 else kernel.allocate(*shape, torch.bfloat16, "meta")
+        with listed(ARCH) as warm:
+            runs = kernel.warm_up(StepShapes(1, 4000, 64, dispatched=True))
+            assert kernel.warm_up(StepShapes(1, 4000, 64)) == 0
+        with listed(ARCH) as needed:
+            for count in range(1, 4000, 97):
+                kernel.run(ExpertBatch("grouped", there(count, 2048), offsets=there(17, dtype=torch.int32)), weights)
+            kernel.run(ExpertBatch("padded", there(16, 64, 2048), counts=there(16, dtype=torch.int32)), weights)
+        found.append((runs, len(warm), len(needed), len(needed - warm)))
+    return found
+
+
+NAMES: dict[str, Callable[[str], Any]] = {
+    "agreement": agreement, "guarding": guarding, "reachable": reachable, "dispatched": dispatched,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    print(json.dumps(NAMES[sys.argv[1]](sys.argv[2])))

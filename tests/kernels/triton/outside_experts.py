@@ -1,0 +1,78 @@
+"""FP8 products and experts launched outside the interpreter on a device that is absent, in a process of its own:
+``python -m tests.kernels.triton.outside_experts CACHE`` prints [cases, kernels asked for, those of them in the cache].
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from triton import knobs
+
+from moe_engine.kernels.experts import triton_grouped_gemm
+from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.experts.shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3
+from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.kernels.linear.shapes import LinearShape
+from moe_engine.kernels.linear.triton_block_gemm import cases_of
+from moe_engine.kernels.linear.triton_linear import TritonLinear
+from moe_engine.kernels.permutation import triton_permute
+from moe_engine.kernels.quantization import triton_rows
+from moe_engine.kernels.quantization.protocol import BlockWeight
+from moe_engine.kernels.triton.absent_device import absent_device
+from moe_engine.kernels.triton.aot import AotCase, compile_case
+
+ARCH = 90
+HIDDEN, WIDTH, RANK = 7168, 2048, 16  # DeepSeek V3's, and the experts of one of 16 ranks
+
+
+def there(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def launch(tokens: int, capacity: int) -> None:
+    """A shared expert's product, V3's experts of one rank on a padded batch, and V2-Lite's routed experts."""
+    linear, experts = TritonLinear(), TritonExperts()
+    x = there(tokens, HIDDEN)
+    linear.run(x, linear.prepare_blocks(BlockWeight.empty(2 * WIDTH, HIDDEN, "meta")))
+    weights = experts.allocate_blocks(RANK, HIDDEN, WIDTH, "meta")
+    counts = there(RANK + 1, dtype=torch.int32)[1:]  # aligned or not, the kernel is the same
+    experts.run(ExpertBatch("padded", there(RANK, capacity, HIDDEN), counts=counts), weights)
+    lite = DEEPSEEK_V2_LITE
+    weights = experts.allocate(lite.num_experts, lite.hidden, lite.width, torch.bfloat16, "meta")
+    ids, choices = there(tokens, 6, dtype=torch.int32), there(tokens, 6, dtype=torch.float32)
+    experts.run_routed(there(tokens, lite.hidden), choices, ids, weights, there(tokens, lite.hidden))
+
+
+def expected(tokens: int, capacity: int) -> list[AotCase]:
+    """The cases behind `launch`, out of those that the modules name."""
+    named = {
+        case.name: case for module in (triton_rows, triton_permute, triton_grouped_gemm) for case in module.aot_cases()
+    }
+    mean = -(-tokens * 6 // 64)
+    found = cases_of(LinearShape("gate_up", tokens, 2 * WIDTH, HIDDEN, True))
+    found += triton_grouped_gemm.cases_of(DEEPSEEK_V3, RANK, capacity, True)
+    found += triton_grouped_gemm.cases_of(DEEPSEEK_V2_LITE, 64, mean, False)
+    names = (f"fp8_quantize_{HIDDEN}", f"fp8_quantize_counted_{HIDDEN}", "expert_count_64", "expert_place_64")
+    return found + [named[name] for name in (*names, "expert_combine_2048")]
+
+
+def main(cache: str) -> None:
+    sizes = (((1, 3, 16), 16), ((2048, 2051), 64))  # within a row of the tables each
+    cases: dict[str, AotCase] = {}
+    for tokens, capacity in sizes:
+        cases |= {case.name: case for count in tokens for case in expected(count, capacity)}
+    with knobs.cache.scope():
+        knobs.cache.dir = cache
+        for case in cases.values():
+            compile_case(case, ARCH)
+    with absent_device(ARCH, cache) as compilations:
+        for tokens, capacity in sizes:
+            for count in tokens:
+                launch(count, capacity)
+    print(json.dumps([sorted(cases), [report.name for report in compilations.reports], compilations.num_cached]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

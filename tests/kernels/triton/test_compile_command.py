@@ -1,0 +1,68 @@
+"""``moe-engine compile``: the kernels of a launch land in a folder, and the launch finds all of them there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moe_engine.cli.main import main
+from moe_engine.kernels.warmup_sizes import ladder, step_sizes
+from moe_engine.planning.hardware import GPUS
+
+pytest.importorskip("triton", reason="needs triton")
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = ("--max-running-requests", "2", "--chunked-prefill-size", "8", "--context-length", "64")
+
+
+def compile_into(folder: Path, *flags: str) -> tuple[str, dict]:
+    """Output and index of the command for the embedded model, in a process that compiles in earnest."""
+    command = [sys.executable, "-m", "moe_engine.cli.main", "compile", "--output", str(folder), *SMALL, *flags]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout, json.loads((folder / "moe-engine-kernels.json").read_text())
+
+
+def test_a_launch_finds_everything_that_was_compiled_for_it(tmp_path):
+    """A rank of two whose tokens travel; without the products in FP8, whose many forms are compiled elsewhere."""
+    flags = ("--tp", "2", "--ep", "2", "--moe-a2a-backend", "all_to_all", "--linear-backend", "torch")
+    _, index = compile_into(tmp_path, *flags)
+    names = {kernel["name"] for kernel in index["kernels"]}
+    assert {"rms_norm_kernel", "write_latent_kernel", "router_select_kernel", "limits_kernel", "draw_kernel"} <= names
+    assert {"latent_kernel", "expanded_kernel"} <= names
+    assert index["about"]["tp_size"] == 2 and index["about"]["arch"] == 90
+    assert all(kernel["spill_bytes"] == 0 for kernel in index["kernels"])
+    count = len(index["kernels"])
+    out, again = compile_into(tmp_path, *flags)
+    assert f"{count} kernels" in out and f"{count} of them there already" in out
+    assert len(again["kernels"]) == count
+
+
+def test_flags_at_fault(capsys):
+    assert main(["compile"]) == 2
+    assert "--output DIR is missing" in capsys.readouterr().err
+    assert main(["compile", "--output", "x", "--model-path", "/nowhere"]) == 2
+    assert not Path("x").exists()
+
+
+def test_steps_reach_every_size_and_the_largest():
+    assert ladder(1) == [1]
+    assert ladder(9) == [1, 2, 3, 4, 8, 9]
+    sizes = list(step_sizes(max_requests=5, max_chunk=300, max_context=1000, num_drafts=2))
+    assert {size.decodes for size in sizes if not size.prefill} == {1, 2, 3, 4, 5}
+    assert {size.queries for size in sizes if size.decodes > 1} == {1, 3}
+    assert {size.queries for size in sizes if size.decodes == 1} == {1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 300}
+    assert max(size.prefill for size in sizes) == 300
+    assert {size.prefix for size in sizes if size.prefill == 4} == {0, 995}
+    assert all(size.prefix + size.prefill <= 1000 and size.context <= 1000 for size in sizes)
+
+
+def test_targets_have_shared_memory_limits():
+    from moe_engine.kernels.triton.aot import SHARED_LIMIT
+
+    assert {target.arch for target in GPUS.values()} <= set(SHARED_LIMIT)

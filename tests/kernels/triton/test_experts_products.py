@@ -1,0 +1,175 @@
+"""Routed experts in Triton, bf16, fp32 and block FP8, in both layouts, against plain loops in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.experts.protocol import (
+    BlockScaledExperts,
+    ExpertBatch,
+    ExpertWeights,
+    FusedExperts,
+    MovableExperts,
+)
+from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, ExpertShape, named_shapes
+from moe_engine.kernels.experts.tiles import BLOCK_FP8, PLAIN, WIDE
+from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.kernels.quantization import reference
+from moe_engine.kernels.quantization.protocol import BlockWeight
+from tests.kernels.cpu.formulas import NAN, gated, silu
+from tests.kernels.triton.poison import poisoned_memory
+
+KINDS = ["fp32", "bf16", "fp8", "fp8_ue8m0"]
+# of the largest result: sums in float32; a bf16 inner value and result; rounding ties of the inner FP8 cast
+BOUND = {"fp32": 3e-6, "bf16": 1.5e-2, "fp8": 1e-2, "fp8_ue8m0": 1e-2}
+kernel = TritonExperts()
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN in poisoned rows
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    with poisoned_memory():
+        yield
+
+
+class Experts:
+    """Random experts of a kind, in the kernel's memory and as they are meant."""
+
+    def __init__(self, kind: str, count: int, hidden: int, width: int) -> None:
+        self.kind, self.power_of_two = kind, kind == "fp8_ue8m0"
+        self.dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(kind, torch.float32)
+        shapes = ((width, hidden), (width, hidden), (hidden, width))
+        self.parts: list[list[Tensor] | list[BlockWeight]] = []
+        if kind.startswith("fp8"):
+            self.weights = kernel.allocate_blocks(count, hidden, width, "cpu", self.power_of_two)
+        else:
+            self.weights = kernel.allocate(count, hidden, width, self.dtype, "cpu")
+        for expert in range(count):
+            plain = [torch.randn(n, k) * k**-0.5 * 2.0 ** float(torch.randint(-1, 2, ())) for n, k in shapes]
+            if kind.startswith("fp8"):
+                blocks = [reference.quantize_weight(part, self.power_of_two) for part in plain]
+                kernel.load_expert_blocks(self.weights, expert, *blocks)
+                self.parts.append(blocks)
+            else:
+                cast = [part.to(self.dtype) for part in plain]
+                kernel.load_expert(self.weights, expert, *cast)
+                self.parts.append(cast)
+
+    def rows(self, *shape: int) -> Tensor:
+        return torch.randn(*shape).to(self.dtype)
+
+    def apply(self, x: Tensor, expert: int) -> Tensor:
+        """x [M, D] through one expert in float64, quantised where the kernel's contract quantises."""
+        parts = self.parts[expert]
+        if not self.kind.startswith("fp8"):
+            return gated(x, *parts)
+        quantized = reference.quantize_rows(x, self.power_of_two)
+        gate, up = (reference.block_product(quantized, part) for part in parts[:2])
+        inner = reference.quantize_rows((silu(gate) * up).float(), self.power_of_two)
+        return reference.block_product(inner, parts[2])
+
+    def check(self, got: Tensor, want: Tensor) -> None:
+        assert got.dtype == self.dtype and got.shape == want.shape and got.isfinite().all()
+        worst = float((got.double() - want).abs().max() / want.abs().max())
+        assert worst < BOUND[self.kind], worst
+
+
+# zero-token experts first, in the middle and last; one expert with everything; sizes around the tiles
+COUNTS = ([0, 3, 0, 20, 1, 0], [0, 0, 37], [5], [1, 1, 1, 1], [40, 0, 70], [130, 2], [230, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_grouped(kind: str, counts: list[int]) -> None:
+    experts = Experts(kind, len(counts), 160, 144)
+    x = experts.rows(sum(counts) + 5, 160)  # a dispatcher's buffer may be longer than what came
+    x[sum(counts) :] = NAN
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    got = kernel.run(ExpertBatch("grouped", x, offsets=offsets), experts.weights)
+    assert got.shape == x.shape
+    want = [experts.apply(part, e) for e, part in enumerate(x[: sum(counts)].split(counts)) if len(part)]
+    experts.check(got[: sum(counts)], torch.cat(want))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("counts", "capacity"), [([0, 3, 0, 20, 1], 20), ([7, 0, 41], 50), ([0, 0], 4)])
+def test_padded(kind: str, counts: list[int], capacity: int) -> None:
+    experts = Experts(kind, len(counts), 128, 72)
+    x = experts.rows(len(counts), capacity, 128)
+    for expert, count in enumerate(counts):
+        x[expert, count:] = NAN
+    got = kernel.run(ExpertBatch("padded", x, counts=torch.tensor(counts, dtype=torch.int32)), experts.weights)
+    assert got.shape == x.shape
+    for expert, count in enumerate(counts):
+        if count:
+            experts.check(got[expert, :count], experts.apply(x[expert, :count], expert))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("tokens", "top_k", "count"), [(1, 2, 4), (9, 3, 5), (40, 2, 3)])
+def test_routed(kind: str, tokens: int, top_k: int, count: int) -> None:
+    experts = Experts(kind, count, 200, 64)
+    x, add = experts.rows(tokens, 216)[:, 8:-8], experts.rows(tokens, 200)
+    ids = torch.rand(tokens, count + 2).argsort(1)[:, :top_k].int() - 1  # -1 and count: held elsewhere
+    weights = torch.rand(tokens, top_k)
+    want = add.double()
+    for token in range(tokens):
+        for expert, weight in zip(ids[token].tolist(), weights[token].double()):
+            if 0 <= expert < count:
+                want[token] += weight * experts.apply(x[token : token + 1], expert)[0]
+    experts.check(kernel.run_routed(x, weights, ids, experts.weights, add), want)
+    if want.sub(add.double()).any():
+        experts.check(kernel.run_routed(x, weights, ids, experts.weights), want - add.double())
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    experts = Experts("fp8", 4, 128, 128)
+    x, weights = experts.rows(12, 128), torch.rand(12, 2)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(12)]).int()
+    x[3, 70] = NAN
+    got = kernel.run_routed(x, weights, ids, experts.weights)
+    others = torch.arange(12) != 3
+    assert got[3].isnan().all() and got[others].isfinite().all()
+    assert torch.equal(got[others], kernel.run_routed(x[others], weights[others], ids[others], experts.weights))
+
+
+def test_protocols_bytes_and_moving() -> None:
+    assert all(isinstance(kernel, kind) for kind in (BlockScaledExperts, FusedExperts, MovableExperts))
+    plain, fp8 = Experts("bf16", 3, 160, 136), Experts("fp8", 3, 160, 136)
+    assert plain.weights.num_bytes == 3 * 3 * 160 * 136 * 2
+    assert fp8.weights.num_bytes == 3 * (3 * 160 * 136 + 4 * (2 * 2 * 2 + 2 * 2))
+    for experts in (plain, fp8):
+        weights: ExpertWeights = experts.weights
+        for target, source in zip(kernel.expert_memory(weights, 0), kernel.expert_memory(weights, 2), strict=True):
+            assert target.is_contiguous()
+            target.copy_(source)
+        x = experts.rows(4, 160)
+        offsets = torch.tensor([0, 4, 4, 4], dtype=torch.int32)
+        experts.check(kernel.run(ExpertBatch("grouped", x, offsets=offsets), weights), experts.apply(x, 2))
+    with pytest.raises(ValueError, match="unknown layout"):
+        kernel.run(ExpertBatch("sorted", x), plain.weights)
+
+
+def test_no_tokens() -> None:
+    experts = Experts("fp8", 3, 128, 128)
+    empty = torch.empty(0, 128)
+    assert kernel.run_routed(empty, torch.empty(0, 2), torch.empty(0, 2).int(), experts.weights).shape == (0, 128)
+    batch = ExpertBatch("grouped", empty, offsets=torch.zeros(4, dtype=torch.int32))
+    assert kernel.run(batch, experts.weights).shape == (0, 128)
+
+
+def test_tables_and_floors() -> None:
+    for _, tiles in BLOCK_FP8.gate_up.rows:
+        assert tiles.block_n == 128  # a tile is one block of what it quantises
+    for _, tiles in (*BLOCK_FP8.down.rows, *PLAIN.gate_up.rows, *PLAIN.down.rows, *WIDE.down.rows):
+        assert tiles.block_n <= 128 and tiles.split == 1
+    one = ExpertShape(DEEPSEEK_V3, 1, 256)
+    assert one.experts_hit == pytest.approx(8) and one.rows == 8
+    assert one.flops == 8 * 6 * 7168 * 2048
+    assert one.bytes == pytest.approx(8 * 3 * (7168 * 2048 + 4 * 56 * 16) + 4 * 7168, rel=1e-9)
+    names = [shape.name for shape in named_shapes()]
+    assert len(names) == len(set(names))

@@ -1,0 +1,147 @@
+"""Products with block-FP8 weights, against float64 products of the same quantised numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP
+from moe_engine.kernels.linear.reference import TorchLinear
+from moe_engine.kernels.linear.shapes import DEEPSEEK_V3, named_shapes
+from moe_engine.kernels.linear.tiles import BLOCK_FP8, NUM_SMS, block_fp8_tiles
+from moe_engine.kernels.linear.triton_block_gemm import block_gemm
+from moe_engine.kernels.linear.triton_linear import TritonLinear
+from moe_engine.kernels.ops.triton_ops import TritonOps
+from moe_engine.kernels.quantization import reference
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, BlockWeight, QuantizedRows
+from tests.kernels.cpu.formulas import rms_norm, silu
+from tests.kernels.triton.poison import poisoned_memory
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Of one result, relative to the sum of the magnitudes it is made of."""
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    with poisoned_memory():
+        yield
+
+
+def operands(m: int, n: int, k: int) -> tuple[QuantizedRows, BlockWeight]:
+    """Rows and blocks of different sizes, so that a scale in the wrong place shows."""
+    x = torch.randn(m, k) * torch.exp2(torch.randint(-6, 6, (m, 1)).float())
+    weight = torch.randn(n, k)
+    for row in range(0, n, 128):
+        for col in range(0, k, 128):
+            weight[row : row + 128, col : col + 128] *= 2.0 ** float(torch.randint(-4, 4, ()))
+    return reference.quantize_rows(x), reference.quantize_weight(weight)
+
+
+def check(got: Tensor, rows: QuantizedRows, weight: BlockWeight, bias: Tensor | None = None) -> None:
+    want = reference.block_product(rows, weight)
+    x, w = reference.dequantize_rows(rows, torch.float64), reference.dequantize_weight(weight, torch.float64)
+    magnitude = x.abs() @ w.abs().T
+    if bias is not None:
+        want, magnitude = want + bias.double(), magnitude + bias.double().abs()
+    assert got.shape == want.shape and got.isfinite().all()
+    worst = float(((got.double() - want).abs() / magnitude).max())
+    assert worst < ROUNDING[got.dtype], worst
+
+
+# every row of the tile table; sizes below, at and above the tiles; K with a tail, with one block, split
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 128, 128), (5, 200, 384), (16, 72, 2048), (17, 100, 300), (33, 257, 1280), (70, 130, 256)]
+    + [(257, 129, 200), (300, 130, 272)],  # rows of 200 bytes are not for the bulk copy engine, of 272 they are
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_gemm(m: int, n: int, k: int, dtype: torch.dtype) -> None:
+    rows, weight = operands(m, n, k)
+    bias = torch.randn(n).to(dtype) if m % 2 else None
+    check(block_gemm(rows, weight, dtype, bias), rows, weight, bias)
+
+
+def test_products_are_split_where_tiles_are_few() -> None:
+    for shape in DEEPSEEK_V3.at(64):
+        tiles = block_fp8_tiles(64, shape.n, shape.k)
+        programs = -(-shape.n // tiles.block_n) * tiles.split
+        assert programs >= NUM_SMS or tiles.split == 16 or shape.k // 128 < 8 * tiles.split, shape
+    assert block_fp8_tiles(33, 257, 1280).split > 1  # the test above has met a split product
+    for limit, tiles in BLOCK_FP8.rows:
+        assert tiles.block_n <= 128 and (limit or 1 << 20) >= tiles.block_m  # a tile lies in one block of the weight
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    rows, weight = operands(9, 96, 300)
+    rows.data[4] = float("nan")
+    got = block_gemm(rows, weight, torch.float32)
+    alone = block_gemm(QuantizedRows(rows.data[8:], rows.scales[8:]), weight, torch.float32)
+    assert got[4].isnan().all() and torch.equal(got[8:], alone)
+
+
+def test_shapes_that_do_not_fit() -> None:
+    rows, weight = operands(4, 32, 128)
+    with pytest.raises(ValueError, match="do not fit"):
+        block_gemm(rows, BlockWeight.empty(32, 256, "cpu"), torch.float32)
+    assert block_gemm(QuantizedRows.empty(0, 128, "cpu"), weight, torch.float32).shape == (0, 32)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_linear_and_mlp(power_of_two: bool) -> None:
+    linear = TritonLinear()
+    assert isinstance(linear, BlockScaledLinear) and isinstance(linear, FusedMLP)
+    x = torch.randn(11, 500)[:, 50:306]
+    gate_up = reference.quantize_weight(torch.randn(2 * 192, 256) / 16, power_of_two)
+    down = reference.quantize_weight(torch.randn(200, 192) / 14, power_of_two)
+    first, second = linear.prepare_blocks(gate_up, torch.randn(384)), linear.prepare_blocks(down)
+    assert (first.in_features, first.out_features, first.num_bytes) == (256, 384, 384 * 256 + 4 * 6 + 4 * 384)
+    rows = reference.quantize_rows(x, power_of_two)
+    got = linear.run(x, first)
+    check(got, rows, gate_up, first.bias)
+    assert linear.fuses_mlp(first, second) and not linear.fuses_mlp(first, linear.prepare(torch.randn(4, 192)))
+    gate, up = (reference.block_product(rows, gate_up) + first.bias.double()).chunk(2, 1)
+    inner = reference.quantize_rows((silu(gate) * up).float(), power_of_two)
+    want = reference.block_product(inner, down)
+    assert (linear.run_mlp(x, first, second) - want).abs().max() < 0.01 * want.abs().max()  # ties of the inner cast
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 6])
+def test_a_product_behind_a_norm(rows: int, power_of_two: bool) -> None:
+    linear, norm = TritonLinear(), torch.rand(200) + 0.5
+    x = torch.randn(rows, 330).bfloat16()[:, 3:203]
+    weight = reference.quantize_weight(torch.randn(70, 200), power_of_two)
+    prepared = linear.prepare_blocks(weight, torch.randn(70))
+    assert linear.input_format(prepared) == ActivationFormat.fp8(power_of_two)
+    assert linear.input_format(linear.prepare(torch.randn(4, 200))) == UNQUANTIZED
+    normed = TritonOps().rms_norm_quantized(x, norm, 1e-5, linear.input_format(prepared))
+    assert normed.unquantized is None and len(normed) == rows
+    got = linear.run(normed, prepared)
+    assert got.shape == (rows, 70) and got.dtype == x.dtype
+    _, quantised = reference.rms_norm_quantize(x, norm, 1e-5, None, power_of_two, keep=False)
+    want = reference.block_product(quantised, weight) + prepared.bias.double()
+    if rows:
+        assert (got - want).abs().max() < 0.01 * want.abs().max()  # ties of the cast
+        exact = rms_norm(x, norm, 1e-5) @ reference.dequantize_weight(weight, torch.float64).T + prepared.bias.double()
+        assert (got - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+def test_plain_weights_go_to_torch() -> None:
+    linear, weight, x = TritonLinear(), torch.randn(7, 12), torch.randn(3, 12)
+    assert torch.equal(linear.run(x, linear.prepare(weight)), F.linear(x, weight))
+    heads, x = torch.randn(3, 5, 12), torch.randn(4, 3, 12)
+    assert torch.equal(
+        linear.run_heads(x, linear.prepare_heads(heads)), TorchLinear().run_heads(x, TorchLinear().prepare_heads(heads))
+    )
+
+
+def test_floors_of_the_shapes() -> None:
+    shapes = {shape.name: shape for shape in named_shapes()}
+    o = shapes["deepseek-v3.o.m64"]
+    assert o.flops == 2 * 64 * 7168 * 16384
+    assert o.bytes == 64 * 16384 + 7168 * 16384 + 4 * 128 * (64 + 56) + 2 * 64 * 7168
+    assert len(shapes) == len(named_shapes())

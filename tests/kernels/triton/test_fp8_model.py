@@ -1,0 +1,207 @@
+"""A tiny DeepSeek V3 in block FP8, loaded without dequantising, on the Triton linear and expert rows.
+
+Its logits are those of an emulation in plain torch that dequantises weights and rounds activations where FP8 does, and
+near those of the torch rows, which round no activation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_engine.errors import CheckpointError
+from moe_engine.kernels import device, tables
+from moe_engine.kernels.device import Device, Need, cpu_device
+from moe_engine.kernels.experts import triton_experts
+from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.reference import TorchExperts
+from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.kernels.linear import triton_linear
+from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.linear.reference import TorchLinear
+from moe_engine.kernels.linear.triton_linear import TritonLinear
+from moe_engine.kernels.ops.triton_ops import TritonOps
+from moe_engine.kernels.quantization import reference
+from moe_engine.kernels.quantization.protocol import FP8, UNQUANTIZED, ActivationFormat, BlockWeight
+from moe_engine.kernels.registry import select
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.cut import Cut
+from moe_engine.models.dummy_weights import DummyReader
+from moe_engine.models.layers.linear import load_linear
+from moe_engine.models.loader import load_model
+from moe_engine.models.weights import WeightReader
+from moe_engine.parallel.share import Share
+from tests.kernels.cpu.formulas import gated
+from tests.models.checkpoints import make_checkpoint
+from tests.models.fp8 import dequantise_fp8, quantise_fp8
+from tests.models.stepper import Chunk, Stepper, make_backends
+
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 128, "n_routed_experts": 4, "n_group": 2,
+    "topk_group": 2, "num_experts_per_tok": 2, "q_lora_rank": 128, "kv_lora_rank": 64, "num_hidden_layers": 2,
+    "initializer_range": 0.06,
+}  # fmt: skip
+
+
+def rounded(x: Tensor, power_of_two: bool) -> Tensor:
+    return reference.dequantize_rows(reference.quantize_rows(x, power_of_two)).to(x.dtype)
+
+
+class EmulatedLinear(TorchLinear):
+    """What block FP8 means, in float32."""
+
+    def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
+        prepared = self.prepare(reference.dequantize_weight(weight), bias)
+        return replace(prepared, data=(prepared.data, weight.power_of_two))
+
+    def input_format(self, weight: PreparedLinear) -> ActivationFormat:
+        return UNQUANTIZED
+
+    def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
+        if isinstance(weight.data, Tensor):
+            return super().run(x, weight)
+        data, power_of_two = weight.data
+        return F.linear(rounded(x, power_of_two), data, weight.bias)
+
+
+class EmulatedExperts(TorchExperts):
+    def allocate_blocks(
+        self, num_experts: int, hidden: int, width: int, device: str, power_of_two: bool = False
+    ) -> ExpertWeights:
+        self.power_of_two = power_of_two
+        return self.allocate(num_experts, hidden, width, torch.float32, device)
+
+    def load_expert_blocks(
+        self, weights: ExpertWeights, expert: int, gate: BlockWeight, up: BlockWeight, down: BlockWeight
+    ) -> None:
+        self.load_expert(weights, expert, *map(reference.dequantize_weight, (gate, up, down)))
+
+    def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
+        assert batch.offsets is not None
+        gate_up, downs = weights.data
+        out, offsets = torch.empty_like(batch.x), batch.offsets.tolist()
+        for expert in range(weights.num_experts):
+            span = slice(offsets[expert], offsets[expert + 1])
+            gate, up = F.linear(rounded(batch.x[span], self.power_of_two), gate_up[expert]).chunk(2, 1)
+            out[span] = F.linear(rounded(F.silu(gate) * up, self.power_of_two), downs[expert])
+        return out
+
+
+def stepper(
+    path: Path,
+    linear: TorchLinear | None = None,
+    experts: object = None,
+    overrides: dict[str, Any] | None = None,
+    **options: str,
+) -> Stepper:
+    config = load_model_config(path, overrides)
+    backends = make_backends(config)
+    if linear is not None:
+        ops = TritonOps() if isinstance(linear, TritonLinear) else backends.ops  # whose norms quantise
+        backends = replace(backends, ops=ops, linear=linear, experts=experts)  # type: ignore[arg-type]
+    model = load_model(path, config, "float32", "cpu", backends, **options)
+    return Stepper(model, config, backends)
+
+
+def logits_of(loaded: Stepper) -> Tensor:
+    """A prompt of 5 tokens, then a decode step."""
+    tokens = torch.randint(0, 256, (6,), generator=torch.Generator().manual_seed(5)).tolist()
+    found = loaded.step([Chunk(0, tokens[:5], False)])
+    for token in tokens[5:]:
+        found += loaded.step([Chunk(0, [token], True)])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("scale_dtype", ["float32", "e8m0"])
+def test_logits(tmp_path: Path, scale_dtype: str) -> None:
+    overrides = {"quantization_config": {"scale_fmt": "ue8m0"}} if scale_dtype == "e8m0" else None
+    path = make_checkpoint("deepseek_v3", tmp_path, seed=3, fp8=True, scale_dtype=scale_dtype, **SIZES)
+    kept = stepper(path, TritonLinear(), TritonExperts(), overrides)
+    plain = stepper(path)
+    assert kept.model.weight_bytes < 0.5 * plain.model.weight_bytes  # type: ignore[attr-defined]
+    got, want = logits_of(kept), logits_of(stepper(path, EmulatedLinear(), EmulatedExperts(), overrides))
+    assert got.isfinite().all()
+    assert (got - want).abs().max() < 0.02 * want.abs().max()  # ties that a rounding before them decides
+    loose = logits_of(plain)
+    assert (got - loose).norm() < 0.1 * loose.norm()
+    assert (got - loose).abs().max() > 1e-3 * loose.abs().max()  # activations have been rounded indeed
+
+
+def test_dummy_weights_stay_fp8(tmp_path: Path) -> None:
+    path = make_checkpoint("deepseek_v3", tmp_path, fp8=True, **SIZES)
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    kept = stepper(path, TritonLinear(), TritonExperts(), load_format="dummy")
+    logits = logits_of(kept)
+    assert logits.isfinite().all() and 0.1 < logits.std() < 10
+
+
+def test_blocks_of_a_stored_weight(tmp_path: Path) -> None:
+    """Slices at blocks come out as they are stored; others are refused, and so are plain weights."""
+    from safetensors.torch import save_file
+
+    tensors = quantise_fp8({"x_proj.weight": torch.randn(300, 400)}, "e8m0") | {"y_proj.weight": torch.randn(8, 8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    want, shape = dequantise_fp8(tensors)["x_proj.weight"], (300, 400)
+    reader = WeightReader(tmp_path, torch.float32, power_of_two=True)
+    for rows, cols in ((None, None), (slice(128, 300), None), (slice(0, 256), slice(128, 384))):
+        assert reader.keeps_blocks("x_proj", shape, Cut(rows, cols))
+        blocks = reader.blocks("x_proj", shape, Cut(rows, cols))
+        assert blocks.power_of_two and blocks.data.dtype == FP8
+        assert torch.equal(reference.dequantize_weight(blocks), want[rows or slice(None), cols or slice(None)])
+    assert not reader.keeps_blocks("x_proj", shape, Cut(slice(64, 256)))
+    assert not reader.keeps_blocks("x_proj", shape, Cut(cols=slice(0, 200)))
+    assert not reader.keeps_blocks("y_proj", (8, 8))
+    assert not WeightReader(tmp_path, torch.float32, block=(64, 64)).keeps_blocks("x_proj", shape)
+    with pytest.raises(CheckpointError, match=r"shape \[300, 400\], config.json implies \[300, 500\]"):
+        reader.blocks("x_proj", (300, 500))
+
+
+def test_stacked_projections_keep_blocks_where_none_is_cut() -> None:
+    reader = DummyReader(torch.float32, block_fp8=True)
+    names = ["model.layers.0.a", "model.layers.0.b"]
+    linear = load_linear(TritonLinear(), reader, names, [256, 60], 300)
+    assert isinstance(linear.weight.data, BlockWeight) and linear.weight.data.scales.shape == (3, 3)
+    assert isinstance(load_linear(TritonLinear(), reader, names[::-1], [60, 256], 300).weight.data, Tensor)
+    assert isinstance(load_linear(TorchLinear(), reader, names, [256, 60], 300).weight.data, Tensor)
+    half = load_linear(TritonLinear(), reader, names, [512, 256], 300, out_shares=[Share(1, 2)] * 2)
+    assert isinstance(half.weight.data, BlockWeight) and half.weight.data.data.shape == (384, 300)
+
+
+def test_which_devices_multiply_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.multiplies_fp8("cpu")
+    for capability, want in (((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)):
+        monkeypatch.setattr(device, "probe", lambda kind, found=capability: Device(kind, "a GPU", found))
+        assert device.multiplies_fp8("cuda") is want
+
+
+def test_devices_without_fp8_get_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (triton_linear, triton_experts):
+        monkeypatch.setattr(module, "multiplies_fp8", lambda kind: False)
+    gate, up, down = (reference.quantize_weight(torch.randn(n, k) / 12) for n, k in ((96, 144), (96, 144), (144, 96)))
+    x = torch.randn(5, 144).bfloat16()
+    kernel = TritonLinear()
+    got = kernel.run(x, kernel.prepare_blocks(gate))
+    want = x.double() @ reference.dequantize_weight(gate, torch.float64).T
+    assert got.dtype == torch.bfloat16 and (got.double() - want).abs().max() < 0.01 * want.abs().max()
+    experts = TritonExperts()
+    weights = experts.allocate_blocks(1, 144, 96, "cpu")
+    experts.load_expert_blocks(weights, 0, gate, up, down)
+    assert weights.num_bytes == 3 * 144 * 96 * 2
+    routed = experts.run_routed(x, torch.ones(5, 1), torch.zeros(5, 1, dtype=torch.int32), weights)
+    want = gated(x, *map(reference.dequantize_weight, (gate, up, down)))
+    assert (routed.double() - want).abs().max() < 0.02 * want.abs().max()
+
+
+def test_the_rows_name_what_they_need() -> None:
+    cuda = Device("cuda", "NVIDIA H200", (9, 0))
+    for family, rows in (("linear", tables.LINEAR), ("experts", tables.EXPERTS)):
+        assert select(family, rows, "triton", cuda, Need("bfloat16")).row.name == "triton"
+        with pytest.raises(ValueError, match="CUDA"):
+            select(family, rows, "triton", cpu_device(), Need("bfloat16"))

@@ -1,0 +1,231 @@
+"""The small operations in Triton, under the interpreter, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_engine.kernels.attention import latent_records
+from moe_engine.kernels.attention.kv_format import E4M3, E5M2, STORED, head_width, latent_width
+from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.ops.reference import TorchOps
+from tests.kernels.cpu.formulas import NAN, close, normal, rms_norm, rotary_table, rotated, routed_weights, silu
+
+triton_ops = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton")
+triton_router = pytest.importorskip("moe_engine.kernels.ops.triton_router", reason="needs triton")
+EPS = 1e-6
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@pytest.fixture(params=DTYPES, ids=["bf16", "fp32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def ops() -> triton_ops.TritonOps:
+    return triton_ops.TritonOps()
+
+
+@pytest.mark.parametrize(("width", "weight_dtype"), [(7, torch.float32), (96, None), (1500, torch.float32)])
+def test_norms(ops, dtype, width, weight_dtype):
+    weight = (torch.randn(width) + 1).to(weight_dtype or dtype)
+    whole = normal(5, 3, width + 9, dtype=dtype, scale=3.0)
+    x, before = whole[:, 1:, 2 : 2 + width], whole.clone()  # two strides, rows that are not contiguous together
+    close(ops.rms_norm(x, weight, EPS), rms_norm(x, weight, EPS), 2)
+    x = whole[:, 0, 2 : 2 + width]
+    residual = normal(5, width + 4, dtype=dtype)[:, :width]
+    want = residual + x
+    got = ops.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(residual, want)
+    close(got, rms_norm(want, weight, EPS), 2)
+    assert torch.equal(whole, before)
+
+
+def test_norm_of_a_row_depends_on_itself_alone(ops, dtype):
+    x, weight = normal(9, 200, dtype=dtype), torch.randn(200)
+    x[4], x[5] = NAN, torch.inf
+    got = ops.rms_norm(x, weight, EPS)
+    for row in (0, 3, 6, 8):
+        assert torch.equal(got[row], ops.rms_norm(x[row : row + 1], weight, EPS)[0])
+
+
+@pytest.mark.parametrize("width", [1, 70, 1100])
+def test_silu_and_mul(ops, dtype, width):
+    whole = normal(3, 2 * width + 3, dtype=dtype, scale=4.0)
+    gate_up = whole[:, 1 : 1 + 2 * width]
+    gate, up = gate_up.double().chunk(2, -1)
+    close(ops.silu_and_mul(gate_up), silu(gate) * up, 2)
+    strided = whole.T.contiguous().T[:, 1 : 1 + 2 * width]
+    assert torch.equal(ops.silu_and_mul(strided), ops.silu_and_mul(gate_up))
+
+
+def test_silu_of_extreme_values(ops):
+    x = torch.tensor([[-1e4, -200.0, 0.0, 88.0, 200.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    close(ops.silu_and_mul(x), torch.tensor([[0.0, 0.0, 0.0, 88.0, 200.0]]).double())
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("heads", "width"), [(1, 64), (5, 12), (70, 96)])
+def test_rotate(ops, dtype, heads, width, interleaved):
+    table = rotary_table(300, width, interleaved)
+    positions = torch.randint(300, (4,))
+    whole = normal(4, heads + 1, width + 40, dtype=dtype)
+    x, before = whole[:, 1:], whole.clone()
+    ops.rotate(x, positions, table)
+    close(x[..., 40:], rotated(before[:, 1:, 40:], positions, table))
+    assert torch.equal(whole[:, 0], before[:, 0])
+    assert torch.equal(x[..., :40], before[:, 1:, :40])
+    x = before.clone()
+    ops.rotate_leading(x, positions.int(), table)
+    close(x[..., :width], rotated(before[..., :width], positions, table))
+    assert torch.equal(x[..., width:], before[..., width:])
+    x = before.transpose(0, 2).contiguous().transpose(0, 2)  # channels apart
+    ops.rotate(x, positions, table)
+    close(x[..., 40:], rotated(before[..., 40:], positions, table))
+
+
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+def test_write_latent(ops, dtype, slot_dtype):
+    for latent, rotary, interleaved in ((512, 64, True), (40, 12, False)):
+        table = rotary_table(90, rotary, interleaved)
+        positions, slots = torch.randint(90, (7,)), torch.randperm(50)[:7].to(slot_dtype)
+        whole = normal(7, latent + rotary + 5, dtype=dtype)
+        kv_a, before = whole[:, 2 : 2 + latent + rotary], whole.clone()
+        weight = torch.randn(latent) + 1
+        cache = torch.full((50, latent + rotary + 3), NAN, dtype=dtype)[:, : latent + rotary]
+        ops.write_latent(kv_a, weight, EPS, positions, table, slots, cache)
+        close(cache[slots.long(), :latent], rms_norm(kv_a[:, :latent], weight, EPS), 2)
+        close(cache[slots.long(), latent:], rotated(kv_a[:, None, latent:], positions, table)[:, 0])
+        assert torch.equal(whole, before)
+        assert cache.isnan().all(-1).sum() == 43
+
+
+@pytest.mark.parametrize(("latent", "rotary", "interleaved"), [(512, 64, True), (128, 8, False), (40, 12, False)])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+def test_fp8_latents_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, latent, rotary, interleaved):
+    """Bit for bit, from the rows that the same operations write to a cache in the activation dtype."""
+    table, slots = rotary_table(90, rotary, interleaved), torch.randperm(50)[:7]
+    positions, weight = torch.randint(90, (7,)), torch.randn(latent) + 1
+    kv_a = normal(7, latent + rotary + 3, dtype=dtype, scale=3.0)[:, 3:]
+    kv_a[0] *= 1e6  # a rotary part that no format holds
+    kv_a[1] = 0
+    plain = torch.zeros(50, latent + rotary, dtype=dtype)
+    ops.write_latent(kv_a, weight, EPS, positions, table, slots, plain)
+    stored = getattr(torch, STORED[kv_dtype][0])
+    cache = torch.zeros(50, latent_width(kv_dtype, latent, rotary), dtype=stored)
+    ops.write_latent(kv_a, weight, EPS, positions, table, slots, cache)
+    form = latent_records.form_of(cache, latent, rotary)
+    want = latent_records.pack(plain[slots], latent, form)
+    assert torch.equal(cache.view(torch.uint8)[slots], want.view(torch.uint8))
+    assert cache.view(torch.uint8).any(-1).sum() in (6, 7) and want.view(torch.uint8).any()
+
+
+@pytest.mark.parametrize(("heads", "width"), [(3, 40), (20, 128), (1, 6)])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+def test_fp8_heads_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, heads, width):
+    qkv = normal(7, 2 * heads + 1, width, dtype=dtype, scale=3.0)
+    qkv[0] *= 1e6
+    k, v, slots = qkv[:, :heads], qkv[:, heads + 1 :], torch.randperm(50)[:7].int()
+    stored = getattr(torch, STORED[kv_dtype][0])
+    written = []
+    for row in (ops, TorchOps()):
+        caches = torch.zeros(2, 50, heads, head_width(kv_dtype, width), dtype=stored)
+        row.write_kv(k, v, slots, caches[0], caches[1])
+        written.append(caches.view(torch.uint8))
+    assert torch.equal(*written) and written[0].any()
+    with pytest.raises(ValueError, match="key cache is"):
+        ops.write_kv(k, v, slots, caches[0], torch.zeros(50, heads, width, dtype=dtype))
+
+
+@pytest.mark.parametrize("width", [24, 300])
+def test_write_kv(ops, dtype, width):
+    qkv = normal(6, 10, width, dtype=dtype)
+    k, v, slots = qkv[:, 1:8], qkv[:, 3:10], torch.randperm(20)[:6].int()
+    caches = torch.full((20, 2, 7, width), NAN, dtype=dtype)
+    ops.write_kv(k, v, slots, caches[:, 0], caches[:, 1])
+    assert torch.equal(caches[slots.long(), 0], k)
+    assert torch.equal(caches[slots.long(), 1], v)
+    assert caches.isnan().flatten(1).all(-1).sum() == 14
+    with pytest.raises(ValueError, match="contiguously"):
+        apart = torch.zeros(20, width, 7, dtype=dtype).transpose(1, 2)
+        ops.write_kv(k, v, slots, apart, apart)
+
+
+ROUTERS = {
+    "v3": RouterSpec(32, 6, "sigmoid", True, 8, 4, "top2", True, 2.5),
+    "v3 groups of five": RouterSpec(30, 4, "sigmoid", True, 6, 2, "top2", True, 2.5),
+    "v3 one group": RouterSpec(30, 4, "sigmoid", True, 1, 1, "top2", True, 2.5),
+    "v2": RouterSpec(40, 6, "softmax", False, 8, 3, "max", False, 16.0),
+    "v2 lite": RouterSpec(64, 6, "softmax"),
+    "mixtral": RouterSpec(8, 2, "softmax", renormalize=True),
+    "all experts": RouterSpec(5, 5, "sigmoid", renormalize=True),
+}
+
+
+@pytest.mark.parametrize("spec", ROUTERS.values(), ids=ROUTERS.keys())
+@pytest.mark.parametrize(("tokens", "width"), [(1, 64), (19, 700)])
+def test_route(ops, dtype, spec, tokens, width):
+    x, gate = normal(tokens, width + 3, dtype=dtype)[:, :width], torch.randn(spec.num_experts, width) / width**0.5
+    bias = torch.randn(spec.num_experts) - 1.0 if spec.has_bias else None  # mostly negative: 0 would win as a mask
+    weights, ids = ops.route(x, gate, bias, spec)
+    assert weights.dtype == torch.float32
+    assert ids.dtype == torch.int32
+    got = torch.zeros(tokens, spec.num_experts).scatter_(-1, ids.long(), weights)
+    close(got, routed_weights(x, gate, bias, spec), 2)
+    assert all(len(set(row)) == spec.top_k for row in ids.tolist())
+    if spec.top_k < spec.num_experts:  # best first, as the reference gives them
+        assert torch.equal(ids, TorchOps().route(x, gate, bias, spec)[1])
+
+
+def test_route_of_many_tokens_does_not_split_the_sum(ops, monkeypatch):
+    """The other plan of the logits kernel, which is for more tokens than the interpreter likes."""
+    monkeypatch.setattr(triton_router, "_SPLIT_TOKENS", 16)
+    spec = ROUTERS["v3"]
+    x, gate, bias = normal(20, 1100, dtype=torch.bfloat16), torch.randn(32, 1100) / 33, torch.randn(32)
+    assert triton_router._logits_plan(20, 1100, 32, x.dtype)[1][2] == 1
+    weights, ids = ops.route(x, gate, bias, spec)
+    got = torch.zeros(20, 32).scatter_(-1, ids.long(), weights)
+    close(got, routed_weights(x, gate, bias, spec), 2)
+
+
+def test_equal_scores_go_to_the_lower_expert(ops):
+    x, gate = torch.ones(3, 16), torch.zeros(32, 16)
+    weights, ids = ops.route(x, gate, torch.zeros(32), ROUTERS["v3"])
+    assert ids.tolist() == [[0, 1, 2, 3, 4, 5]] * 3
+    close(weights, torch.full((3, 6), 2.5 / 6).double())
+
+
+def test_a_broken_token_routes_within_the_experts_and_alone(ops, dtype):
+    spec = ROUTERS["v3 groups of five"]
+    x, gate, bias = normal(4, 64, dtype=dtype), torch.randn(30, 64), torch.randn(30)
+    whole = ops.route(x, gate, bias, spec)
+    x[1] = NAN
+    weights, ids = ops.route(x, gate, bias, spec)
+    assert ((ids >= 0) & (ids < 30)).all()
+    for row in (0, 2, 3):
+        assert torch.equal(weights[row], whole[0][row])
+        assert torch.equal(ids[row], whole[1][row])
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [RouterSpec(30, 4, "tanh"), RouterSpec(30, 31, "softmax"), RouterSpec(30, 8, "sigmoid", True, 6, 1, "top2")],
+)
+def test_impossible_routers(ops, spec):
+    with pytest.raises(ValueError, match="router"):
+        ops.route(torch.ones(1, 8), torch.ones(30, 8), torch.ones(30), spec)
+
+
+def test_no_tokens(ops, dtype):
+    weight, none = torch.ones(8), torch.empty(0, 8, dtype=dtype)
+    assert ops.rms_norm(none, weight, EPS).shape == (0, 8)
+    assert ops.add_rms_norm(none, none.clone(), weight, EPS).shape == (0, 8)
+    assert ops.silu_and_mul(none).shape == (0, 4)
+    table, positions = rotary_table(4, 4, True), torch.empty(0, dtype=torch.int64)
+    ops.rotate(none.view(0, 1, 8), positions, table)
+    cache = torch.empty(3, 8, dtype=dtype)
+    ops.write_latent(none, torch.ones(4), EPS, positions, table, positions, cache)
+    ops.write_kv(none.view(0, 1, 8), none.view(0, 1, 8), positions, cache.view(3, 1, 8), cache.view(3, 1, 8))
+    weights, ids = ops.route(none, torch.randn(6, 8), None, RouterSpec(6, 2, "softmax"))
+    assert weights.shape == ids.shape == (0, 2)

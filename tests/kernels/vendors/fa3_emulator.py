@@ -1,0 +1,127 @@
+"""FlashAttention 3 as its sources have it, on the CPU: hopper/flash_attn_interface.py, hopper/flash_api.cpp.
+Made without our adapter's code. With `wheel`, the varlen function has sgl_kernel's keyword for the log-sum-exp."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.kernels.vendors.contract import causal as causal_mask
+from tests.kernels.vendors.contract import check_index, check_shape, everything, must, poison, softmax_rows
+from tests.kernels.vendors.tape import launched
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@launched
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None,
+    causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True,
+    scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False,
+):  # fmt: skip
+    must(k is None and v is None and page_table is not None and cu_seqlens_q is not None, "not emulated")
+    _check_operands(q, k_cache, v_cache)
+    _check_widths(q.shape[-1], v_cache.shape[-1])
+    check_index(page_table, "page_table", 2)
+    check_index(cache_seqlens, "cache_seqlens")
+    starts = _starts(cu_seqlens_q, len(q))
+    must(len(starts) == len(page_table) + 1 == len(cache_seqlens) + 1, "batch sizes differ")
+    must(max_seqlen_q == max(b - a for a, b in itertools.pairwise(starts)), f"max_seqlen_q {max_seqlen_q}")
+    must(num_splits == 0 or 1 <= num_splits <= 256, f"num_splits {num_splits}")
+    pages, size = k_cache.shape[:2]
+    check_shape(v_cache, (pages, size, k_cache.shape[2], v_cache.shape[3]), "v_cache")
+    if qv is not None:
+        must(q.shape[-1] <= 64 and v_cache.shape[-1] >= 256, "qv is for widths of at most 64, values of at least 256")
+        check_shape(qv, (*q.shape[:2], v_cache.shape[-1]), "qv")
+        must(qv.dtype == q.dtype and qv.stride(-1) == 1, "qv must be like q")
+    scale = (q.shape[-1] + (0 if qv is None else qv.shape[-1])) ** -0.5 if softmax_scale is None else softmax_scale
+    out = poison(*q.shape[:2], v_cache.shape[-1], dtype=q.dtype)
+    lse = poison(q.shape[1], len(q), dtype=torch.float32)
+    for i, length in enumerate(cache_seqlens.tolist()):
+        count, rows = -(-length // size), slice(starts[i], starts[i + 1])
+        must(length > 0 and count <= page_table.shape[1], f"length {length} with {page_table.shape[1]} pages")
+        index = page_table[i, :count].long()
+        must(bool(((index >= 0) & (index < pages)).all()), "a page number is out of range")
+        keys, values = (x[index].flatten(0, 1)[:length] for x in (k_cache, v_cache))
+        query = q[rows]
+        if qv is not None:
+            query, keys = torch.cat((query, qv[rows]), -1), torch.cat((keys, values), -1)
+        seen = (causal_mask if causal else everything)(len(query), length)
+        result, sums = softmax_rows(query, keys, values, scale, seen)
+        out[rows], lse[:, rows] = result.to(q.dtype), sums.float().T
+    return (out, lse, None, None) if return_softmax_lse else out
+
+
+@launched
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+    softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, window_size=(-1, -1),
+    attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0,
+    return_attn_probs=False,
+):  # fmt: skip
+    out, lse = _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    return (out, lse) if return_attn_probs else out
+
+
+@launched
+def wheel_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=None, max_seqlen_k=None, seqused_q=None, seqused_k=None,
+    page_table=None, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+    window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, only_qv=False, sm_margin=0,
+    return_softmax_lse=False, sinks=None, score_mod=None, aux_tensors=None, ver=3, out=None,
+):  # fmt: skip
+    out, lse = _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    return (out, lse, None, None) if return_softmax_lse else out
+
+
+def _varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal):
+    """out [T, H, V] and its log-sum-exp [H, T], natural."""
+    _check_operands(q, k, v)
+    _check_widths(q.shape[-1], v.shape[-1])
+    check_shape(v, (*k.shape[:2], v.shape[2]), "v")
+    a, b = _starts(cu_seqlens_q, len(q)), _starts(cu_seqlens_k, len(k))
+    must(len(a) == len(b), "batch sizes differ")
+    for starts, most in ((a, max_seqlen_q), (b, max_seqlen_k)):
+        must(most == max(y - x for x, y in itertools.pairwise(starts)), f"longest is {most}")
+    out, lse = poison(*q.shape[:2], v.shape[-1], dtype=q.dtype), poison(q.shape[1], len(q), dtype=torch.float32)
+    scale = softmax_scale or q.shape[-1] ** -0.5
+    for q0, q1, k0, k1 in zip(a, a[1:], b, b[1:]):
+        must(not causal or k1 - k0 >= q1 - q0, "the first query tokens would see nothing")
+        seen = (causal_mask if causal else everything)(q1 - q0, k1 - k0)
+        result, sums = softmax_rows(q[q0:q1], k[k0:k1], v[k0:k1], scale, seen)
+        out[q0:q1], lse[:, q0:q1] = result.to(q.dtype), sums.float().T
+    return out, lse
+
+
+def _check_operands(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for x in (q, k, v):
+        must(x.dtype == q.dtype and q.dtype in HALF, f"{x.dtype} beside {q.dtype}")
+        must(x.stride(-1) == 1, "the last dimension must be contiguous")
+    must(q.shape[-1] == k.shape[-1] and q.shape[-2] % k.shape[-2] == 0, "widths or heads do not fit")
+
+
+def _check_widths(key: int, value: int) -> None:
+    must(key <= 256 and key % 8 == 0 and value % 8 == 0, f"widths {key}, {value}")
+    unequal = (128 < key <= 192 and 96 < value <= 128) or (key <= 64 and value <= 512)
+    must(key == value or unequal, f"no kernels for keys of {key} and values of {value}")
+
+
+def _starts(x: Tensor, total: int) -> list[int]:
+    check_index(x, "cu_seqlens")
+    values = x.tolist()
+    must(values[0] == 0 and values == sorted(values) and values[-1] == total, f"prefix sums {values} of {total}")
+    return values
+
+
+def module(wheel: bool = False) -> Any:
+    return SimpleNamespace(
+        __name__="sgl_kernel.flash_attn" if wheel else "flash_attn_interface",
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
+        flash_attn_varlen_func=wheel_varlen_func if wheel else flash_attn_varlen_func,
+    )

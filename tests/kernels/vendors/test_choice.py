@@ -1,0 +1,174 @@
+"""Which vendor rows are taken and why others are not: by capability and by what is installed, importing nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from moe_engine.cli import doctor_libraries
+from moe_engine.kernels import tables
+from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.registry import select
+from moe_engine.kernels.triton import availability
+from moe_engine.kernels.vendors import probe
+from moe_engine.kernels.vendors.probe import DEEP_GEMM, FA3, FLASHINFER, LIBRARIES, accepts
+
+HOPPER, BLACKWELL, AMPERE = (Device("cuda", f"GPU {major}", (major, 0)) for major in (9, 10, 8))
+CPU = Device("cpu", "test")
+BF16 = Need("bfloat16", page_size=64)
+TABLES = {"linear": tables.LINEAR, "experts": tables.EXPERTS, "mla": tables.MLA, "gqa": tables.GQA}
+VENDOR_ROWS = {"deep_gemm", "flashinfer", "flashmla", "fa3"}
+
+
+@pytest.fixture
+def everything_installed(monkeypatch):
+    monkeypatch.setattr(probe, "_found", lambda name: True)
+
+
+def refusals(table: str, device: Device, need: Need = BF16) -> dict[str, str | None]:
+    return {row.name: row.why_not(device, need) for row in TABLES[table] if row.name in VENDOR_ROWS}
+
+
+def test_nothing_vendor_related_runs_on_a_cpu(everything_installed):
+    for table in TABLES:
+        found = refusals(table, CPU)
+        assert found and all("needs a CUDA device" in why for why in found.values())
+
+
+def test_a_missing_library_is_said_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setattr(probe, "_found", lambda name: False)
+    for table in TABLES:
+        for why in refusals(table, HOPPER).values():
+            assert "is not installed" in why and ("pip install" in why or "build" in why)
+
+
+@pytest.mark.parametrize(
+    "table,device,able",
+    [
+        ("linear", HOPPER, {"deep_gemm"}),
+        ("experts", BLACKWELL, {"deep_gemm"}),
+        ("linear", AMPERE, set()),
+        ("mla", HOPPER, {"flashmla", "flashinfer", "fa3"}),
+        ("mla", BLACKWELL, {"flashinfer"}),
+        ("mla", AMPERE, {"flashinfer"}),
+        ("gqa", HOPPER, {"flashinfer", "fa3"}),
+    ],
+)
+def test_capability_decides(everything_installed, table, device, able):
+    found = refusals(table, device)
+    assert {name for name, why in found.items() if why is None} == able
+    assert all("sm_" in why for why in found.values() if why is not None)
+
+
+@pytest.mark.parametrize(
+    "change,row,words",
+    [
+        ({"page_size": 1}, "flashmla", "pages of 64"),
+        ({"dtype": "float32"}, "flashmla", "bfloat16 or float16"),
+        ({"dtype": "float32"}, "flashinfer", "bfloat16 or float16"),
+        ({"kv_dtype": "fp8_e4m3"}, "flashinfer", "fp8_e4m3"),
+        ({"kv_dtype": "fp8_e4m3"}, "fa3", "fp8_e4m3"),
+        ({"kv_dtype": "fp8_e5m2"}, "flashmla", "fp8_e4m3"),
+        ({"deterministic": True}, "flashmla", "FlashMLA is not batch-invariant"),
+        ({"deterministic": True}, "flashinfer", "--enable-deterministic-inference"),
+        ({"deterministic": True}, "fa3", "FlashAttention 3 is not batch-invariant"),
+    ],
+)
+def test_needs_decide(everything_installed, change, row, words):
+    assert words in refusals("mla", HOPPER, replace(BF16, **change))[row]
+
+
+def test_fp8_records_are_read_on_blackwell_too(everything_installed):
+    assert refusals("mla", BLACKWELL, replace(BF16, kv_dtype="fp8_e4m3", page_size=1))["flashmla"] is None
+
+
+def test_auto_takes_what_is_installed_and_tells_of_the_rest(everything_installed):
+    choice = select("attention", tables.MLA, "auto", HOPPER, BF16)
+    assert choice.row.name == "flashmla" and choice.refused["fa3"] == "less preferred than flashmla"
+    assert select("attention", tables.MLA, "auto", HOPPER, replace(BF16, page_size=1)).row.name == "flashinfer"
+    with pytest.raises(ValueError, match="'fa3' cannot run here: FlashAttention 3 has kernels for sm_90"):
+        select("attention", tables.MLA, "fa3", BLACKWELL, BF16)
+
+
+def test_choosing_imports_no_library_and_no_torch():
+    code = (
+        "import sys\n"
+        "from moe_engine.kernels import tables\n"
+        "from moe_engine.kernels.device import Device, Need\n"
+        "for table in (tables.LINEAR, tables.EXPERTS, tables.MLA, tables.GQA, tables.SAMPLING):\n"
+        "    for row in table:\n"
+        "        row.why_not(Device('cuda', 'GPU', (9, 0)), Need('bfloat16'))\n"
+        "found = {'torch', 'flashinfer', 'flash_mla', 'deep_gemm', 'sgl_kernel', 'triton'} & set(sys.modules)\n"
+        "assert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_libraries_are_found_by_their_files(tmp_path, monkeypatch):
+    package = tmp_path / "sgl_kernel"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('no GPU')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert FA3.installed() is None
+    (package / "flash_attn.py").write_text("")
+    assert FA3.installed() == "sgl_kernel.flash_attn"
+    with pytest.raises(ImportError, match="no GPU"):
+        FA3.load()
+
+
+def test_attributes_decide_not_versions(tmp_path, monkeypatch):
+    old = SimpleNamespace(__name__="deep_gemm", __version__="99.0", gemm_fp8_fp8_bf16_nt=None)
+    with pytest.raises(ImportError, match=r"lacks fp8_gemm_nt.*too old, or another package"):
+        DEEP_GEMM.check(old)
+    whole = SimpleNamespace(__name__="flashinfer", mla=SimpleNamespace())
+    for name in FLASHINFER.provides:
+        setattr(whole.mla if name.startswith("mla.") else whole, name.removeprefix("mla."), None)
+    assert FLASHINFER.check(whole) is whole
+    Path(tmp_path, "flash_attn_interface.py").write_text("flash_attn_varlen_func = None\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match=r"flash_attn_interface.py lacks flash_attn_with_kvcache"):
+        FA3.load()
+
+
+def test_arguments_are_found_in_signatures_and_docstrings():
+    def plain(a, use_psum_layout=False):
+        """No word of others."""
+
+    class Bound:
+        """f(a: torch.Tensor, use_psum_layout: bool = False) -> None"""
+
+        __signature__ = "none that inspect understands"
+
+        def __call__(self, a):
+            return a
+
+    assert accepts(plain, "use_psum_layout") and not accepts(plain, "alpha")
+    assert accepts(Bound(), "use_psum_layout") and not accepts(Bound(), "alpha")
+
+
+def test_the_doctor_names_broken_libraries(tmp_path, monkeypatch):
+    found = doctor_libraries.libraries("cpu")
+    assert set(found) == {library.name for library in LIBRARIES}
+    assert all("missing: " in text or "needs a GPU" in text for text in found.values())
+    Path(tmp_path, "deep_gemm.py").write_text("raise ImportError('undefined symbol: _ZN3c10')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    verdict = doctor_libraries.libraries("cuda")["DeepGEMM"]
+    assert verdict == "deep_gemm does not load: ImportError: undefined symbol: _ZN3c10"
+    assert doctor_libraries.problems({"DeepGEMM": verdict})
+
+
+def test_tritons_mla_on_blackwell_needs_a_newer_compiler(monkeypatch):
+    for installed, words in (
+        ((3, 8), "needs Triton 3.9 for MLA on Blackwell, Triton 3.8 is installed"),
+        ((3, 9), None),
+    ):
+        monkeypatch.setattr(availability, "version", lambda installed=installed: installed)
+        assert availability.why_not_latent(BLACKWELL) == words
+        assert availability.why_not_latent(HOPPER) is None

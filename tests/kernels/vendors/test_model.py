@@ -1,0 +1,77 @@
+"""A tiny DeepSeek V3 in block FP8 on the vendor rows, all through emulators: logits near those of the torch rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.vendors.fa3 import FA3MLA
+from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
+from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
+from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
+from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
+from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
+from moe_engine.kernels.quantization import reference
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.loader import load_model
+from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
+from tests.kernels.vendors.deep_gemm_emulator import DeepGemmEmulator
+from tests.models.stepper import Chunk, Stepper, make_backends
+
+ATTENTION = {
+    "flashinfer": lambda: FlashInferMLA(flashinfer_emulator.module()),
+    "fa3": lambda: FA3MLA(fa3_emulator.module()),
+    "flashmla": lambda: FlashMLA(flash_mla_emulator.module(), expanded=TorchMLA()),
+}
+
+
+def stepper(path: Path, max_expanded_tokens: int = 16384, **rows: Any) -> Stepper:
+    config = load_model_config(path)
+    backends = replace(make_backends(config, dtype="bfloat16", page_size=64), **rows)
+    model = load_model(path, config, "bfloat16", "cpu", backends, max_expanded_tokens=max_expanded_tokens)
+    return Stepper(model, config, backends, torch.bfloat16, page_size=64)
+
+
+def logits_of(loaded: Stepper) -> Tensor:
+    """Two prompts, one in two chunks, and decode steps beside a prompt."""
+    tokens = torch.randint(0, 256, (90,), generator=torch.Generator().manual_seed(5)).tolist()
+    found = loaded.step([Chunk(0, tokens[:70], False)])
+    found += loaded.step([Chunk(0, tokens[70:71], True), Chunk(1, tokens[71:76], False)])
+    found += loaded.step([Chunk(0, tokens[76:78], True), Chunk(1, tokens[78:79], True)])
+    return torch.cat([part.float() for part in found])
+
+
+@pytest.mark.parametrize("name,arch", [("flashinfer", 10), ("fa3", 9), ("flashmla", 9)])
+def test_logits(checkpoint, name, arch):
+    emulator = DeepGemmEmulator(arch)
+    gemm = DeepGemm(emulator.module, (arch, 0), reference)
+    products = {"linear": DeepGemmLinear(gemm), "experts": DeepGemmExperts(gemm)}
+    loaded, plain = stepper(checkpoint, attention=ATTENTION[name](), **products), stepper(checkpoint)
+    assert loaded.model.weight_bytes < 0.8 * plain.model.weight_bytes
+    got, same_products, want = (logits_of(one) for one in (loaded, stepper(checkpoint, **products), plain))
+    assert {key[0] for key in emulator.compiled} == {"dense", "contiguous"}
+    assert (got - same_products).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
+    assert (got - want).norm() < 0.3 * want.norm()  # FP8, on Blackwell with weights quantised twice
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_long_contexts_are_expanded_in_parts(checkpoint, name):
+    """Of 32 and 16 tokens at once: the logits of the torch row, which expands them whole; only decodes are absorbed."""
+    attention = ATTENTION[name]()
+    absorbed, counts = attention.absorbed, []
+
+    def counted(q: Tensor, *rest: Any) -> Tensor:
+        counts.append(len(q))
+        return absorbed(q, *rest)
+
+    attention.absorbed = counted
+    got = logits_of(stepper(checkpoint, max_expanded_tokens=32, attention=attention))
+    want = logits_of(stepper(checkpoint))
+    assert (got - want).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
+    assert counts == [1, 1, 3, 3]  # of each step with decodes, in two layers

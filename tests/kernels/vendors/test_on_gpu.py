@@ -1,0 +1,148 @@
+"""The installed libraries themselves, on a GPU, against float64: what the emulators stand in for elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels import tables
+from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.device import Need, probe
+from moe_engine.kernels.quantization import reference as fp8
+from moe_engine.kernels.registry import Row, select
+from moe_engine.worker.device_stream import make_graphs
+from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
+from tests.kernels.vendors.test_attention import LATENT, WIDTH, absorbed_reference
+from tests.kernels.vendors.test_deep_gemm import near, weight
+from tests.kernels.vendors.test_in_place import SIZE, Static, planned
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+VENDORS = ("deep_gemm", "flashinfer", "flashmla", "fa3")
+LENS = [(4, 70), (0, 3), (1, 1), (3, 3), (2, 65), (1, 900)]
+
+
+def names(rows: list[Row]) -> list[str]:
+    return [row.name for row in rows if row.name in VENDORS]
+
+
+def build(family: str, rows: list[Row], name: str) -> Any:
+    """The row, or a skip with the reason why it cannot run here."""
+    device, need = probe("cuda"), Need("bfloat16", page_size=64)
+    reason = next(row for row in rows if row.name == name).why_not(device, need)
+    if reason:
+        pytest.skip(reason)
+    return select(family, rows, name, device, need).build()
+
+
+def on_gpu(queries: PagedQueries) -> PagedQueries:
+    moved = {
+        name: getattr(queries, name).cuda()
+        for name in ("rows", "query_starts", "context_lens_device", "slot_table", "visible")
+        if getattr(queries, name) is not None
+    }
+    table = moved["slot_table"]
+    moved["slot_table"] = table.where(table < 1 << 30, 0)  # as the engine's: every entry is some slot
+    return replace(queries, **moved)
+
+
+@pytest.mark.parametrize("name", names(tables.MLA))
+@pytest.mark.parametrize("tree", [False, True])
+def test_absorbed(name, tree):
+    backend = build("attention", tables.MLA, name)
+    queries, size = paged_queries(LENS, 64)
+    queries, trees = random_trees(queries) if tree else (queries, None)
+    cache = filled_cache(queries, size, WIDTH, dtype=BF16)
+    cache.nan_to_num_()  # a whole tile may be loaded; the pool is never NaN
+    q, scale = normal(queries.num_tokens, 16, WIDTH, dtype=BF16), WIDTH**-0.5
+    moved = on_gpu(queries)
+    plan = backend.plan(AttentionBatch(moved, None))
+    got = backend.absorbed(q.cuda(), cache.cuda(), moved, scale, plan, LATENT)
+    close(got.cpu(), absorbed_reference(q, cache, queries, scale, trees), scale=3)
+
+
+@pytest.mark.parametrize("name", [*names(tables.MLA), "triton"])
+def test_expanded_whole_and_in_parts(name):
+    """A context of 900 tokens as parts of 256 and 388, where the last ones see each other causally."""
+    backend, nope, heads = build("attention", tables.MLA, name), 128, 16
+    queries, size = paged_queries([(70, 900)], 64)
+    cache, moved = normal(size, WIDTH, dtype=BF16).cuda(), on_gpu(queries)
+    q, kv = normal(70, heads, 192, dtype=BF16).cuda(), normal(900, heads, 256, dtype=BF16).cuda()
+    rope = backend.gather_latent(cache, moved, None)[:, LATENT:]
+    keys = torch.cat((kv[..., :nope], rope[:, None].expand(-1, heads, -1)), -1).cpu()
+    want = attend(q.cpu(), keys, kv[..., nope:].cpu(), 0.07)
+    plan = backend.plan(AttentionBatch(None, moved))
+    close(backend.expanded(q, kv, rope, moved, 0.07, plan).cpu(), want, scale=3)
+    found, first = [], 0
+    for length in (256, 256, 388):
+        plan = backend.plan_chunk(moved, [first], [length])
+        latent = backend.gather_latent(cache, moved, plan, q.new_empty(length, WIDTH), LATENT)
+        found.append(backend.expanded_chunk(q, kv[first : first + length], latent[:, LATENT:], 0.07, plan))
+        first += length
+    for part in found[1:]:
+        backend.merge_chunks(*found[0], *part)
+    close(found[0][0].cpu(), want, scale=3)
+    scores = torch.einsum("thd,shd->ths", q.cpu().double(), keys.double()) * 0.07
+    hidden = torch.arange(900)[None] > torch.arange(830, 900)[:, None]
+    sums = scores.masked_fill(hidden[:, None], -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(found[0][1].cpu().double(), sums, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", names(tables.GQA))
+@pytest.mark.parametrize("tree", [False, True])
+def test_gqa(name, tree):
+    backend = build("attention", tables.GQA, name)
+    queries, size = paged_queries(LENS, 64)
+    queries, trees = random_trees(queries) if tree else (queries, None)
+    k, v = (filled_cache(queries, size, 2, 128, dtype=BF16).nan_to_num_() for _ in "kv")
+    q, scale, moved = normal(queries.num_tokens, 8, 128, dtype=BF16), 128**-0.5, on_gpu(queries)
+    got = backend.paged(q.cuda(), k.cuda(), v.cuda(), moved, scale, backend.plan(AttentionBatch(moved, None))).cpu()
+    start = 0
+    for i, count in enumerate(queries.query_lens):
+        keys, values = (x[slots_of(queries, i)].repeat_interleave(4, 1) for x in (k, v))
+        want = attend(q[start : start + count], keys, values, scale, None if trees is None else trees[i])
+        close(got[start : start + count], want, scale=3)
+        start += count
+
+
+@pytest.mark.parametrize("name", [*names(tables.MLA), "triton"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_recorded_absorbed(name, count):
+    """CUDA graphs themselves over plans in place: other lengths, rows and pages at every replay, with padding."""
+    backend, heads, scale = build("attention", tables.MLA, name), 16, WIDTH**-0.5
+    graphs = make_graphs(torch.device("cuda", 0))
+    static = Static(count, 64, device="cuda")
+    cache = normal(static.num_slots, WIDTH, dtype=BF16).cuda()
+    q = normal(SIZE * count, heads, WIDTH, dtype=BF16).cuda()
+    out = q.new_zeros(SIZE * count, heads, LATENT)
+
+    def layers(plan: Any) -> None:
+        for factor in (1.0, 0.5):
+            out.copy_(backend.absorbed(q * factor, cache, static.queries, scale, plan, LATENT))
+
+    layers(backend.plan(static.batch))
+    layers(planned(backend, static))
+    plan = planned(backend, static)
+    recording = graphs.capture(lambda: layers(plan))
+    for live in (SIZE, 1, 3, 2):
+        static.step(live)
+        q.copy_(normal(*q.shape, dtype=BF16))
+        plan.renew()
+        recording.replay()
+        for i in range(SIZE):
+            tokens, keys = slice(i * count, (i + 1) * count), cache[static.slots(i)].cpu().double()[:, None]
+            keys = keys.expand(-1, heads, -1)
+            close(out[tokens].cpu(), attend(q[tokens].cpu() * 0.5, keys, keys[..., :LATENT], scale), scale=3)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 300])
+def test_deep_gemm_linear(tokens):
+    kernel = build("linear", tables.LINEAR, "deep_gemm")
+    w, x = weight(576, 7168), normal(tokens, 7168, dtype=BF16)
+    moved = replace(w, data=w.data.cuda(), scales=w.scales.cuda())
+    got: Tensor = kernel.run(x.cuda(), kernel.prepare_blocks(moved))
+    near(got.cpu(), x.double() @ fp8.dequantize_weight(w).double().T)

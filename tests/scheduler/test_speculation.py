@@ -1,0 +1,131 @@
+"""Whole traces with speculation under random configurations: outputs as without it, and no leaks at the end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_engine.scheduler import Scheduler, SchedulerConfig
+from moe_engine.types import SpeculationConfig, StepPlan, StepResult
+from tests.scheduler.drafting_worker import DraftingWorker
+from tests.scheduler.simulator import EOS, Simulation, make_request
+from tests.scheduler.test_simulation import configs, play
+
+
+@st.composite
+def speculations(draw: st.DrawFn) -> SpeculationConfig:
+    method = draw(st.sampled_from(["nextn", "standalone", "ngram"]))
+    depth = draw(st.integers(1, 5))
+    auto = draw(st.booleans())
+    topk = 1 if auto or method == "ngram" else draw(st.sampled_from([1, 2, 4]))
+    nodes = draw(st.integers(2, topk + (depth - 1) * topk**2 + 1)) if topk > 1 else 0
+    return SpeculationConfig(method, depth, topk, nodes, auto_depth=auto)
+
+
+def simulate(config: SchedulerConfig, *, overlap: bool, seed: int, luck: float, check_every: int = 1) -> Simulation:
+    worker = DraftingWorker(config, seed, luck)
+    return Simulation(config, overlap=overlap, check_every=check_every, worker=worker)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    config=configs(),
+    speculation=speculations(),
+    overlap=st.booleans(),
+    seed=st.integers(0, 10**6),
+    luck=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    arrival=st.sampled_from([0.1, 0.5, 0.9]),
+    abort=st.sampled_from([0.0, 0.05, 0.3]),
+    long=st.booleans(),
+)
+def test_any_configuration_computes_the_same(
+    config: SchedulerConfig,
+    speculation: SpeculationConfig,
+    overlap: bool,
+    seed: int,
+    luck: float,
+    arrival: float,
+    abort: float,
+    long: bool,
+) -> None:
+    config = replace(config, speculation=speculation)
+    sim = simulate(config, overlap=overlap, seed=seed, luck=luck)
+    play(sim, random.Random(seed), 30, arrival, abort, long)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "page", "overlap", "steps"),
+    [
+        (SpeculationConfig("nextn", 3), 1, True, 10_000),
+        (SpeculationConfig("standalone", 3, 4, 20), 16, True, 1000),
+        (SpeculationConfig("nextn", 4, auto_depth=True), 4, True, 1000),
+        (SpeculationConfig("nextn", 2, 2, 7), 4, False, 1000),
+    ],
+    ids=["chain", "tree", "auto", "small tree"],
+)
+def test_pool_is_whole_after_many_steps(speculation: SpeculationConfig, page: int, overlap: bool, steps: int) -> None:
+    config = SchedulerConfig(
+        num_slots=320,
+        context_len=200,
+        page_size=page,
+        max_rows=10,
+        policy="lpm",
+        chunked_prefill_size=32,
+        enable_mixed_chunk=page == 4,
+        init_new_token_ratio=0.1,
+        new_token_ratio_decay_steps=10,
+        retract_decode_steps=4,
+        speculation=speculation,
+        vocab_size=50,
+    )
+    sim = simulate(config, overlap=overlap, seed=page, luck=0.4, check_every=steps // 50)
+    play(sim, random.Random(page), steps // 10, 0.5, 0.01, long=True)
+    stats, worker = sim.scheduler.stats(), sim.worker
+    assert isinstance(worker, DraftingWorker) and stats.speculation is not None
+    assert worker.speculative_steps > steps and worker.accepted > 300
+    assert stats.num_retractions_total > 10 and stats.cached_tokens_total > 200
+    assert sum(stats.speculation.accepted) <= worker.accepted  # some were of requests that had ended
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    depth=st.integers(1, 5),
+    accepted=st.lists(st.integers(0, 5), max_size=4),
+    last=st.integers(0, 5),
+    kept=st.integers(1, 6),
+    by_length=st.booleans(),
+)
+def test_drafts_behind_the_end_are_not_counted(
+    depth: int, accepted: list[int], last: int, kept: int, by_length: bool
+) -> None:
+    """Each step accepts some drafts; the last one, which accepts `last`, ends the request at token `kept`."""
+    accepted = [min(right, depth) for right in accepted]
+    last, kept = min(last, depth), min(kept, min(last, depth) + 1)
+    length = 1 + sum(right + 1 for right in accepted) + kept
+    s = Scheduler(SchedulerConfig(num_slots=1000, context_len=500, speculation=SpeculationConfig("ngram", depth)))
+    s.add(make_request("a", [5, 6, 7], length if by_length else length + depth))
+    brought = [[9]] + [[9] * (right + 1) for right in accepted]
+    brought.append([9] * (kept - 1) + [9 if by_length else EOS] + [9] * (last + 1 - kept))
+    drafts = []
+    for tokens in brought:
+        plan = s.schedule()
+        assert isinstance(plan, StepPlan)
+        drafts.append(plan.counts[0] - 1 if plan.num_decodes else 0)
+        (event,) = s.update(StepResult(plan.number, plan.rows, [tokens[: drafts[-1] + 1]]))
+    assert event.finish_reason is not None and event.finish_reason.type == ("length" if by_length else "stop")
+    outcomes = [(depth, right) for right in accepted]  # drafts that were judged and drafts that were right, by step
+    if drafts[-1]:  # a request that can use one token more gets no drafts
+        outcomes.append((min(depth, kept), min(last, kept)))
+    stats = s.stats().speculation
+    assert stats is not None and stats.verify_total == len(outcomes)
+    assert stats.proposed == [sum(i < judged for judged, _ in outcomes) for i in range(depth)]
+    assert stats.accepted == [sum(i < right for _, right in outcomes) for i in range(depth)]
+    if outcomes:
+        assert event.speculation is not None and event.speculation.proposed == sum(judged for judged, _ in outcomes)
+        assert event.speculation.histogram == [
+            sum(right == count for _, right in outcomes) for count in range(max(right for _, right in outcomes) + 1)
+        ]
