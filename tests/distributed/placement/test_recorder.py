@@ -525,7 +525,7 @@ def test_the_directory_is_the_operators(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mode": "all"}, f"recorder-mode all: unknown; there are {', '.join(MODES)}"),
+        ({"mode": "all"}, f"recorder-mode all: unknown; choose from {', '.join(MODES)}"),
         ({"mode": "per_token", "top_k": 9}, "supports 8 experts per token, this model has 9; use per_pass"),
         ({"mode": "per_token", "source": "dispatcher"}, "per_token does not support the dispatcher"),
         ({"buffer_size": 0}, "--expert-distribution-recorder-buffer-size 0"),
