@@ -42,7 +42,6 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "tree": {**NEXTN, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 4},
     "ngram": {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3},
 }
-EXPERT_FORMS = {"ep", "allgather", "all_to_all", "low latency", "overlap"}
 MODELS = ("deepseek_v3", "deepseek_v2_lite", "qwen3_moe", "qwen3", "llama")
 
 
@@ -51,7 +50,7 @@ def cases() -> list[tuple[str, str, str]]:
     found = [("deepseek_v3", form, drafter) for form in FORMS for drafter in DRAFTERS]
     found = [case for case in found if case[1] in ("one", "tp") or case[2] != "tree"]
     for model in MODELS[1:]:
-        forms = [form for form in ("one", "chunked", "tp", "dp", "all_to_all") if form not in EXPERT_FORMS]
+        forms = ["one", "chunked", "tp", "dp"]
         if model in ("deepseek_v2_lite", "qwen3_moe"):
             forms += ["ep", "all_to_all"]
         found += [(model, form, "none") for form in forms]

@@ -147,9 +147,9 @@ class RankGroupOptions:
         """The flag that names rank 0's address, for errors."""
         return f"--dist-init-addr {self.leader_address}" if self.leader_address else ""
 
-    def leader_tcp(self, port: str | None = None) -> str:
+    def leader_tcp(self) -> str:
         """``tcp://IP:PORT`` of the leader's control channel: `RendezvousAddress.tcp`."""
-        return self._leader.tcp(port)
+        return self._leader.tcp()
 
     @property
     def _leader(self) -> RendezvousAddress:

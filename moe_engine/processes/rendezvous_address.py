@@ -23,13 +23,13 @@ class RendezvousAddress:
     def host(self) -> str:
         return self.text.rpartition(":")[0].strip("[]")
 
-    def tcp(self, port: str | None = None) -> str:
-        """``tcp://IP:PORT``, or another `port` of the node.
+    def tcp(self) -> str:
+        """``tcp://IP:PORT``.
 
         Raises:
             ConfigError: the host cannot be resolved.
         """
-        return f"tcp://{self._ip()}:{port or self.port}"
+        return f"tcp://{self._ip()}:{self.port}"
 
     def bind(self, port: str | None = None) -> str:
         """The address that the node binds. If its own name resolves to loopback only on itself (Debian's ``127.0.1.1

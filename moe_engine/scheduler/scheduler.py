@@ -133,16 +133,16 @@ class Scheduler:
             events += self.table.end_failed(cause, FinishReason("abort", message=reason, status_code=500), now)
         resend(self.table, records)
         self._suspect_turn = True
-        self._retry_at = self._paused_until = 0
-        self._preempting = False
         self._reset_if_idle()
         return events
 
     def _drop_in_flight(self) -> None:
-        """Drops steps in flight. Skips a step number: the worker does not run the step after a failed one."""
+        """Drops steps in flight and planning pauses; skips a step number, as the worker refuses the next one."""
         self._in_flight.clear()
         self._to_cache.clear()
         self.kv_cache.step += 1
+        self._retry_at = self._paused_until = 0
+        self._preempting = False
 
     @property
     def is_broken(self) -> bool:
@@ -160,8 +160,6 @@ class Scheduler:
         self.totals.retractions += self.table.num_running
         self.table.start_over()
         self.kv_cache.retire(self.kv_cache.step)
-        self._retry_at = self._paused_until = 0
-        self._preempting = False
         return events
 
     def flush_cache(self) -> bool:

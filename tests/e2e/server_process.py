@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.free_port import free_port
+
 START_SECONDS = 90
 
 
@@ -20,9 +21,7 @@ class ServerProcess:
     """``python -m moe_engine.launch_server`` with its output in a file; leaves no process behind."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log_path = folder / f"server-{self.port}.log"
         command = [sys.executable, "-m", "moe_engine.launch_server", "--port", str(self.port), *flags]

@@ -20,12 +20,7 @@ from moe_engine.cli.cluster_check.wire import ConnectionLost, Hello, Peer, TryLi
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import parse_flags
 from moe_engine.planning.prepare import prepare
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from tests.free_port import free_port
 
 
 def plan(nodes: int, join_seconds: float = 20.0, engine_seconds: float = 0.0) -> Plan:

@@ -19,11 +19,9 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.attention.schedule import RECORD
-from moe_engine.kernels.attention.triton.tiles import LOWEST, columns, finish, softmax_step
+from moe_engine.kernels.attention.triton.tiles import LOG2_E, LOWEST, columns, finish, softmax_step
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
-
-LOG2_E = 1.4426950408889634
 
 _RECORD, _LN_2 = tl.constexpr(RECORD), tl.constexpr(0.6931471805599453)
 

@@ -29,6 +29,7 @@ from moe_engine.kernels.attention.protocol import PagedQueries
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
 from moe_engine.kernels.attention.triton.merge import merge_partials
 from moe_engine.kernels.attention.triton.tiles import (
+    LOG2_E,
     LOWEST,
     columns,
     finish,
@@ -40,8 +41,6 @@ from moe_engine.kernels.attention.triton.tiles import (
 )
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
-
-LOG2_E = 1.4426950408889634
 
 _RECORD = tl.constexpr(RECORD)
 _TOKEN, _GROUPS, _GROUP = tl.constexpr(FP8_TOKEN), tl.constexpr(FP8_GROUPS), tl.constexpr(GROUP)

@@ -14,6 +14,8 @@ _PLAIN, _RANGE = tl.constexpr(PLAIN), tl.constexpr(FP8_RANGE)
 
 LOWEST = tl.constexpr(-1e30)
 """Initial running maximum: finite and below every score."""
+LOG2_E = 1.4426950408889634
+"""Factor of scores for softmax with base 2."""
 
 
 @triton.jit

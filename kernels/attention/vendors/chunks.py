@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import parts
 from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
-from moe_engine.kernels.attention.vendors.paging import SLOTS, StepPlan
+from moe_engine.kernels.attention.vendors.paging import SLOTS, StepPlan, gathered_slots
 
 
 class ChunkPlan(StepPlan):
@@ -27,7 +28,12 @@ class ChunkPlan(StepPlan):
 
 
 class MergesChunks:
-    """`ExpandsChunks` without `expanded_chunk`."""
+    """Base of the MLA adapters: the gather of the latent, and `ExpandsChunks` without `expanded_chunk`."""
+
+    def gather_latent(
+        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
+    ) -> Tensor:
+        return torch.index_select(cache, 0, gathered_slots(plan, queries), out=out)
 
     def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> ChunkPlan:
         """See the protocol. Raises ValueError for chunks that need more than one causal mask, or none."""

@@ -24,7 +24,6 @@ from moe_engine.kernels.attention.vendors.paging import (
     Paged,
     StepPlan,
     as_pages,
-    gathered_slots,
     plan_of,
     prefix_sums,
 )
@@ -116,11 +115,6 @@ class FA3MLA(MergesChunks, _Backend):
         out, lse = self._with_lse(group, *parts, **options)
         keys = cache.unsqueeze(1)
         return group.tree.merge(out, lse, *group.tree.attend(q, keys, keys[..., :latent], scale))
-
-    def gather_latent(
-        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
-    ) -> Tensor:
-        return torch.index_select(cache, 0, gathered_slots(plan, queries), out=out)
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")

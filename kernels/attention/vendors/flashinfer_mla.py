@@ -26,7 +26,6 @@ from moe_engine.kernels.attention.vendors.paging import (
     Paged,
     StepPlan,
     as_pages,
-    gathered_slots,
     host_ints,
     plan_of,
     prefix_sums,
@@ -135,11 +134,6 @@ class FlashInferMLA(MergesChunks):
         keys = cache.unsqueeze(1)
         own, own_lse = tree.attend(q, keys, keys[..., :latent], scale)
         return tree.merge(out[:, :heads], lse[:, :heads], own, own_lse)
-
-    def gather_latent(
-        self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
-    ) -> Tensor:
-        return torch.index_select(cache, 0, gathered_slots(plan, queries), out=out)
 
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")

@@ -24,6 +24,7 @@ from tests.distributed.ranks import drill as drills
 from tests.distributed.ranks.drill import PATIENCE, Drill, drill, options, until
 from tests.distributed.ranks.held import Hold, broken_worker, meeting_worker
 from tests.distributed.ranks.node import two_nodes
+from tests.free_port import free_port
 from tests.models.checkpoints import make_checkpoint
 
 LONG = 400
@@ -204,9 +205,7 @@ def stderr_of(capfd: Any) -> str:
 
 
 def test_killed_rank_of_another_node_is_named_with_its_host(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     flag = tmp_path / "flag"
     command = [sys.executable, "-m", "tests.distributed.ranks.node", str(checkpoint), address, str(flag), "decode"]
     node = subprocess.Popen(command)

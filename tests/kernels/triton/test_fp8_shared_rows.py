@@ -98,7 +98,7 @@ def test_what_serves_several_readers() -> None:
     fp8, powers = ActivationFormat.fp8(False), ActivationFormat.fp8(True)
     assert common_format(fp8, fp8) == fp8 and common_format(UNQUANTIZED, powers) == ActivationFormat(True, True, True)
     assert common_format(UNQUANTIZED, UNQUANTIZED) == UNQUANTIZED == common_format()
-    assert common_format(fp8, powers, powers) == UNQUANTIZED  # nobody gets scales of another kind than it asked for
+    assert common_format(fp8, powers, powers) == UNQUANTIZED  # scales of the wrong kind reach no reader
     x = torch.randn(3, 128)
     alone = QuantizedActivation(reference.quantize_rows(x), None, x.dtype)
     assert as_format(x, fp8) is x and as_format(alone, fp8) is alone
