@@ -7,14 +7,12 @@ import json
 from moe_engine.config.args import PARTS
 from moe_engine.config.field import fields_of
 from moe_engine.kernels import tables
-from moe_engine.kernels.device import Device
 from moe_engine.planning.explain import explain_json, explain_text, start_lines
-from moe_engine.planning.prepare import choose_backends
 
 
 def test_text(resolved):
     config = resolved(page_size=16, api_key="hidden-key", max_total_tokens=1000)
-    text = explain_text(config, choose_backends(config, Device("cpu", "test", compiler=None)))
+    text = explain_text(config)
     for part in PARTS.values():
         for info in fields_of(part):
             assert f"  {info.name} " in text
@@ -29,7 +27,7 @@ def test_text(resolved):
 
 def test_json(resolved):
     config = resolved()
-    found = json.loads(json.dumps(explain_json(config, choose_backends(config, Device("cpu", "test")))))
+    found = json.loads(json.dumps(explain_json(config)))
     assert found["values"]["page_size"] == {
         "value": 1,
         "origin": "auto",
