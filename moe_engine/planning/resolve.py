@@ -24,10 +24,10 @@ from moe_engine.planning.ledger import MemoryLedger
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.remarks import flags_without_effect
 from moe_engine.planning.resolution_log import Decision, Record
-from moe_engine.planning.resolve_compile import resolve_compile
+from moe_engine.planning.resolve_compile import compile_settings, compiled_rows
 from moe_engine.planning.resolve_experts import resolve_experts
 from moe_engine.planning.resolve_graphs import note_graphs, resolve_graphs, why_not_captured
-from moe_engine.planning.resolve_kernels import LaunchKernels, resolve_kernels
+from moe_engine.planning.resolve_kernels import LaunchKernels, asked_backends, resolve_kernels
 from moe_engine.planning.resolve_limits import resolve_limits
 from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
@@ -172,8 +172,9 @@ def resolve(
     speculation, draft = _drafts(args, model, draft, context_len, parallel, record)
     own_part, draft_config = _own_part(machine, parallel), draft.config if draft is not None else None
     uncaptured = why_not_captured(args, own_part, parallel, experts)
+    asked = asked_backends(args) | compiled_rows(args, model, parallel, device, record)
     kernels = resolve_kernels(
-        args, own_part, local_heads(model, parallel.topology.attn_tp_size), draft_config, dtype, kv_dtype,
+        args, asked, own_part, local_heads(model, parallel.topology.attn_tp_size), draft_config, dtype, kv_dtype,
         uncaptured is None, record,
     )  # fmt: skip
     limits = resolve_limits(
@@ -181,7 +182,7 @@ def resolve(
     )
     uncaptured = uncaptured or kernels.model.refuses_capture
     graphs = resolve_graphs(args, own_part, parallel, speculation, limits, uncaptured, record)
-    compiled = resolve_compile(args, model, parallel, device, speculation, limits.running, record)
+    compiled = compile_settings(args, speculation, limits.running)
     sizing = _size(
         args, model, own_part, dtype, kv_dtype, kernels, limits, checkpoint, speculation, draft_config, parallel,
         experts, graphs,

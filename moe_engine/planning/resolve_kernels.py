@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_engine.config.args import EngineArgs
@@ -37,6 +38,7 @@ class LaunchKernels:
 
 def resolve_kernels(
     args: EngineArgs,
+    asked: Mapping[str, str],
     machine: Machine,
     model: ModelConfig,
     draft: ModelConfig | None,
@@ -48,13 +50,14 @@ def resolve_kernels(
     """Checks which libraries are installed; imports none.
 
     Args:
+        asked: requested row of each kernel family.
         model, draft: with the heads of one rank.
         captured: decodes are captured as CUDA graphs unless a row refuses it.
 
     Raises:
         ConfigError: a requested backend cannot run on this machine.
     """
-    asked, given = asked_backends(args), args.memory.page_size
+    given = args.memory.page_size
     deterministic = args.backends.enable_deterministic_inference
     need = need_of_model(model, dtype, kv_dtype, given or 1, deterministic)
     pages = (given,) if given else tuple(page for page in page_sizes_of(need) if _fits(args, page))
@@ -71,14 +74,13 @@ def resolve_kernels(
 
 
 def asked_backends(args: EngineArgs) -> dict[str, str]:
-    """Requested row of each kernel family."""
+    """Row of each kernel family that the flags request."""
     flags = args.backends
-    traced = "torch" if flags.enable_torch_compile else "auto"  # families inside torch.compile
     return {
         "attention": flags.attention_backend,
         "experts": flags.moe_runner_backend,
-        "linear": traced if flags.linear_backend == "auto" else flags.linear_backend,
-        "ops": traced if flags.ops_backend == "auto" else flags.ops_backend,
+        "linear": flags.linear_backend,
+        "ops": flags.ops_backend,
         "sampling": flags.sampling_backend,
     }
 
@@ -92,7 +94,7 @@ def _fits(args: EngineArgs, page: int) -> bool:
     return page == 1 or (whole and prefill >= page and (pool is None or pool >= requests))
 
 
-def _plan(machine: Machine, need: Need, asked: dict[str, str], pages: tuple[int, ...], captured: bool) -> KernelPlan:
+def _plan(machine: Machine, need: Need, asked: Mapping[str, str], pages: tuple[int, ...], captured: bool) -> KernelPlan:
     try:
         return plan_kernels(machine.kernel_device, need, asked, pages=pages, captured=captured)
     except ValueError as error:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 from moe_engine.config.args import PARTS
 from moe_engine.config.field import fields_of
 from moe_engine.kernels import tables
 from moe_engine.planning.explain import explain_json, explain_text, start_lines
+from tests.config.conftest import machine
 
 
 def test_text(resolved):
-    config = resolved(page_size=16, api_key="hidden-key", max_total_tokens=1000)
+    bare = dataclasses.replace(machine(), compiler=None)
+    config = resolved(on=bare, page_size=16, api_key="hidden-key", max_total_tokens=1000)
     text = explain_text(config)
     for part in PARTS.values():
         for info in fields_of(part):

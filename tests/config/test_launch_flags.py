@@ -120,7 +120,9 @@ def flags_of(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settled(config: ResolvedConfig, name: str) -> Any:
-    """A field; of the dispatcher only the chosen one, not whether it was named."""
+    """A field; of kernels and the dispatcher only the chosen rows, not whether they were named."""
+    if name == "kernels":
+        return config.page_size, [choice.row.name for choice in config.kernels.model.choices]
     value, dispatch = getattr(config, name), config.parallel.dispatch
     if name != "parallel" or dispatch is None:
         return value

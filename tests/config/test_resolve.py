@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 
 import pytest
@@ -197,8 +196,7 @@ def test_embedded_model_knows_its_formats():
 def test_limits_of_determinism_are_remarked(model_dir):
     def notes(**flags):
         flags = {"model_path": str(model_dir()), "load_format": "dummy", "enable_deterministic_inference": True} | flags
-        here = dataclasses.replace(machine(), compiler=cpu_device().compiler)
-        return [note for note in prepare(EngineArgs.from_kwargs(**flags), here).notes if "deterministic" in note]
+        return [note for note in prepare(EngineArgs.from_kwargs(**flags), machine()).notes if "deterministic" in note]
 
     torch_rows = {"linear_backend": "torch", "moe_runner_backend": "torch", "dtype": "float32"}
     assert "torch kernels for linear, experts" in notes(**torch_rows)[0]
