@@ -156,8 +156,7 @@ def resolve(
         dump_directory: folder of expert distribution dumps.
 
     Raises:
-        ConfigError: a value out of range, flags that contradict each other (both are named), or a launch that does not
-            fit into memory (with the sum and the nearest flags that fit).
+        ConfigError: a value out of range, contradicting flags (both named), or too little memory (with flags that fit).
     """
     contradictions.check(args)
     record = Record()
@@ -169,24 +168,32 @@ def resolve(
     kv_dtype = _kv_dtype(args, dtype, record)
     _check_quantization(args, model, record)
     context_len = _context_len(args, model, record)
-    speculation, draft = _drafts(args, model, draft, context_len, parallel, record)
-    own_part, draft_config = _own_part(machine, parallel), draft.config if draft is not None else None
-    uncaptured = why_not_captured(args, own_part, parallel, experts)
+    speculation, drafts = _drafts(args, model, draft, context_len, parallel, record)
+    own_part = _own_part(machine, parallel)
     asked = asked_backends(args) | compiled_rows(args, model, parallel, device, record)
     kernels = resolve_kernels(
-        args, asked, own_part, local_heads(model, parallel.topology.attn_tp_size), draft_config, dtype, kv_dtype,
-        uncaptured is None, record,
+        args, asked, own_part, local_heads(model, parallel.topology.attn_tp_size), drafts, dtype, kv_dtype,
+        why_not_captured(args, own_part, parallel, experts), record,
     )  # fmt: skip
     limits = resolve_limits(
         args, model, own_part, parallel, speculation, context_len, kernels.page_size, DTYPE_BYTES[dtype], record
     )
-    uncaptured = uncaptured or kernels.model.refuses_capture
-    graphs = resolve_graphs(args, own_part, parallel, speculation, limits, uncaptured, record)
-    compiled = compile_settings(args, speculation, limits.running)
+    graphs = resolve_graphs(args, own_part, parallel, speculation, limits, kernels.uncaptured, record)
     sizing = _size(
-        args, model, own_part, dtype, kv_dtype, kernels, limits, checkpoint, speculation, draft_config, parallel,
-        experts, graphs,
-    )  # fmt: skip
+        args,
+        model,
+        own_part,
+        dtype,
+        kv_dtype,
+        kernels,
+        limits,
+        checkpoint,
+        speculation,
+        drafts,
+        parallel,
+        experts,
+        graphs,
+    )
     graphs = _note_sizes(args, sizing, graphs, own_part, limits, record)
     return ResolvedConfig(
         args=_with_demo_parsers(args, path, record),
@@ -213,10 +220,10 @@ def resolve(
         decisions=tuple(record.decisions),
         notes=(*_idle_flags(args, device, parallel), *record.remarks, *_size_remarks(context_len, sizing)),
         speculation=speculation,
-        draft_model=draft_config,
+        draft_model=drafts,
         experts=experts,
         graphs=graphs,
-        compiled=compiled,
+        compiled=compile_settings(args, speculation, limits.running),
     )
 
 
@@ -232,11 +239,13 @@ def _drafts(
     context_len: int,
     parallel: ParallelPlan,
     record: Record,
-) -> tuple[SpeculationConfig | None, DraftModel | None]:
+) -> tuple[SpeculationConfig | None, ModelConfig | None]:
     """The drafter, and its draft model if it has one."""
     speculation = resolve_speculation(args, model, draft, context_len, record)
     _check_shared_drafts(args, speculation, model, parallel)
-    return speculation, draft if speculation is not None and speculation.draft_model_path is not None else None
+    if draft is None or speculation is None or speculation.draft_model_path is None:
+        return speculation, None
+    return speculation, draft.config
 
 
 def _check_shared_drafts(

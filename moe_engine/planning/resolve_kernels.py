@@ -30,6 +30,8 @@ class LaunchKernels:
 
     model: KernelPlan
     draft: KernelPlan | None = None
+    uncaptured: str | None = None
+    """Why decodes are not captured as CUDA graphs, or None."""
 
     @property
     def page_size(self) -> int:
@@ -44,7 +46,7 @@ def resolve_kernels(
     draft: ModelConfig | None,
     dtype: str,
     kv_dtype: str,
-    captured: bool,
+    uncaptured: str | None,
     record: Record,
 ) -> LaunchKernels:
     """Checks which libraries are installed; imports none.
@@ -52,7 +54,7 @@ def resolve_kernels(
     Args:
         asked: requested row of each kernel family.
         model, draft: with the heads of one rank.
-        captured: decodes are captured as CUDA graphs unless a row refuses it.
+        uncaptured: the reason why decodes are not captured as CUDA graphs whatever the rows are, or None.
 
     Raises:
         ConfigError: a requested backend cannot run on this machine.
@@ -61,6 +63,7 @@ def resolve_kernels(
     deterministic = args.backends.enable_deterministic_inference
     need = need_of_model(model, dtype, kv_dtype, given or 1, deterministic)
     pages = (given,) if given else tuple(page for page in page_sizes_of(need) if _fits(args, page))
+    captured = uncaptured is None
     plan = _plan(machine, need, asked, pages, captured)
     page = plan.need.page_size
     if given is None:
@@ -70,7 +73,7 @@ def resolve_kernels(
     drafts = None
     if draft is not None:
         drafts = _plan(machine, need_of_model(draft, dtype, kv_dtype, page, deterministic), asked, (page,), captured)
-    return LaunchKernels(plan, drafts)
+    return LaunchKernels(plan, drafts, uncaptured or plan.refuses_capture)
 
 
 def asked_backends(args: EngineArgs) -> dict[str, str]:
