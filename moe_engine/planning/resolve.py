@@ -180,20 +180,8 @@ def resolve(
     )
     graphs = resolve_graphs(args, own_part, parallel, speculation, limits, kernels.uncaptured, record)
     sizing = _size(
-        args,
-        model,
-        own_part,
-        dtype,
-        kv_dtype,
-        kernels,
-        limits,
-        checkpoint,
-        speculation,
-        drafts,
-        parallel,
-        experts,
-        graphs,
-    )
+        args, model, own_part, kernels, limits, checkpoint, speculation, drafts, parallel, experts, graphs
+    )  # fmt: skip
     graphs = _note_sizes(args, sizing, graphs, own_part, limits, record)
     return ResolvedConfig(
         args=_with_demo_parsers(args, path, record),
@@ -383,8 +371,6 @@ def _size(
     args: EngineArgs,
     model: ModelConfig,
     machine: Machine,
-    dtype: str,
-    kv_dtype: str,
     kernels: LaunchKernels,
     limits: StepLimits,
     checkpoint: CheckpointFacts | None,
@@ -394,14 +380,14 @@ def _size(
     experts: ExpertSettings,
     graphs: GraphSettings,
 ) -> Sizing:
-    memory = args.memory
+    memory, need = args.memory, kernels.model.need
     return size_memory(
         SizingInput(
             model=model,
             machine=machine,
-            dtype=dtype,
-            dtype_bytes=DTYPE_BYTES[dtype],
-            kv_dtype=kv_dtype,
+            dtype=need.dtype,
+            dtype_bytes=DTYPE_BYTES[need.dtype],
+            kv_dtype=need.kv_dtype,
             kernels=kernels,
             limits=limits,
             mem_fraction=memory.mem_fraction_static,
