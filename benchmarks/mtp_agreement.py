@@ -76,7 +76,7 @@ class BatchModel:
         self.config = config = load_model_config(path)
         name = activation_dtype(config)
         need = Need(dtype=name, attention=config.attention.kind)
-        self._backends = kernels.build(kernels.choose(cpu_device(), need))
+        self._backends = kernels.plan_kernels(cpu_device(), need).build()
         self._model = load_model(path, config, name, "cpu", self._backends, max_positions=max_len)
         self._mtp = load_mtp(path, config, self._model, name, "cpu")
         slots = sequences * max_len

@@ -1,14 +1,14 @@
-"""The selected row of every family, built once before the model."""
+"""The kernels of a launch: `KernelPlan`, its rows chosen together once, and `Backends`, the built rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
-from moe_engine.kernels.registry import Choice, select
+from moe_engine.kernels.registry import Choice, Row, select
 
 if TYPE_CHECKING:  # the protocols import torch; selection does not need it
     from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
@@ -33,29 +33,106 @@ class Backends:
     """Compiles the torch code between kernels if ops and linear use torch (--enable-torch-compile)."""
 
 
-def choose(device: Device, need: Need, asked: Mapping[str, str] | None = None) -> tuple[Choice, ...]:
-    """Choices for ops, linear, experts, attention, sampling, in that order; imports no backend.
+FAMILIES = ("ops", "linear", "experts", "attention", "sampling")
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """The rows of all families for one model in one launch, chosen together; imports no backend.
+
+    `need` includes the page size of the KV cache. `asked`: requested row by family; missing ones are ``auto``.
+    `captured`: decodes are captured as CUDA graphs if all rows allow it.
+    """
+
+    device: Device
+    need: Need
+    choices: tuple[Choice, ...]
+    asked: Mapping[str, str] = field(default_factory=dict)
+    captured: bool = False
+
+    def row(self, family: str) -> Row:
+        return next(choice.row for choice in self.choices if choice.family == family)
+
+    @property
+    def refuses_capture(self) -> str | None:
+        """Why steps with these rows cannot be captured as CUDA graphs, or None."""
+        rows = (choice.row for choice in self.choices if choice.family != "experts" or self.need.moe)
+        return next((why for row in rows if (why := row.refuses_capture(self.device, self.need))), None)
+
+    def build(self) -> Backends:
+        """Imports and constructs the rows."""
+        ops, linear, experts, attention, sampling = (choice.build() for choice in self.choices)
+        return Backends(ops, linear, experts, attention, sampling, self.choices)
+
+    def next_best(self, family: str, failed: Mapping[str, str]) -> Choice:
+        """The choice of a family without rows that could not be built.
+
+        Raises:
+            ValueError: no other row can run here, or be captured if the launch captures decodes.
+        """
+        choice = _select(family, self.device, self.need, self.asked, self.captured, failed)
+        captures = self.captured and self.refuses_capture is None
+        if captures and (why := choice.row.refuses_capture(self.device, self.need)):
+            raise ValueError(f"{choice.row.name} would replace it, but cannot be captured as CUDA graphs: {why}")
+        return choice
+
+
+def plan_kernels(
+    device: Device,
+    need: Need,
+    asked: Mapping[str, str] | None = None,
+    *,
+    pages: Sequence[int] = (),
+    captured: bool = False,
+) -> KernelPlan:
+    """The best plan: of all rows x page sizes the one that can be captured, with the most preferred attention row.
 
     Args:
-        asked: backend name by family (``attention``, ``experts``, ``linear``, ``ops``, ``sampling``); missing ones are
-            ``auto``.
+        asked: backend name by family; missing ones are ``auto``.
+        pages: page sizes to choose from, best first among equals; (): that of `need`.
+        captured: decodes are to be captured as CUDA graphs.
 
     Raises:
         ValueError: with the reason, if a requested backend cannot run here.
     """
-    asked = asked or {}
-    attention = tables.MLA if need.attention == "mla" else tables.GQA
-    families = (
-        ("ops", tables.OPS),
-        ("linear", tables.LINEAR),
-        ("experts", tables.EXPERTS),
-        ("attention", attention),
-        ("sampling", tables.SAMPLING),
-    )
-    return tuple(select(family, rows, asked.get(family, "auto"), device, need) for family, rows in families)
+    asked = dict(asked or {})
+    plans, errors = [], []
+    for page in pages or (need.page_size,):
+        fitting = replace(need, page_size=page)
+        try:
+            choices = tuple(_select(family, device, fitting, asked, captured) for family in FAMILIES)
+        except ValueError as error:
+            errors.append(error)
+        else:
+            plans.append(KernelPlan(device, fitting, choices, asked, captured))
+    if not plans:
+        raise errors[0]
+    return max(plans, key=_score)
 
 
-def build(choices: tuple[Choice, ...]) -> Backends:
-    """Imports and constructs the selected rows."""
-    ops, linear, experts, attention, sampling = (choice.build() for choice in choices)
-    return Backends(ops, linear, experts, attention, sampling, choices)
+def page_sizes_of(need: Need) -> tuple[int, ...]:
+    """Page sizes worth choosing from: single tokens (finest prefix sharing) first, then those that rows need."""
+    return tuple(sorted({1}.union(*(row.pages for row in _rows("attention", need)))))
+
+
+def _score(plan: KernelPlan) -> tuple[bool, int]:
+    captured = not plan.captured or plan.refuses_capture is None
+    return captured, plan.row("attention").score(plan.device, plan.need)
+
+
+def _select(
+    family: str,
+    device: Device,
+    need: Need,
+    asked: Mapping[str, str],
+    captured: bool,
+    failed: Mapping[str, str] | None = None,
+) -> Choice:
+    wanted = "auto" if failed else asked.get(family, "auto")
+    return select(family, _rows(family, need), wanted, device, need, captured=captured, failed=failed)
+
+
+def _rows(family: str, need: Need) -> list[Row]:
+    if family == "attention":
+        return tables.MLA if need.attention == "mla" else tables.GQA
+    return {"ops": tables.OPS, "linear": tables.LINEAR, "experts": tables.EXPERTS, "sampling": tables.SAMPLING}[family]

@@ -42,7 +42,7 @@ class Need:
     """Requirements of the model and the launch on a backend: the activation dtype's name and the kinds of work.
 
     `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant, bit
-    for bit.
+    for bit. `moe`: the model has MoE layers.
     """
 
     dtype: str
@@ -51,6 +51,7 @@ class Need:
     page_size: int = 1
     widths: HeadWidths | None = None
     deterministic: bool = False
+    moe: bool = True
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""Backend selection: the tables of backends and the choice of one row. Importing this imports no backend.
+"""Kernel rows and the choice of one. Importing this imports no backend.
 
 A row is a name, a dotted path, a preference and a check that returns the refusal reason. An explicitly requested
 backend that is refused is an error with that reason; only ``auto`` falls back.
@@ -6,8 +6,8 @@ backend that is refused is an error with that reason; only ``auto`` falls back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -19,9 +19,14 @@ from moe_engine.kernels.device import Device, Need
 class Row:
     """One backend of a family. `why_not` returns the reason for a refusal, or None; it must not import the backend.
 
-    `takes` names the fields of `Need` that its constructor takes, by keyword. `workspace`: scratch bytes of an
-    attention backend on an accelerator; None: negligible. `why_not_recorded`: the reason why its launches
-    cannot be captured (`Replayable`), or None.
+    Args:
+        takes: fields of `Need` that its constructor takes, by keyword.
+        workspace: scratch bytes of an attention backend on an accelerator; None: negligible.
+        why_not_recorded: the reason why its launches cannot be captured (`Replayable`), or None.
+        prefers: preference by device, heads and dtypes; None: always `preference`.
+        pages: page sizes of the KV cache that its fastest kernels need; () for any.
+        lacks_expanded: it has no kernels for the expanded form of MLA: its constructor takes `expanded`, the most
+            preferred other row.
     """
 
     name: str
@@ -31,46 +36,89 @@ class Row:
     takes: tuple[str, ...] = ()
     workspace: Workspace | None = None
     why_not_recorded: Callable[[Device, Need], str | None] | None = None
+    prefers: Callable[[Device, Need], int] | None = None
+    pages: tuple[int, ...] = ()
+    lacks_expanded: bool = False
+
+    def score(self, device: Device, need: Need) -> int:
+        """Preference on this device for this model; the highest runs."""
+        return self.preference if self.prefers is None else self.prefers(device, need)
+
+    def refuses_capture(self, device: Device, need: Need) -> str | None:
+        """Why its launches cannot be captured as CUDA graphs, or None."""
+        return None if self.why_not_recorded is None else self.why_not_recorded(device, need)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The selected row, the reason, the refusal reasons of the others, and constructor arguments from the launch."""
+    """The selected row, the reason, the refusal reasons of the others, and constructor arguments from the launch.
+
+    A constructor argument that is a `Choice` is built first.
+    """
 
     family: str
     row: Row
     reason: str
-    refused: dict[str, str] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self) -> Any:
         """Imports the row's module and constructs the backend."""
         module, _, name = self.row.target.partition(":")
-        return getattr(import_module(module), name)(**self.options)
+        options = {name: arg.build() if isinstance(arg, Choice) else arg for name, arg in self.options.items()}
+        return getattr(import_module(module), name)(**options)
 
 
-def select(family: str, rows: list[Row], asked: str, device: Device, need: Need) -> Choice:
+def select(
+    family: str,
+    rows: list[Row],
+    asked: str,
+    device: Device,
+    need: Need,
+    *,
+    captured: bool = False,
+    failed: Mapping[str, str] | None = None,
+) -> Choice:
     """Selects a row: the requested one, or with ``auto`` the most preferred that can run here.
+
+    Args:
+        captured: decodes are captured as CUDA graphs if the rows allow it, which saves more than the fastest kernel:
+            ``auto`` prefers rows that can be captured.
+        failed: rows that could not be built, with the reasons.
 
     Raises:
         ValueError: with the reason, if the requested row is unknown or cannot run here.
     """
-
-    def choice(row: Row, reason: str, refused: dict[str, str]) -> Choice:
-        return Choice(family, row, reason, refused, {name: getattr(need, name) for name in row.takes})
-
-    refusals = {row.name: row.why_not(device, need) for row in rows}
-    by_name = {row.name: row for row in rows}
+    failed = failed or {}
+    refusals = {row.name: failed.get(row.name) or row.why_not(device, need) for row in rows}
+    able = [row for row in rows if refusals[row.name] is None]
     if asked != "auto":
-        if asked not in by_name:
-            raise ValueError(f"unknown {family} backend {asked!r}; known: {', '.join(by_name)}")
+        if asked not in refusals:
+            raise ValueError(f"unknown {family} backend {asked!r}; known: {', '.join(refusals)}")
         if refusals[asked]:
             raise ValueError(f"{family} backend {asked!r} cannot run here: {refusals[asked]}")
+        best, reason = next(row for row in able if row.name == asked), "asked for"
         others = {n: why or "not asked for" for n, why in refusals.items() if n != asked}
-        return choice(by_name[asked], "asked for", others)
-    able = sorted((row for row in rows if refusals[row.name] is None), key=lambda row: -row.preference)
-    if not able:
-        raise ValueError(f"no {family} backend can run here: " + "; ".join(f"{n}: {w}" for n, w in refusals.items()))
-    best = able[0]
-    others = {n: why or f"less preferred than {best.name}" for n, why in refusals.items() if n != best.name}
-    return choice(best, f"most preferred of {len(able)} that can run on {device.kind}", others)
+    else:
+        if not able:
+            listed = "; ".join(f"{name}: {why}" for name, why in refusals.items())
+            raise ValueError(f"no {family} backend can run here: {listed}")
+        uncaptured = {row.name: row.refuses_capture(device, need) for row in able} if captured else {}
+        best = max(able, key=lambda row: (uncaptured.get(row.name) is None, row.score(device, need)))
+        reason = f"most preferred of {len(able)} that can run on {device.kind}"
+        if any(row.score(device, need) > best.score(device, need) for row in able):
+            reason += " and be captured as CUDA graphs"
+        others = {
+            name: why or uncaptured.get(name) or f"less preferred than {best.name}"
+            for name, why in refusals.items()
+            if name != best.name
+        }
+    options: dict[str, Any] = {name: getattr(need, name) for name in best.takes}
+    if best.lacks_expanded:
+        options["expanded"] = _expanded(family, [row for row in rows if row is not best], device, need)
+    return Choice(family, best, reason, others, options)
+
+
+def _expanded(family: str, rows: list[Row], device: Device, need: Need) -> Choice:
+    """The row of the expanded form, which reads keys in the activation dtype whatever the cache holds."""
+    return select(family, rows, "auto", device, replace(need, kv_dtype="auto"))

@@ -87,6 +87,11 @@ def _unrecorded_triton(device: Device, need: Need) -> str | None:
     )
 
 
+def _fa3_mla_preference(device: Device, need: Need) -> int:
+    """First on Hopper: the fastest decode for 16 and for 128 heads at all batch sizes (measured in vLLM's PR 27363)."""
+    return 46 if device.capability is not None and device.capability[0] == 9 else 35
+
+
 # This project's GPU kernels: preferred over torch, below vendor-tuned libraries.
 OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache, _FIXED))
 LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton, _FIXED))
@@ -123,13 +128,16 @@ EXPERTS.append(Row("deep_gemm", "moe_engine.kernels.experts.deep_gemm:DeepGemmEx
 MLA += [
     Row(
         "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, workspace=workspaces.flashmla,
-        why_not_recorded=vendors.flash_mla_unrecorded,
+        why_not_recorded=vendors.flash_mla_unrecorded, pages=(64,), lacks_expanded=True,
     ),
     Row(
         "flashinfer", f"{_ATTENTION}.vendors.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla,
         workspace=workspaces.flashinfer,
     ),
-    Row("fa3", f"{_ATTENTION}.vendors.fa3:FA3MLA", 35, vendors.fa3_mla, workspace=workspaces.fa3),
+    Row(
+        "fa3", f"{_ATTENTION}.vendors.fa3:FA3MLA", 35, vendors.fa3_mla, workspace=workspaces.fa3,
+        prefers=_fa3_mla_preference,
+    ),
 ]  # fmt: skip
 GQA += [
     Row(

@@ -21,4 +21,6 @@ def need_of_model(
     model: ModelConfig, dtype: str, kv_dtype: str = "auto", page_size: int = 1, deterministic: bool = False
 ) -> Need:
     """Requirements of a model (its local part, on many ranks) and a launch."""
-    return Need(dtype, kv_dtype, model.attention.kind, page_size, head_widths(model), deterministic)
+    return Need(
+        dtype, kv_dtype, model.attention.kind, page_size, head_widths(model), deterministic, moe=model.moe is not None
+    )

@@ -69,8 +69,8 @@ def _engine(flags: dict[str, Any], machine: Machine) -> None:
     from moe_engine.cli.compile_kernels.exercise import exercise
     from moe_engine.cli.compile_kernels.other_rows import build_triton
     from moe_engine.config.args import EngineArgs
-    from moe_engine.planning.prepare import choose_backends, prepare
+    from moe_engine.planning.prepare import prepare
 
     config = prepare(EngineArgs.from_kwargs(device="cuda", **flags), machine)
-    for _ in exercise(config, build_triton(choose_backends(config, machine.kernel_device))):
+    for _ in exercise(config, build_triton(config.kernels.model.choices)):
         pass

@@ -170,17 +170,11 @@ def _machine(values: dict[str, Any]) -> Machine | None:
 
 
 def _explain(args: EngineArgs, as_json: bool, machine: Machine | None = None) -> int:
-    from moe_engine.kernels.device import probe
     from moe_engine.planning import explain
-    from moe_engine.planning.prepare import choose_backends, place_in_cluster, prepare
+    from moe_engine.planning.prepare import place_in_cluster, prepare
 
     config = prepare(args, machine, place=place_in_cluster())
-    device = config.machine.kernel_device if machine is not None else probe(config.device)
-    choices = choose_backends(config, device)
-    if as_json:
-        print(json.dumps(explain.explain_json(config, choices), indent=2))
-    else:
-        print(explain.explain_text(config, choices))
+    print(json.dumps(explain.explain_json(config), indent=2) if as_json else explain.explain_text(config))
     return 0
 
 

@@ -1,66 +1,21 @@
-"""Workspace of the attention backend: which backend will run on an accelerator, and its own figure of its memory."""
+"""Workspace of the attention backend, by its own figure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_engine.errors import ConfigError
-from moe_engine.kernels import tables
 from moe_engine.kernels.attention.kv_format import E4M3
 from moe_engine.kernels.attention.workspaces import AttentionLoad
-from moe_engine.kernels.device import Need
-from moe_engine.kernels.registry import Row, select
+from moe_engine.kernels.registry import Row
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.needs import head_widths
 from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW, MAX_EXPANDED_TOKENS
 from moe_engine.planning.ledger import LedgerRow
-from moe_engine.planning.machine import Machine
 from moe_engine.types import GraphSettings
 
 
-def attention_row(machine: Machine, need: Need, asked: str) -> Row | None:
-    """The row of `kernels.tables` that will run; None on a CPU, where no backend takes much memory. Checks which
-    libraries are installed.
-
-    Args:
-        asked: --attention-backend.
-
-    Raises:
-        ConfigError: that backend cannot run on the machine.
-    """
-    if machine.device == "cpu":
-        return None
-    rows = tables.MLA if need.attention == "mla" else tables.GQA
-    try:
-        return select("attention", rows, asked, machine.kernel_device, need).row
-    except ValueError as error:
-        raise ConfigError(f"--attention-backend {asked}: {error}") from None
-
-
-def experts_row(machine: Machine, need: Need, asked: str) -> Row:
-    """The row of experts that will run.
-
-    Args:
-        asked: --moe-runner-backend.
-
-    Raises:
-        ConfigError: that backend cannot run on the machine.
-    """
-    try:
-        return select("experts", tables.EXPERTS, asked, machine.kernel_device, need).row
-    except ValueError as error:
-        raise ConfigError(f"--moe-runner-backend {asked}: {error}") from None
-
-
-def why_not_captured(machine: Machine, row: Row | None, need: Need) -> str | None:
-    """Why steps with that row cannot be captured as CUDA graphs, or None."""
-    if row is None or row.why_not_recorded is None:
-        return None
-    return row.why_not_recorded(machine.kernel_device, need)
-
-
 def workspace_rows(
-    row: Row | None,
+    row: Row,
     model: ModelConfig,
     graphs: GraphSettings,
     running: int,
@@ -77,7 +32,7 @@ def workspace_rows(
         running, tokens_each: requests of the largest decode step, and query tokens of each.
         row_width: columns of the slot table.
     """
-    if row is None or row.workspace is None:
+    if row.workspace is None:
         return []
     load = AttentionLoad(
         requests=running,
@@ -98,7 +53,7 @@ def workspace_rows(
 
 
 def draft_workspace_rows(
-    row: Row | None, draft: ModelConfig, running: int, depth: int, row_width: int, page_size: int
+    row: Row, draft: ModelConfig, running: int, depth: int, row_width: int, page_size: int
 ) -> list[LedgerRow]:
     """The same for a draft model, which has its own backend instance. Its steps are not captured.
 
@@ -106,7 +61,7 @@ def draft_workspace_rows(
         depth: query tokens of a request in its largest draft step (of a tree, or of a chain).
         row_width: columns of the slot table.
     """
-    if row is None or row.workspace is None:
+    if row.workspace is None:
         return []
     most = max(depth, DRAFT_FEW)  # of a draft extend over the tokens of several steps
     pages = -(-row_width // page_size)

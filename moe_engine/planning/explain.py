@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 from moe_engine.config.args import PARTS
 from moe_engine.config.field import fields_of
 from moe_engine.config.flags import GROUPS
-from moe_engine.kernels.registry import Choice
 from moe_engine.planning.ledger import gb
 from moe_engine.planning.resolve import ResolvedConfig
 
@@ -38,7 +36,7 @@ def values_of(config: ResolvedConfig) -> dict[str, list[Value]]:
     return found
 
 
-def explain_text(config: ResolvedConfig, choices: Iterable[Choice] = ()) -> str:
+def explain_text(config: ResolvedConfig) -> str:
     """The explanation as aligned text."""
     lines = [f"{config.served_model_name} ({config.model.architecture}) on {config.machine.device_name}", ""]
     groups = values_of(config)
@@ -52,7 +50,7 @@ def explain_text(config: ResolvedConfig, choices: Iterable[Choice] = ()) -> str:
     lines += ["", "memory:", *(f"  {line}" for line in config.ledger.lines())]
     lines += ["", "requests:", *(f"  {name}: {value}" for name, value in facts_of(config).items())]
     lines += ["", "kernels:"]
-    for family, backend, reason, refused in _choices(config, choices):
+    for family, backend, reason, refused in _choices(config):
         lines.append(f"  {family:<10}  {backend:<10}  {reason}")
         lines += [f"  {'':<10}  not {name}: {why}" for name, why in refused.items()]
     if config.notes:
@@ -78,21 +76,23 @@ def facts_of(config: ResolvedConfig) -> dict[str, int]:
     }
 
 
-def _choices(config: ResolvedConfig, choices: Iterable[Choice]) -> list[tuple[str, str, str, dict[str, str]]]:
+def _choices(config: ResolvedConfig) -> list[tuple[str, str, str, dict[str, str]]]:
     """(family, backend, reason, reasons against the others) of the kernels, and of the dispatcher if there is one."""
-    found = [(choice.family, choice.row.name, choice.reason, choice.refused) for choice in choices]
+    found = [
+        (choice.family, choice.row.name, choice.reason, dict(choice.refused)) for choice in config.kernels.model.choices
+    ]
     dispatch = config.parallel.dispatch
     if dispatch is not None:
         found.append(("dispatch", dispatch.row.name, dispatch.reason, dispatch.refused))
     return found
 
 
-def explain_json(config: ResolvedConfig, choices: Iterable[Choice] = ()) -> dict[str, Any]:
+def explain_json(config: ResolvedConfig) -> dict[str, Any]:
     """The explanation as JSON. Sizes are bytes."""
     ledger = config.ledger
     return {
         "model": {"path": config.model_path, "architecture": config.model.architecture},
-        "machine": dataclasses.asdict(config.machine),
+        "machine": {name: value for name, value in vars(config.machine).items() if name != "cpu_flags"},
         "values": {
             value.name: {"value": value.value, "origin": value.origin, "reason": value.reason}
             for values in values_of(config).values()
@@ -107,7 +107,7 @@ def explain_json(config: ResolvedConfig, choices: Iterable[Choice] = ()) -> dict
         "requests": facts_of(config),
         "kernels": [
             {"family": family, "backend": backend, "reason": reason, "refused": refused}
-            for family, backend, reason, refused in _choices(config, choices)
+            for family, backend, reason, refused in _choices(config)
         ],
         "notes": list(config.notes),
     }

@@ -22,7 +22,7 @@ class Machine:
 
     `available_bytes` is free memory. On a CPU both respect a container's limit. `unlinked`: GPUs that cannot access
     each other's memory; None if all can. `capability` of a GPU is (major, minor), `num_devices` the number of GPUs
-    that torch sees; None if unknown.
+    that torch sees; None if unknown. `cpu_flags` and `compiler`: as in `kernels.device.Device`.
     """
 
     device: str
@@ -35,11 +35,13 @@ class Machine:
     unlinked: str | None = None
     capability: tuple[int, int] | None = None
     num_devices: int | None = None
+    cpu_flags: frozenset[str] = frozenset()
+    compiler: str | None = None
 
     @property
     def kernel_device(self) -> Device:
         """The device for kernel rows."""
-        return Device(self.device, self.device_name, self.capability)
+        return Device(self.device, self.device_name, self.capability, self.cpu_flags, self.compiler)
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,11 @@ def probe_machine(device: str | None = None) -> Machine:
     if device == "cuda":
         return _probe_cuda(cores, reason)
     memory = host_memory()
-    name = cpu_device().name
-    return Machine("cpu", name, memory.total_bytes, memory.available_bytes, cores, memory.source, reason)
+    cpu = cpu_device()
+    return Machine(
+        "cpu", cpu.name, memory.total_bytes, memory.available_bytes, cores, memory.source, reason,
+        cpu_flags=cpu.cpu_flags, compiler=cpu.compiler,
+    )  # fmt: skip
 
 
 def _choose_device() -> tuple[str, str]:

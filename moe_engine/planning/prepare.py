@@ -9,21 +9,16 @@ import dataclasses
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.model import OTHER_FORMATS
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.kernels.backends import choose
-from moe_engine.kernels.device import Device, Need, cpu_device
-from moe_engine.kernels.registry import Choice
 from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.needs import need_of_model
-from moe_engine.models.widths import local_heads
 from moe_engine.parallel.recording.config import recorder_directory
 from moe_engine.planning.checkpoint import locate, sums
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
@@ -35,15 +30,6 @@ from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_ot
 
 SEED_BITS = 30
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
-FLAGS = {
-    "attention": "--attention-backend",
-    "experts": "--moe-runner-backend",
-    "linear": "--linear-backend",
-    "ops": "--ops-backend",
-    "sampling": "--sampling-backend",
-}
-"""Backend flag of each kernel family."""
-
 SUMMING = ("linear", "experts", "attention")
 """Families whose results depend on the order of summation."""
 
@@ -89,13 +75,9 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
             draft_folder = Path(draft.path)
             _check_weights(draft_folder, read_checkpoint(draft_folder), draft.config)
     on_cpu = resolved.device == "cpu"
-    if on_cpu and resolved.compiled.max_tokens and cpu_device().compiler is None:
+    if on_cpu and resolved.compiled.max_tokens and found.compiler is None:
         raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
-    device = cpu_device() if on_cpu else resolved.machine.kernel_device
-    choices = choose_backends(resolved, device)
-    if resolved.draft_model is not None:
-        choose_backends(resolved, device, resolved.draft_model)
-    more = _determinism_remarks(resolved, choices) if on_cpu else _gpu_determinism_remarks(resolved)
+    more = _determinism_remarks(resolved) if on_cpu else _gpu_determinism_remarks(resolved)
     return dataclasses.replace(resolved, notes=(*resolved.notes, *unread_variables(os.environ), *more))
 
 
@@ -119,11 +101,11 @@ def _with_secret(config: ResolvedConfig) -> ResolvedConfig:
     )
 
 
-def _determinism_remarks(config: ResolvedConfig, choices: Iterable[Choice]) -> Iterator[str]:
+def _determinism_remarks(config: ResolvedConfig) -> Iterator[str]:
     """Limits of --enable-deterministic-inference with these kernels."""
     if not config.args.backends.enable_deterministic_inference:
         return
-    loose = [choice.family for choice in choices if choice.family in SUMMING and choice.row.name == "torch"]
+    loose = [family for family in SUMMING if config.kernels.model.row(family).name == "torch"]
     if loose:
         yield (
             f"--enable-deterministic-inference with torch kernels for {', '.join(loose)}: the same steps give the same "
@@ -167,25 +149,3 @@ def _check_weights(
             "use --load-format dummy for random weights"
         )
     check_headers(folder, files, model, include_mtp)
-
-
-def need_of(config: ResolvedConfig, model: ModelConfig | None = None) -> Need:
-    """Requirements of the model (the launch's, or its draft model) and of the launch on a kernel backend."""
-    if model is None:
-        model = local_heads(config.model, config.parallel.topology.attn_tp_size)
-    deterministic = config.args.backends.enable_deterministic_inference
-    return need_of_model(model, config.dtype, config.kv_cache_dtype, config.page_size, deterministic)
-
-
-def choose_backends(config: ResolvedConfig, device: Device, model: ModelConfig | None = None) -> tuple[Choice, ...]:
-    """The row of each kernel family, with reasons and rejected rows; imports no backend and no torch.
-
-    Raises:
-        ConfigError: a named backend cannot run here; names the flag and the reason.
-    """
-    need, asked = need_of(config, model), config.asked_backends
-    try:
-        return choose(device, need, asked)
-    except ValueError as error:
-        flags = ", ".join(f"{FLAGS[family]} {name}" for family, name in asked.items() if name != "auto")
-        raise ConfigError(f"{flags or 'kernels'}: {error}") from None

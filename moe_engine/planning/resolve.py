@@ -14,23 +14,20 @@ from moe_engine.config.server import ServerArgs
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
-from moe_engine.kernels.device import Need
-from moe_engine.kernels.registry import Row
 from moe_engine.models.config import ModelConfig, activation_dtype
-from moe_engine.models.needs import need_of_model
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning import validate as contradictions
-from moe_engine.planning.attention_memory import attention_row
 from moe_engine.planning.checkpoint import CheckpointFacts
 from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.ledger import MemoryLedger
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.remarks import flags_without_effect
 from moe_engine.planning.resolution_log import Decision, Record
-from moe_engine.planning.resolve_compile import resolve_compile
+from moe_engine.planning.resolve_compile import compile_settings, compiled_rows
 from moe_engine.planning.resolve_experts import resolve_experts
-from moe_engine.planning.resolve_graphs import note_graphs, resolve_graphs
+from moe_engine.planning.resolve_graphs import note_graphs, resolve_graphs, why_not_captured
+from moe_engine.planning.resolve_kernels import LaunchKernels, asked_backends, resolve_kernels
 from moe_engine.planning.resolve_limits import resolve_limits
 from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
@@ -70,7 +67,7 @@ class ResolvedConfig:
     dtype: str
     kv_cache_dtype: str
     context_len: int
-    page_size: int
+    kernels: LaunchKernels
     chunked_prefill_size: int
     max_prefill_tokens: int
     max_running_requests: int
@@ -93,6 +90,10 @@ class ResolvedConfig:
     """Steps that are captured as CUDA graphs."""
     compiled: CompileSettings = field(default_factory=CompileSettings)
     """Steps that torch.compile compiles."""
+
+    @property
+    def page_size(self) -> int:
+        return self.kernels.page_size
 
     @property
     def max_total_num_tokens(self) -> int:
@@ -131,19 +132,6 @@ class ResolvedConfig:
             values[name] = contradictions.HIDDEN if values[name] else None
         return values
 
-    @property
-    def asked_backends(self) -> dict[str, str]:
-        """Requested backend of each kernel family, for `kernels.backends.choose`."""
-        asked = self.args.backends
-        inside = "torch" if self.compiled.max_tokens else "auto"  # families inside torch.compile
-        return {
-            "attention": asked.attention_backend,
-            "experts": asked.moe_runner_backend,
-            "linear": inside if asked.linear_backend == "auto" else asked.linear_backend,
-            "ops": inside if asked.ops_backend == "auto" else asked.ops_backend,
-            "sampling": asked.sampling_backend,
-        }
-
 
 def resolve(
     args: EngineArgs,
@@ -168,8 +156,7 @@ def resolve(
         dump_directory: folder of expert distribution dumps.
 
     Raises:
-        ConfigError: a value out of range, flags that contradict each other (both are named), or a launch that does not
-            fit into memory (with the sum and the nearest flags that fit).
+        ConfigError: a value out of range, contradicting flags (both named), or too little memory (with flags that fit).
     """
     contradictions.check(args)
     record = Record()
@@ -181,18 +168,19 @@ def resolve(
     kv_dtype = _kv_dtype(args, dtype, record)
     _check_quantization(args, model, record)
     context_len = _context_len(args, model, record)
-    page_size = args.memory.page_size or record.note("page_size", 1, "every backend here supports pages of one token")
-    speculation, draft = _drafts(args, model, draft, context_len, parallel, record)
+    speculation, drafts = _drafts(args, model, draft, context_len, parallel, record)
     own_part = _own_part(machine, parallel)
+    asked = asked_backends(args) | compiled_rows(args, model, parallel, device, record)
+    kernels = resolve_kernels(
+        args, asked, own_part, local_heads(model, parallel.topology.attn_tp_size), drafts, dtype, kv_dtype,
+        why_not_captured(args, own_part, parallel, experts), record,
+    )  # fmt: skip
     limits = resolve_limits(
-        args, model, own_part, parallel, speculation, context_len, page_size, DTYPE_BYTES[dtype], record
+        args, model, own_part, parallel, speculation, context_len, kernels.page_size, DTYPE_BYTES[dtype], record
     )
-    need = _need(args, local_heads(model, parallel.topology.attn_tp_size), dtype, kv_dtype, page_size)
-    graphs = resolve_graphs(args, model, own_part, parallel, experts, speculation, limits, need, record)
-    compiled = resolve_compile(args, model, parallel, device, speculation, limits.running, record)
+    graphs = resolve_graphs(args, own_part, parallel, speculation, limits, kernels.uncaptured, record)
     sizing = _size(
-        args, model, own_part, dtype, kv_dtype, page_size, limits, checkpoint, speculation, draft, parallel,
-        experts, graphs,
+        args, model, own_part, kernels, limits, checkpoint, speculation, drafts, parallel, experts, graphs
     )  # fmt: skip
     graphs = _note_sizes(args, sizing, graphs, own_part, limits, record)
     return ResolvedConfig(
@@ -207,7 +195,7 @@ def resolve(
         dtype=dtype,
         kv_cache_dtype=kv_dtype,
         context_len=context_len,
-        page_size=page_size,
+        kernels=kernels,
         chunked_prefill_size=limits.chunk,
         max_prefill_tokens=args.memory.max_prefill_tokens,
         max_running_requests=sizing.max_running_requests,
@@ -220,10 +208,10 @@ def resolve(
         decisions=tuple(record.decisions),
         notes=(*_idle_flags(args, device, parallel), *record.remarks, *_size_remarks(context_len, sizing)),
         speculation=speculation,
-        draft_model=draft.config if draft is not None else None,
+        draft_model=drafts,
         experts=experts,
         graphs=graphs,
-        compiled=compiled,
+        compiled=compile_settings(args, speculation, limits.running),
     )
 
 
@@ -239,11 +227,13 @@ def _drafts(
     context_len: int,
     parallel: ParallelPlan,
     record: Record,
-) -> tuple[SpeculationConfig | None, DraftModel | None]:
+) -> tuple[SpeculationConfig | None, ModelConfig | None]:
     """The drafter, and its draft model if it has one."""
     speculation = resolve_speculation(args, model, draft, context_len, record)
     _check_shared_drafts(args, speculation, model, parallel)
-    return speculation, draft if speculation is not None and speculation.draft_model_path is not None else None
+    if draft is None or speculation is None or speculation.draft_model_path is None:
+        return speculation, None
+    return speculation, draft.config
 
 
 def _check_shared_drafts(
@@ -377,52 +367,38 @@ def _context_len(args: EngineArgs, model: ModelConfig, record: Record) -> int:
     return asked
 
 
-def _need(args: EngineArgs, local: ModelConfig, dtype: str, kv_dtype: str, page_size: int) -> Need:
-    """Requirements of a model, with the heads of one rank, on the kernels."""
-    return need_of_model(local, dtype, kv_dtype, page_size, args.backends.enable_deterministic_inference)
-
-
 def _size(
     args: EngineArgs,
     model: ModelConfig,
     machine: Machine,
-    dtype: str,
-    kv_dtype: str,
-    page_size: int,
+    kernels: LaunchKernels,
     limits: StepLimits,
     checkpoint: CheckpointFacts | None,
     speculation: SpeculationConfig | None,
-    draft: DraftModel | None,
+    draft: ModelConfig | None,
     parallel: ParallelPlan,
     experts: ExpertSettings,
     graphs: GraphSettings,
 ) -> Sizing:
-    memory = args.memory
-
-    def attention_of(config: ModelConfig) -> Row | None:
-        need = _need(args, config, dtype, kv_dtype, page_size)
-        return attention_row(machine, need, args.backends.attention_backend)
-
+    memory, need = args.memory, kernels.model.need
     return size_memory(
         SizingInput(
             model=model,
             machine=machine,
-            dtype=dtype,
-            dtype_bytes=DTYPE_BYTES[dtype],
-            kv_dtype=kv_dtype,
-            page_size=page_size,
+            dtype=need.dtype,
+            dtype_bytes=DTYPE_BYTES[need.dtype],
+            kv_dtype=need.kv_dtype,
+            kernels=kernels,
             limits=limits,
             mem_fraction=memory.mem_fraction_static,
             max_total_tokens=memory.max_total_tokens,
             running_is_auto=memory.max_running_requests is None,
             checkpoint=checkpoint,
             uses_mtp=speculation is not None and speculation.method == "nextn",
-            draft=draft.config if draft is not None else None,
+            draft=draft,
             parallel=parallel,
             experts=experts,
             graphs=graphs,
-            attention=attention_of(local_heads(model, parallel.topology.attn_tp_size)),
-            draft_attention=None if draft is None else attention_of(draft.config),
         )
     )
 

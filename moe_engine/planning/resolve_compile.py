@@ -11,30 +11,21 @@ from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.types import CompileSettings, SpeculationConfig
 
 FLAG = "--enable-torch-compile"
-INSIDE = ("ops_backend", "linear_backend")
-"""Backend flags of the families whose operators are compiled together."""
+INSIDE = {"ops": "ops_backend", "linear": "linear_backend"}
+"""Kernel families whose operators are compiled together, with their flags."""
 
 
-def resolve_compile(
-    args: EngineArgs,
-    model: ModelConfig,
-    parallel: ParallelPlan,
-    device: str,
-    speculation: SpeculationConfig | None,
-    running: int,
-    record: Record,
-) -> CompileSettings:
-    """Pure.
-
-    Args:
-        running: max requests of a decode step.
+def compiled_rows(
+    args: EngineArgs, model: ModelConfig, parallel: ParallelPlan, device: str, record: Record
+) -> dict[str, str]:
+    """Kernel rows that --enable-torch-compile needs, by family; {} without the flag. Pure.
 
     Raises:
         ConfigError: torch cannot compile the steps of this launch.
     """
     asked = args.backends
     if not asked.enable_torch_compile:
-        return CompileSettings()
+        return {}
     if asked.enable_deterministic_inference:
         raise ConfigError(
             f"{FLAG} with --enable-deterministic-inference: the order of summation of compiled steps depends on their "
@@ -44,7 +35,7 @@ def resolve_compile(
         raise ConfigError(f"{FLAG} with --tp-size {parallel.topology.tp_size}: only layers of one rank are compiled")
     if model.quant is not None and device != "cpu":
         raise ConfigError(f"{FLAG} with {model.quant.method} weights: torch cannot trace their GEMM kernels; drop it")
-    for name in INSIDE:
+    for name in INSIDE.values():
         value = getattr(asked, name)
         if value not in ("auto", "torch"):
             raise ConfigError(
@@ -52,5 +43,17 @@ def resolve_compile(
             )
         if value == "auto":
             record.note(name, "torch", f"{FLAG} compiles torch's own operators")
+    return dict.fromkeys(INSIDE, "torch")
+
+
+def compile_settings(args: EngineArgs, speculation: SpeculationConfig | None, running: int) -> CompileSettings:
+    """Sizes of compiled decode steps.
+
+    Args:
+        running: max requests of a decode step.
+    """
+    asked = args.backends
+    if not asked.enable_torch_compile:
+        return CompileSettings()
     tokens = 1 if speculation is None else speculation.num_draft_tokens
     return CompileSettings(min(asked.torch_compile_max_bs, running) * tokens, asked.torch_compile_cache_dir or "")

@@ -5,11 +5,9 @@ from __future__ import annotations
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.device import Need
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.planning.attention_memory import attention_row, experts_row, why_not_captured
 from moe_engine.planning.ledger import GB, GRAPHS_ROW, LedgerRow
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
@@ -23,6 +21,7 @@ LARGEST = 512
 GRAPH_BYTES = 8 << 20
 """Allowance for the driver's memory of one graph."""
 
+ASKED = "asked for"
 NO_LAUNCHES = "a CPU has no kernel launches to save"
 CAPTURED_EXACTLY = 32
 """Without padding every size up to this one is captured."""
@@ -30,19 +29,17 @@ CAPTURED_EXACTLY = 32
 
 def resolve_graphs(
     args: EngineArgs,
-    model: ModelConfig,
     machine: Machine,
     parallel: ParallelPlan,
-    experts: ExpertSettings,
     speculation: SpeculationConfig | None,
     limits: StepLimits,
-    need: Need,
+    why: str | None,
     record: Record,
 ) -> GraphSettings:
     """Pure. `note_graphs` logs the result, when the number of running requests is known.
 
     Args:
-        need: requirements of the model on its kernels.
+        why: the reason against capturing: `why_not_captured`, or a kernel row's.
 
     Raises:
         ConfigError: flags that contradict each other.
@@ -55,13 +52,11 @@ def resolve_graphs(
                 f"--cuda-graph-bs-decode up to {largest} with --cuda-graph-max-bs-decode "
                 f"{flags.cuda_graph_max_bs_decode}: drop one"
             )
-    asked = flags.disable_cuda_graph or flags.cuda_graph_backend_decode == "disabled"
-    why = "asked for" if asked else _why_not(args, model, machine, parallel, experts, need)
     if why is not None:
         wanted = sorted(args.given & set(vars(flags)))
         if machine.device == "cpu" and wanted:
             record.remark(f"{', '.join(map(option_of, wanted))}: no effect ({NO_LAUNCHES})")
-        elif machine.device != "cpu" and not asked:
+        elif machine.device != "cpu" and why != ASKED:
             record.remark(f"no CUDA graphs: {why}")
         record.note("cuda_graph_backend_decode", "disabled", why)
         return GraphSettings()
@@ -117,9 +112,10 @@ def _most(limits: StepLimits, counts: tuple[int, ...], running: int) -> tuple[in
     return running, f"as at most {running} requests run"
 
 
-def _why_not(
-    args: EngineArgs, model: ModelConfig, machine: Machine, parallel: ParallelPlan, experts: ExpertSettings, need: Need
-) -> str | None:
+def why_not_captured(args: EngineArgs, machine: Machine, parallel: ParallelPlan, experts: ExpertSettings) -> str | None:
+    """Why decodes are not captured whatever their kernels are, or None."""
+    if args.graphs.disable_cuda_graph or args.graphs.cuda_graph_backend_decode == "disabled":
+        return ASKED
     if machine.device != "cuda":
         return NO_LAUNCHES
     if parallel.dispatch is not None and parallel.dispatch.modes["decode"] != "low_latency":
@@ -130,10 +126,7 @@ def _why_not(
         return "--enable-eplb records the experts of every step and moves experts between steps"
     if experts.recorder_mode is not None and parallel.topology.tp_size > 1:
         return "recorded experts of several ranks: all ranks must leave the graphs in the same step"
-    rows = [attention_row(machine, need, args.backends.attention_backend)]
-    if model.moe is not None:
-        rows.append(experts_row(machine, need, args.backends.moe_runner_backend))
-    return next((why for row in rows if (why := why_not_captured(machine, row, need)) is not None), None)
+    return None
 
 
 def _counts(speculation: SpeculationConfig | None) -> tuple[int, ...]:

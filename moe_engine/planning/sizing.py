@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.registry import Row
 from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRATCH_BYTES
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
@@ -30,6 +29,7 @@ from moe_engine.planning.ledger import (
 )
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve_graphs import graph_row
+from moe_engine.planning.resolve_kernels import LaunchKernels
 from moe_engine.planning.resolve_limits import SMALL_DISPATCH
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
@@ -69,7 +69,7 @@ class SizingInput:
     dtype: str
     dtype_bytes: int
     kv_dtype: str
-    page_size: int
+    kernels: LaunchKernels
     limits: StepLimits
     mem_fraction: float | None
     max_total_tokens: int | None
@@ -80,10 +80,10 @@ class SizingInput:
     parallel: ParallelPlan = SINGLE_PROCESS
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     graphs: GraphSettings = field(default_factory=GraphSettings)
-    attention: Row | None = None
-    """The attention backend on an accelerator."""
-    draft_attention: Row | None = None
-    """The attention backend of the draft model."""
+
+    @property
+    def page_size(self) -> int:
+        return self.kernels.page_size
 
     @property
     def bytes_per_token(self) -> int:
@@ -206,8 +206,11 @@ def _attention_rows(given: SizingInput) -> list[LedgerRow]:
     """Workspace of the attention backend, if it is significant."""
     limits, graphs = given.limits, given.graphs.up_to(given.limits.running)
     sizes = limits.running, limits.tokens_each, limits.row_width, given.page_size
-    rows = workspace_rows(given.attention, given.local_model, graphs, *sizes, given.kv_dtype)
-    return rows if given.draft is None else rows + draft_workspace_rows(given.draft_attention, given.draft, *sizes)
+    kernels = given.kernels
+    rows = workspace_rows(kernels.model.row("attention"), given.local_model, graphs, *sizes, given.kv_dtype)
+    if given.draft is not None and kernels.draft is not None:
+        rows += draft_workspace_rows(kernels.draft.row("attention"), given.draft, *sizes)
+    return rows
 
 
 def _expert_rows(given: SizingInput) -> list[LedgerRow]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,15 +20,13 @@ import psutil
 import torch
 
 from moe_engine.kernels.attention.protocol import SharesContext
-from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.device import probe
+from moe_engine.kernels.backends import Backends, KernelPlan
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.needs import need_of_model
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.expert_settings import ExpertSettings
@@ -59,9 +57,9 @@ class WorkerOptions:
 
     Args:
         dtype: name of the activation dtype; `kv_dtype`: of the KV cache (`kv_format`), ``auto`` for the same.
-        num_slots: tokens of the KV pool, a multiple of `page_size`.
+        num_slots: tokens of the KV pool, in whole pages.
         max_rows: max running requests.
-        backends: row by family (attention, experts, linear, ops); missing ones are ``auto``.
+        kernels: rows of the kernel families; `draft_kernels`: those of the draft model.
         dummy_seed: seed of the random weights of load_format ``dummy``.
         num_threads: threads of torch's operators; None: one per physical core this process may use.
         deterministic: a token is computed the same way alone and in a chunk (see `MLAFormPolicy`).
@@ -76,14 +74,13 @@ class WorkerOptions:
 
     model_path: str
     model_config: ModelConfig
+    kernels: KernelPlan
     dtype: str
     num_slots: int
     context_len: int
     max_rows: int
-    page_size: int = 1
     device: str = "cpu"
     kv_dtype: str = "auto"
-    backends: Mapping[str, str] = field(default_factory=dict)
     load_format: str = "auto"
     dummy_seed: int = 0
     num_threads: int | None = None
@@ -91,6 +88,7 @@ class WorkerOptions:
     absorbed_break_even: float | None = None
     speculation: SpeculationConfig | None = None
     draft_config: ModelConfig | None = None
+    draft_kernels: KernelPlan | None = None
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     graphs: GraphSettings = field(default_factory=GraphSettings)
     compiled: CompileSettings = field(default_factory=CompileSettings)
@@ -226,10 +224,9 @@ def physical_cores() -> int:
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
 
 
-def kernels_for(options: WorkerOptions, config: ModelConfig, regions: Regions | None = None) -> Backends:
-    """The kernels of the model, or of its draft model; the config has one rank's heads."""
-    need = need_of_model(config, options.dtype, options.kv_dtype, options.page_size, options.deterministic)
-    return replace(build_backends(probe(options.device), need, options.backends), regions=regions)
+def kernels_for(plan: KernelPlan, regions: Regions | None = None) -> Backends:
+    """The built kernels of the model, or of its draft model."""
+    return replace(build_backends(plan), regions=regions)
 
 
 def _prepare(
@@ -250,7 +247,7 @@ def _prepare(
     local = local_config(config, parallel)
     dtype = getattr(torch, options.dtype)
     kv_dtype = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
-    backends = kernels_for(options, local, regions)
+    backends = kernels_for(options.kernels, regions)
     parallel = with_experts(parallel, config, options.experts, stream.device)
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
@@ -269,7 +266,7 @@ def _prepare(
     )
     loaded = time.perf_counter()
     spec = kv_spec(local, kv_dtype, num_mtp_layers(config, speculation))
-    pool = KVPool(spec, options.num_slots, options.page_size, stream)
+    pool = KVPool(spec, options.num_slots, options.kernels.need.page_size, stream)
     form = form_policy(
         config.attention,
         deterministic=options.deterministic,
@@ -322,7 +319,7 @@ def _draft_options(
         progress=progress,
         deterministic=options.deterministic,
         draft_config=draft_config,
-        draft_backends=kernels_for(options, draft_config, regions) if draft_config is not None else None,
+        draft_backends=kernels_for(options.draft_kernels, regions) if options.draft_kernels is not None else None,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.kernels.device import cpu_device
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve import ResolvedConfig, resolve
@@ -84,7 +85,11 @@ SMALL.pop("quantization_config")
 
 
 def machine(available_gb: float = 20.0, total_gb: float = 24.0, device: str = "cpu") -> Machine:
-    return Machine(device, "test", int(total_gb * GB), int(available_gb * GB), 4, "a test", "asked for")
+    cpu = cpu_device()
+    return Machine(
+        device, "test", int(total_gb * GB), int(available_gb * GB), 4, "a test", "asked for",
+        cpu_flags=cpu.cpu_flags, compiler=cpu.compiler,
+    )  # fmt: skip
 
 
 @pytest.fixture

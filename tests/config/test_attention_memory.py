@@ -93,8 +93,8 @@ def test_widths_and_capabilities_are_refused_at_start(prepared: Callable[..., Re
     with pytest.raises(ConfigError, match=r"--attention-backend fa3:.*sm_90"):
         prepared(attention_backend="fa3", capability=(10, 0))
     assert "triton" in workspace(prepared(SMALL))[1]
-    assert "flashinfer" in workspace(prepared())[1]
-    assert "flashmla" in workspace(prepared(page_size=64))[1]
+    assert "fa3" in workspace(prepared())[1]
+    assert "flashinfer" in workspace(prepared(capability=(10, 0)))[1]
 
 
 def test_sizes_by_hand() -> None:

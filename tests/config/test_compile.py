@@ -11,10 +11,10 @@ from moe_engine.types import CompileSettings
 
 
 def test_compiled_families_use_torch(resolved):
-    assert resolved().compiled == CompileSettings() and resolved().asked_backends["ops"] == "auto"
+    assert resolved().compiled == CompileSettings() and resolved().kernels.model.asked["ops"] == "auto"
     config = resolved(enable_torch_compile=True, torch_compile_cache_dir="/somewhere")
     assert config.compiled == CompileSettings(32, "/somewhere")
-    assert config.asked_backends == dict.fromkeys(("attention", "experts", "sampling"), "auto") | dict.fromkeys(
+    assert config.kernels.model.asked == dict.fromkeys(("attention", "experts", "sampling"), "auto") | dict.fromkeys(
         ("linear", "ops"), "torch"
     )
     lines = [line for line in explain_text(config).splitlines() if "linear_backend" in line or "ops_backend" in line]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 from moe_engine.config.args import PARTS
 from moe_engine.config.field import fields_of
 from moe_engine.kernels import tables
-from moe_engine.kernels.device import Device
 from moe_engine.planning.explain import explain_json, explain_text, start_lines
-from moe_engine.planning.prepare import choose_backends
+from tests.config.conftest import machine
 
 
 def test_text(resolved):
-    config = resolved(page_size=16, api_key="hidden-key", max_total_tokens=1000)
-    text = explain_text(config, choose_backends(config, Device("cpu", "test", compiler=None)))
+    bare = dataclasses.replace(machine(), compiler=None)
+    config = resolved(on=bare, page_size=16, api_key="hidden-key", max_total_tokens=1000)
+    text = explain_text(config)
     for part in PARTS.values():
         for info in fields_of(part):
             assert f"  {info.name} " in text
@@ -29,7 +30,7 @@ def test_text(resolved):
 
 def test_json(resolved):
     config = resolved()
-    found = json.loads(json.dumps(explain_json(config, choose_backends(config, Device("cpu", "test")))))
+    found = json.loads(json.dumps(explain_json(config)))
     assert found["values"]["page_size"] == {
         "value": 1,
         "origin": "auto",
@@ -55,6 +56,6 @@ def test_the_dispatcher_is_explained(resolved):
     assert "dispatch    all_to_all  asked for" in text
     assert "not symm_mem: symmetric memory is for GPUs; the device is cpu" in text
     assert "not nvshmem: NVSHMEM is for GPUs; the device is cpu" in text
-    (kernel,) = explain_json(config)["kernels"]
+    kernel = explain_json(config)["kernels"][-1]
     assert kernel["family"] == "dispatch" and "symm_mem" in kernel["refused"]
     assert "dispatch " not in explain_text(resolved(tp=2)).split("kernels:")[1]

@@ -20,11 +20,9 @@ from moe_engine.core.setup import core_info
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.client_api import kernel_flags
 from moe_engine.frontend.start import engine_info
-from moe_engine.kernels.device import cpu_device
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.launch_flags import FACTS, launch_flags
 from moe_engine.planning.machine import Machine
-from moe_engine.planning.prepare import choose_backends
 from moe_engine.planning.resolve import ResolvedConfig, resolve
 from moe_engine.worker.worker import WorkerInfo
 from tests.config.conftest import V3, machine
@@ -113,8 +111,7 @@ def resolved_on(where: Machine, folder: Path, seed: int, flags: dict[str, Any]) 
 
 def shown(config: ResolvedConfig) -> dict[str, Any]:
     """The flags of /server_info, through JSON."""
-    device = cpu_device() if config.device == "cpu" else config.machine.kernel_device
-    backends = {choice.family: choice.row.name for choice in choose_backends(config, device)}
+    backends = {choice.family: choice.row.name for choice in config.kernels.model.choices}
     return json.loads(json.dumps(launch_flags(config) | kernel_flags(backends)))
 
 
@@ -123,7 +120,9 @@ def flags_of(dump: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settled(config: ResolvedConfig, name: str) -> Any:
-    """A field; of the dispatcher only the chosen one, not whether it was named."""
+    """A field; of kernels and the dispatcher only the chosen rows, not whether they were named."""
+    if name == "kernels":
+        return config.page_size, [choice.row.name for choice in config.kernels.model.choices]
     value, dispatch = getattr(config, name), config.parallel.dispatch
     if name != "parallel" or dispatch is None:
         return value

@@ -34,7 +34,7 @@ def test_cpu_defaults(resolved):
     assert config.max_req_len == 2047 and config.max_req_input_len == 2042
     assert config.cpu_threads == 4
     assert config.scheduling.schedule_policy == "fcfs"
-    assert config.asked_backends == dict.fromkeys(("attention", "experts", "linear", "ops", "sampling"), "auto")
+    assert config.kernels.model.asked == dict.fromkeys(("attention", "experts", "linear", "ops", "sampling"), "auto")
     why = reasons(config)
     assert "256 requests of 2048 tokens" in why["max_total_tokens"]
     assert "on a CPU" in why["max_running_requests"] and "on a CPU" in why["chunked_prefill_size"]

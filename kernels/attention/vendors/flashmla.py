@@ -1,6 +1,6 @@
 """FlashMLA: the absorbed form over bf16 pages of 64 tokens (Hopper), or over FP8 records of 656 bytes.
 
-The library has no dense prefill for Hopper: the expanded form runs on the most preferred other backend available.
+The library has no dense prefill for Hopper: the expanded form runs on the most preferred other row.
 Legend: T query tokens, H query heads, C latent (512), P rotary width (64), B requests, t most query tokens of one.
 """
 
@@ -21,7 +21,7 @@ from moe_engine.kernels.attention.vendors.flashmla_records import Chosen, Chosen
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
 from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan, as_pages, gathered_slots, plan_of
 from moe_engine.kernels.attention.vendors.trees import Tree
-from moe_engine.kernels.device import HeadWidths, Need, probe
+from moe_engine.kernels.device import probe
 from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, needs_no_arguments
 
 PAGE = 64
@@ -76,7 +76,7 @@ class FlashMLA(MergesChunks):
 
     Args:
         module: the library; default: the installed one.
-        expanded: backend of the expanded form; default: the most preferred other row available.
+        expanded: backend of the expanded form (`Row.lacks_expanded`).
         major: compute capability of the GPU; default: of the current GPU.
 
     Raises:
@@ -160,8 +160,7 @@ class FlashMLA(MergesChunks):
     def _other(self, q: Tensor, kv: Tensor, k_rope: Tensor) -> MLABackend:
         """The backend of the expanded form."""
         if self._prefill is None:
-            value = kv.shape[2] - q.shape[2] + k_rope.shape[1]
-            self._prefill = _best_other(HeadWidths(q.shape[1], 1, q.shape[2], value, LATENT, ROTARY))
+            raise ValueError("FlashMLA has no kernels for the expanded form and was built without another backend")
         return self._prefill
 
     def _dense(self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: StepPlan) -> Tensor:
@@ -205,11 +204,3 @@ class FlashMLA(MergesChunks):
             )  # fmt: skip
             out[part] = result[:, 0, :heads]
         return out
-
-
-def _best_other(widths: HeadWidths) -> MLABackend:
-    from moe_engine.kernels import tables
-    from moe_engine.kernels.registry import select
-
-    others = [row for row in tables.MLA if row.name != FlashMLA.name]
-    return select("attention", others, "auto", probe("cuda"), Need("bfloat16", page_size=PAGE, widths=widths)).build()

@@ -59,10 +59,10 @@ def _compile(args: Any, target: GPU, output: Path) -> int:
     from moe_engine.cli.compile_kernels.exercise import exercise
     from moe_engine.cli.compile_kernels.other_rows import build_triton
     from moe_engine.kernels.triton.absent_device import absent_device
-    from moe_engine.planning.prepare import choose_backends, prepare
+    from moe_engine.planning.prepare import prepare
 
     config = prepare(args, target.machine())
-    choices = choose_backends(config, target.device)
+    choices = config.kernels.model.choices
     for choice in choices:
         print(f"{choice.family:9} {choice.row.name}: {choice.reason}", file=sys.stderr)
     began = time.perf_counter()

@@ -1,19 +1,19 @@
-"""Builds the kernels of a rank: the rows of `kernels.backends.choose`, with a fallback if a library fails to load.
+"""Builds the kernels of a rank: the rows of its `KernelPlan`, or the next best row where a library fails to load.
 
 A row may pass its checks (a compiler is installed) and still fail when built (the compiler is broken, a library does
-not load). With ``auto`` the torch row then replaces it and the reason is logged; for a named row it is an error.
+not load). With ``auto`` the next row by preference replaces it and the reason is logged; for a named row it is an
+error.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.backends import Backends, choose
-from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.backends import Backends, KernelPlan
 from moe_engine.kernels.registry import Choice
 
 logger = logging.getLogger(__name__)
@@ -22,58 +22,49 @@ FALLBACK = "torch"
 FAILED = "failed to load"
 
 
-def build_backends(device: Device, need: Need, asked: Mapping[str, str] | None = None) -> Backends:
-    """Chooses and builds ops, linear, experts, attention and sampling.
+def build_backends(plan: KernelPlan) -> Backends:
+    """Builds ops, linear, experts, attention and sampling.
 
     Raises:
-        ConfigError: a named backend is unknown, cannot run here or fails to load.
+        ConfigError: a named backend fails to load, or no other row can replace one.
     """
-    asked = dict(asked or {})
-    try:
-        choices = choose(device, need, asked)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    _report_refusals(choices, asked)
-    built = [_build(choice, device, need, asked) for choice in choices]
-    _report_failures(choice for _, choice in built)
+    _log_reasons(choice for choice in plan.choices if _is_fallback(plan, choice))
+    built = [_build(choice, plan) for choice in plan.choices]
+    choices = tuple(choice for _, choice in built)
+    _log_reasons(choices, FAILED)
     ops, linear, experts, attention, sampling = (kernel for kernel, _ in built)
-    return Backends(ops, linear, experts, attention, sampling, tuple(choice for _, choice in built))
+    return Backends(ops, linear, experts, attention, sampling, choices)
 
 
-def _report_refusals(choices: tuple[Choice, ...], asked: Mapping[str, str]) -> None:
-    """Logs one line per reason why ``auto`` chose the fallback."""
-    families: dict[str, list[str]] = {}
-    for choice in choices:
-        if choice.row.name == FALLBACK and asked.get(choice.family, "auto") == "auto":
-            for name, why in choice.refused.items():
-                families.setdefault(f"{name} {why}", []).append(choice.family)
-    for reason, found in families.items():
-        logger.warning("%s: using %s kernels, because %s", ", ".join(found), FALLBACK, reason)
+def _is_fallback(plan: KernelPlan, choice: Choice) -> bool:
+    return choice.row.name == FALLBACK and plan.asked.get(choice.family, "auto") == "auto"
 
 
-def _report_failures(choices: Iterable[Choice]) -> None:
-    """Logs one line per reason why rows could not be built, with all families that use the fallback for it."""
-    families: dict[str, list[str]] = {}
+def _log_reasons(choices: Iterable[Choice], beginning: str = "") -> None:
+    """Logs one line per reason against better rows, with all families that it concerns."""
+    families: dict[tuple[str, str], list[str]] = {}
     for choice in choices:
         for name, why in choice.refused.items():
-            if why.startswith(FAILED):
-                families.setdefault(f"{name} {why}", []).append(choice.family)
-    for reason, found in families.items():
-        logger.warning("%s: using %s kernels, because %s", ", ".join(found), FALLBACK, reason)
+            if why.startswith(beginning):
+                families.setdefault((choice.row.name, f"{name} {why}"), []).append(choice.family)
+    for (row, reason), found in families.items():
+        logger.warning("%s: using %s kernels, because %s", ", ".join(found), row, reason)
 
 
-def _build(choice: Choice, device: Device, need: Need, asked: dict[str, str]) -> tuple[Any, Choice]:
-    """The kernel and its choice; the fallback with its reason if the build fails."""
-    try:
-        return choice.build(), choice
-    except Exception as error:
-        reason = f"{FAILED}: {type(error).__name__}: {error}"
-        if asked.get(choice.family, "auto") != "auto":
-            raise ConfigError(f"{choice.family} backend {choice.row.name!r} {reason}") from error
-        if choice.row.name == FALLBACK:
-            raise
-    by_family = {c.family: c for c in choose(device, need, {**asked, choice.family: FALLBACK})}
-    fallback = by_family[choice.family]
-    refused = {**fallback.refused, choice.row.name: reason}
-    fallback = dataclasses.replace(fallback, reason=f"{choice.row.name} {FAILED}", refused=refused)
-    return fallback.build(), fallback
+def _build(choice: Choice, plan: KernelPlan) -> tuple[Any, Choice]:
+    """The kernel and its choice; the next best row with the reason if the build fails."""
+    failed: dict[str, str] = {}
+    while True:
+        try:
+            return choice.build(), choice
+        except Exception as error:
+            name, family = choice.row.name, choice.family
+            reason = f"{FAILED}: {type(error).__name__}: {error}"
+            if plan.asked.get(family, "auto") != "auto":
+                raise ConfigError(f"{family} backend {name!r} {reason}") from error
+            failed[name] = reason
+            try:
+                choice = plan.next_best(family, failed)
+            except ValueError as nothing:
+                raise ConfigError(f"{family} backend {name!r} {reason}; {nothing}") from error
+            choice = replace(choice, reason=f"{name} {FAILED}")

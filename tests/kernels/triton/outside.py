@@ -31,7 +31,7 @@ from moe_engine.kernels.triton.aot import AotCase, compile_case
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.kernels.warmup_sizes import StepSize
 from moe_engine.planning.hardware import GPUS
-from moe_engine.planning.prepare import choose_backends, prepare
+from moe_engine.planning.prepare import prepare
 
 ARCH = 90
 
@@ -136,7 +136,7 @@ def reachable(cache: str) -> Any:
             chunked_prefill_size=1500, **flags,
         )  # fmt: skip
         launch = prepare(args, target.machine())
-        backends = build_triton(choose_backends(launch, target.device))
+        backends = build_triton(launch.kernels.model.choices)
         others = [StepSize(0, 1, 0, tokens) for tokens in (*range(1, 100, 3), *range(100, 1500, 67))]
         others += [StepSize(decodes, 1, 777) for decodes in range(1, 200, 13)]
         others += [StepSize(decodes, 4, 99) for decodes in range(1, 50, 9)]

@@ -153,7 +153,7 @@ def test_a_whole_model(tmp_path: Path) -> None:
 
 def test_nothing_runs_that_does_not_promise_it() -> None:
     gpu, need = Device("cuda", "NVIDIA H200", (9, 0)), Need("bfloat16", page_size=64, deterministic=True)
-    chosen = {choice.family: choice for choice in backends_module.choose(gpu, need)}
+    chosen = {choice.family: choice for choice in backends_module.plan_kernels(gpu, need).choices}
     assert {name: chosen[name].row.name for name in ("ops", "linear", "experts", "attention")} == dict.fromkeys(
         ("ops", "linear", "experts", "attention"), "triton"
     )

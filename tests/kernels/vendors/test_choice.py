@@ -89,8 +89,8 @@ def test_fp8_records_are_read_on_blackwell_too(everything_installed):
 
 def test_auto_takes_what_is_installed_and_tells_of_the_rest(everything_installed):
     choice = select("attention", tables.MLA, "auto", HOPPER, BF16)
-    assert choice.row.name == "flashmla" and choice.refused["fa3"] == "less preferred than flashmla"
-    assert select("attention", tables.MLA, "auto", HOPPER, replace(BF16, page_size=1)).row.name == "flashinfer"
+    assert choice.row.name == "fa3" and choice.refused["flashmla"] == "less preferred than fa3"
+    assert select("attention", tables.MLA, "auto", BLACKWELL, replace(BF16, page_size=1)).row.name == "flashinfer"
     with pytest.raises(ValueError, match="'fa3' cannot run here: FlashAttention 3 has kernels for sm_90"):
         select("attention", tables.MLA, "fa3", BLACKWELL, BF16)
 

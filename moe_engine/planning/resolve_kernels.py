@@ -1,0 +1,105 @@
+"""Kernel rows and page size of a launch, chosen once: `kernels.backends.plan_kernels` with the flags' names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.backends import KernelPlan, page_sizes_of, plan_kernels
+from moe_engine.kernels.device import Need
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.needs import need_of_model
+from moe_engine.planning.machine import Machine
+from moe_engine.planning.resolution_log import Record
+
+FLAGS = {
+    "attention": "--attention-backend",
+    "experts": "--moe-runner-backend",
+    "linear": "--linear-backend",
+    "ops": "--ops-backend",
+    "sampling": "--sampling-backend",
+}
+"""Backend flag of each kernel family."""
+
+
+@dataclass(frozen=True)
+class LaunchKernels:
+    """Kernel plans of the model and of its draft model, which share the KV cache's page size."""
+
+    model: KernelPlan
+    draft: KernelPlan | None = None
+    uncaptured: str | None = None
+    """Why decodes are not captured as CUDA graphs, or None."""
+
+    @property
+    def page_size(self) -> int:
+        return self.model.need.page_size
+
+
+def resolve_kernels(
+    args: EngineArgs,
+    asked: Mapping[str, str],
+    machine: Machine,
+    model: ModelConfig,
+    draft: ModelConfig | None,
+    dtype: str,
+    kv_dtype: str,
+    uncaptured: str | None,
+    record: Record,
+) -> LaunchKernels:
+    """Checks which libraries are installed; imports none.
+
+    Args:
+        asked: requested row of each kernel family.
+        model, draft: with the heads of one rank.
+        uncaptured: the reason why decodes are not captured as CUDA graphs whatever the rows are, or None.
+
+    Raises:
+        ConfigError: a requested backend cannot run on this machine.
+    """
+    given = args.memory.page_size
+    deterministic = args.backends.enable_deterministic_inference
+    need = need_of_model(model, dtype, kv_dtype, given or 1, deterministic)
+    pages = (given,) if given else tuple(page for page in page_sizes_of(need) if _fits(args, page))
+    captured = uncaptured is None
+    plan = _plan(machine, need, asked, pages, captured)
+    page = plan.need.page_size
+    if given is None:
+        row = plan.row("attention").name
+        reason = f"{row} attention runs on single tokens" if page == 1 else f"{row} attention reads pages of {page}"
+        record.note("page_size", page, reason)
+    drafts = None
+    if draft is not None:
+        drafts = _plan(machine, need_of_model(draft, dtype, kv_dtype, page, deterministic), asked, (page,), captured)
+    return LaunchKernels(plan, drafts, uncaptured or plan.refuses_capture)
+
+
+def asked_backends(args: EngineArgs) -> dict[str, str]:
+    """Row of each kernel family that the flags request."""
+    flags = args.backends
+    return {
+        "attention": flags.attention_backend,
+        "experts": flags.moe_runner_backend,
+        "linear": flags.linear_backend,
+        "ops": flags.ops_backend,
+        "sampling": flags.sampling_backend,
+    }
+
+
+def _fits(args: EngineArgs, page: int) -> bool:
+    """Whether the sizes that the flags give are possible with this page size."""
+    memory, chunk = args.memory, args.memory.chunked_prefill_size
+    whole = chunk is None or chunk == -1 or chunk % page == 0
+    pool, prefill = memory.max_total_tokens, memory.max_prefill_tokens
+    requests = page * (memory.max_running_requests or 1)
+    return page == 1 or (whole and prefill >= page and (pool is None or pool >= requests))
+
+
+def _plan(machine: Machine, need: Need, asked: Mapping[str, str], pages: tuple[int, ...], captured: bool) -> KernelPlan:
+    try:
+        return plan_kernels(machine.kernel_device, need, asked, pages=pages, captured=captured)
+    except ValueError as error:
+        flags = ", ".join(f"{FLAGS[family]} {name}" for family, name in asked.items() if name != "auto")
+        raise ConfigError(f"{flags or 'kernels'}: {error}") from None

@@ -1,0 +1,178 @@
+"""The kernel plan of a launch: the best row x page size that can be captured, chosen once."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError
+from moe_engine.kernels import tables
+from moe_engine.kernels.backends import FAMILIES, KernelPlan, page_sizes_of, plan_kernels
+from moe_engine.kernels.device import Device, HeadWidths, Need
+from moe_engine.kernels.registry import Choice, Row
+from moe_engine.kernels.triton import availability as triton
+from moe_engine.kernels.vendors import probe
+from moe_engine.planning.hardware import parse_hardware
+from moe_engine.planning.prepare import prepare
+from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.worker.startup.kernel_choice import build_backends
+from tests.config.conftest import V3
+
+FA3, FLASHINFER, FLASHMLA = ("flash_attn_interface", "flashinfer", "flash_mla")
+LIBRARIES = (FA3, FLASHINFER, FLASHMLA, "deep_gemm")
+PACKAGE = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ResolvedConfig]:
+    """A launch on a H200 with some vendor libraries; Triton is installed everywhere."""
+    monkeypatch.setattr(triton, "installed", lambda: True)
+
+    def make(*installed: str, **flags: Any) -> ResolvedConfig:
+        monkeypatch.setattr(probe, "_found", lambda name: name in installed)
+        (tmp_path / "config.json").write_text(json.dumps(V3))
+        args = EngineArgs.from_kwargs(model_path=str(tmp_path), load_format="dummy", tp=8, **flags)
+        return prepare(args, parse_hardware("8xh200"))
+
+    return make
+
+
+def attention(config: ResolvedConfig) -> str:
+    return config.kernels.model.row("attention").name
+
+
+def reason_of(config: ResolvedConfig, name: str) -> str:
+    return next(decision.reason for decision in config.decisions if decision.name == name)
+
+
+def test_auto_prefers_rows_that_can_be_captured(launch: Callable[..., ResolvedConfig]) -> None:
+    """FlashMLA's kernel over FP8 records cannot be captured on Hopper; Triton's can."""
+    fp8 = launch(*LIBRARIES, kv_cache_dtype="fp8_e4m3")
+    assert attention(fp8) == "triton" and fp8.graphs.sizes
+    assert "take no list lengths" in fp8.kernels.model.choices[3].refused["flashmla"].replace("takes", "take")
+    eager = launch(*LIBRARIES, kv_cache_dtype="fp8_e4m3", disable_cuda_graph=True)
+    assert attention(eager) == "flashmla" and not eager.graphs.sizes
+    named = launch(*LIBRARIES, kv_cache_dtype="fp8_e4m3", attention_backend="flashmla")
+    assert attention(named) == "flashmla" and not named.graphs.sizes
+    assert any(note.startswith("no CUDA graphs: FlashMLA's kernel") for note in named.notes)
+
+
+def test_auto_takes_the_page_size_of_the_best_row(launch: Callable[..., ResolvedConfig]) -> None:
+    best = launch(FLASHINFER, FLASHMLA)
+    assert (attention(best), best.page_size) == ("flashmla", 64)
+    assert reason_of(best, "page_size") == "flashmla attention reads pages of 64"
+    assert (launch(FLASHINFER, FLASHMLA, page_size=1).kernels.model.row("attention").name) == "flashinfer"
+    single = launch(FA3, FLASHINFER, FLASHMLA)
+    assert (attention(single), single.page_size) == ("fa3", 1)
+    assert launch(FLASHINFER, FLASHMLA, attention_backend="flashmla").page_size == 64
+
+
+@pytest.mark.parametrize("flags", [{"chunked_prefill_size": 1000}, {"max_total_tokens": 32, "context_length": 16}])
+def test_a_page_size_that_given_sizes_exclude_is_not_chosen(
+    launch: Callable[..., ResolvedConfig], flags: dict[str, int]
+) -> None:
+    config = launch(FLASHINFER, FLASHMLA, **flags)
+    assert (attention(config), config.page_size) == ("flashinfer", 1)
+
+
+@given(
+    installed=st.sets(st.sampled_from(LIBRARIES)),
+    kv_dtype=st.sampled_from(["auto", "fp8_e4m3", "fp8_e5m2"]),
+    heads=st.sampled_from([8, 16, 64, 128]),
+    capability=st.sampled_from([(9, 0), (10, 0)]),
+    attention_kind=st.sampled_from(["mla", "gqa"]),
+    deterministic=st.booleans(),
+    captured=st.booleans(),
+)
+def test_no_other_plan_is_better(
+    installed: set[str],
+    kv_dtype: str,
+    heads: int,
+    capability: tuple[int, int],
+    attention_kind: str,
+    deterministic: bool,
+    captured: bool,
+) -> None:
+    """Against all rows x page sizes, one by one."""
+    widths = HeadWidths(heads, 1, 192, 128, 512, 64) if attention_kind == "mla" else HeadWidths(heads, 8, 128, 128)
+    need = Need("bfloat16", kv_dtype, attention_kind, 1, widths, deterministic)
+    device = Device("cuda", "GPU", capability)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "installed", lambda: True)
+        patch.setattr(probe, "_found", lambda name: name in installed)
+        plan = plan_kernels(device, need, pages=page_sizes_of(need), captured=captured)
+        rows = tables.MLA if attention_kind == "mla" else tables.GQA
+        able = [
+            (not captured or row.refuses_capture(device, fitting) is None, row.score(device, fitting))
+            for page in (1, 16, 64)
+            for row in rows
+            if row.why_not(device, fitting := replace(need, page_size=page)) is None
+        ]
+        chosen = plan.row("attention")
+        assert chosen.why_not(device, plan.need) is None
+        found = (not captured or chosen.refuses_capture(device, plan.need) is None, chosen.score(device, plan.need))
+        assert found == max(able)
+        assert [choice.family for choice in plan.choices] == list(FAMILIES)
+
+
+def test_the_launch_chooses_once(launch: Callable[..., ResolvedConfig]) -> None:
+    """Only the resolution plans kernels; the plan travels to the ranks with the configuration."""
+    users = [path for path in (PACKAGE / "moe_engine").rglob("*.py") if "plan_kernels(" in path.read_text()]
+    assert [path.name for path in users if "kernels" not in path.parent.parts[-1:]] == ["resolve_kernels.py"]
+    config = launch(*LIBRARIES)
+    assert pickle.loads(pickle.dumps(config.kernels)) == config.kernels
+
+
+def test_flashmla_gets_another_row_for_the_expanded_form(launch: Callable[..., ResolvedConfig]) -> None:
+    choice = launch(FLASHINFER, FLASHMLA, kv_cache_dtype="fp8_e4m3", disable_cuda_graph=True).kernels.model.choices[3]
+    other = choice.options["expanded"]
+    assert isinstance(other, Choice) and (choice.row.name, other.row.name) == ("flashmla", "flashinfer")
+
+
+class Built:
+    """A row that is built."""
+
+
+def _plan(rows: list[Row], captured: bool) -> KernelPlan:
+    with pytest.MonkeyPatch.context() as patch:
+        for family in ("OPS", "LINEAR", "EXPERTS", "MLA", "GQA", "SAMPLING"):
+            patch.setattr(tables, family, rows)
+        return plan_kernels(Device("cuda", "GPU", (9, 0)), Need("bfloat16"), captured=captured)
+
+
+def test_the_next_best_row_replaces_one_that_fails_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        Row("torch", f"{__name__}:Built", 0, lambda device, need: None),
+        Row("second", f"{__name__}:Built", 10, lambda device, need: None),
+        Row("third", f"{__name__}:Missing", 20, lambda device, need: None),
+        Row("fourth", f"{__name__}:Missing", 30, lambda device, need: None),
+    ]
+    plan = _plan(rows, False)
+    monkeypatch.setattr(tables, "MLA", rows)
+    for family in ("OPS", "LINEAR", "EXPERTS", "SAMPLING"):
+        monkeypatch.setattr(tables, family, rows)
+    for choice in build_backends(plan).choices:
+        assert choice.row.name == "second" and {"third", "fourth"} < set(choice.refused)
+
+
+def test_a_row_that_cannot_be_captured_does_not_replace_one_of_a_captured_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [
+        Row("torch", f"{__name__}:Built", 0, lambda *_: None, why_not_recorded=lambda *_: "it reads counts"),
+        Row("best", f"{__name__}:Missing", 20, lambda *_: None),
+    ]
+    plan = _plan(rows, True)
+    for family in ("OPS", "LINEAR", "EXPERTS", "MLA", "SAMPLING"):
+        monkeypatch.setattr(tables, family, rows)
+    with pytest.raises(ConfigError, match=r"'best' failed to load.*torch would replace it, but.*it reads counts"):
+        build_backends(plan)
