@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from moe_engine.config.absent_flags import absent_flags
 from moe_engine.config.args import PARTS, build_parser
-from moe_engine.config.dropped import DROPPED
-from moe_engine.config.field import fields_of
+from moe_engine.config.field import fields_of, option_of
 from moe_engine.config.flags import known_options
-from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.planning import resolve_graphs, resolve_parallel, resolve_speculation
 from moe_engine.planning.resolve_limits import CPU_CHUNK, CPU_MAX_RUNNING, GPU_CHUNKS, GPU_MAX_RUNNING
 
@@ -55,7 +54,7 @@ def own_flags() -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_flags_in_documents_exist(document):
     known = own_flags()
-    refused = {row.option for row in (*UNSUPPORTED_FLAGS.values(), *DROPPED.values())}
+    refused = {option_of(name) for name in absent_flags().flags}
     unknown, unmarked = [], []
     for number, line in enumerate(document.read_text().splitlines(), 1):
         for flag in FLAG.findall(line):
