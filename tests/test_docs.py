@@ -27,9 +27,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 SOURCES = (
     "benchmarks",
     "slurm",
-    "moe_engine/cli/cluster_check",
-    "moe_engine/cli/compile_kernels",
-    "moe_engine/cli/experts_report",
+    "moe_engine/cli",
     "moe_engine/demo",
 )
 OTHERS = {
@@ -47,7 +45,7 @@ NOT_HERE = ("not supported yet", "not available yet", "refused", "removed from S
 def own_flags() -> set[str]:
     """Flags of every command and every program of the repository."""
     files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".sbatch")]
-    text = "\n".join(file.read_text() for file in [*files, ROOT / "moe_engine/cli/main.py"])
+    text = "\n".join(file.read_text() for file in files)
     return {*known_options(build_parser()), *re.findall(r"[\"'](--[a-z][a-z0-9-]*)", text), "--help", "--version"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -104,7 +105,9 @@ class EngineArgs:
 
 
 def build_parser(prog: str | None = None, **options: Any) -> Parser:
-    """The command-line parser with every flag."""
+    """The command-line parser with every flag; `options` of argparse."""
+    options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+    options.setdefault("usage", prog and f"{prog} [--model-path PATH] [flags]")
     parser = Parser(prog=prog, **options)
     add_flags(parser, list(PARTS.values()))
     return parser
