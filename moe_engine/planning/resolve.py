@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.logging import LoggingArgs
@@ -38,6 +38,7 @@ from moe_engine.planning.sizing import Sizing, SizingInput, size_memory
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
 
+T = TypeVar("T")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 INPUT_MARGIN = 5
 """Tokens that a prompt must leave free (SGLang's margin)."""
@@ -130,6 +131,16 @@ class ResolvedConfig:
         for name in SECRETS:
             values[name] = contradictions.HIDDEN if values[name] else None
         return values
+
+    def select(self, options: type[T], **own: Any) -> T:
+        """An instance of a dataclass, filled by name: from `own`, else this configuration, else the flags as given.
+
+        A flag reaches a component when the component's options class has a field of its name.
+        """
+        names = [item.name for item in dataclasses.fields(options)]  # type: ignore[arg-type]
+        resolved = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        values = self.args.flat() | resolved
+        return options(**{name: values[name] for name in names if name in values} | own)
 
     @property
     def asked_backends(self) -> dict[str, str]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,14 +25,12 @@ from moe_engine.kernels.device import probe
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
-from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.needs import need_of_model
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
-from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig, StepPlan, StepResult
+from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.batch.mla_form import form_policy
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
@@ -43,59 +41,15 @@ from moe_engine.worker.graphs.compile_setup import finish_regions, start_regions
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.model_runner import ModelRunner, PendingResult
+from moe_engine.worker.options import WorkerOptions
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
-from moe_engine.worker.speculation.build import DraftOptions, add_speculation, mtp_layers, num_mtp_layers
+from moe_engine.worker.speculation.build import add_speculation, mtp_layers, num_mtp_layers
 from moe_engine.worker.startup.kernel_choice import build_backends
 from moe_engine.worker.startup.warmup import NUM_TOKENS, compile_kernels, warm_sizes, warm_up
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """Options of a worker; every "auto" except the kernels' is resolved.
-
-    Args:
-        dtype: name of the activation dtype; `kv_dtype`: of the KV cache (`kv_format`), ``auto`` for the same.
-        num_slots: tokens of the KV pool, a multiple of `page_size`.
-        max_rows: max running requests.
-        backends: row by family (attention, experts, linear, ops); missing ones are ``auto``.
-        dummy_seed: seed of the random weights of load_format ``dummy``.
-        num_threads: threads of torch's operators; None: one per physical core this process may use.
-        deterministic: a token is computed the same way alone and in a chunk (see `MLAFormPolicy`).
-        absorbed_break_even: measured value of the policy; None derives it from the model's widths.
-        draft_config: config of the model in `speculation.draft_model_path`, if there is one.
-        experts: placement, EPLB and expert distribution recording.
-        graphs: steps that are captured as CUDA graphs.
-        compiled: steps that torch.compile compiles.
-        shapes: the largest sizes of a step, for kernels that compile at first use.
-        logits_rows: max rows of logits at once; a step with more computes several passes.
-    """
-
-    model_path: str
-    model_config: ModelConfig
-    dtype: str
-    num_slots: int
-    context_len: int
-    max_rows: int
-    page_size: int = 1
-    device: str = "cpu"
-    kv_dtype: str = "auto"
-    backends: Mapping[str, str] = field(default_factory=dict)
-    load_format: str = "auto"
-    dummy_seed: int = 0
-    num_threads: int | None = None
-    deterministic: bool = False
-    absorbed_break_even: float | None = None
-    speculation: SpeculationConfig | None = None
-    draft_config: ModelConfig | None = None
-    experts: ExpertSettings = field(default_factory=ExpertSettings)
-    graphs: GraphSettings = field(default_factory=GraphSettings)
-    compiled: CompileSettings = field(default_factory=CompileSettings)
-    shapes: StepShapes = field(default_factory=lambda: StepShapes(0))
-    logits_rows: int = sizes.MAX_LOGITS_ROWS
 
 
 @dataclass(frozen=True)
@@ -154,7 +108,7 @@ class Worker:
             ConfigError: a named backend is not available, or the checkpoint does not fit the config.
         """
         stream = DeviceStream(options.device)
-        thread = step_thread(stream, options.num_threads)
+        thread = step_thread(stream, options.cpu_threads)
         try:
             runner, info, experts, recovery = thread.submit(_prepare, options, stream, parallel, progress).result()
         except BaseException:
@@ -228,7 +182,8 @@ def physical_cores() -> int:
 
 def kernels_for(options: WorkerOptions, config: ModelConfig, regions: Regions | None = None) -> Backends:
     """The kernels of the model, or of its draft model; the config has one rank's heads."""
-    need = need_of_model(config, options.dtype, options.kv_dtype, options.page_size, options.deterministic)
+    deterministic = options.enable_deterministic_inference
+    need = need_of_model(config, options.dtype, options.kv_cache_dtype, options.page_size, deterministic)
     return replace(build_backends(probe(options.device), need, options.backends), regions=regions)
 
 
@@ -246,10 +201,9 @@ def _prepare(
     if stream.asynchronous:  # Triton is for accelerators only, and its import takes a second
         guard.watch()
     regions = start_regions(options.compiled)
-    config = options.model_config
+    config = options.model
     local = local_config(config, parallel)
     dtype = getattr(torch, options.dtype)
-    kv_dtype = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
     backends = kernels_for(options, local, regions)
     parallel = with_experts(parallel, config, options.experts, stream.device)
     speculation = options.speculation
@@ -268,11 +222,11 @@ def _prepare(
         max_positions=rows.width,
     )
     loaded = time.perf_counter()
-    spec = kv_spec(local, kv_dtype, num_mtp_layers(config, speculation))
+    spec = kv_spec(local, options.kv_dtype, num_mtp_layers(config, speculation))
     pool = KVPool(spec, options.num_slots, options.page_size, stream)
     form = form_policy(
         config.attention,
-        deterministic=options.deterministic,
+        deterministic=options.enable_deterministic_inference,
         break_even=options.absorbed_break_even,
         shares=isinstance(backends.attention, SharesContext),
     )
@@ -282,8 +236,9 @@ def _prepare(
     )  # fmt: skip
     draft_bytes = 0
     if speculation is not None:
-        draft_options = _draft_options(options, dtype, kv_dtype, progress, regions)
-        draft_bytes = add_speculation(runner, speculation, draft_options)
+        draft = options.draft_model
+        draft_backends = kernels_for(options, draft, regions) if draft is not None else None
+        draft_bytes = add_speculation(runner, speculation, options, draft_backends, progress)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     num_graphs = capture_graphs(runner, options.graphs, progress=progress)
@@ -306,24 +261,6 @@ def _prepare(
     )
     guard.ready()
     return runner, info, experts, recovery
-
-
-def _draft_options(
-    options: WorkerOptions, dtype: torch.dtype, kv_dtype: str, progress: bool, regions: Any
-) -> DraftOptions:
-    draft_config = options.draft_config
-    return DraftOptions(
-        model_path=options.model_path,
-        model_config=options.model_config,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        load_format=options.load_format,
-        dummy_seed=options.dummy_seed,
-        progress=progress,
-        deterministic=options.deterministic,
-        draft_config=draft_config,
-        draft_backends=kernels_for(options, draft_config, regions) if draft_config is not None else None,
-    )
 
 
 def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> None:

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from moe_engine.config.absent_flags import absent_flags
 from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.field import fields_of
-from moe_engine.core.setup import core_info
+from moe_engine.core.setup import engine_info
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.client_api import kernel_flags
-from moe_engine.frontend.start import engine_info
 from moe_engine.kernels.device import cpu_device
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.launch_flags import FACTS, launch_flags
@@ -203,9 +202,9 @@ def test_flags_given_again_in_a_file(folders, tmp_path):
 @pytest.mark.parametrize("num_graphs", [0, 4])
 def test_memory_of_graphs_is_reported_once_they_exist(folders, num_graphs):
     config = resolved_on(MACHINES["gpu"], folders["moe"], 7, {"max_running_requests": 6})
-    facts = core_info(config, SimpleNamespace(info=WorkerInfo(num_graphs=num_graphs)))
+    info = engine_info(config, SimpleNamespace(info=WorkerInfo(num_graphs=num_graphs)))
     (row,) = (row for row in config.ledger.rows if row.name == "CUDA graphs")
-    assert engine_info(facts).graph_bytes == (row.num_bytes if num_graphs else 0)
+    assert info.graph_bytes == (row.num_bytes if num_graphs else 0)
 
 
 def test_sglangs_own_dump_is_accepted(resolved):

@@ -10,7 +10,8 @@ import torch
 
 from moe_engine.models.config_file import load_model_config
 from moe_engine.types import LogprobSpec, NewRow, SamplingParams, StepPlan
-from moe_engine.worker.worker import Worker, WorkerOptions
+from moe_engine.worker.options import WorkerOptions
+from moe_engine.worker.worker import Worker
 from tests.models.checkpoints import make_checkpoint
 from tests.worker.plan_driver import PlanDriver, Sequence_
 
@@ -34,13 +35,13 @@ def oracle(checkpoint: Path):
 def worker(checkpoint: Path):
     options = WorkerOptions(
         model_path=str(checkpoint),
-        model_config=load_model_config(checkpoint),
+        model=load_model_config(checkpoint),
         dtype="float32",
         num_slots=1024,
         context_len=128,
         max_rows=6,
         backends=dict.fromkeys(("attention", "experts", "linear", "ops"), "torch"),
-        num_threads=1,
+        cpu_threads=1,
         absorbed_break_even=6.0,
     )
     worker = Worker.create(options)
