@@ -46,7 +46,8 @@ def own_flags() -> set[str]:
     """Flags of every command and every program of the repository."""
     files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".sbatch")]
     text = "\n".join(file.read_text() for file in files)
-    return {*known_options(build_parser()), *re.findall(r"[\"'](--[a-z][a-z0-9-]*)", text), "--help", "--version"}
+    known = {*known_options(build_parser()), *map(option_of, absent_flags().name_of), "--help", "--version"}
+    return known | set(re.findall(r"[\"'](--[a-z][a-z0-9-]*)", text))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
