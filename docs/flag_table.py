@@ -6,12 +6,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from moe_engine.config.absent_flag import AbsentFlag
+from moe_engine.config.absent_flags import AbsentFlag, absent_flags
 from moe_engine.config.args import PARTS
-from moe_engine.config.dropped import DROPPED, FOREIGN, SATISFIED
 from moe_engine.config.field import FieldInfo, fields_of, option_of
 from moe_engine.config.flags import GROUPS
-from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 
 PAGE = Path(__file__).with_name("sglang_flags.md")
 
@@ -26,7 +24,7 @@ one.
 """
 
 ACCEPTED = """\
-Flags with an effect, SGLang's and this engine's own. A value in the last column is refused as not available yet.
+Flags with an effect, SGLang's and this engine's own. A value in the last column is refused as not supported yet.
 """
 
 SATISFIED_TEXT = """\
@@ -35,8 +33,8 @@ Switches that turn off something this engine does not have. The log contains a n
 
 LATER_TEXT = """\
 Accepted with the values of the second column, which are SGLang's defaults or describe this engine. Any other value is
-refused with exit code 2: "not available yet in moe-engine (comes with ...)". Accepted values that name an absent
-feature are noted in the log.
+refused with exit code 2: "not supported yet", with the missing feature. Accepted values that name an absent feature
+are noted in the log.
 """
 
 DROPPED_TEXT = """\
@@ -51,15 +49,15 @@ def page() -> str:
         rows = [accepted_row(info) for info in fields_of(part)]
         parts.append(f"### {GROUPS[part.__name__]}\n")
         parts.append(table(("flag", "other spellings", "values", "values that are refused"), rows))
+    absent = absent_flags()
     parts += ["## Accepted without effect\n", SATISFIED_TEXT]
-    parts.append(table(("flag", "reason"), [(code([option_of(name)]), why) for name, why in SATISFIED.items()]))
-    parts += ["## Refused: not available yet\n", LATER_TEXT]
-    rows = [(spellings(row), harmless(row), f"refused: {row.reason}") for row in UNSUPPORTED_FLAGS.values()]
-    parts.append(table(("flag", "accepted values", "comes with"), rows))
+    parts.append(table(("flag", "reason"), [(code([option_of(name)]), why) for name, why in absent.no_effect.items()]))
+    parts += ["## Refused: not supported yet\n", LATER_TEXT]
+    parts.append(table(("flag", "accepted values", "missing feature"), refused_rows("refused", removed=False)))
     parts += ["## Refused: removed from SGLang\n", DROPPED_TEXT]
-    rows = [(spellings(row), harmless(row), f"removed from SGLang: {row.reason}") for row in DROPPED.values()]
+    rows = refused_rows("removed from SGLang", removed=True)
     parts.append(table(("flag", "accepted values", "replacement"), rows))
-    foreign = f"Flags of `docker run` in a copied command are named as such: {', '.join(FOREIGN)}.\n"
+    foreign = f"Flags of `docker run` in a copied command are named as such: {', '.join(absent.docker_run)}.\n"
     return "\n".join([*parts, foreign])
 
 
@@ -76,14 +74,16 @@ def accepted_row(info: FieldInfo) -> tuple[str, ...]:
     return code([info.option]), code(info.spellings[1:]), values, refused
 
 
-def spellings(row: AbsentFlag) -> str:
-    return code([row.option, *row.spellings])
+def refused_rows(state: str, *, removed: bool) -> list[tuple[str, ...]]:
+    flags = [flag for flag in absent_flags().flags.values() if flag.removed == removed]
+    return [
+        (code(map(option_of, (flag.name, *flag.spellings))), accepted_values(flag), f"{state}: {flag.reason}")
+        for flag in flags
+    ]
 
 
-def harmless(row: AbsentFlag) -> str:
-    if row.is_switch:
-        return "false"
-    return ", ".join(str(value) or '""' for value in (row.default, *row.harmless) if value is not None)
+def accepted_values(flag: AbsentFlag) -> str:
+    return ", ".join("false" if value is False else str(value) or '""' for value in flag.accepted)
 
 
 def code(texts: Iterable[str]) -> str:

@@ -77,6 +77,20 @@ class KernelPlan:
         return choice
 
 
+@dataclass(frozen=True)
+class LaunchKernels:
+    """Kernel plans of the model and of its draft model, which share the KV cache's page size."""
+
+    model: KernelPlan
+    draft: KernelPlan | None = None
+    uncaptured: str | None = None
+    """Why decodes are not captured as CUDA graphs, or None."""
+
+    @property
+    def page_size(self) -> int:
+        return self.model.need.page_size
+
+
 def plan_kernels(
     device: Device,
     need: Need,

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from moe_engine.config.absent_flags import absent_flags
 from moe_engine.config.args import PARTS, build_parser
-from moe_engine.config.dropped import DROPPED
-from moe_engine.config.field import fields_of
+from moe_engine.config.field import fields_of, option_of
 from moe_engine.config.flags import known_options
-from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.planning import resolve_graphs, resolve_parallel, resolve_speculation
 from moe_engine.planning.resolve_limits import CPU_CHUNK, CPU_MAX_RUNNING, GPU_CHUNKS, GPU_MAX_RUNNING
 
@@ -28,9 +27,7 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 SOURCES = (
     "benchmarks",
     "slurm",
-    "moe_engine/cli/cluster_check",
-    "moe_engine/cli/compile_kernels",
-    "moe_engine/cli/experts_report",
+    "moe_engine/cli",
     "moe_engine/demo",
 )
 OTHERS = {
@@ -48,14 +45,15 @@ NOT_HERE = ("not supported yet", "not available yet", "refused", "removed from S
 def own_flags() -> set[str]:
     """Flags of every command and every program of the repository."""
     files = [file for folder in SOURCES for file in (ROOT / folder).rglob("*") if file.suffix in (".py", ".sbatch")]
-    text = "\n".join(file.read_text() for file in [*files, ROOT / "moe_engine/cli/main.py"])
-    return {*known_options(build_parser()), *re.findall(r"[\"'](--[a-z][a-z0-9-]*)", text), "--help", "--version"}
+    text = "\n".join(file.read_text() for file in files)
+    known = {*known_options(build_parser()), *map(option_of, absent_flags().name_of), "--help", "--version"}
+    return known | set(re.findall(r"[\"'](--[a-z][a-z0-9-]*)", text))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_flags_in_documents_exist(document):
     known = own_flags()
-    refused = {row.option for row in (*UNSUPPORTED_FLAGS.values(), *DROPPED.values())}
+    refused = {option_of(name) for name in absent_flags().flags}
     unknown, unmarked = [], []
     for number, line in enumerate(document.read_text().splitlines(), 1):
         for flag in FLAG.findall(line):

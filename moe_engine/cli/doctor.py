@@ -3,16 +3,19 @@ torch on machines without a GPU."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from moe_engine.cli import doctor_libraries
+from moe_engine.config.flags import Parser
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need, cpu_device
 from moe_engine.planning.ledger import gb
@@ -30,6 +33,15 @@ FAMILIES = {
     "permutation": "PERMUTATION",
 }
 LEAST_FILES = 4096
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    parser = Parser(prog=prog, description="Reports this machine's hardware and software, and which kernels run here.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(list(argv))
+    found = examine()
+    print(json.dumps(found, indent=2) if options.json else as_text(found))
+    return 0
 
 
 def examine() -> dict[str, Any]:

@@ -195,7 +195,7 @@ class ControlServer:
                 self._on_status(self._options.places[message.rank].group, message.status)
         elif isinstance(message, messages.Loaded):
             detector.loaded(
-                message.rank, message.kernels, message.core_address, message.step_address, facts=message.facts
+                message.rank, message.kernels, message.core_address, message.step_address, info=message.info
             )
         elif isinstance(message, messages.Failed):
             detector.failed(

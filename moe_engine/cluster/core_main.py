@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import zmq
 
@@ -24,7 +23,7 @@ from moe_engine.cluster.multiproc_executor import MultiprocExecutor
 from moe_engine.cluster.rank_supervisor import RankSupervisor
 from moe_engine.core import messages
 from moe_engine.core.loop import EngineCore
-from moe_engine.core.setup import core_info, make_core
+from moe_engine.core.setup import engine_info, make_core
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.transport import ZmqTransport
 from moe_engine.errors import ConfigError, EngineDeadError
@@ -53,11 +52,11 @@ def main() -> int:
     try:
         ranks = _ranks(spec)
         if isinstance(ranks, RankSupervisor):
-            info = ranks.start()
+            started = ranks.start()
             transport = ZmqTransport(spec.to_core_of("supervisor"), spec.from_core_address)
             run: Callable[[], None] = partial(ranks.run, transport.send)
         else:
-            core, transport, info = _build(spec, ranks)
+            core, transport, started = _build(spec, ranks)
             run = core.run
     except Exception as error:
         kind = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
@@ -65,7 +64,7 @@ def main() -> int:
         ready.send(messages.encode(messages.CoreFailed(text, kind, _details(error))))
         ready.close(5000)
         return _leave(ranks, 1)
-    ready.send(messages.encode(messages.CoreReady(info)))
+    ready.send(messages.encode(started))
     ready.close(5000)
     # Objects created at startup live as long as the process: keep the garbage collector from scanning them in a step.
     gc.collect()
@@ -110,7 +109,7 @@ def _serve(run: Callable[[], None], transport: ZmqTransport) -> int:
     return 0
 
 
-def _build(spec: CoreSpec, group: MultiprocExecutor | None) -> tuple[EngineCore, ZmqTransport, dict[str, Any]]:
+def _build(spec: CoreSpec, group: MultiprocExecutor | None) -> tuple[EngineCore, ZmqTransport, messages.CoreReady]:
     config: ResolvedConfig = spec.config
     status = SharedStatus(spec.status_path)
     if group is None:
@@ -125,7 +124,7 @@ def _build(spec: CoreSpec, group: MultiprocExecutor | None) -> tuple[EngineCore,
         core = make_core(config, driver, worker, transport, status, check=group.check, dp_sync=dp_sync)
         addresses = [transport.address, *group.detector.core_addresses[1:]]
     status.write(ready=1, last_turn=time.monotonic())
-    return core, transport, {**core_info(config, worker), "core_addresses": addresses}
+    return core, transport, messages.CoreReady(engine_info(config, worker), addresses)
 
 
 if __name__ == "__main__":

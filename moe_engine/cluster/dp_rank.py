@@ -22,7 +22,7 @@ from moe_engine.cluster.rank_process import RankSpec
 from moe_engine.core.dp_sync import DPSync, StepExchange
 from moe_engine.core.executor import RankLost, Survivors
 from moe_engine.core.messages import CoreFailed, encode
-from moe_engine.core.setup import core_info, make_core
+from moe_engine.core.setup import engine_info, make_core
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.transport import ZmqTransport
 from moe_engine.errors import EngineDeadError
@@ -106,9 +106,9 @@ class SchedulingRank:
         self._progress.ready = True
         self._front_address = spec.front.from_core_address if spec.front is not None else welcome.front_address
         port = ZmqTransport(self._core_address, self._front_address, self._exchange.socket, options.keys)
-        facts = core_info(spec.config, own) if options.coverage else {}
+        info = engine_info(spec.config, own) if options.coverage else None
         self._heartbeat.send(
-            messages.Loaded(self._place.rank, kernels_of(own), port.address, self._exchange.address, facts)
+            messages.Loaded(self._place.rank, kernels_of(own), port.address, self._exchange.address, info)
         )
         self._exchange.connect(self._heartbeat.go.result().step_addresses)
         worker = LeaderWorker(

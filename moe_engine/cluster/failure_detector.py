@@ -11,8 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import RankLost, Survivors
 from moe_engine.executor.options import DetectorLimits, RankPlace
 from moe_engine.executor.progress import Position
@@ -25,7 +25,6 @@ RECENT_STEPS = 32
 GATHER_SECONDS = 0.15
 """After a loss, wait this long for simultaneous losses, so that the survivors regroup only once."""
 NO_FOLLOWERS = 1 << 60
-NO_FACTS: Mapping[str, Any] = {}
 SUSPECT_SILENT_SECONDS = 0.8
 """Silence limit once a collective has failed, which means that some rank is lost."""
 
@@ -54,7 +53,7 @@ class RankState:
     plan_address: str = ""
     core_address: str = ""
     step_address: str = ""
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    info: EngineInfo | None = None
     position: Position = field(default_factory=Position)
     silence: Silence = field(default_factory=Silence)
     still: Silence = field(default_factory=Silence)
@@ -130,12 +129,12 @@ class FailureDetector:
         kernels: Mapping[str, str],
         core_address: str = "",
         step_address: str = "",
-        facts: Mapping[str, Any] = NO_FACTS,
+        info: EngineInfo | None = None,
     ) -> None:
         """Fails if ranks chose different kernels: results would differ in the last bits and eventually in a token."""
         with self._lock:
             state = self._ranks[rank]
-            state.core_address, state.step_address, state.facts = core_address, step_address, facts
+            state.core_address, state.step_address, state.info = core_address, step_address, info
             state.kernels = kernels
             expected = self._ranks[0].kernels
             for other in self._ranks:
@@ -185,9 +184,9 @@ class FailureDetector:
         return [state.core_address for state in self._ranks if state.place.leads]
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """The facts sent by rank 0's core, if that is another process."""
-        return dict(self._ranks[0].facts)
+    def info(self) -> EngineInfo | None:
+        """Sent by rank 0, if that schedules in another process."""
+        return self._ranks[0].info
 
     @property
     def step_addresses(self) -> list[str]:

@@ -17,7 +17,7 @@ from moe_engine.cluster.control_server import ControlServer
 from moe_engine.cluster.failure_detector import FailureDetector
 from moe_engine.cluster.rank_process import LocalRanks
 from moe_engine.core.executor import RankLost, Survivors
-from moe_engine.core.messages import GroupsLost
+from moe_engine.core.messages import CoreReady, GroupsLost
 from moe_engine.errors import ConfigError
 from moe_engine.executor import messages as rank_messages
 from moe_engine.executor.options import RankGroupOptions
@@ -59,8 +59,8 @@ class RankSupervisor:
         )
         self._served = False
 
-    def start(self) -> dict[str, Any]:
-        """Blocks until every rank is ready; returns the facts of `messages.CoreReady`.
+    def start(self) -> CoreReady:
+        """Blocks until every rank is ready; returns the message for the front end.
 
         Raises:
             ConfigError: a rank rejected the configuration or the checkpoint.
@@ -77,7 +77,8 @@ class RankSupervisor:
             time.sleep(LOOK_SECONDS)
         self._detector.arm()
         logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
-        return {**self._detector.facts, "core_addresses": self._detector.core_addresses}
+        assert self._detector.info is not None
+        return CoreReady(self._detector.info, self._detector.core_addresses)
 
     def run(self, report: Callable[[GroupsLost], None]) -> None:
         """Blocks until the orderly shutdown of the ranks.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from moe_engine.config.absent_flag import AbsentFlag
+from moe_engine.config.absent_flags import check_absent, keyword_of
 from moe_engine.config.backends import BackendArgs
-from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.experts import ExpertArgs
 from moe_engine.config.field import FieldInfo, fields_of, option_of
 from moe_engine.config.flags import Parser, add_flags, parse_flags
@@ -22,8 +22,6 @@ from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
 from moe_engine.config.speculative import SpeculativeArgs
-from moe_engine.config.unknown_flag import keyword_of, unknown_flag
-from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.config.values import to_field_value
 from moe_engine.errors import ConfigError
 
@@ -39,8 +37,6 @@ PARTS: dict[str, type] = {
     "logging": LoggingArgs,
     "server": ServerArgs,
 }
-
-REMOVED = "removed from SGLang too"
 
 
 @dataclass(frozen=True)
@@ -72,36 +68,25 @@ class EngineArgs:
             NotAvailableYet: the flag or value is not supported yet.
         """
         table = _by_spelling()
-        notes: list[str] = []
         chosen: dict[str, Any] = {}
         spelled: dict[str, str] = {}  # field -> the keyword that set it
-        idle: list[tuple[AbsentFlag, Any]] = []  # settings of unsupported features
+        absent: dict[str, Any] = {}
         for keyword, value in values.items():
-            known = table.get(keyword)
-            if isinstance(known, AbsentFlag):
-                if not known.asks_nothing(value):
-                    raise known.refusal(keyword, value)
-                if known.needs_a_note(value):
-                    idle.append((known, value))
-            elif known is not None:
-                made = to_field_value(known, value)
-                before = spelled.setdefault(known.name, keyword)
-                if before != keyword and chosen[known.name] != made:
-                    raise ConfigError(f"{option_of(before)} and {option_of(keyword)} are one flag; give one of the two")
-                chosen[known.name] = made
-            elif keyword in SATISFIED:
-                if _switched_on(keyword, value):
-                    notes.append(f"{option_of(keyword)}: no effect ({SATISFIED[keyword]})")
-            else:
-                wrong = unknown_flag(keyword, (*table, *SATISFIED))
-                raise ConfigError(f"{keyword}: {wrong}; `moe-engine serve --help` lists all flags")
-        notes += _idle_note(idle)
+            if (info := table.get(keyword)) is None:
+                absent[keyword] = value
+                continue
+            made = to_field_value(info, value)
+            before = spelled.setdefault(info.name, keyword)
+            if before != keyword and chosen[info.name] != made:
+                raise ConfigError(f"{option_of(before)} and {option_of(keyword)} are one flag; give one of the two")
+            chosen[info.name] = made
+        notes = check_absent(absent, table) if absent else ()
         parts: dict[str, Any] = {
             name: part(**{info.name: chosen[info.name] for info in fields_of(part) if info.name in chosen})
             for name, part in PARTS.items()
         }
         given = frozenset(name for name, value in chosen.items() if value is not None)
-        return cls(**parts, given=given, notes=tuple(notes))
+        return cls(**parts, given=given, notes=notes)
 
     @classmethod
     def from_cli(cls, argv: Sequence[str], parser: Parser | None = None) -> EngineArgs:
@@ -120,40 +105,16 @@ class EngineArgs:
 
 
 def build_parser(prog: str | None = None, **options: Any) -> Parser:
-    """The command-line parser with every flag."""
+    """The command-line parser with every flag; `options` of argparse."""
+    options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+    options.setdefault("usage", prog and f"{prog} [--model-path PATH] [flags]")
     parser = Parser(prog=prog, **options)
     add_flags(parser, list(PARTS.values()))
     return parser
 
 
 @lru_cache
-def _by_spelling() -> dict[str, AbsentFlag | FieldInfo]:
-    """Field or absent flag by each of its spellings, as a Python identifier (``model``, ``tp``)."""
-    table: dict[str, AbsentFlag | FieldInfo] = {}
-    for cls in PARTS.values():
-        for info in fields_of(cls):
-            for spelling in info.spellings:
-                table[keyword_of(spelling)] = info
-    for row in (*UNSUPPORTED_FLAGS.values(), *DROPPED.values()):
-        for spelling in (row.option, *row.spellings):
-            table[keyword_of(spelling)] = row
-    return table
-
-
-def _idle_note(idle: list[tuple[AbsentFlag, Any]]) -> list[str]:
-    """One note for all settings of unsupported features: a dump of SGLang's flags holds dozens."""
-    by_reason: dict[str, list[str]] = {}
-    for flag, value in idle:
-        text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        reason = flag.reason if flag.name in UNSUPPORTED_FLAGS else REMOVED
-        by_reason.setdefault(reason, []).append(f"{flag.option} {text}")
-    if not by_reason:
-        return []
-    parts = "; ".join(f"{', '.join(given)} ({reason})" for reason, given in by_reason.items())
-    return [f"no effect, as these belong to features that are not supported yet: {parts}"]
-
-
-def _switched_on(keyword: str, value: Any) -> bool:
-    if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"{option_of(keyword)}: a switch is true or false, not {value!r}")
-    return bool(value)
+def _by_spelling() -> dict[str, FieldInfo]:
+    """The field by each of its spellings, as a Python identifier (``model``, ``tp``)."""
+    infos = [info for part in PARTS.values() for info in fields_of(part)]
+    return {keyword_of(spelling): info for info in infos for spelling in info.spellings}

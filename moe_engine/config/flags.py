@@ -7,10 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from moe_engine.config.dropped import DROPPED, SATISFIED
+from moe_engine.config.absent_flags import absent_flags, keyword_of, unknown_flag
 from moe_engine.config.field import FieldInfo, fields_of, option_of
-from moe_engine.config.unknown_flag import accepted_matches, keyword_of, unknown_flag
-from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.errors import ConfigError
 
 GROUPS = {
@@ -31,7 +29,6 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises ConfigError with one message, without argparse's usage page."""
 
     def error(self, message: str) -> NoReturn:
-        message = accepted_matches(message)
         raise ConfigError(message.replace("argument ", "", 1) if message.startswith("argument ") else message)
 
 
@@ -51,7 +48,7 @@ class _Store(argparse.Action):
 
 
 def add_flags(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
-    """Adds a flag for each field of the parts, the `--config` file and, hidden, the flags that are refused."""
+    """Adds a flag for each field of the parts, and the `--config` file."""
     parser.add_argument(
         "--config",
         metavar="FILE.yaml",
@@ -61,7 +58,6 @@ def add_flags(parser: argparse.ArgumentParser, parts: Sequence[type]) -> None:
         group = parser.add_argument_group(GROUPS.get(part.__name__, part.__name__))
         for info in fields_of(part):
             _add_field(group, info)
-    _add_hidden(parser)
 
 
 def _add_field(group: argparse._ArgumentGroup, info: FieldInfo) -> None:
@@ -79,23 +75,6 @@ def _add_field(group: argparse._ArgumentGroup, info: FieldInfo) -> None:
     group.add_argument(*info.spellings, action=_Store, info=info, metavar=metavar, **options)
 
 
-def _add_hidden(parser: argparse.ArgumentParser) -> None:
-    """Flags of SGLang that are refused or have no effect: known to the parser so that abbreviations find them."""
-    for row in (*UNSUPPORTED_FLAGS.values(), *DROPPED.values()):
-        names = (row.option, *row.spellings)
-        if row.is_switch:
-            _hide(parser, names, row.name, action="store_true")
-        else:
-            one_or_more = row.name in UNSUPPORTED_FLAGS
-            _hide(parser, names, row.name, **({"nargs": "+"} if one_or_more else {"nargs": "?", "const": True}))
-    for name in SATISFIED:
-        _hide(parser, (option_of(name),), name, action="store_true")
-
-
-def _hide(parser: argparse.ArgumentParser, names: tuple[str, ...], dest: str, **options: Any) -> None:
-    parser.add_argument(*names, dest=dest, help=argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
-
-
 def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
     """The given flags by field name, still as text; flags of a `--config` file included.
 
@@ -103,8 +82,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
         ConfigError: for an unknown flag (with the nearest spelling), a missing value or a bad file.
     """
     namespace, unknown = parser.parse_known_args(list(argv))
-    _refuse_unknown(parser, unknown)
-    given = vars(namespace)
+    given = vars(namespace) | (_parse_absent(parser, unknown) if unknown else {})
     path = given.pop("config", None)
     return {**_canonical(parser, _read_yaml(path)), **given} if path is not None else given
 
@@ -112,7 +90,19 @@ def parse_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[st
 def _canonical(parser: argparse.ArgumentParser, values: dict[str, Any]) -> dict[str, Any]:
     """The same values by field name, so that the command line's `--tp-size 1` overrides a file's `tp: 4`."""
     fields = {keyword_of(spelling): action.dest for action in parser._actions for spelling in action.option_strings}
-    return {fields.get(key, key): value for key, value in values.items()}
+    return {fields.get(key) or absent_flags().name_of.get(key, key): value for key, value in values.items()}
+
+
+def _parse_absent(accepted: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """Flags of SGLang without a field, by name; True without a value. Raises ConfigError for all other words."""
+    parser, absent = Parser(add_help=False), absent_flags()
+    for spelling, name in absent.name_of.items():
+        is_switch = name in absent.no_effect or absent.flags[name].is_switch
+        kind: dict[str, Any] = {"action": "store_true"} if is_switch else {"nargs": "*"}
+        parser.add_argument(option_of(spelling), dest=name, default=argparse.SUPPRESS, **kind)
+    namespace, unknown = parser.parse_known_args(argv)
+    _refuse_unknown(accepted, unknown)
+    return {name: values or True for name, values in vars(namespace).items()}
 
 
 def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:

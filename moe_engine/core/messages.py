@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from moe_engine.core.engine_info import EngineInfo
 from moe_engine.types import PackedLogprobs
 
 
@@ -107,9 +108,10 @@ class Reply(Message, tag="reply"):
 
 
 class CoreReady(Message, tag="ready"):
-    """Sent once, when the core is ready. `info` holds max_total_num_tokens, max_req_input_len, context_len, ..."""
+    """Sent once, when the core is ready. `core_addresses`: of all schedulers, by attention group."""
 
-    info: dict[str, Any]
+    info: EngineInfo
+    core_addresses: list[str]
 
 
 class CoreFailed(Message, tag="failed"):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moe_engine import logs
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.core.dp_sync import DPSync
+from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.expert_calls import ExpertCalls
 from moe_engine.core.loop import CoreTransport, EngineCore, Regroup
@@ -93,47 +93,28 @@ def _first_half(flags: ParallelArgs, plan: StepPlan) -> int:
 def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
     """The scheduler's part of the configuration."""
     flags = config.scheduling
-    return SchedulerConfig(
+    return config.select(
+        SchedulerConfig,
         num_slots=config.max_total_num_tokens,
-        context_len=config.context_len,
-        page_size=config.page_size,
         max_rows=config.max_running_requests,
-        policy=flags.schedule_policy,
-        chunked_prefill_size=config.chunked_prefill_size,
-        max_prefill_tokens=config.max_prefill_tokens,
         max_step_tokens=config.limits.num_tokens,
-        enable_mixed_chunk=flags.enable_mixed_chunk,
-        schedule_conservativeness=config.schedule_conservativeness,
-        disable_radix_cache=flags.disable_radix_cache,
-        enable_priority_scheduling=flags.enable_priority_scheduling,
-        schedule_low_priority_values_first=flags.schedule_low_priority_values_first,
+        policy=flags.schedule_policy,
         priority_preemption_threshold=flags.priority_scheduling_preemption_threshold,
-        max_queued_requests=flags.max_queued_requests,
-        prefill_max_requests=flags.prefill_max_requests,
         vocab_size=config.model.vocab_size,
-        random_seed=config.random_seed,
-        speculation=config.speculation,
     )
 
 
-def core_info(config: ResolvedConfig, worker: Worker) -> dict[str, Any]:
-    """The fields of `client_api.EngineInfo`, plus facts of the worker."""
-    return {
-        "model_path": config.model_path,
-        "served_model_name": config.served_model_name,
-        "model_type": config.model.model_type,
-        "architectures": [config.model.architecture],
-        "vocab_size": config.model.vocab_size,
-        "context_len": config.context_len,
-        "max_total_num_tokens": config.max_total_num_tokens,
-        "max_req_input_len": config.max_req_input_len,
-        "max_running_requests": config.max_running_requests,
-        "eos_token_ids": sorted(config.model.eos_token_ids),
-        "page_size": config.page_size,
-        "dtype": config.dtype,
-        "weight_bytes": worker.info.weight_bytes,
-        "kv_bytes": worker.info.kv_bytes,
-        "graph_bytes": config.ledger.bytes_of(GRAPHS_ROW) if worker.info.num_graphs else 0,
-        "backends": {c.family: c.row.name for c in worker.info.choices},
-        "worker": {k: v for k, v in asdict(worker.info).items() if k != "choices"},
-    }
+def engine_info(config: ResolvedConfig, worker: Worker) -> EngineInfo:
+    """Facts of the engine, once its worker is ready."""
+    model, found = config.model, worker.info
+    return config.select(
+        EngineInfo,
+        model_type=model.model_type,
+        architectures=(model.architecture,),
+        vocab_size=model.vocab_size,
+        eos_token_ids=tuple(sorted(model.eos_token_ids)),
+        weight_bytes=found.weight_bytes,
+        kv_bytes=found.kv_bytes,
+        graph_bytes=config.ledger.bytes_of(GRAPHS_ROW) if found.num_graphs else 0,
+        backends={choice.family: choice.row.name for choice in found.choices},
+    )

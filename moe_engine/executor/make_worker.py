@@ -9,10 +9,11 @@ from moe_engine import logs
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.planning.machine import available_gb
 from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.worker.options import WorkerOptions
 
 if TYPE_CHECKING:
     from moe_engine.parallel.context import ParallelContext
-    from moe_engine.worker.worker import Worker, WorkerOptions
+    from moe_engine.worker.worker import Worker
 
 logger = logging.getLogger("moe_engine")
 
@@ -64,27 +65,11 @@ def _only_device(config: ResolvedConfig) -> str:
 
 def worker_options(config: ResolvedConfig, device: str | None = None) -> WorkerOptions:
     """The worker's part of the configuration; `device`: of its rank (``cuda:3``) if there are several."""
-    from moe_engine.worker.worker import WorkerOptions
-
-    return WorkerOptions(
-        model_path=config.model_path,
-        model_config=config.model,
-        kernels=config.kernels.model,
-        dtype=config.dtype,
-        kv_dtype=config.kv_cache_dtype,
+    return config.select(
+        WorkerOptions,
         num_slots=config.max_total_num_tokens,
-        context_len=config.context_len,
         max_rows=config.max_running_requests,
         device=device or _only_device(config),
-        load_format=config.args.model.load_format,
-        num_threads=config.cpu_threads,
-        deterministic=config.args.backends.enable_deterministic_inference,
-        speculation=config.speculation,
-        draft_config=config.draft_model,
-        draft_kernels=config.kernels.draft,
-        experts=config.experts,
-        graphs=config.graphs,
-        compiled=config.compiled,
         shapes=largest_shapes(config),
         logits_rows=config.ledger.logits_rows,
     )

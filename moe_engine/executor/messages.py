@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import Survivors
 from moe_engine.executor.progress import Position
 
@@ -48,15 +49,15 @@ class Beat(RankMessage, tag="beat"):
 class Loaded(RankMessage, tag="loaded"):
     """A rank has loaded its weights and accepts plans. `kernels`: chosen backend by family; must be equal on all ranks.
 
-    From a rank that schedules: `core_address` for the front end, `step_address` for the other schedulers, `facts` as in
-    `messages.CoreReady`.
+    From a rank that schedules: `core_address` for the front end, `step_address` for the other schedulers; `info` if no
+    core process sends it.
     """
 
     rank: int
     kernels: dict[str, str] = {}
     core_address: str = ""
     step_address: str = ""
-    facts: dict[str, Any] = {}
+    info: EngineInfo | None = None
 
 
 class Failed(RankMessage, tag="failed"):

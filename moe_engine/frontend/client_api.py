@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.messages import AddRequest, RequestDelta
 
 BACKEND_FIELDS = {
@@ -21,30 +22,6 @@ BACKEND_FIELDS = {
 def kernel_flags(backends: Mapping[str, str]) -> dict[str, str]:
     """Backend flags in effect; `backends`: backend name by kernel family."""
     return {BACKEND_FIELDS[family]: name for family, name in backends.items() if family in BACKEND_FIELDS}
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """Facts of a ready engine; constant over its lifetime."""
-
-    model_path: str
-    served_model_name: str
-    model_type: str
-    architectures: tuple[str, ...]
-    vocab_size: int
-    context_len: int
-    max_total_num_tokens: int
-    max_req_input_len: int
-    max_running_requests: int
-    eos_token_ids: tuple[int, ...]
-    page_size: int
-    dtype: str
-    weight_bytes: int = 0
-    kv_bytes: int = 0
-    graph_bytes: int = 0
-    """The memory ledger's entry for CUDA graphs; 0 without graphs."""
-    backends: dict[str, str] = field(default_factory=dict)
-    """Backend name by kernel family."""
 
 
 @dataclass(frozen=True)

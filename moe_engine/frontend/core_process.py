@@ -15,6 +15,7 @@ import zmq
 
 from moe_engine.cluster.core_spec import CoreSpec
 from moe_engine.core import messages
+from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.executor.options import RankGroupOptions
@@ -92,14 +93,14 @@ class CoreProcess:
     def pid(self) -> int:
         return self._child.pid
 
-    def wait_ready(self) -> dict[str, Any]:
-        """Blocks until the core is ready; returns its facts. Raises like `poll_ready`."""
-        while (facts := self.poll_ready()) is None:
+    def wait_ready(self) -> EngineInfo:
+        """Blocks until the core is ready; returns its info. Raises like `poll_ready`."""
+        while (info := self.poll_ready()) is None:
             pass
-        return facts
+        return info
 
-    def poll_ready(self, seconds: float = 0.05) -> dict[str, Any] | None:
-        """The core's facts once it is ready; None if it is not within `seconds`.
+    def poll_ready(self, seconds: float = 0.05) -> EngineInfo | None:
+        """The core's info once it is ready; None if it is not within `seconds`.
 
         Raises:
             ConfigError: the core rejected the configuration or the checkpoint; its message.
@@ -121,11 +122,11 @@ class CoreProcess:
             raise
         return None
 
-    def _take(self, message: messages.FromCore) -> dict[str, Any]:
-        """Returns the facts of a ready core. For a failed one, waits for its exit and raises its error."""
+    def _take(self, message: messages.FromCore) -> EngineInfo:
+        """Returns the info of a ready core. For a failed one, waits for its exit and raises its error."""
         if isinstance(message, messages.CoreReady):
             self._ready.close(0)
-            self.to_core_addresses = message.info["core_addresses"]
+            self.to_core_addresses = message.core_addresses
             return message.info
         assert isinstance(message, messages.CoreFailed)
         self.expect_exit()

@@ -35,22 +35,22 @@ BURST = 64
 
 @dataclass(frozen=True)
 class FrontendSettings:
-    """Server-wide settings for all requests."""
+    """Settings for all requests. A field with the name of a flag has that flag's value (`ResolvedConfig.select`)."""
 
     stream_interval: int = 1
     incremental_streaming_output: bool = False
     allow_auto_truncate: bool = False
     weight_version: str = "default"
     preferred_sampling_params: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of /generate's sampling_params (`--preferred-sampling-params`)."""
+    """Defaults of /generate's sampling_params."""
     max_logprobs: int = 20
-    """Max log-probabilities per token, top or by id (`--max-logprobs`); -1: no limit."""
+    """Max log-probabilities per token, top or by id; -1: no limit."""
     max_sequences: int | None = 16384
     """Max sequences (prompts times n) of one request; None: no limit."""
     max_prompt_tokens: int | None = 2**24
     """Max prompt tokens of one request, counting each copy: about 40 bytes each in the engine core. None: no limit."""
     random_seed: int = 0
-    """Seed of the generator that draws seeds for requests without one (`--random-seed`)."""
+    """Seed of the generator that draws seeds for requests without one."""
 
 
 @dataclass(slots=True)

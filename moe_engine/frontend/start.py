@@ -8,8 +8,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from moe_engine.executor.sharded_worker import rank_group_options
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.core_process import CoreProcess
@@ -23,12 +21,6 @@ logger = logging.getLogger("moe_engine")
 
 ROOM = ("max_total_num_tokens", "max_req_input_len", "max_running_requests", "context_len")
 """Facts that depend on available memory."""
-
-
-def engine_info(facts: dict[str, Any]) -> EngineInfo:
-    """`EngineInfo` from the facts that a ready core sent."""
-    known = {field.name for field in dataclasses.fields(EngineInfo)}
-    return msgspec.convert({key: value for key, value in facts.items() if key in known}, EngineInfo)
 
 
 def start_cores(config: ResolvedConfig) -> list[CoreProcess]:
@@ -62,14 +54,13 @@ def _open_ports(plan: ParallelPlan) -> str:
 def wait_ready(cores: Sequence[CoreProcess]) -> EngineInfo:
     """Blocks until all cores are ready. Facts that depend on memory (`ROOM`) may differ between cores: the minimum
     counts. Raises like `CoreProcess.poll_ready` for the first core that fails."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, EngineInfo] = {}
     while len(found) < len(cores):
         for i, core in enumerate(cores):
-            if i not in found and (facts := core.poll_ready()) is not None:
-                found[i] = facts
-    infos = [engine_info(facts) for facts in found.values()]
-    room = {name: min(getattr(info, name) for info in infos) for name in ROOM}
-    return dataclasses.replace(infos[0], **room)
+            if i not in found and (info := core.poll_ready()) is not None:
+                found[i] = info
+    room: dict[str, Any] = {name: min(getattr(info, name) for info in found.values()) for name in ROOM}
+    return dataclasses.replace(next(iter(found.values())), **room)
 
 
 def stop_cores(cores: Sequence[CoreProcess], grace: float = 0.0) -> None:
@@ -95,13 +86,5 @@ def open_tokenizer(config: ResolvedConfig) -> Tokenizer | None:
 
 def frontend_settings(config: ResolvedConfig) -> FrontendSettings:
     """The flags that apply to every request, from HTTP or Python."""
-    server = config.server
-    return FrontendSettings(
-        stream_interval=config.scheduling.stream_interval,
-        incremental_streaming_output=server.incremental_streaming_output,
-        allow_auto_truncate=server.allow_auto_truncate,
-        weight_version=server.weight_version,
-        preferred_sampling_params=json.loads(server.preferred_sampling_params),
-        max_logprobs=server.max_logprobs,
-        random_seed=config.random_seed,
-    )
+    preferred = json.loads(config.server.preferred_sampling_params)
+    return config.select(FrontendSettings, preferred_sampling_params=preferred)

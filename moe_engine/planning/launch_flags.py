@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_engine.config.absent_flag import AbsentFlag
+from moe_engine.config.absent_flags import AbsentFlag, absent_flags, keyword_of
 from moe_engine.config.args import PARTS
-from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.field import fields_of
-from moe_engine.config.unknown_flag import keyword_of
-from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.planning.resolve import ResolvedConfig
 
 FACTS = ("speculation", "use_mla_backend")
@@ -27,9 +24,9 @@ def launch_flags(config: ResolvedConfig) -> dict[str, Any]:
     Kernel backends are as given: the chosen ones are known when the engine is ready (`client_api.kernel_flags`).
     """
     values = config.flat() | _in_all_groups(config) | _chosen(config) | _graphs(config)
-    for row in (*UNSUPPORTED_FLAGS.values(), *DROPPED.values()):
-        values[row.name] = _absent(row)
-    values.update(dict.fromkeys(SATISFIED, True))
+    absent = absent_flags()
+    values.update({name: _absent(row) for name, row in absent.flags.items()})
+    values.update(dict.fromkeys(absent.no_effect, True))
     for part in PARTS.values():
         for info in fields_of(part):
             values.update({keyword_of(old): values[info.name] for old in info.flag.old})
@@ -84,4 +81,4 @@ def _graphs(config: ResolvedConfig) -> dict[str, Any]:
 
 def _absent(row: AbsentFlag) -> Any:
     """The value that stands for a disabled feature, or the flag's default."""
-    return next((value for value in row.harmless if value in ("none", "disabled")), row.default)
+    return next((value for value in row.accepted if value in ("none", "disabled")), next(iter(row.accepted), None))

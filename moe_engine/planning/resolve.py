@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.logging import LoggingArgs
@@ -14,6 +14,7 @@ from moe_engine.config.server import ServerArgs
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
+from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
@@ -27,7 +28,7 @@ from moe_engine.planning.resolution_log import Decision, Record
 from moe_engine.planning.resolve_compile import compile_settings, compiled_rows
 from moe_engine.planning.resolve_experts import resolve_experts
 from moe_engine.planning.resolve_graphs import note_graphs, resolve_graphs, why_not_captured
-from moe_engine.planning.resolve_kernels import LaunchKernels, asked_backends, resolve_kernels
+from moe_engine.planning.resolve_kernels import asked_backends, resolve_kernels
 from moe_engine.planning.resolve_limits import resolve_limits
 from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
@@ -35,6 +36,7 @@ from moe_engine.planning.sizing import Sizing, SizingInput, size_memory
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
 
+T = TypeVar("T")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 INPUT_MARGIN = 5
 """Tokens that a prompt must leave free (SGLang's margin)."""
@@ -131,6 +133,16 @@ class ResolvedConfig:
         for name in SECRETS:
             values[name] = contradictions.HIDDEN if values[name] else None
         return values
+
+    def select(self, options: type[T], **own: Any) -> T:
+        """An instance of a dataclass, filled by name: from `own`, else this configuration, else the flags as given.
+
+        A flag reaches a component when the component's options class has a field of its name.
+        """
+        names = [item.name for item in dataclasses.fields(options)]  # type: ignore[arg-type]
+        resolved = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        values = self.args.flat() | resolved
+        return options(**{name: values[name] for name in names if name in values} | own)
 
 
 def resolve(

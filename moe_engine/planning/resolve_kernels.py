@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.backends import KernelPlan, page_sizes_of, plan_kernels
+from moe_engine.kernels.backends import KernelPlan, LaunchKernels, page_sizes_of, plan_kernels
 from moe_engine.kernels.device import Need
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.needs import need_of_model
@@ -22,20 +21,6 @@ FLAGS = {
     "sampling": "--sampling-backend",
 }
 """Backend flag of each kernel family."""
-
-
-@dataclass(frozen=True)
-class LaunchKernels:
-    """Kernel plans of the model and of its draft model, which share the KV cache's page size."""
-
-    model: KernelPlan
-    draft: KernelPlan | None = None
-    uncaptured: str | None = None
-    """Why decodes are not captured as CUDA graphs, or None."""
-
-    @property
-    def page_size(self) -> int:
-        return self.model.need.page_size
 
 
 def resolve_kernels(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRATCH_BYTES
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
@@ -29,7 +30,6 @@ from moe_engine.planning.ledger import (
 )
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve_graphs import graph_row
-from moe_engine.planning.resolve_kernels import LaunchKernels
 from moe_engine.planning.resolve_limits import SMALL_DISPATCH
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits

@@ -12,7 +12,9 @@ POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits, budgets and policy of one rank's scheduler; fields have the names of their launch flags.
+    """Limits, budgets and policy of one rank's scheduler.
+
+    A field with the name of a flag has that flag's value (`core.setup.scheduler_config`).
 
     `num_slots` is the size of the KV pool in tokens (flag ``--max-total-tokens``, or by memory), without the dummy
     page. `chunked_prefill_size` -1 disables chunking. Constants at the end are SGLang's; change them in tests.

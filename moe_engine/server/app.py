@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 
-from moe_engine.errors import ConfigError, InputError
+from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineClient
 from moe_engine.frontend.frontend import Frontend, Observer
 from moe_engine.server.auth import KeyCheck
@@ -41,18 +39,15 @@ from moe_engine.server.settings import ServerSettings
 from moe_engine.server.state import ServerState
 from moe_engine.server.text_processes import TextProcesses, TextSpec
 from moe_engine.tokenizer.chat_template import ChatTemplate, load_chat_template
-from moe_engine.tokenizer.reasoning import REASONING_PARSERS
 from moe_engine.tokenizer.tokenizer import Tokenizer
-from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 
 
 def create_app(frontend: Frontend, client: EngineClient, settings: ServerSettings) -> FastAPI:
     """Builds the application over a running engine.
 
     Raises:
-        ConfigError: an unknown parser, or an unreadable chat template.
+        ConfigError: the chat template cannot be read.
     """
-    _check_parsers(settings)
     state = ServerState(frontend, client, settings, make_template(settings, frontend.tokenizer))
     state.bodies = Bodies(body_work(state), settings.max_body_bytes, _text_processes(state))
     # FastAPI's schema does not cover these endpoints, and its docs page loads scripts from the internet
@@ -63,9 +58,10 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     _add_pages(app)
     metrics = _add_metrics(app, state)
     app.add_exception_handler(HTTPException, _no_such_route)
-    if settings.api_key or settings.admin_api_key:
-        app.add_middleware(KeyCheck, api_key=settings.api_key, admin_api_key=settings.admin_api_key)
-    app.add_middleware(EdgeCheck, check_origin=not settings.api_key)
+    keys = settings.args.server
+    if keys.api_key or keys.admin_api_key:
+        app.add_middleware(KeyCheck, api_key=keys.api_key, admin_api_key=keys.admin_api_key)
+    app.add_middleware(EdgeCheck, check_origin=not keys.api_key)
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     if metrics is not None:
         app.add_middleware(StatusCount, metrics=metrics)
@@ -77,9 +73,8 @@ def _text_processes(state: ServerState) -> TextProcesses | None:
     tokenizer = state.frontend.tokenizer
     if tokenizer is not None and tokenizer.source is None:
         return None
-    settings = replace(state.settings, api_key=None, admin_api_key=None, server_args={})
     source = tokenizer.source if tokenizer else None
-    return TextProcesses(TextSpec(source, state.chat_template, settings, state.client.info))
+    return TextProcesses(TextSpec(source, state.chat_template, state.settings.without_keys(), state.client.info))
 
 
 def make_template(settings: ServerSettings, tokenizer: Tokenizer | None) -> ChatTemplate | None:
@@ -90,16 +85,7 @@ def make_template(settings: ServerSettings, tokenizer: Tokenizer | None) -> Chat
     """
     if tokenizer is None:
         return None
-    return load_chat_template(settings.chat_template, tokenizer.chat_template, tokenizer.special_tokens)
-
-
-def _check_parsers(settings: ServerSettings) -> None:
-    for flag, chosen, known in (
-        ("--reasoning-parser", settings.reasoning_parser, REASONING_PARSERS),
-        ("--tool-call-parser", settings.tool_call_parser, tuple(TOOL_FORMATS)),
-    ):
-        if chosen is not None and chosen not in known:
-            raise ConfigError(f"{flag} {chosen}: not available yet in moe-engine; choose one of {', '.join(known)}")
+    return load_chat_template(settings.args.model.chat_template, tokenizer.chat_template, tokenizer.special_tokens)
 
 
 def _route(app: FastAPI, paths: str, handler: Handler, shape: ErrorFormat, methods: str = "GET") -> None:
@@ -186,9 +172,10 @@ def _add_pages(app: FastAPI) -> None:
 
 def _add_metrics(app: FastAPI, state: ServerState) -> Metrics | None:
     observers: list[Observer] = [state.frontend.observer] if state.frontend.observer else []
-    if state.settings.log_requests:
-        observers.append(RequestLog(state.settings.log_requests_level))
-    metrics = Metrics(state.model_name, state.client.info, version()) if state.settings.enable_metrics else None
+    flags = state.settings.args.logging
+    if flags.log_requests:
+        observers.append(RequestLog(flags.log_requests_level))
+    metrics = Metrics(state.model_name, state.client.info, version()) if flags.enable_metrics else None
     if metrics is not None:
         observers.append(metrics)
     if observers:

@@ -38,7 +38,7 @@ class ControlApi:
 
     async def health(self, request: Request) -> Response:
         """Liveness and progress, from shared memory: needs neither generation nor a queue."""
-        problem = health_problem(self._state.client.health(), self._state.settings.watchdog_timeout)
+        problem = health_problem(self._state.client.health(), self._state.flags.watchdog_timeout)
         if problem is not None:
             raise InputError(problem, status=503)
         return Response(status_code=200)
@@ -72,15 +72,15 @@ class ControlApi:
         return json_response(
             {
                 "model_path": info.model_path,
-                "tokenizer_path": settings.tokenizer_path or info.model_path,
+                "tokenizer_path": info.tokenizer_path or info.model_path,
                 "is_generation": True,
                 "preferred_sampling_params": dict(settings.frontend.preferred_sampling_params) or None,
                 "weight_version": settings.frontend.weight_version,
                 "served_model_name": self._state.model_name,
                 "model_type": info.model_type,
                 "architectures": list(info.architectures),
-                "reasoning_parser": settings.reasoning_parser,
-                "tool_call_parser": settings.tool_call_parser,
+                "reasoning_parser": self._state.flags.reasoning_parser,
+                "tool_call_parser": self._state.flags.tool_call_parser,
                 "has_image_understanding": False,
                 "has_audio_understanding": False,
                 "max_context_length": info.context_len,

@@ -72,7 +72,7 @@ def serve(args: EngineArgs) -> int:
 
         from moe_engine.server.app import make_template  # slow import: overlaps with the core's loading
 
-        tokenizer, settings = open_tokenizer(config), server_settings(config)
+        tokenizer, settings = open_tokenizer(config), server_settings(config, sock.getsockname()[1])
         make_template(settings, tokenizer)  # a broken template fails before the weights are loaded
         info = wait_ready(cores)  # on the main thread, so that a signal interrupts it
         return uvloop.run(_serve(config, cores, info, tokenizer, settings, sock, began))
@@ -193,34 +193,13 @@ def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> N
     print(f"  curl {url} -H 'Content-Type: application/json' {key}-d '{body}'", flush=True)
 
 
-def server_settings(config: ResolvedConfig) -> ServerSettings:
-    """The HTTP server's part of the configuration.
+def server_settings(config: ResolvedConfig, port: int) -> ServerSettings:
+    """The HTTP server's part of the configuration. `port`: the bound one.
 
     Raises:
         ConfigError: a value in the checkpoint's generation_config.json is out of range.
     """
     from moe_engine.server.settings import ServerSettings, load_sampling_defaults
 
-    server, log, model = config.server, config.logging, config.args.model
-    return ServerSettings(
-        host=server.host,
-        port=server.port,
-        api_key=server.api_key,
-        admin_api_key=server.admin_api_key,
-        served_model_name=config.served_model_name,
-        tokenizer_path=config.tokenizer_path,
-        chat_template=model.chat_template,
-        reasoning_parser=server.reasoning_parser,
-        tool_call_parser=server.tool_call_parser,
-        enable_metrics=log.enable_metrics,
-        enable_cache_report=server.enable_cache_report,
-        log_requests=log.log_requests,
-        log_requests_level=log.log_requests_level,
-        log_level=log.log_level,
-        log_level_http=log.log_level_http,
-        frontend=frontend_settings(config),
-        sampling_defaults=load_sampling_defaults(config.model_path) if server.sampling_defaults == "model" else {},
-        skip_tokenizer_init=model.skip_tokenizer_init,
-        watchdog_timeout=server.watchdog_timeout,
-        server_args=launch_flags(config),
-    )
+    defaults = load_sampling_defaults(config.model_path) if config.server.sampling_defaults == "model" else {}
+    return ServerSettings(config.args, frontend_settings(config), defaults, launch_flags(config) | {"port": port})

@@ -101,7 +101,7 @@ class ChatApi:
     def _usage(self, generations: list[Generation], parsers: ParserOptions) -> dict[str, Any]:
         return usage_of(
             generations,
-            cache_report=self._state.settings.enable_cache_report,
+            cache_report=self._state.flags.enable_cache_report,
             reasoning_tokens=sum(parsers.count_reasoning(g.output_ids) for g in generations),
         )
 

@@ -39,11 +39,11 @@ class ParserOptions:
 
 def parser_options(state: ServerState, req: ChatRequest, prompt: str, tools: Sequence[dict[str, Any]]) -> ParserOptions:
     """Parser options for the output of `prompt`, from flags and request."""
-    settings, tokenizer = state.settings, state.tokenizer()
-    parser = settings.reasoning_parser if req.separate_reasoning is not False else None
+    flags, tokenizer = state.flags, state.tokenizer()
+    parser = flags.reasoning_parser if req.separate_reasoning is not False else None
     reasoning = REASONING_FORMATS[parser] if parser else None
     inside = starts_inside(parser, prompt, req.chat_template_kwargs or {}) if parser else False
-    form = settings.tool_call_parser if tools else None
+    form = flags.tool_call_parser if tools else None
     markers = ((reasoning.start, reasoning.end) if reasoning else ()) + (MARKERS if form else ())
     ids = (tokenizer.token_id(marker) for marker in markers)
     return ParserOptions(

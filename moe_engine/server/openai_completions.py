@@ -104,7 +104,7 @@ class CompletionsApi:
             if req.echo:
                 text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
             choices.append(self._choice(g, text, entries, g.finish))
-        usage = usage_of(job.generations, cache_report=self._state.settings.enable_cache_report)
+        usage = usage_of(job.generations, cache_report=self._state.flags.enable_cache_report)
         return self._head(job, model) | {
             "choices": choices,
             "usage": usage,
@@ -113,7 +113,7 @@ class CompletionsApi:
 
     async def _events(self, req: CompletionRequest, job: Job, model: str) -> AsyncGenerator[bytes]:
         head = self._head(job, model)
-        report = self._state.settings.enable_cache_report
+        report = self._state.flags.enable_cache_report
         options = req.stream_options
         continuous = options is not None and options.continuous_usage_stats
         begun: set[int] = set()

@@ -25,7 +25,7 @@ class ParseApi:
 
     def separated(self, body: dict[str, Any]) -> Iterator[bytes]:
         """{text, reasoning_parser} -> {reasoning_text, text}."""
-        name = _choice(body, "reasoning_parser", self._state.settings.reasoning_parser, tuple(REASONING_FORMATS))
+        name = _choice(body, "reasoning_parser", self._state.flags.reasoning_parser, tuple(REASONING_FORMATS))
         form = REASONING_FORMATS[name]
         parser = ReasoningParser(inside=form.forced, form=form)
         pieces = [parser.push(_text(body)), parser.finish()]
@@ -38,7 +38,7 @@ class ParseApi:
 
     def parsed(self, body: dict[str, Any]) -> Iterator[bytes]:
         """{text, tools, tool_call_parser} -> {normal_text, calls: [{tool_index, name, parameters}]}."""
-        name = _choice(body, "tool_call_parser", self._state.settings.tool_call_parser, tuple(TOOL_FORMATS))
+        name = _choice(body, "tool_call_parser", self._state.flags.tool_call_parser, tuple(TOOL_FORMATS))
         tools = body.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise InputError("tools: expected a list of objects", field="tools")

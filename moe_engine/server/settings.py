@@ -1,14 +1,15 @@
-"""Settings of the HTTP server, filled from the launch flags."""
+"""Settings of the HTTP server: the launch flags and what derives from them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.frontend.frontend import FrontendSettings
 from moe_engine.sampling_checks import parse_sampling
@@ -18,41 +19,28 @@ DEFAULT_MAX_BODY_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Names and defaults are SGLang's flags'.
-
+    """
     Args:
-        served_model_name: name in /v1/models; None: the engine's.
+        args: the launch flags, read by the endpoints directly.
+        frontend: settings for every request, from HTTP or Python.
         sampling_defaults: sampling fields of the model's generation_config.json, defaults of the OpenAI endpoints
             (`--sampling-defaults model`).
-        frontend: settings for every request, from HTTP or Python.
-        server_args: all launch flags, shown by /server_info.
+        server_args: all launch flags with their resolved values, shown by /server_info.
         max_body_bytes: larger request bodies are refused with 413.
-        watchdog_timeout: seconds; a longer step with queued work makes /health fail.
         health_timeout: seconds that /health_generate waits for its token.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 30000
-    api_key: str | None = None
-    admin_api_key: str | None = None
-    served_model_name: str | None = None
-    tokenizer_path: str | None = None
-    chat_template: str | None = None
-    reasoning_parser: str | None = None
-    tool_call_parser: str | None = None
-    enable_metrics: bool = False
-    enable_cache_report: bool = False
-    log_requests: bool = False
-    log_requests_level: int = 2
-    log_level: str = "info"
-    log_level_http: str | None = None
-    skip_tokenizer_init: bool = False
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    watchdog_timeout: float = 300.0
-    health_timeout: float = 20.0
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    args: EngineArgs = field(default_factory=EngineArgs)
     frontend: FrontendSettings = field(default_factory=FrontendSettings)
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     server_args: Mapping[str, Any] = field(default_factory=dict)
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    health_timeout: float = 20.0
+
+    def without_keys(self) -> ServerSettings:
+        """A copy for other processes: no keys of clients."""
+        server = replace(self.args.server, api_key=None, admin_api_key=None)
+        return replace(self, args=replace(self.args, server=server), server_args={})
 
 
 _GENERATION_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

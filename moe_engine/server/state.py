@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from moe_engine.config.server import ServerArgs
 from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineClient, Health
 from moe_engine.frontend.frontend import Frontend
@@ -28,8 +29,13 @@ class ServerState:
     """Set once, before the first request."""
 
     @property
+    def flags(self) -> ServerArgs:
+        """The flags of the HTTP server."""
+        return self.settings.args.server
+
+    @property
     def model_name(self) -> str:
-        return self.settings.served_model_name or self.client.info.served_model_name
+        return self.client.info.served_model_name
 
     def response_model(self, model: str | None) -> str:
         """The model name of the response: the client's own, as in SGLang.

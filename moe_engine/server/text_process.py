@@ -41,7 +41,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     server = Server(socket.socket(fileno=os.dup(0)))
     spec: TextSpec = pickle.loads(server.receive()[1])
-    logs.setup_logging(spec.settings.log_level)
+    logs.setup_logging(spec.settings.args.logging.log_level)
     work = body_work(_state(spec))
     gc.disable()  # it would repeatedly scan millions of decoded objects, and JSON has no cycles
     while server.work_on_next(work):

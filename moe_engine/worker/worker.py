@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,13 +24,10 @@ from moe_engine.kernels.backends import Backends, KernelPlan
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
-from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.models import sizes
-from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
-from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig, StepPlan, StepResult
+from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.batch.mla_form import form_policy
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
@@ -41,59 +38,15 @@ from moe_engine.worker.graphs.compile_setup import finish_regions, start_regions
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.model_runner import ModelRunner, PendingResult
+from moe_engine.worker.options import WorkerOptions
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
-from moe_engine.worker.speculation.build import DraftOptions, add_speculation, mtp_layers, num_mtp_layers
+from moe_engine.worker.speculation.build import add_speculation, mtp_layers, num_mtp_layers
 from moe_engine.worker.startup.kernel_choice import build_backends
 from moe_engine.worker.startup.warmup import NUM_TOKENS, compile_kernels, warm_sizes, warm_up
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """Options of a worker; every "auto" except the kernels' is resolved.
-
-    Args:
-        dtype: name of the activation dtype; `kv_dtype`: of the KV cache (`kv_format`), ``auto`` for the same.
-        num_slots: tokens of the KV pool, in whole pages.
-        max_rows: max running requests.
-        kernels: rows of the kernel families; `draft_kernels`: those of the draft model.
-        dummy_seed: seed of the random weights of load_format ``dummy``.
-        num_threads: threads of torch's operators; None: one per physical core this process may use.
-        deterministic: a token is computed the same way alone and in a chunk (see `MLAFormPolicy`).
-        absorbed_break_even: measured value of the policy; None derives it from the model's widths.
-        draft_config: config of the model in `speculation.draft_model_path`, if there is one.
-        experts: placement, EPLB and expert distribution recording.
-        graphs: steps that are captured as CUDA graphs.
-        compiled: steps that torch.compile compiles.
-        shapes: the largest sizes of a step, for kernels that compile at first use.
-        logits_rows: max rows of logits at once; a step with more computes several passes.
-    """
-
-    model_path: str
-    model_config: ModelConfig
-    kernels: KernelPlan
-    dtype: str
-    num_slots: int
-    context_len: int
-    max_rows: int
-    device: str = "cpu"
-    kv_dtype: str = "auto"
-    load_format: str = "auto"
-    dummy_seed: int = 0
-    num_threads: int | None = None
-    deterministic: bool = False
-    absorbed_break_even: float | None = None
-    speculation: SpeculationConfig | None = None
-    draft_config: ModelConfig | None = None
-    draft_kernels: KernelPlan | None = None
-    experts: ExpertSettings = field(default_factory=ExpertSettings)
-    graphs: GraphSettings = field(default_factory=GraphSettings)
-    compiled: CompileSettings = field(default_factory=CompileSettings)
-    shapes: StepShapes = field(default_factory=lambda: StepShapes(0))
-    logits_rows: int = sizes.MAX_LOGITS_ROWS
 
 
 @dataclass(frozen=True)
@@ -152,7 +105,7 @@ class Worker:
             ConfigError: a named backend is not available, or the checkpoint does not fit the config.
         """
         stream = DeviceStream(options.device)
-        thread = step_thread(stream, options.num_threads)
+        thread = step_thread(stream, options.cpu_threads)
         try:
             runner, info, experts, recovery = thread.submit(_prepare, options, stream, parallel, progress).result()
         except BaseException:
@@ -243,11 +196,10 @@ def _prepare(
     if stream.asynchronous:  # Triton is for accelerators only, and its import takes a second
         guard.watch()
     regions = start_regions(options.compiled)
-    config = options.model_config
+    config = options.model
     local = local_config(config, parallel)
     dtype = getattr(torch, options.dtype)
-    kv_dtype = options.dtype if options.kv_dtype == "auto" else options.kv_dtype
-    backends = kernels_for(options.kernels, regions)
+    backends = kernels_for(options.kernels.model, regions)
     parallel = with_experts(parallel, config, options.experts, stream.device)
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
@@ -265,11 +217,11 @@ def _prepare(
         max_positions=rows.width,
     )
     loaded = time.perf_counter()
-    spec = kv_spec(local, kv_dtype, num_mtp_layers(config, speculation))
-    pool = KVPool(spec, options.num_slots, options.kernels.need.page_size, stream)
+    spec = kv_spec(local, options.kv_dtype, num_mtp_layers(config, speculation))
+    pool = KVPool(spec, options.num_slots, options.kernels.page_size, stream)
     form = form_policy(
         config.attention,
-        deterministic=options.deterministic,
+        deterministic=options.enable_deterministic_inference,
         break_even=options.absorbed_break_even,
         shares=isinstance(backends.attention, SharesContext),
     )
@@ -279,8 +231,9 @@ def _prepare(
     )  # fmt: skip
     draft_bytes = 0
     if speculation is not None:
-        draft_options = _draft_options(options, dtype, kv_dtype, progress, regions)
-        draft_bytes = add_speculation(runner, speculation, draft_options)
+        drafts = options.kernels.draft
+        draft_backends = kernels_for(drafts, regions) if drafts is not None else None
+        draft_bytes = add_speculation(runner, speculation, options, draft_backends, progress)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     num_graphs = capture_graphs(runner, options.graphs, progress=progress)
@@ -303,24 +256,6 @@ def _prepare(
     )
     guard.ready()
     return runner, info, experts, recovery
-
-
-def _draft_options(
-    options: WorkerOptions, dtype: torch.dtype, kv_dtype: str, progress: bool, regions: Any
-) -> DraftOptions:
-    draft_config = options.draft_config
-    return DraftOptions(
-        model_path=options.model_path,
-        model_config=options.model_config,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        load_format=options.load_format,
-        dummy_seed=options.dummy_seed,
-        progress=progress,
-        deterministic=options.deterministic,
-        draft_config=draft_config,
-        draft_backends=kernels_for(options.draft_kernels, regions) if options.draft_kernels is not None else None,
-    )
 
 
 def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> None:

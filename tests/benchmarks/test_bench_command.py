@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from moe_engine.cli import main as cli
+from moe_engine.cli import bench
+from moe_engine.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-FOUND = cli._benchmarks()
+FOUND = bench.benchmarks()
 
 
 def main_file(name: str) -> Path:
@@ -24,10 +25,10 @@ def main_file(name: str) -> Path:
 
 
 def test_the_list_has_a_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "--help"]) == 0
+    assert main(["bench", "--help"]) == 0
     out = capsys.readouterr().out
     lines = dict(re.findall(r"^  (\w+) +(\S.*)$", out, re.M))
-    assert lines == {name: what for name, what in FOUND.items() if name not in cli.BENCH_TOOLS}
+    assert lines == {name: what for name, what in FOUND.items() if name not in bench.TOOLS}
     assert {"gpu_suite", "serving", "one_batch"} <= lines.keys() and all(lines.values())
 
 
@@ -46,7 +47,7 @@ def test_usage_names_the_command(name: str) -> None:
 def test_a_package_is_run_like_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", sys.argv)
     with pytest.raises(SystemExit) as ended:
-        cli.main(["bench", "gpu_suite", "--help"])
+        main(["bench", "gpu_suite", "--help"])
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: moe-engine bench gpu_suite")
 
 

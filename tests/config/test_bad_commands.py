@@ -198,7 +198,7 @@ def test_broken_files_of_a_checkpoint(tmp_path, name, kind):
     values: dict[str, Any] = {"model_path": str(folder)}
     try:
         config = prepare(EngineArgs.from_kwargs(**values))
-        make_template(server_settings(config), open_tokenizer(config))
+        make_template(server_settings(config, 0), open_tokenizer(config))
     except ConfigError as error:
         assert "\n" not in str(error)
 

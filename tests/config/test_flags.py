@@ -11,15 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_engine.config.absent_flags import absent_flags
 from moe_engine.config.args import PARTS, EngineArgs, build_parser
-from moe_engine.config.dropped import DROPPED, FOREIGN, SATISFIED
 from moe_engine.config.field import fields_of, flag, option_of
 from moe_engine.config.flags import known_options, parse_flags
-from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
 from moe_engine.config.values import parse_count
 from moe_engine.errors import ConfigError, NotAvailableYet
 
 ALL_FIELDS = [info for part in PARTS.values() for info in fields_of(part)]
+ABSENT = absent_flags()
+ACCEPTED = {spelling for info in ALL_FIELDS for spelling in info.spellings} | set(map(option_of, ABSENT.no_effect))
+REFUSED = set(map(option_of, ABSENT.name_of)) - ACCEPTED
 
 
 def cli(text: str) -> EngineArgs:
@@ -39,8 +41,22 @@ def test_every_field_has_help_and_a_flag(info):
 
 
 def test_names_are_unique():
-    names = [info.name for info in ALL_FIELDS] + list(UNSUPPORTED_FLAGS) + list(SATISFIED) + list(DROPPED)
+    names = [info.name for info in ALL_FIELDS] + list(ABSENT.flags) + list(ABSENT.no_effect)
     assert len(names) == len(set(names))
+    assert set(ABSENT.name_of.values()) == {*ABSENT.flags, *ABSENT.no_effect}
+
+
+def test_names_of_absent_flags_abbreviate_no_accepted_flag():
+    """The command line takes an abbreviation of an accepted flag first."""
+    assert not [(name, option) for name in REFUSED for option in ACCEPTED if option.startswith(name)]
+
+
+def test_the_data_file_is_read_only_for_flags_without_a_field():
+    absent_flags.cache_clear()
+    cli("--tp 2 --page-size 4")
+    assert absent_flags.cache_info().currsize == 0
+    cli("--pp 1")
+    assert absent_flags.cache_info().currsize == 1
 
 
 def test_parts_are_frozen():
@@ -107,6 +123,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--pp-size 4", "--pp-size 4: not supported yet: further forms and settings of parallelism; "
                         "leave it out or use 1"),
         ("--pp 8", "--pp-size 8: not supported yet"),
+        ("--pp-size", "--pp-size: not supported yet"),
         ("--attn-cp-size 2 --enable-symm-mem", "--attn-cp-size 2: not supported yet"),
         ("--enable-symm-mem", "--enable-symm-mem: not supported yet: further forms"),
         ("--speculative-algorithm EAGLE3", "EAGLE draft heads"),
@@ -162,29 +179,27 @@ def test_satisfied_switch_is_noted():
     assert not EngineArgs.from_kwargs(skip_server_warmup=False).notes
 
 
-@pytest.mark.parametrize("name", DROPPED)
-def test_dropped_flags_name_their_replacement(name):
-    row = DROPPED[name]
+@pytest.mark.parametrize("name", [name for name, flag in ABSENT.flags.items() if flag.removed])
+def test_removed_flags_name_their_replacement(name):
     with pytest.raises(ConfigError, match="removed from SGLang") as refusal:
         EngineArgs.from_kwargs(**{name: True})
-    assert row.reason in str(refusal.value)
-    with pytest.raises(ConfigError, match="removed from SGLang"):
-        cli(row.option)
-    if not row.is_switch:
+    assert ABSENT.flags[name].reason in str(refusal.value)
+    for value in ("",) if ABSENT.flags[name].is_switch else ("", " 77"):
         with pytest.raises(ConfigError, match="removed from SGLang"):
-            cli(f"{row.option} 77")
+            cli(option_of(name) + value)
 
 
-@pytest.mark.parametrize("row", [*UNSUPPORTED_FLAGS.values(), *DROPPED.values()], ids=lambda row: row.name)
-def test_a_refusal_recommends_nothing_that_is_refused(row):
+@pytest.mark.parametrize("name", ABSENT.flags)
+def test_a_refusal_recommends_nothing_that_is_refused(name):
     """The flags and values that the message names as the fix."""
     with pytest.raises(ConfigError) as refusal:
-        EngineArgs.from_kwargs(**{row.name: True if row.is_switch else "unheard-of"})
+        EngineArgs.from_kwargs(**{name: True if ABSENT.flags[name].is_switch else "unheard-of"})
     text = str(refusal.value)
     for advice in re.findall(r"use (--[a-z0-9-]+(?: [a-z0-9_]+)?)", text):
         assert cli(advice).given, text
+    assert "use None" not in text
     if found := re.search(r"leave it out or use (\S+)$", text):
-        assert EngineArgs.from_kwargs(**{row.name: found[1]}) == EngineArgs()
+        assert EngineArgs.from_kwargs(**{name: found[1]}) == EngineArgs()
 
 
 @pytest.mark.parametrize(
@@ -211,10 +226,6 @@ def test_flags_that_describe_this_engine_need_no_note():
 
 
 # -- suggestions
-
-ACCEPTED = {spelling for info in ALL_FIELDS for spelling in info.spellings} | {option_of(name) for name in SATISFIED}
-ABSENT = (*UNSUPPORTED_FLAGS.values(), *DROPPED.values())
-REFUSED = {spelling for row in ABSENT for spelling in (row.option, *row.spellings)}
 
 
 @st.composite
@@ -260,7 +271,7 @@ def test_some_misspellings_are_recognised():
                 cli(wrong)
 
 
-@pytest.mark.parametrize("name", FOREIGN)
+@pytest.mark.parametrize("name", ABSENT.docker_run)
 def test_flags_of_docker_are_named_as_such(name):
     with pytest.raises(ConfigError, match="a flag of `docker run`"):
         cli(f"{option_of(name)} 32g")

@@ -12,14 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_engine.config.absent_flags import absent_flags
 from moe_engine.config.args import PARTS, EngineArgs
-from moe_engine.config.dropped import DROPPED, SATISFIED
 from moe_engine.config.field import fields_of
-from moe_engine.config.unsupported_flags import UNSUPPORTED_FLAGS
-from moe_engine.core.setup import core_info
+from moe_engine.core.setup import engine_info
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.client_api import kernel_flags
-from moe_engine.frontend.start import engine_info
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.launch_flags import FACTS, launch_flags
 from moe_engine.planning.machine import Machine
@@ -165,7 +163,8 @@ def test_every_flag_of_sglang_is_shown(resolved):
     dump = shown(resolved())
     fields = {info.name for part in PARTS.values() for info in fields_of(part)}
     fields |= {"cuda_graph_max_bs", "cuda_graph_bs", "stream_output"}  # names that SGLang has changed
-    assert fields | set(UNSUPPORTED_FLAGS) | set(DROPPED) | set(SATISFIED) | set(FACTS) - {"speculation"} == set(dump)
+    absent = absent_flags()
+    assert fields | set(absent.flags) | set(absent.no_effect) | set(FACTS) - {"speculation"} == set(dump)
     assert SERVER_ARGS.keys() - dump.keys() == set()
     true = {
         "is_embedding": False, "disaggregation_mode": "null", "grammar_backend": "none", "use_mla_backend": True,
@@ -202,9 +201,9 @@ def test_flags_given_again_in_a_file(folders, tmp_path):
 @pytest.mark.parametrize("num_graphs", [0, 4])
 def test_memory_of_graphs_is_reported_once_they_exist(folders, num_graphs):
     config = resolved_on(MACHINES["gpu"], folders["moe"], 7, {"max_running_requests": 6})
-    facts = core_info(config, SimpleNamespace(info=WorkerInfo(num_graphs=num_graphs)))
+    info = engine_info(config, SimpleNamespace(info=WorkerInfo(num_graphs=num_graphs)))
     (row,) = (row for row in config.ledger.rows if row.name == "CUDA graphs")
-    assert engine_info(facts).graph_bytes == (row.num_bytes if num_graphs else 0)
+    assert info.graph_bytes == (row.num_bytes if num_graphs else 0)
 
 
 def test_sglangs_own_dump_is_accepted(resolved):
@@ -215,11 +214,11 @@ def test_sglangs_own_dump_is_accepted(resolved):
     assert "--lora-backend triton" in note and "LoRA adapters" in note
 
 
-@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED_FLAGS) | set(DROPPED)))
+@pytest.mark.parametrize("name", absent_flags().flags)
 def test_defaults_of_absent_flags_are_accepted(name):
-    default = (UNSUPPORTED_FLAGS | DROPPED)[name].default
-    for value in (default, str(default) if default is not None else None, None):
-        assert not EngineArgs.from_kwargs(**{name: value}).given
+    for value in (None, *absent_flags().flags[name].accepted):
+        for spelled in (value, str(value) if value is not None else None, [value]):
+            assert not EngineArgs.from_kwargs(**{name: spelled}).given
 
 
 def test_two_spellings_of_a_flag_must_agree():

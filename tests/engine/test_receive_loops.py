@@ -34,6 +34,7 @@ from tests.distributed.engine.test_client import ask, client_of
 from tests.engine.delayed_core import front_end
 from tests.engine.test_request_ids import answer, asking, expected, settled
 from tests.scheduler.simulator import FakeWorker, expected_outputs, make_request
+from tests.server.fake_engine import INFO
 
 CALL = messages.Call(id=3, method="flush_cache")
 DELTA = messages.RequestDelta("nobody-7", [5], {"type": "length", "length": 1}, cached_tokens=2)
@@ -73,7 +74,7 @@ TO_FRONT_END = st.one_of(
         messages.GroupsLost([7, -1], "groups that there are not"),
         messages.Reply(id=10**6, value={"a": 1}),
         messages.Reply(id=10**6, ok=False, value=None),
-        messages.CoreReady({}),
+        messages.CoreReady(INFO, []),
         CALL,
     ),
 )

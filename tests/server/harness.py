@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from moe_engine.config.args import EngineArgs
 from moe_engine.frontend.frontend import Frontend, FrontendSettings
 from moe_engine.server.app import create_app
 from moe_engine.server.listen import bind
@@ -24,11 +25,14 @@ TEXT = "Hello world, how are you today?"
 
 
 def make_app(client: FakeClient, **settings: Any) -> Any:
-    """`settings` of the server and of its front end alike."""
-    names = {item.name for item in dataclasses.fields(FrontendSettings)} & settings.keys()
-    front = FrontendSettings(**{name: settings.pop(name) for name in names})
-    options = ServerSettings(frontend=front, **settings)
-    tokenizer = None if options.skip_tokenizer_init else client.tokenizer
+    """`settings`: fields of `ServerSettings` and `FrontendSettings`, and flags."""
+
+    def fields_of(cls: type[Any]) -> dict[str, Any]:
+        return {item.name: settings.pop(item.name) for item in dataclasses.fields(cls) if item.name in settings}
+
+    own, front = fields_of(ServerSettings), fields_of(FrontendSettings)
+    options = ServerSettings(EngineArgs.from_kwargs(**settings), FrontendSettings(**front), **own)
+    tokenizer = None if options.args.model.skip_tokenizer_init else client.tokenizer
     return create_app(Frontend(client, tokenizer, options.frontend), client, options)
 
 

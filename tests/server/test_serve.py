@@ -140,7 +140,22 @@ def test_flags_reach_the_http_server(monkeypatch):
     flags = ["--timeout-keep-alive", "7", "--timeout-graceful-shutdown", "3"]
     flags += ["--uvicorn-access-log-exclude-prefixes", "/health", "/metrics"]
     config = prepare(EngineArgs.from_cli(flags))
-    settings = launch.server_settings(config)
+    settings = launch.server_settings(config, 8123)
     assert asyncio.run(launch._serve(config, [], fake.info, fake.tokenizer, settings, None, 0.0)) == 0
     assert (given["keep_alive_seconds"], given["drain_seconds"]) == (7, 3)
     assert given["quiet_paths"] == ("/health", "/metrics")
+    assert settings.server_args["port"] == 8123  # the bound port, not that of the flags
+
+
+def test_server_info_shows_the_bound_port(monkeypatch):
+    ports: dict[str, int] = {}
+
+    async def served(config, cores, info, tokenizer, settings, sock, began):
+        ports.update(shown=settings.server_args["port"], bound=sock.getsockname()[1])
+        return 0
+
+    monkeypatch.setattr(launch, "start_cores", lambda config: [])
+    monkeypatch.setattr(launch, "wait_ready", lambda cores: FakeClient().info)
+    monkeypatch.setattr(launch, "_serve", served)
+    assert launch.serve(EngineArgs.from_kwargs(port=0)) == 0
+    assert ports["shown"] == ports["bound"] > 0

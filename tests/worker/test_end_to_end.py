@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_engine.kernels.backends import FAMILIES, plan_kernels
+from moe_engine.kernels.backends import FAMILIES, LaunchKernels, plan_kernels
 from moe_engine.kernels.device import cpu_device
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.needs import need_of_model
 from moe_engine.types import LogprobSpec, NewRow, SamplingParams, StepPlan
-from moe_engine.worker.worker import Worker, WorkerOptions
+from moe_engine.worker.options import WorkerOptions
+from moe_engine.worker.worker import Worker
 from tests.models.checkpoints import make_checkpoint
 from tests.worker.plan_driver import PlanDriver, Sequence_
 
@@ -38,13 +39,15 @@ def worker(checkpoint: Path):
     config = load_model_config(checkpoint)
     options = WorkerOptions(
         model_path=str(checkpoint),
-        model_config=config,
-        kernels=plan_kernels(cpu_device(), need_of_model(config, "float32"), dict.fromkeys(FAMILIES, "torch")),
+        model=config,
+        kernels=LaunchKernels(
+            plan_kernels(cpu_device(), need_of_model(config, "float32"), dict.fromkeys(FAMILIES, "torch"))
+        ),
         dtype="float32",
         num_slots=1024,
         context_len=128,
         max_rows=6,
-        num_threads=1,
+        cpu_threads=1,
         absorbed_break_even=6.0,
     )
     worker = Worker.create(options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -40,7 +39,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
     parser = build_parser(
         prog, description="Compiles the Triton kernels of a launch for a GPU.", epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter, usage=f"{prog} --output DIR [--gpu NAME] [serve's flags]",
+        usage=f"{prog} --output DIR [--gpu NAME] [serve's flags]",
     )  # fmt: skip
     parser.add_argument("--output", metavar="DIR", help="output folder; existing kernels are kept")
     parser.add_argument("--gpu", choices=sorted(GPUS), help="target GPU (default: h200)")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from moe_engine.kernels.backends import Backends
@@ -17,6 +15,7 @@ from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.mla_form import form_policy
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.options import WorkerOptions
 from moe_engine.worker.speculation.draft_batch import DraftBatches
 from moe_engine.worker.speculation.drafter import Drafter
 from moe_engine.worker.speculation.fused_spec_step import FusedStep
@@ -26,32 +25,23 @@ from moe_engine.worker.speculation.standalone import StandaloneDrafter
 from moe_engine.worker.speculation.step import SpeculativeStep
 
 
-@dataclass(frozen=True)
-class DraftOptions:
-    """Options of loading a drafter; fields as in `WorkerOptions`.
-
-    `draft_backends` are the kernels of a separate draft model; MTP layers use the target's.
-    """
-
-    model_path: str
-    model_config: ModelConfig
-    dtype: torch.dtype
-    kv_dtype: str
-    load_format: str
-    dummy_seed: int
-    progress: bool
-    deterministic: bool
-    draft_config: ModelConfig | None
-    draft_backends: Backends | None
-
-
 def num_mtp_layers(config: ModelConfig, speculation: SpeculationConfig | None) -> int:
     """KV cache layers for MTP in addition to the target's own."""
     return config.num_nextn_predict_layers if speculation is not None and speculation.method == "nextn" else 0
 
 
-def add_speculation(runner: ModelRunner, config: SpeculationConfig, options: DraftOptions) -> int:
-    """Sets a runner's speculative step. Returns the bytes of the drafter's weights and KV cache."""
+def add_speculation(
+    runner: ModelRunner,
+    config: SpeculationConfig,
+    options: WorkerOptions,
+    draft_backends: Backends | None = None,
+    progress: bool = False,
+) -> int:
+    """Sets a runner's speculative step. Returns the bytes of the drafter's weights and KV cache.
+
+    Args:
+        draft_backends: kernels of a separate draft model; MTP layers use the target's.
+    """
     rows, stream, pool = runner.rows, runner.stream, runner.kv_pool
     assert rows.history is not None, "RequestRows was created without num_drafts"
     target = DraftBatches(runner.builder, runner.attention, pool.layers, stream)
@@ -59,13 +49,13 @@ def add_speculation(runner: ModelRunner, config: SpeculationConfig, options: Dra
     num_bytes = 0
     if config.method == "nextn":
         layers = load_mtp(
-            options.model_path, options.model_config, runner.model, options.dtype, stream.device,
-            options.load_format, options.progress, options.dummy_seed,
+            options.model_path, options.model, runner.model, getattr(torch, options.dtype), stream.device,
+            options.load_format, progress, options.dummy_seed,
         )  # fmt: skip
         num_bytes = layers.weight_bytes
-        drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model_config.hidden_size)
+        drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model.hidden_size)
     elif config.method == "standalone":
-        drafter, num_bytes = _standalone(runner, config, options)
+        drafter, num_bytes = _standalone(runner, config, options, draft_backends, progress)
     else:
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match, stream)
     fused = None
@@ -83,18 +73,20 @@ def mtp_layers(runner: ModelRunner) -> MTPLayers | None:
     return drafter.layers if isinstance(drafter, MTPDrafter) else None
 
 
-def _standalone(runner: ModelRunner, config: SpeculationConfig, options: DraftOptions) -> tuple[StandaloneDrafter, int]:
+def _standalone(
+    runner: ModelRunner, config: SpeculationConfig, options: WorkerOptions, backends: Backends | None, progress: bool
+) -> tuple[StandaloneDrafter, int]:
     rows, stream, page_size = runner.rows, runner.stream, runner.kv_pool.page_size
-    draft, backends = options.draft_config, options.draft_backends
+    draft, dtype = options.draft_model, getattr(torch, options.dtype)
     assert rows.history is not None and draft is not None and backends is not None
     assert config.draft_model_path is not None
     model: Model = load_model(
-        config.draft_model_path, draft, options.dtype, stream.device, backends,
-        progress=options.progress, max_positions=rows.width,
+        config.draft_model_path, draft, dtype, stream.device, backends, progress=progress, max_positions=rows.width,
     )  # fmt: skip
     pool = KVPool(kv_spec(draft, options.kv_dtype), runner.kv_pool.num_slots, page_size, stream)
-    builder = BatchBuilder(rows, page_size, form_policy(draft.attention, deterministic=options.deterministic), stream)
+    form = form_policy(draft.attention, deterministic=options.enable_deterministic_inference)
+    builder = BatchBuilder(rows, page_size, form, stream)
     batches = DraftBatches(builder, backends.attention, pool.layers, stream)
-    weight_bytes = getattr(model, "weight_bytes", 0) or sizes.weight_bytes(draft, options.dtype.itemsize)
+    weight_bytes = getattr(model, "weight_bytes", 0) or sizes.weight_bytes(draft, dtype.itemsize)
     drafter = StandaloneDrafter(model, batches, rows.history, runner.sampler, stream, rows.max_rows)
     return drafter, weight_bytes + pool.num_bytes

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -36,6 +37,7 @@ from moe_engine.worker.eplb.expert_recovery import Recovered
 from tests.distributed.dispatch.ranks import run_ranks
 from tests.distributed.elastic.survival import until
 from tests.distributed.engine.test_client import ask, client_of, request
+from tests.server.fake_engine import INFO
 
 # -- groups
 
@@ -253,7 +255,7 @@ class SupervisedRanks:
             run,
             self.announced.append,
         )
-        link.send(rank_messages.Loaded(rank, {}, f"core{rank}", facts={"of": rank}))
+        link.send(rank_messages.Loaded(rank, {}, f"core{rank}", info=replace(INFO, model_path=f"of {rank}")))
         return link
 
     def close(self) -> None:
@@ -270,7 +272,8 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 
 
 def test_supervisor_has_no_rank_and_reports_every_loss(supervised: SupervisedRanks) -> None:
-    assert supervised.supervisor.start() == {"of": 0, "core_addresses": ["core0", "core1", "core2"]}
+    ready = supervised.supervisor.start()
+    assert ready == messages.CoreReady(replace(INFO, model_path="of 0"), ["core0", "core1", "core2"])
     supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anyone listens
     until(lambda: len(supervised.announced) == 2, "the ranks were not notified")
     reported: list[messages.GroupsLost] = []

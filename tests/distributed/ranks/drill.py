@@ -19,7 +19,6 @@ from moe_engine.errors import EngineDeadError
 from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.core_process import CoreProcess
-from moe_engine.frontend.start import engine_info
 from moe_engine.planning.prepare import prepare
 from moe_engine.sampling_checks import parse_sampling
 
@@ -59,7 +58,7 @@ class Drill:
 
     def __init__(self, core: CoreProcess) -> None:
         self.core = core
-        self.client = CoreClient(core, engine_info(core.wait_ready()))
+        self.client = CoreClient(core, core.wait_ready())
         self.leader = psutil.Process(core.pid)
         self.ranks = [self.leader, *sorted(self.leader.children(), key=rank_of)]
         self._tasks: list[asyncio.Task[Fate]] = []

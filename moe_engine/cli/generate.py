@@ -1,0 +1,65 @@
+"""``moe-engine generate``: text for one prompt, without a server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from moe_engine.config.args import build_parser
+from moe_engine.config.flags import parse_flags
+from moe_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_engine.planning.resolve import ResolvedConfig
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Runs one prompt on the offline engine; text on stdout, everything else on stderr."""
+    description = "Generates text for one prompt. Applies the chat template unless --raw is given."
+    parser = build_parser(prog, description=description)
+    group = parser.add_argument_group("prompt and sampling")
+    group.add_argument("--prompt", metavar="TEXT", help="the prompt (default: read from standard input)")
+    group.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum number of new tokens (128)")
+    group.add_argument("--temperature", type=float, metavar="T", help="sampling temperature (0: greedy, the default)")
+    group.add_argument("--top-p", type=float, metavar="P", help="top-p sampling (nucleus)")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop string; may be repeated")
+    group.add_argument("--json", action="store_true", help="print the output with meta_info as JSON")
+    values = {"prompt": None, "raw": False, "json": False, **parse_flags(parser, argv)}
+    prompt, raw, as_json = (values.pop(name) for name in ("prompt", "raw", "json"))
+    sampling = {"temperature": 0.0}
+    for name in ("max_new_tokens", "temperature", "top_p", "stop"):
+        if (value := values.pop(name, None)) is not None:
+            sampling[name] = value
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise ConfigError("--prompt: the prompt is empty; give --prompt TEXT or pipe the text in")
+    from moe_engine.frontend.engine import Engine
+
+    with Engine(**values) as engine:
+        ids = None if raw else _chat_prompt(engine.config, prompt)
+        answer = engine.generate(prompt if ids is None else None, sampling, ids)
+    assert isinstance(answer, dict)
+    print(json.dumps(answer, indent=2, ensure_ascii=False) if as_json else answer["text"])
+    return 0
+
+
+def _chat_prompt(config: ResolvedConfig, prompt: str) -> list[int] | None:
+    """Token ids of the prompt rendered as a user message; None if the model has no chat template."""
+    from moe_engine.tokenizer.chat_template import load_chat_template
+    from moe_engine.tokenizer.tokenizer import load_tokenizer
+
+    flags = config.args.model
+    if flags.skip_tokenizer_init:
+        raise ConfigError("--skip-tokenizer-init: generate needs the tokenizer")
+    tokenizer = load_tokenizer(
+        config.tokenizer_path, mode=flags.tokenizer_mode, trust_remote_code=flags.trust_remote_code
+    )
+    template = load_chat_template(flags.chat_template, tokenizer.chat_template, tokenizer.special_tokens)
+    if template is None:
+        return None
+    text = template.render([{"role": "user", "content": prompt}])
+    return tokenizer.encode(text, add_special_tokens=False)

@@ -1,0 +1,90 @@
+"""``moe-engine serve`` and ``moe-engine plan``, which shows what `serve` would do."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from moe_engine.config.args import EngineArgs, build_parser
+from moe_engine.config.flags import parse_flags
+from moe_engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from moe_engine.planning.machine import Machine
+
+SERVE_EPILOG = """\
+examples:
+  moe-engine serve                                        the model embedded in this package
+  moe-engine serve --model-path /models/V2-Lite --port 8000 --api-key SECRET
+  moe-engine serve --model-path /models/V2-Lite --context-length 8192 --max-running-requests 16
+  moe-engine serve --config serve.yaml --log-level debug  flags from a file; the command line wins
+
+SGLang flags that are not implemented yet are rejected by name, never ignored."""
+
+PLAN_EPILOG = """\
+examples:
+  moe-engine plan                                         the model embedded in this package
+  moe-engine plan --model-path /models/V2-Lite --tp 2 --ep 2
+  moe-engine plan --config serve.yaml --json              machine-readable
+
+Accepts all flags of `moe-engine serve`."""
+
+
+def serve(argv: Sequence[str], prog: str) -> int:
+    parser = build_parser(prog, description="Serves a model over HTTP.", epilog=SERVE_EPILOG)
+    parser.add_argument("--explain", action="store_true", help="print what would run and why; exit")
+    parser.add_argument("--json", action="store_true", help="with --explain: print JSON")
+    values = parse_flags(parser, argv)
+    explain, as_json = values.pop("explain", False), values.pop("json", False)
+    args = _engine_args(values)
+    if explain:
+        return _explain(args, as_json)
+    if as_json:
+        raise ConfigError("--json belongs to --explain")
+    from moe_engine.server.stop import sigterm_exits
+
+    with sigterm_exits():
+        from moe_engine.server import launch
+
+        return launch.serve(args)
+
+
+def plan(argv: Sequence[str], prog: str) -> int:
+    parser = build_parser(prog, description="Shows what `serve` would do; starts nothing.", epilog=PLAN_EPILOG)
+    parser.add_argument(
+        "--hardware", metavar="[Nx]GPU", help="plan for GPUs of another machine: h200, or 8xH200 for eight"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    values = parse_flags(parser, argv)
+    as_json, machine = values.pop("json", False), _machine(values)
+    return _explain(_engine_args(values), as_json, machine)
+
+
+def _engine_args(values: dict[str, Any]) -> EngineArgs:
+    args = EngineArgs.from_kwargs(**values)
+    if args.model.model_path is None:
+        print("no --model-path: using the small model embedded in this package", file=sys.stderr)
+    return args
+
+
+def _machine(values: dict[str, Any]) -> Machine | None:
+    """The machine of --hardware, or None. Sets the device to cuda."""
+    from moe_engine.planning.hardware import parse_hardware
+
+    text = values.pop("hardware", None)
+    if text is None:
+        return None
+    if values.setdefault("device", "cuda") != "cuda":
+        raise ConfigError(f"--hardware {text} is for GPUs, but --device is {values['device']}; drop one of them")
+    return parse_hardware(text)
+
+
+def _explain(args: EngineArgs, as_json: bool, machine: Machine | None = None) -> int:
+    from moe_engine.planning import explain
+    from moe_engine.planning.prepare import place_in_cluster, prepare
+
+    config = prepare(args, machine, place=place_in_cluster())
+    print(json.dumps(explain.explain_json(config), indent=2) if as_json else explain.explain_text(config))
+    return 0

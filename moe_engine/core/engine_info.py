@@ -1,0 +1,33 @@
+"""Facts of a ready engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Facts of a ready engine; constant over its lifetime. A core sends them once, in `messages.CoreReady`.
+
+    A field with the name of a value of `ResolvedConfig` has that value (`ResolvedConfig.select`).
+    """
+
+    model_path: str
+    served_model_name: str
+    model_type: str
+    architectures: tuple[str, ...]
+    vocab_size: int
+    context_len: int
+    max_total_num_tokens: int
+    max_req_input_len: int
+    max_running_requests: int
+    eos_token_ids: tuple[int, ...]
+    page_size: int
+    dtype: str
+    tokenizer_path: str = ""
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    graph_bytes: int = 0
+    """The memory ledger's entry for CUDA graphs; 0 without graphs."""
+    backends: dict[str, str] = field(default_factory=dict)
+    """Backend name by kernel family."""

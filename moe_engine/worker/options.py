@@ -1,0 +1,63 @@
+"""Options of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_engine.kernels.backends import LaunchKernels
+from moe_engine.kernels.vendors.warming import StepShapes
+from moe_engine.models import sizes
+from moe_engine.models.config import ModelConfig
+from moe_engine.parallel.expert_settings import ExpertSettings
+from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Options of a worker; every "auto" is resolved.
+
+    A field with the name of a flag, or of a resolved value, has that value (`executor.make_worker.worker_options`).
+
+    Args:
+        dtype: name of the activation dtype; `kv_cache_dtype`: of the KV cache (`kv_format`), ``auto`` for the same.
+        num_slots: tokens of the KV pool, in whole pages.
+        max_rows: max running requests.
+        kernels: rows of the kernel families, for the model and its draft model.
+        cpu_threads: threads of torch's operators; None: one per physical core this process may use.
+        enable_deterministic_inference: a token is computed the same way alone and in a chunk (see `MLAFormPolicy`).
+        draft_model: config of the model in `speculation.draft_model_path`, if there is one.
+        experts: placement, EPLB and expert distribution recording.
+        graphs: steps that are captured as CUDA graphs.
+        compiled: steps that torch.compile compiles.
+        shapes: the largest sizes of a step, for kernels that compile at first use.
+        logits_rows: max rows of logits at once; a step with more computes several passes.
+        dummy_seed: seed of the random weights of load_format ``dummy``; not a flag.
+        absorbed_break_even: measured value of `MLAFormPolicy`; None derives it from the model's widths. Not a flag.
+    """
+
+    model_path: str
+    model: ModelConfig
+    kernels: LaunchKernels
+    dtype: str
+    num_slots: int
+    context_len: int
+    max_rows: int
+    device: str = "cpu"
+    kv_cache_dtype: str = "auto"
+    load_format: str = "auto"
+    cpu_threads: int | None = None
+    enable_deterministic_inference: bool = False
+    speculation: SpeculationConfig | None = None
+    draft_model: ModelConfig | None = None
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
+    graphs: GraphSettings = field(default_factory=GraphSettings)
+    compiled: CompileSettings = field(default_factory=CompileSettings)
+    shapes: StepShapes = field(default_factory=lambda: StepShapes(0))
+    logits_rows: int = sizes.MAX_LOGITS_ROWS
+    dummy_seed: int = 0
+    absorbed_break_even: float | None = None
+
+    @property
+    def kv_dtype(self) -> str:
+        """Data type of the KV cache."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
