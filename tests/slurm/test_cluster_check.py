@@ -1,150 +1,180 @@
-"""The check's parts without a cluster: nodes are tasks of this process, or processes on loopback."""
+"""The check without a cluster: nodes are threads of this process, or processes on loopback."""
 
 from __future__ import annotations
 
-import asyncio
+import re
+import signal
 import socket
 import subprocess
 import sys
-import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
-from moe_engine.cli.cluster_check import engine_trial, facts, leader
-from moe_engine.cli.cluster_check.engine_trial import EngineProcess, trial_flags
-from moe_engine.cli.cluster_check.follower import Follower
-from moe_engine.cli.cluster_check.leader import Leader, Plan
-from moe_engine.cli.cluster_check.links import Listener, try_links
-from moe_engine.cli.cluster_check.report import Report
-from moe_engine.cli.cluster_check.wire import ConnectionLost, Hello, Peer, TryLinks, connect
+from moe_engine.cli.cluster_check import command, engine_trial, facts, links
+from moe_engine.cli.cluster_check.engine_trial import trial_flags
+from moe_engine.cli.cluster_check.exchange import Exchange
+from moe_engine.cli.cluster_check.facts import Reference, differences, versions
+from moe_engine.cli.cluster_check.links import EchoListener, try_links
+from moe_engine.cli.cluster_check.report import Finding
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import parse_flags
+from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.prepare import prepare
+from moe_engine.processes.rendezvous_address import RendezvousAddress
 from tests.free_port import free_port
 
-
-def plan(nodes: int, join_seconds: float = 20.0, engine_seconds: float = 0.0) -> Plan:
-    hosts = [f"host{rank}" for rank in range(nodes)]
-    return Plan(nodes, f"127.0.0.1:{free_port()}", hosts, join_seconds, engine_seconds)
+HOST = socket.gethostname()
 
 
-def follower(of: Plan, rank: int, output: list[str], join_seconds: float = 20.0) -> Follower:
-    return Follower(rank, of.host, of.port, join_seconds, output.append)
+def check(
+    num_nodes: int, ranks: list[int], join_seconds: float = 20.0, engine_seconds: float = 0.0
+) -> tuple[list[int], list[str]]:
+    """The exit codes of the nodes in `ranks`, each a thread, and the lines of all."""
+    names = tuple(f"host{rank}" for rank in range(num_nodes))
+    address, lines = f"127.0.0.1:{free_port()}", []
 
+    def node(rank: int) -> int:
+        threading.current_thread().name = str(rank)
+        place = ClusterPlace(num_nodes, rank, address, 0, "flags", names)
+        return command.check(place, join_seconds, engine_seconds, lambda text: lines.extend(text.splitlines()))
 
-async def check(of: Plan, ranks: list[int]) -> tuple[Report, list[int]]:
-    """The leader's report and the followers' exit codes."""
-    output: list[str] = []
-    report, *codes = await asyncio.gather(
-        Leader(of, output.append).run(), *(follower(of, rank, output).run() for rank in ranks)
-    )
-    return report, codes
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(node, ranks)), lines
 
 
 def test_nodes_and_links_in_order():
-    report, codes = asyncio.run(check(plan(3), [1, 2]))
-    assert report.ok and codes == [0, 0] and report.text().endswith("\nOK")
-    assert all(node.slowest_link is not None and node.slowest_link > 0 for node in report.nodes)
+    codes, lines = check(3, [0, 1, 2])
+    assert codes == [0, 0, 0] and lines[-1] == "OK"
+    for rank, row in enumerate(lines[-4:-1]):
+        assert re.fullmatch(rf"{HOST} +{rank} .* \d+\.\d ms +not run +ok", row), row
 
 
 def test_missing_node_is_named_and_others_are_checked():
-    report, codes = asyncio.run(check(plan(4, join_seconds=0.5), [1, 3]))
-    assert not report.ok and codes == [1, 1]
-    assert [bool(node.problems) for node in report.nodes] == [False, False, True, False]
-    assert "FAILED host2: did not join within 0.5 s" in report.text()
-    assert report.nodes[3].slowest_link is not None
+    codes, lines = check(4, [0, 1, 3], join_seconds=3.0)
+    assert codes == [1, 1, 1] and lines[-1] == "NOT OK: 1 problem"
+    assert lines[-2].startswith("FAILED host2: did not join within 3 s: ")
+    assert [line.split()[-1] for line in lines[-6:-2]] == ["ok", "ok", "FAILED", "ok"]
+    assert lines[-3].split()[-4] == "ms"  # the links of node 3
 
 
-def test_a_follower_names_a_leader_it_cannot_reach():
-    output: list[str] = []
-    of = plan(2)
-    assert asyncio.run(follower(of, 1, output, join_seconds=0.2).run()) == 1
-    assert "cannot reach node 0 at 127.0.0.1" in output[-1] and "connection refused" in output[-1]
+def test_unreachable_node_0_is_named_with_the_reason():
+    codes, lines = check(2, [1], join_seconds=0.2)
+    assert codes == [1]
+    assert re.fullmatch(
+        rf"FAILED node 1 \({HOST}\) cannot reach node 0 at 127.0.0.1:\d+: connection refused", lines[-1]
+    )
 
 
-def test_two_nodes_with_the_same_number():
-    report, codes = asyncio.run(check(plan(3, join_seconds=1.0), [1, 1]))
-    assert not report.ok and codes == [1, 1]
-    assert "joined as node 1 twice" in report.text()
-
-
-def test_a_node_with_other_versions_or_another_clock_is_named(monkeypatch):
-    """Nodes 1 to 3 in turn: as node 0, with another torch, ten seconds ahead."""
-    usual = facts.gather
-    made = []
-
-    def gather():
-        node = usual()
-        made.append(node)
-        if len(made) == 3:
-            node.versions["torch"] = "1.0"
-        if len(made) == 4:
-            node.time += 10
-        return node
-
-    monkeypatch.setattr(facts, "gather", gather)
-    report, codes = asyncio.run(check(plan(4), [1, 2, 3]))
+def test_two_nodes_with_the_same_rank():
+    codes, lines = check(3, [0, 1, 1], join_seconds=3.0)
     assert codes == [1, 1, 1]
-    problems = [problem for node in report.nodes for problem in node.problems]
-    assert len(problems) == 2, problems
-    assert sum(problem.startswith("torch 1.0, the others have 2.") for problem in problems) == 1
-    assert sum("ahead of node 0's" in problem for problem in problems) == 1
+    assert f"FAILED node 1 ({HOST}) joined twice: give each node its own --node-rank, from 0" in lines
+    assert any(line.startswith("FAILED host2: did not join") for line in lines)
 
 
-def test_the_majority_is_right_about_versions():
-    nodes = {rank: facts.gather() for rank in range(5)}
-    for rank in (0, 3):
-        nodes[rank].versions["numpy"] = "1.0"
-    assert set(facts.differences(nodes)) == {0, 3}
-    del nodes[4]  # two against two: node 0 is right
-    assert set(facts.differences(nodes)) == {1, 2}
+def test_another_number_of_nodes_is_named():
+    port = free_port()
+    with run_check("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}", "--join-timeout", "15") as first:
+        lines: list[str] = []
+        place = ClusterPlace(3, 2, f"127.0.0.1:{port}", 0, "flags")
+        assert command.check(place, 20.0, 0.0, lines.append) == 1
+        first.terminate()
+        assert first.wait(10) == 1
+    assert lines == [f"FAILED node 2 ({HOST}) has --nnodes 3, node 0 has 2: give the same on all nodes"]
 
 
-def test_closed_silent_and_foreign_links(monkeypatch):
-    monkeypatch.setattr("moe_engine.cli.cluster_check.links.TRY_SECONDS", 0.3)
+def test_versions_and_clock_that_differ_are_named():
+    usual = versions()
+    assert differences(Reference(usual, time.time(), {})) == []
+    found = differences(Reference(usual | {"torch": "1.0", "xyz": "3"}, time.time() - 10, {}))
+    assert found[0] == f"{HOST}: torch {usual['torch']}, node 0 has 1.0"
+    assert found[1] == f"{HOST}: xyz none, node 0 has 3"
+    assert re.fullmatch(rf"{HOST}: its clock is 10\.\d s ahead of node 0's", found[2]) and len(found) == 3
 
-    async def stranger(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")
 
-    async def go():
-        good = await Listener.open(socket.AF_INET, 0)
-        other = await asyncio.start_server(stranger, "127.0.0.1", 0)
-        silent = socket.create_server(("127.0.0.1", 0))
-        ports = [good.port, other.sockets[0].getsockname()[1], silent.getsockname()[1], free_port()]
-        result = await try_links([Peer(1, "127.0.0.1", ports)])
-        good.close()
-        other.close()
-        silent.close()
-        return ports, result
+def test_a_node_with_another_version_fails_the_check_of_all(monkeypatch):
+    def other() -> dict[str, str]:
+        return versions() | ({"numpy": "1.0"} if threading.current_thread().name == "1" else {})
 
-    ports, result = asyncio.run(go())
-    assert [link.port for link in result.broken] == ports[1:]
-    assert [link.reason for link in result.broken] == [
-        "another program listens there",
-        "no answer within 0.3 s",
-        "connection refused",
+    monkeypatch.setattr(facts, "versions", other)
+    codes, lines = check(3, [0, 1, 2])
+    assert codes == [1, 1, 1]
+    assert lines[-2:] == [f"FAILED {HOST}: numpy 1.0, node 0 has {versions()['numpy']}", "NOT OK: 1 problem"]
+    assert [line.split()[-1] for line in lines[-5:-2]] == ["ok", "FAILED", "ok"]
+
+
+def test_too_little_memory_fails_the_check(monkeypatch):
+    monkeypatch.setattr(facts, "LEAST_MEMORY_BYTES", 1 << 60)
+    codes, lines = check(1, [0])
+    assert codes == [1] and re.match(rf"FAILED {HOST}: only .*B of memory available", lines[-2])
+
+
+def test_closed_silent_and_foreign_links_are_named(monkeypatch):
+    monkeypatch.setattr(links, "TRY_SECONDS", 0.3)
+
+    def stranger(listener: socket.socket) -> None:
+        connection = listener.accept()[0]
+        connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+        while connection.recv(1 << 16):
+            connection.shutdown(socket.SHUT_WR)
+
+    with (
+        EchoListener("127.0.0.1") as good,
+        socket.create_server(("127.0.0.1", 0)) as other,
+        socket.create_server(("127.0.0.1", 0)) as silent,
+    ):
+        threading.Thread(target=stranger, args=(other,), daemon=True).start()
+        ports = [good.server_address[1], other.getsockname()[1], silent.getsockname()[1], free_port()]
+        nodes = {rank: Finding({"node": f"host{rank}"}, [], f"127.0.0.1:{port}") for rank, port in enumerate(ports, 1)}
+        found = try_links(0, nodes)
+        assert try_links(1, {1: nodes[1]}) == Finding()
+    assert float(found.cells["slowest link"].removesuffix(" ms")) > 0
+    assert found.problems == [
+        f"link {HOST} -> host2 at 127.0.0.1:{ports[1]}: another program or host has that address",
+        f"link {HOST} -> host3 at 127.0.0.1:{ports[2]}: no answer within 0.3 s",
+        f"link {HOST} -> host4 at 127.0.0.1:{ports[3]}: connection refused",
     ]
-    assert result.slowest > 0
 
 
-def test_a_node_that_vanishes_between_two_steps_is_named():
-    async def vanishing(of: Plan) -> None:
-        channel = await connect(of.host, of.port, 5)
-        await channel.send(Hello(1, facts.gather(), []))
-        await channel.receive(TryLinks, 10)
-        channel.close()
+def test_node_that_vanishes_between_two_steps_is_named(monkeypatch):
+    monkeypatch.setattr(command, "RESULT_SECONDS", 1.0)
+    usual = command.try_links
 
-    async def go() -> Report:
-        of = plan(2)
-        listening = asyncio.create_task(Leader(of, lambda text: None).run())
-        while True:
-            try:
-                await vanishing(of)
-                return await listening
-            except ConnectionLost:
-                await asyncio.sleep(0.02)
+    def vanish(rank: int, nodes: dict[int, Finding]) -> Finding:
+        if rank == 1:
+            raise RuntimeError("as if the connection to node 0 was lost")
+        return usual(rank, nodes)
 
-    assert "lost while testing its links: the connection was closed" in asyncio.run(go()).text()
+    monkeypatch.setattr(command, "try_links", vanish)
+    codes, lines = check(3, [0, 1, 2])
+    assert codes == [1, 1, 1]
+    assert f"FAILED {HOST}: lost while testing its links" in lines
+
+
+def test_another_node_ends_when_node_0_dies():
+    """The third node never starts, so both wait."""
+    nodes = ["--no-engine", "--nnodes", "3", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
+    with run_check(*nodes) as first, run_check(*nodes, "--node-rank", "1") as other:
+        assert first.stdout is not None
+        assert any(line == "waiting for node 2\n" for line in first.stdout)
+        first.kill()
+        assert "lost node 0 at 127.0.0.1" in other.communicate(timeout=30)[0]
+        assert other.returncode == 1
+
+
+def test_node_0_listens_at_the_announced_address_only():
+    port = free_port()
+    with run_check("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}") as first:
+        Exchange(RendezvousAddress(f"127.0.0.1:{port}"), 1, ["a", "b"], 30.0, print)  # node 0 is ready
+        listening = [item for item in psutil.Process(first.pid).net_connections() if item.status == psutil.CONN_LISTEN]
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(10) == 1
+    assert port in [item.laddr.port for item in listening]
+    assert {item.laddr.ip for item in listening} == {"127.0.0.1"}
 
 
 # -- the engine over the nodes
@@ -157,56 +187,42 @@ def test_the_trial_engine_fits_any_number_of_nodes(nodes):
     assert config.parallel.num_ranks == nodes
 
 
-class Part(EngineProcess):
-    """Stands in for a node's part of the engine. `endings`: output and exit code by node."""
-
-    endings: dict[int, tuple[str, int]]
-
-    @classmethod
-    async def start(cls, flags, node_rank, http_port=None):
-        text, code = cls.endings.get(node_rank, ("", 0))
-        program = f"import time; print({text!r}); time.sleep({0 if code else 0.3}); raise SystemExit({code})"
-        arguments = [sys.executable, "-c", program]
-        log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
-        return cls(await asyncio.create_subprocess_exec(*arguments, stdout=log, stderr=log), log)
-
-
 @pytest.mark.parametrize(
-    ("wrong", "endings", "expected"),
+    ("endings", "engine", "expected"),
     [
-        ("", {}, "\nOK"),
-        ("the engine answered 'Rome'", {}, "FAILED the engine answered 'Rome'"),
-        ("", {2: ("rank 2 fell over", 3)}, "The engine's last lines on {host}:\n    rank 2 fell over"),
-        ("the engine exited during startup", {0: ("TP1 is lost", 1), 1: ("leaves", 1)}, "    TP1 is lost"),
+        ({}, ["ok", "ok", "ok"], "\nOK"),
+        (
+            {0: ("Rome", 0, 0.2)},
+            ["wrong answer", "ok", "ok"],
+            "part of the engine: wrong answer; last lines:\n    Rome\n",
+        ),
+        (
+            {2: ("a\nrank 2 fell over", 3, 0)},
+            ["ok", "ok", "exit code 3"],
+            "exit code 3; last lines:\n    rank 2 fell over\n",
+        ),
+        (
+            {0: ("TP1 is lost\nb", 1, 0.2), 1: ("", 1, 0)},
+            ["exit code 1", "exit code 1", "ok"],
+            "    TP1 is lost\n    b\n",
+        ),
+        ({1: ("", 0, 60)}, ["ok", "hangs", "ok"], "part of the engine: hangs"),
     ],
 )
-def test_engine_results_are_evaluated(monkeypatch, wrong, endings, expected):
-    async def ask(engine, http_port, seconds):
-        await asyncio.sleep(0.1)
-        return wrong
+def test_engine_results_are_evaluated(monkeypatch, endings, engine, expected):
+    """`endings`: output, exit code and seconds of a node's part."""
 
-    monkeypatch.setattr(leader, "ask", ask)
-    monkeypatch.setattr(Part, "endings", endings, raising=False)
-    monkeypatch.setattr(leader, "EngineProcess", Part)
-    monkeypatch.setattr("moe_engine.cli.cluster_check.follower.EngineProcess", Part)
-    monkeypatch.setattr(Part, "stop", lambda self: self._process.wait())
-    report, codes = asyncio.run(check(plan(3, engine_seconds=10), [1, 2]))
-    good = not wrong and not endings
-    assert report.ok == good and codes == [int(not good)] * 2
-    assert expected.format(host=socket.gethostname()) in report.text()
-    assert [node.engine for node in report.nodes] == [
-        f"exit code {endings[rank][1]}" if rank in endings else "ok" for rank in range(3)
-    ]
+    def part(flags: list[str], rank: int) -> list[str]:
+        text, code, seconds = endings.get(rank, ("Paris", 0, 0.2))
+        return [sys.executable, "-c", f"import time; print({text!r}); time.sleep({seconds}); raise SystemExit({code})"]
 
-
-def test_exited_or_wrong_engine_fails(monkeypatch):
-    class Engine:
-        running = False
-
-    assert asyncio.run(engine_trial.ask(Engine(), free_port(), 5.0)) == "the engine exited during startup"
-    monkeypatch.setattr(engine_trial, "_healthy", lambda url: True)
-    monkeypatch.setattr(engine_trial, "_chat", lambda url: "Rome, I think.")
-    assert "answered 'Rome, I think.'" in asyncio.run(engine_trial.ask(Engine(), 1, 5.0))
+    monkeypatch.setattr(engine_trial, "part_command", part)
+    monkeypatch.setattr(engine_trial, "END_SECONDS", 1.0)
+    codes, lines = check(3, [0, 1, 2], engine_seconds=10.0)
+    assert codes == [int(bool(endings))] * 3
+    assert expected in "\n".join(lines)
+    rows = lines[lines.index(next(line for line in lines if line.startswith("node "))) + 1 :][:3]
+    assert all(f"  {state}  " in row for state, row in zip(engine, rows)), rows
 
 
 def run_check(*arguments: str) -> subprocess.Popen[str]:

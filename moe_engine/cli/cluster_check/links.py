@@ -2,92 +2,79 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
 import socket
+import socketserver
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from moe_engine.cli.cluster_check.wire import (
-    BrokenLink,
-    Channel,
-    ConnectionLost,
-    Hello,
-    LinksTried,
-    Peer,
-    Ping,
-    Pong,
-    connect,
-)
+from moe_engine.cli.cluster_check.report import Finding
 
 BLOCK_BYTES = 1 << 16
 """Larger than any network's packet: detects paths that connect but drop full-sized packets (MTU problems)."""
 TRY_SECONDS = 3.0
 AT_ONCE = 64
 
-OnHello = Callable[[Channel, Hello], Awaitable[None]]
+
+class _Echo(socketserver.StreamRequestHandler):
+    timeout = TRY_SECONDS
+
+    def handle(self) -> None:
+        self.wfile.write(self.rfile.read(BLOCK_BYTES))
 
 
-class Listener:
-    """Serves other nodes on one port until `close`.
+class EchoListener(socketserver.ThreadingTCPServer):
+    """Echoes one block per connection, at a free port of `ip`, until it is closed."""
 
-    Args:
-        on_hello: takes over the connections of nodes that join; without one they are closed.
-    """
+    daemon_threads = True
+    request_queue_size = 1024
 
-    def __init__(self, server: asyncio.Server) -> None:
-        self._server = server
-        self.family: int = server.sockets[0].family
-        self.port: int = server.sockets[0].getsockname()[1]
+    def __init__(self, ip: str) -> None:
+        super().__init__((ip, 0), _Echo)
+        self.address = f"{ip}:{self.server_address[1]}"
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
-    @classmethod
-    async def open(cls, family: int, port: int, on_hello: OnHello | None = None) -> Listener:
-        """Raises OSError: the port is in use."""
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """The connecting node reports the error."""
 
-        async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            channel = Channel(reader, writer)
-            with contextlib.suppress(ConnectionLost):
-                message = await channel.receive(object, TRY_SECONDS)
-                if isinstance(message, Hello) and on_hello is not None:
-                    await on_hello(channel, message)
-                    return
-                if isinstance(message, Ping):
-                    await channel.send(Pong(message.block))
-            channel.close()
-
-        host = "::" if family == socket.AF_INET6 else "0.0.0.0"
-        return cls(await asyncio.start_server(greet, host, port, family=socket.AddressFamily(family)))
-
-    def close(self) -> None:
-        self._server.close()
+    def server_close(self) -> None:
+        self.shutdown()
+        super().server_close()
 
 
-async def try_links(peers: Sequence[Peer]) -> LinksTried:
-    """Tests the links from this node to every port of the others, concurrently."""
-    gate = asyncio.Semaphore(AT_ONCE)
-    targets = [(peer, port) for peer in peers for port in peer.ports]
-
-    async def one(peer: Peer, port: int) -> float | BrokenLink:
-        async with gate:
-            try:
-                return await _round_trip(peer.address, port)
-            except ConnectionLost as error:
-                return BrokenLink(peer.node_rank, port, str(error))
-
-    results = await asyncio.gather(*(one(peer, port) for peer, port in targets))
-    broken = [result for result in results if isinstance(result, BrokenLink)]
-    return LinksTried(broken, max((result for result in results if isinstance(result, float)), default=0.0))
+def try_links(own_rank: int, nodes: Mapping[int, Finding]) -> Finding:
+    """Tests the links from this node to all others, concurrently."""
+    others = [node for rank, node in nodes.items() if rank != own_rank]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        results = list(pool.map(lambda node: _round_trip(node.address), others))
+    broken = [
+        f"link {socket.gethostname()} -> {node.cells['node']} at {node.address}: {reason}"
+        for node, reason in zip(others, results)
+        if isinstance(reason, str)
+    ]
+    slowest = max((result for result in results if isinstance(result, float)), default=None)
+    return Finding({} if slowest is None else {"slowest link": f"{slowest * 1000:.1f} ms"}, broken)
 
 
-async def _round_trip(address: str, port: int) -> float:
-    channel = await connect(address, port, TRY_SECONDS)
+def _round_trip(address: str) -> float | str:
+    """Seconds, or the reason of a failure."""
+    host, _, port = address.rpartition(":")
+    block, began = os.urandom(BLOCK_BYTES), time.monotonic()
     try:
-        block, began = os.urandom(BLOCK_BYTES), time.monotonic()
-        await channel.send(Ping(block))
-        answer = await channel.receive(Pong, TRY_SECONDS)
-        if answer.block != block:
-            raise ConnectionLost("the echoed block differs from the one sent")
-        return time.monotonic() - began
-    finally:
-        channel.close()
+        with socket.create_connection((host, int(port)), TRY_SECONDS) as link, link.makefile("rb") as echo:
+            link.sendall(block)
+            if echo.read(BLOCK_BYTES) != block:
+                return "another program or host has that address"
+    except OSError as error:
+        return reason_of(error)
+    return time.monotonic() - began
+
+
+def reason_of(error: OSError) -> str:
+    """``connection refused``: without addresses and error numbers, which the caller adds."""
+    if isinstance(error, TimeoutError):
+        return f"no answer within {TRY_SECONDS:g} s"
+    return (error.strerror or str(error)).lower()
