@@ -21,7 +21,7 @@ class Row:
 
     `takes` names the fields of `Need` that its constructor takes, by keyword. `workspace`: scratch bytes of an
     attention backend on an accelerator; None: negligible. `why_not_recorded`: the reason why its launches
-    cannot be captured (`Replayable`), or None.
+    cannot be captured (`AttentionCapabilities.plan_in_place`), or None.
     """
 
     name: str
