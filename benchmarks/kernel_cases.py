@@ -146,8 +146,8 @@ def linear_case(shape: LinearShape) -> KernelCase:
             prepared = kernel.prepare(weight)
         else:
             blocks = quantize_weight(weight)
-            keeps = hasattr(kernel, "prepare_blocks")
-            prepared = kernel.prepare_blocks(blocks) if keeps else kernel.prepare(dequantize_weight(blocks, x.dtype))
+            keep = kernel.capabilities.prepare_blocks
+            prepared = keep(blocks, None) if keep is not None else kernel.prepare(dequantize_weight(blocks, x.dtype))
         return lambda: kernel.run(x, prepared)
 
     return KernelCase("linear", shape.name, shape.bytes, shape.flops, shape.fp8, prepare)
