@@ -141,8 +141,9 @@ class MLAAttention:
         chunks = self.chunks(batch) if chunks is None else chunks
         fused, absorbed = self.fused, len(chunks) == 1 and chunks[0].absorbed
         if fused is not None and absorbed and len(hidden) <= MAX_TOKENS:
-            assert isinstance(hidden, Tensor)
-            return fused.run(hidden, batch.positions, batch.slots, cache, chunks[0].queries, chunks[0].plan)
+            queries, plan = chunks[0].queries, chunks[0].plan
+            # `input_format` has no rows, so that `hidden` is a tensor
+            return fused.run(hidden, batch.positions, batch.slots, cache, queries, plan)  # type: ignore[arg-type]
         q = self._enter(hidden, batch.positions, batch.slots, cache)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for chunk in chunks:
