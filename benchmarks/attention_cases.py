@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.kernel_cases import Call, KernelCase, NotServed, normal
 from moe_engine.kernels.attention.kv_format import FP8_GROUPS
 from moe_engine.kernels.attention.latent_records import pack
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.shapes import AttentionShape, named_shapes
 
 PAGE = 64

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.attention.cpu import CpuGQA, CpuMLA
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.cpu.library import load
 from moe_engine.kernels.device import cpu_device
 from moe_engine.kernels.experts.cpu import CpuExperts

@@ -146,8 +146,8 @@ def linear_case(shape: LinearShape) -> KernelCase:
             prepared = kernel.prepare(weight)
         else:
             blocks = quantize_weight(weight)
-            keeps = hasattr(kernel, "prepare_blocks")
-            prepared = kernel.prepare_blocks(blocks) if keeps else kernel.prepare(dequantize_weight(blocks, x.dtype))
+            keep = kernel.capabilities.prepare_blocks
+            prepared = keep(blocks, None) if keep is not None else kernel.prepare(dequantize_weight(blocks, x.dtype))
         return lambda: kernel.run(x, prepared)
 
     return KernelCase("linear", shape.name, shape.bytes, shape.flops, shape.fp8, prepare)
@@ -158,16 +158,16 @@ def experts_case(shape: ExpertShape) -> KernelCase:
     model, count = shape.model, shape.num_experts
 
     def prepare(kernel: Any, device: str) -> Call:
-        fused = hasattr(kernel, "run_routed")
-        if not fused and count < model.num_experts:
+        run_routed = kernel.capabilities.run_routed
+        if run_routed is None and count < model.num_experts:
             raise NotServed("needs a dispatcher for experts on several ranks")
         weights = load_experts(kernel, count, model.hidden, model.width, model.fp8, device)
         x = normal(shape.tokens, model.hidden, device=device)
         ids = torch.rand(shape.tokens, model.num_experts, device=device).topk(model.top_k).indices.int()
         ids = ids.masked_fill(ids >= count, -1)
         shares = torch.rand(shape.tokens, model.top_k, device=device)
-        if fused:
-            return lambda: kernel.run_routed(x, shares, ids, weights)
+        if run_routed is not None:
+            return lambda: run_routed(x, shares, ids, weights, None)
         dispatcher = LocalDispatcher(count)
 
         def call() -> Tensor:
@@ -183,15 +183,16 @@ def load_experts(kernel: Any, count: int, hidden: int, width: int, fp8: bool, de
     """Weights of `count` identical experts, each in its own memory; dequantized for kernels without FP8."""
     parts = [normal(*shape, device=device, scale=0.02) for shape in ((width, hidden), (width, hidden), (hidden, width))]
     blocks = [quantize_weight(part) for part in parts] if fp8 else []
-    if not hasattr(kernel, "allocate_blocks") or not fp8:
+    keeps = kernel.capabilities.blocks
+    if keeps is None or not fp8:
         parts = [dequantize_weight(block, torch.bfloat16) for block in blocks] or parts
         weights = kernel.allocate(count, hidden, width, torch.bfloat16, device)
         for expert in range(count):
             kernel.load_expert(weights, expert, *parts)
         return weights
-    weights = kernel.allocate_blocks(count, hidden, width, device)
+    weights = keeps.allocate(count, hidden, width, device, False)
     for expert in range(count):
-        kernel.load_expert_blocks(weights, expert, *blocks)
+        keeps.load(weights, expert, *blocks)
     return weights
 
 

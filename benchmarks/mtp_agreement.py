@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.checkpoints import SPECIAL_TOKENS
 from moe_engine.kernels import backends as kernels
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import activation_dtype

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionBatch
+from moe_engine.kernels.attention.protocol import AttentionCapabilities
+from moe_engine.kernels.attention.queries import AttentionBatch
 from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.step_sizes import StepSizes
@@ -36,6 +37,7 @@ class StubAttention:
     """An attention backend without plans."""
 
     name = "stub"
+    capabilities = AttentionCapabilities()
 
     def plan(self, batch: AttentionBatch) -> Any:
         return None

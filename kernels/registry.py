@@ -22,7 +22,7 @@ class Row:
     Args:
         takes: fields of `Need` that its constructor takes, by keyword.
         workspace: scratch bytes of an attention backend on an accelerator; None: negligible.
-        why_not_recorded: the reason why its launches cannot be captured (`Replayable`), or None.
+        why_not_recorded: why its launches cannot be captured (`AttentionCapabilities.plan_in_place`), or None.
         prefers: preference by device, heads and dtypes; None: always `preference`.
         pages: page sizes of the KV cache that its fastest kernels need; () for any.
         lacks_expanded: it has no kernels for the expanded form of MLA: its constructor takes `expanded`, the most

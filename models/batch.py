@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionBatch
+from moe_engine.kernels.attention.queries import AttentionBatch
 from moe_engine.parallel.step_sizes import StepSizes
 
 
@@ -44,14 +44,6 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
-
-
-@runtime_checkable
-class SupportsTBO(Protocol):
-    """A multi-rank model with two-batch overlap (TBO)."""
-
-    def forward_overlapped(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
-        """`Model.forward` of each part of a step; earlier parts run first in every layer. Collective."""
 
 
 class Model(Protocol):

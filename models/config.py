@@ -169,10 +169,6 @@ class ModelConfig:
     def is_moe(self) -> bool:
         return any(self.moe_layers)
 
-    def num_kv_elements_per_token(self) -> int:
-        """Cached elements of one token in ONE layer: C + R for MLA, 2 * G * Dh for GQA."""
-        return self.attention.cache_width
-
     def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False) -> int:
         """Cached bytes of one token in all layers, optionally with MTP layers; scales of FP8 rows included."""
         layers = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)

@@ -18,7 +18,6 @@ from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.stack import LayerStack
-from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.sizes import MAX_EXPANDED_TOKENS
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -26,6 +25,8 @@ from moe_engine.parallel.context import ParallelContext
 
 class DeepseekModel(Decoder):
     """`Model` of the DeepSeek family. `batch.kv[layer]` is the latent cache [num_slots, C+R]."""
+
+    has_mtp = True
 
     def __init__(
         self,
@@ -61,10 +62,8 @@ class DeepseekModel(Decoder):
     def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
         if self.parallel.world_size > 1:
             return None
-        return LayerStack.of(self.backends.attention, self.embedding.weight, first_norm, self.layers)
+        decoder = self.backends.attention.capabilities.decoder
+        return LayerStack.of(decoder, self.embedding.weight, first_norm, self.layers)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
         return batch, self.layers[0].attention.chunks(batch)
-
-    def make_mtp(self, reader: WeightSource) -> MTPLayers:
-        return MTPLayers(self, reader)

@@ -14,7 +14,8 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.models import registry
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig, activation_dtype
-from moe_engine.models.mtp import HasMTPLayers, MTPLayers
+from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
 from moe_engine.models.weights import WeightSource, open_source
 from moe_engine.models.widths import widths_of
@@ -74,14 +75,14 @@ def load_mtp(
     Raises:
         CheckpointError: with file and tensor. ConfigError: config.json has no MTP layers, or the family has none.
     """
-    if not config.num_nextn_predict_layers or not isinstance(model, HasMTPLayers):
+    if not config.num_nextn_predict_layers or not isinstance(model, Decoder) or not model.has_mtp:
         raise ConfigError(
             f"{config.source}: {config.architecture} with num_nextn_predict_layers {config.num_nextn_predict_layers} "
             "has no MTP layers for drafting; use a checkpoint with MTP layers, or another --speculative-algorithm"
         )
     with torch.no_grad():
         reader = _open(path, config, dtype, device, load_format, progress, seed, partial(names_outside_mtp, config))
-        layers = model.make_mtp(reader)
+        layers = MTPLayers(model, reader)
         reader.finish()
     return layers
 

@@ -15,43 +15,27 @@ Embedding, head and rotary table are the main model's; the checkpoint's copies o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.decoder.drafting import (
-    ChainSteps,
-    DraftLevel,
-    FusedDrafting,
-    FusedDraftStep,
-    RowTables,
-    StepDraws,
-    VerifiedChains,
-)
+from moe_engine.kernels.decoder.chain import FusedDrafts
+from moe_engine.kernels.decoder.draft_step import fuse_draft_step
+from moe_engine.kernels.decoder.drafting import ChainSteps, DraftLevel, RowTables, StepDraws, VerifiedChains
+from moe_engine.kernels.decoder.layers import MAX_TOKENS
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.linear import load_linear
+from moe_engine.models.layers.moe import MoE
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.step_sizes import StepSizes
 
-MAX_FUSED_TOKENS = 64
-"""Max tokens for writing a layer's cache in one call; more only needs more memory without being faster."""
-
 WholeStepCall = Callable[[np.ndarray, int, StepDraws | None], VerifiedChains]
 """rows [R] int64, drafts per row, sampling -> verification results."""
-
-
-@runtime_checkable
-class HasMTPLayers(Protocol):
-    """A `Model` whose checkpoints may have MTP layers; see `models.loader.load_mtp`."""
-
-    def make_mtp(self, reader: WeightSource) -> MTPLayers:
-        """Loads config.json's num_nextn_predict_layers layers."""
 
 
 class MTPLayers:
@@ -67,12 +51,16 @@ class MTPLayers:
         self._layers = [MTPLayer(model, index, reader) for index in self.kv_layers]
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the layers in addition to the model, in the kernels' layouts."""
-        self._fused: Any | None = None
-        attention = model.backends.attention
-        if isinstance(attention, FusedDrafting) and model.parallel.world_size == 1:
-            levels = [layer.level() for layer in self._layers]
-            self._drafting: FusedDrafting = attention
-            self._fused = attention.fuse_drafts(levels, model.embedding.weight, model.head.weight)
+        self._fused = self._fuse()
+
+    def _fuse(self) -> FusedDrafts | None:
+        """Draft chains in one call; None if not supported."""
+        model = self._model
+        decoder = model.backends.attention.capabilities.decoder
+        levels = [level for level in (layer.level() for layer in self._layers) if level is not None]
+        if decoder is None or model.parallel.world_size > 1 or len(levels) < len(self._layers):
+            return None
+        return decoder.fuse_drafts(levels, model.embedding.weight, model.head.weight)
 
     @property
     def num_layers(self) -> int:
@@ -104,9 +92,9 @@ class MTPLayers:
 
     def remember(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         """Only writes the cache of a layer, for tokens whose v is not needed. Arguments as in `forward`."""
-        if self._fused is not None and len(input_ids) <= MAX_FUSED_TOKENS:
+        if self._fused is not None and len(input_ids) <= MAX_TOKENS:
             cache = batch.kv[self.kv_layers[layer]]
-            self._drafting.remember_drafts(self._fused, layer, input_ids, hidden, batch.positions, batch.slots, cache)
+            self._fused.remember(layer, input_ids, hidden, batch.positions, batch.slots, cache)
             return
         self._layers[layer].remember(self._model.embedding(input_ids), hidden, batch)
 
@@ -128,24 +116,24 @@ class MTPLayers:
         """roots [R] -> [R, 1+S], each root and its drafts, identical to repeated `forward`, `logits` and sampling.
 
         Args:
-            states, rows: states[rows[r]] is the hidden state of root r, see `FusedDrafting.run_drafts`.
+            states, rows: states[rows[r]] is the hidden state of root r, see `FusedDrafts.run`.
             kv: the caches of model and MTP layers, see `ForwardBatch.kv`.
-            parameters, uniform: sampling, see `FusedDrafting.run_drafts`.
+            parameters, uniform: sampling, see `FusedDrafts.run`.
         """
         assert self._fused is not None
         caches = [kv[i] for i in self.kv_layers]
-        return self._drafting.run_drafts(self._fused, states, rows, roots, steps, caches, parameters, uniform)
+        return self._fused.run(states, rows, roots, steps, caches, parameters, uniform)
 
     def whole_step(self, tables: RowTables, kv: Sequence[Any]) -> WholeStepCall | None:
-        """A call that runs a whole draft-chain step, see `FusedDraftStep.run_step`; None if no kernel supports it.
+        """A call that runs a whole draft-chain step, see `FusedDraftStep.run`; None if it is not supported.
 
         It does not record expert choices.
         """
-        backend, stack = self._model.backends.attention, self._model.stack
-        if self._fused is None or stack is None or not isinstance(backend, FusedDraftStep):
+        stack = self._model.stack
+        if self._fused is None or stack is None:
             return None
-        step = backend.fuse_step(self._fused, stack.fused, tables, kv)
-        return None if step is None else partial(backend.run_step, step)
+        step = fuse_draft_step(self._fused, stack.fused, tables, kv)
+        return None if step is None else step.run
 
     def logits(self, v: Tensor, sizes: StepSizes | None = None) -> Tensor:
         """v [S, D] -> [S, V] float32, by the model's head. `sizes` as in `Model.logits`."""
@@ -175,17 +163,20 @@ class MTPLayer:
     def remember(self, embedding: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         self._decoder.attention.remember(self._input_norm(self._join(embedding, hidden)), batch)
 
-    def level(self) -> DraftLevel:
-        """The layer's weights, for whole-layer kernels."""
-        decoder = self._decoder
+    def level(self) -> DraftLevel | None:
+        """The layer's weights, for draft chains in one call; None if its modules have no calls."""
+        decoder, part = self._decoder, self._decoder.feed_forward
+        attention, experts = decoder.attention.fused, part.fused if isinstance(part, MoE) else None
+        if attention is None or experts is None:
+            return None
         return DraftLevel(
             embedding_norm=self._embedding_norm.weight,
             hidden_norm=self._hidden_norm.weight,
             project=self._project.weight,
             input_norm=self._input_norm.weight,
-            attention=decoder.attention.fused,
+            attention=attention,
             post_norm=decoder.post_norm.weight,
-            experts=getattr(decoder.feed_forward, "fused", None),
+            experts=experts,
             final_norm=decoder.next_norm.weight,
             eps=self._input_norm.eps,
         )

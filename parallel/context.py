@@ -57,7 +57,7 @@ class ParallelContext:
     elastic: ElasticWorld | None = None
 
     def check_peers(self) -> None:
-        """Raises `PeerLost` if a kernel timed out on a peer during a finished step (see `WatchesPeers`)."""
+        """Raises `PeerLost` if a kernel timed out on a peer during a finished step (see `Dispatcher.check_peers`)."""
         if self.dispatcher is not None:
             self.dispatcher.check_peers()
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_engine.kernels.experts.protocol import ExpertWeights, MovableExperts
+from moe_engine.kernels.experts.batch import ExpertWeights
+from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.parallel.collectives import PeerLost
 from moe_engine.parallel.overlap import CommStream, InlineStream, Pending
 from moe_engine.parallel.placement.moves import Chunk
@@ -41,7 +42,7 @@ class SlotMemory:
         num_spare: max experts in transfer at once.
     """
 
-    def __init__(self, kernel: MovableExperts, weights: Mapping[int, ExpertWeights], num_spare: int) -> None:
+    def __init__(self, kernel: ExpertsKernel, weights: Mapping[int, ExpertWeights], num_spare: int) -> None:
         self._kernel = kernel
         self._weights = weights
         self._spare: dict[Kind, list[list[Tensor]]] = {}

@@ -7,23 +7,13 @@ Legend: T tokens, D hidden, K experts per token, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.experts.protocol import (
-    ExpertBatch,
-    ExpertsKernel,
-    ExpertWeights,
-    FusedExperts,
-    FusedMoE,
-    MoELayer,
-    ReadsRows,
-)
-from moe_engine.kernels.linear.protocol import PreparedLinear
-from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.protocol import ExpertsKernel, RunRouted
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, as_format, unquantized
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.dispatch.layouts import GroupedLayout
@@ -47,35 +37,6 @@ class RoutedExperts(Protocol):
         same on every rank.
         """
 
-    def whole_layer(
-        self,
-        gate: Tensor,
-        bias: Tensor | None,
-        router: RouterSpec,
-        shared: tuple[PreparedLinear, PreparedLinear] | None,
-    ) -> partial[Tensor] | None:
-        """x [T, D] -> routed plus shared experts [T, D] in one call, with the kernel's fused weights as first argument,
-        see `FusedMoE.run_layer`; None if one call is not supported.
-
-        gate [E, D] and bias [E] float32; `shared` holds the shared expert's gate and up, and its down. Slots must be
-        the experts themselves.
-        """
-
-
-class _InSeveralCalls:
-    """Experts not fused with router and shared expert; unquantized input by default."""
-
-    input_format = UNQUANTIZED
-
-    def whole_layer(
-        self,
-        gate: Tensor,
-        bias: Tensor | None,
-        router: RouterSpec,
-        shared: tuple[PreparedLinear, PreparedLinear] | None,
-    ) -> None:
-        return None
-
 
 class Dispatches(Protocol):
     """Common interface of `PhasedDispatcher` and the single-rank dispatcher."""
@@ -95,7 +56,7 @@ class Dispatches(Protocol):
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Tensor: ...
 
 
-class DispatchedExperts(_InSeveralCalls):
+class DispatchedExperts:
     """Dispatch -> grouped matrix products -> combine: any dispatcher with any kernel that supports its layout.
 
     With FP8 dispatch and a kernel that reads FP8 rows, tokens are quantized once, by the preceding norm or by dispatch,
@@ -106,7 +67,7 @@ class DispatchedExperts(_InSeveralCalls):
         self._dispatcher = dispatcher
         self._kernel = kernel
         self._weights = weights
-        self._arriving = kernel.input_format(weights) if isinstance(kernel, ReadsRows) else UNQUANTIZED
+        self._arriving = kernel.input_format(weights)
         self.input_format = self._arriving if self._arriving.rows and dispatcher.takes_rows else UNQUANTIZED
         self.on_arrival: Callable[[Tensor], None] | None = None
         """Callback with the number of tokens received by each of this rank's slots, int32 [P/G]."""
@@ -147,8 +108,10 @@ def _rows_of_slots(batch: ExpertBatch) -> Tensor:
     return batch.offsets.diff()
 
 
-class HeldExperts(_InSeveralCalls):
+class HeldExperts:
     """Some of the slots, for tokens replicated on every rank: choices of other ranks' slots are ignored."""
+
+    input_format = UNQUANTIZED
 
     def __init__(self, kernel: ExpertsKernel, weights: ExpertWeights, first: int) -> None:
         self._kernel = kernel
@@ -173,30 +136,19 @@ class FusedLocalExperts:
         first: index of this rank's first slot; choices of other ranks' slots are ignored.
     """
 
-    def __init__(self, kernel: FusedExperts, weights: ExpertWeights, first: int = 0) -> None:
-        self._kernel = kernel
+    def __init__(
+        self, run_routed: RunRouted, input_format: ActivationFormat, weights: ExpertWeights, first: int = 0
+    ) -> None:
+        self._run = run_routed
+        self.input_format = input_format
         self._weights = weights
         self._first = first
-        self.input_format = kernel.input_format(weights) if isinstance(kernel, ReadsRows) else UNQUANTIZED
-        self._run: Callable[..., Tensor] = kernel.run_routed
 
     def run(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:
         ids = topk_ids - self._first if self._first else topk_ids
         return self._run(x, topk_weights, ids, self._weights, add)
-
-    def whole_layer(
-        self,
-        gate: Tensor,
-        bias: Tensor | None,
-        router: RouterSpec,
-        shared: tuple[PreparedLinear, PreparedLinear] | None,
-    ) -> partial[Tensor] | None:
-        if not isinstance(self._kernel, FusedMoE) or self._weights.num_experts < router.num_experts:
-            return None
-        layer = self._kernel.fuse(MoELayer(gate, bias, router, self._weights, shared))
-        return None if layer is None else partial(self._kernel.run_layer, layer)
 
 
 def make_routed_experts(
@@ -206,8 +158,9 @@ def make_routed_experts(
     if parallel.dispatcher is not None:
         return DispatchedExperts(parallel.dispatcher, kernel, weights)
     first = parallel.ep_rank * weights.num_experts
-    if isinstance(kernel, FusedExperts):
-        return FusedLocalExperts(kernel, weights, first)
+    run_routed = kernel.capabilities.run_routed
+    if run_routed is not None:
+        return FusedLocalExperts(run_routed, kernel.input_format(weights), weights, first)
     if parallel.ep_size > 1:
         return HeldExperts(kernel, weights, first)
     return DispatchedExperts(LocalDispatcher(weights.num_experts), kernel, weights)

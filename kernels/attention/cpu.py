@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionBatch, MLALayer, PagedQueries
-from moe_engine.kernels.cpu import decoder, draft_step, drafts
-from moe_engine.kernels.cpu.layers import LayerPointer, mla_layer
+from moe_engine.kernels.attention.protocol import AttentionCapabilities
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, latent_form, rows
-from moe_engine.kernels.decoder.drafting import ChainSteps, DraftLevel, RowTables, StepDraws, VerifiedChains
-from moe_engine.kernels.decoder.stacking import StackedLayer
-from moe_engine.kernels.linear.protocol import PreparedLinear
-from moe_engine.kernels.sampling.protocol import SamplingParameters
+from moe_engine.kernels.decoder.calls import DecoderCalls
 
 
 class _Backend:
@@ -31,37 +25,9 @@ class _Backend:
 
 
 class CpuMLA(_Backend):
-    max_fused_tokens = 64
-
-    def fuse(self, layer: MLALayer) -> LayerPointer | None:
-        return mla_layer(layer)
-
-    def run_layer(
-        self, layer: LayerPointer, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor,
-        queries: PagedQueries, plan: Any,
-    ) -> Tensor:  # fmt: skip
-        hidden = rows(hidden)
-        if kind_of(hidden.dtype) != layer.kind:
-            raise ValueError(f"hidden states are {hidden.dtype}, the cache {cache.dtype}: not the weights' dtype")
-        form = latent_form(cache, hidden.dtype, *layer.widths)
-        out = torch.empty((hidden.shape[0], layer.hidden), dtype=hidden.dtype)
-        struct = find(queries, plan)
-        self._lib.moe_mla_layer(
-            layer.kind, layer.address, hidden.data_ptr(), hidden.stride(0), hidden.shape[0], positions.data_ptr(),
-            slots.data_ptr(), form, cache.data_ptr(), cache.stride(0), struct.address, out.data_ptr(),
-        )  # fmt: skip
-        return out
-
-    def fuse_stack(
-        self, embedding: Tensor, first_norm: Tensor, layers: Sequence[StackedLayer]
-    ) -> decoder.DecoderPointer | None:
-        return decoder.fuse(embedding, first_norm, layers)
-
-    def run_stack(
-        self, stack: decoder.DecoderPointer, ids: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[Tensor],
-        queries: PagedQueries, plan: Any, choices: Sequence[Tensor | None] | None = None,
-    ) -> Tensor:  # fmt: skip
-        return decoder.run(self._lib, stack, ids, positions, slots, caches, queries, plan, choices)
+    @property
+    def capabilities(self) -> AttentionCapabilities:
+        return AttentionCapabilities(expanded_shared=self.expanded_shared, decoder=DecoderCalls(self._lib))
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
@@ -78,33 +44,6 @@ class CpuMLA(_Backend):
             struct.address, heads, latent, width - latent, scale, out.data_ptr(),
         )  # fmt: skip
         return out
-
-    def fuse_drafts(
-        self, levels: Sequence[DraftLevel], embedding: Tensor, head: PreparedLinear
-    ) -> drafts.DraftsPointer | None:
-        return drafts.fuse(levels, embedding, head)
-
-    def run_drafts(
-        self, fused: drafts.DraftsPointer, states: Tensor, rows: Tensor, roots: Tensor, steps: ChainSteps,
-        caches: Sequence[Tensor], parameters: SamplingParameters | None, uniform: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        return drafts.run(self._lib, fused, states, rows, roots, steps, caches, parameters, uniform)
-
-    def remember_drafts(
-        self, fused: drafts.DraftsPointer, level: int, ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor,
-        cache: Tensor,
-    ) -> None:  # fmt: skip
-        drafts.remember(self._lib, fused, level, ids, hidden, positions, slots, cache)
-
-    def fuse_step(
-        self, fused: drafts.DraftsPointer, stack: decoder.DecoderPointer, tables: RowTables, caches: Sequence[Tensor]
-    ) -> draft_step.DraftStepPointer | None:
-        return draft_step.fuse(fused, stack, tables, caches)
-
-    def run_step(
-        self, step: draft_step.DraftStepPointer, rows: np.ndarray, depth: int, draws: StepDraws | None
-    ) -> VerifiedChains:
-        return draft_step.run(self._lib, step, rows, depth, draws)
 
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None
@@ -156,6 +95,8 @@ class CpuMLA(_Backend):
 
 
 class CpuGQA(_Backend):
+    capabilities = AttentionCapabilities()
+
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
     ) -> Tensor:

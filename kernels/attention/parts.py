@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import PagedQueries
+from moe_engine.kernels.attention.queries import PagedQueries
 
 MAX_MERGED = 1 << 22
 """Elements merged at once; bounds the float32 temporaries."""
@@ -22,7 +22,7 @@ MAX_MERGED = 1 << 22
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i's context, see `ExpandsChunks.plan_chunk`.
+    """Tokens [first_keys[i], first_keys[i] + key_lens[i]) of request i's context, see `ContextChunks.plan`.
 
     Raises:
         ValueError: a query token would see none of these tokens, or the requests need different masks.

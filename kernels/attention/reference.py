@@ -14,16 +14,21 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.parts import Chunk, merge_chunks
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 
 MAX_SCORES = 1 << 22
 """Max score elements in memory; longer query chunks are cut into blocks."""
 
 
 class TorchMLA:
-    """`MLABackend` and `ExpandsChunks` for any device and shape."""
+    """`MLABackend` for any device and shape."""
 
     name = "torch"
+
+    @property
+    def capabilities(self) -> AttentionCapabilities:
+        return AttentionCapabilities(chunks=ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks))
 
     def plan(self, batch: AttentionBatch) -> Any:
         return None
@@ -59,7 +64,7 @@ class TorchMLA:
         queries.refuse_tree("expanded")
         return _expanded(q, kv, k_rope, scale, queries, [0] * queries.num_requests, queries.context_lens)
 
-    # -- `ExpandsChunks`
+    # -- context chunks
 
     def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> Chunk:
         return Chunk(queries, first_keys, key_lens)
@@ -76,6 +81,7 @@ class TorchGQA:
     """`GQABackend` for any device and shape."""
 
     name = "torch"
+    capabilities = AttentionCapabilities()
 
     def plan(self, batch: AttentionBatch) -> Any:
         return None

@@ -1,1 +1,2 @@
-"""Whole-decoder calls into the C++ kernels: all layers, or a whole draft chain, in one call."""
+"""Whole layers, whole decoders and draft chains in one call into the C++ kernels, for weights that the C++ rows
+prepared."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.cpu.layers import LayerPointer, count_choices, moe_layer
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import ExpertPanels, kind_of, reserve, rows
-from moe_engine.kernels.experts.counting import CountPlace
-from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights, MoELayer
+from moe_engine.kernels.decoder.layers import fuse_moe
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.protocol import ExpertsCapabilities
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
 class CpuExperts:
@@ -19,6 +21,10 @@ class CpuExperts:
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()
+
+    @property
+    def capabilities(self) -> ExpertsCapabilities:
+        return ExpertsCapabilities(self.run_routed, fuse_layer=partial(fuse_moe, self._lib))
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         kind = kind_of(dtype)
@@ -91,23 +97,8 @@ class CpuExperts:
         )  # fmt: skip
         return out
 
-    def fuse(self, layer: MoELayer) -> LayerPointer | None:
-        return moe_layer(layer)
-
-    def run_layer(self, layer: LayerPointer, x: Tensor, topk_ids: Tensor | None = None) -> Tensor:
-        x = rows(x)
-        tokens, hidden = x.shape
-        if kind_of(x.dtype) != layer.kind or hidden != layer.hidden:
-            raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit a layer of hidden size {layer.hidden}")
-        out = torch.empty((tokens, hidden), dtype=x.dtype)
-        chosen = None if topk_ids is None else topk_ids.data_ptr()
-        self._lib.moe_moe_layer(
-            layer.kind, layer.address, x.data_ptr(), x.stride(0), tokens, hidden, out.data_ptr(), chosen
-        )  # fmt: skip
-        return out
-
-    def count_choices(self, layer: LayerPointer, place: CountPlace | None) -> None:
-        count_choices(layer, place)
-
     def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
         return [weights.data.storage[expert]]
+
+    def input_format(self, weights: ExpertWeights) -> ActivationFormat:
+        return UNQUANTIZED

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.protocol import BlockExperts, ExpertsCapabilities
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Groups, Operand
 from moe_engine.kernels.quantization.protocol import (
     BLOCK,
@@ -64,8 +65,7 @@ class Layer:
 
 
 class DeepGemmExperts:
-    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts`, `ReadsRows`, `MovableExperts` and `WarmsUp`; supports both
-    layouts. No host synchronisation.
+    """`ExpertsKernel`; supports both layouts. No host synchronisation.
 
     Args:
         deep_gemm: the library; default: the installed one.
@@ -79,6 +79,11 @@ class DeepGemmExperts:
     def __init__(self, deep_gemm: DeepGemm | None = None) -> None:
         self._gemm = deep_gemm or DeepGemm()
         self._shapes: dict[tuple[Any, ...], ExpertWeights] = {}
+
+    @property
+    def capabilities(self) -> ExpertsCapabilities:
+        blocks = BlockExperts(self.allocate_blocks, self.load_expert_blocks)
+        return ExpertsCapabilities(self.run_routed, blocks, warm_up=self.warm_up)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         if dtype != torch.bfloat16:

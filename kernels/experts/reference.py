@@ -12,13 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.protocol import ExpertsCapabilities
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
 class TorchExperts:
     """`ExpertsKernel` for any device; supports both layouts. `data` is (gate_up [E, 2I, D], down [E, D, I])."""
 
     name = "torch"
+    capabilities = ExpertsCapabilities()
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
@@ -34,6 +37,9 @@ class TorchExperts:
 
     def expert_memory(self, weights: ExpertWeights, expert: int) -> list[Tensor]:
         return [part[expert] for part in weights.data]
+
+    def input_format(self, weights: ExpertWeights) -> ActivationFormat:
+        return UNQUANTIZED
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
         out = torch.empty_like(batch.x)

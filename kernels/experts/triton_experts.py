@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
-from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.protocol import BlockExperts, ExpertsCapabilities
 from moe_engine.kernels.experts.tiles import ExpertTiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
 from moe_engine.kernels.permutation.triton_permute import combine, sort_by_expert
@@ -54,8 +55,7 @@ class TritonExpertWeights:
 
 
 class TritonExperts:
-    """`ExpertsKernel`, `BlockScaledExperts`, `FusedExperts`, `ReadsRows`, `MovableExperts` and `WarmsUp`. No host
-    synchronisation.
+    """`ExpertsKernel`. No host synchronisation.
 
     Args:
         deterministic: tiles do not depend on the number of rows, so that results are batch-invariant, bit for bit.
@@ -66,6 +66,11 @@ class TritonExperts:
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
         self._shapes: dict[tuple[Any, ...], ExpertWeights] = {}  # one layer per shape
+
+    @property
+    def capabilities(self) -> ExpertsCapabilities:
+        blocks = BlockExperts(self.allocate_blocks, self.load_expert_blocks)
+        return ExpertsCapabilities(self.run_routed, blocks, warm_up=self.warm_up)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Panels, kind_of, reserve, rows
-from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
 class CpuLinear:
-    """Also: `run_add` adds the product to a residual, `run_mlp` runs a whole gated MLP in one call."""
-
     name = "cpu"
+    capabilities = LinearCapabilities()
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()
@@ -37,6 +39,9 @@ class CpuLinear:
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> PreparedLinear:
         return self._pack(weight.unsqueeze(0), bias)
 
+    def input_format(self, weight: PreparedLinear) -> ActivationFormat:
+        return UNQUANTIZED
+
     def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
         data: Panels = weight.data
         x = rows(x)
@@ -50,32 +55,13 @@ class CpuLinear:
         )
         return out
 
-    def run_add(self, x: Tensor, weight: PreparedLinear, residual: Tensor) -> Tensor:
-        """residual [T, N] += run(x), in place, bit-identical to the two steps; returns residual."""
-        data: Panels = weight.data
-        x = rows(x)
-        tokens, k = x.shape
-        n = weight.out_features
-        if kind_of(x.dtype) != data.kind or k != weight.in_features:
-            raise _mismatch(x, weight)
-        if residual.dtype != x.dtype or residual.shape != (tokens, n) or residual.stride(-1) != 1:
-            return residual.add_(self.run(x, weight))
-        self._lib.moe_linear(
-            data.kind, x.data_ptr(), x.stride(0), tokens, k, data.weight, n, data.bias, residual.data_ptr(),
-            residual.stride(0), residual.data_ptr(), residual.stride(0),
-        )  # fmt: skip
-        return residual
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
+        if down.in_features % 16 or gate_up.bias is not None or down.bias is not None:
+            return None
+        return partial(self.run_mlp, gate_up=gate_up, down=down)
 
-    def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
-        return down.in_features % 16 == 0 and gate_up.bias is None and down.bias is None
-
-    def run_mlp(
-        self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear, residual: Tensor | None = None
-    ) -> Tensor:
-        """down(silu(gate(x)) * up(x)) [T, N] for weights without bias, gate_up [2I, D] (gate first), I % 16 == 0.
-
-        With `residual` [T, N] the result is added to it in place; returns `residual`.
-        """
+    def run_mlp(self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
+        """down(silu(gate(x)) * up(x)) [T, N] for weights without bias, gate_up [2I, D] (gate first), I % 16 == 0."""
         first, second = gate_up.data, down.data
         x = rows(x)
         tokens, k = x.shape
@@ -84,15 +70,10 @@ class CpuLinear:
             raise _mismatch(x, gate_up)
         if width % 16 or first.bias is not None or second.bias is not None or down.in_features != width:
             raise ValueError("run_mlp needs an MLP width that is a multiple of 16, and no biases")
-        if residual is None:
-            out, add, stride = torch.empty((tokens, n), dtype=x.dtype), None, n
-        else:
-            if residual.dtype != x.dtype or residual.shape != (tokens, n) or residual.stride(-1) != 1:
-                return residual.add_(self.run_mlp(x, gate_up, down))
-            out, add, stride = residual, residual.data_ptr(), residual.stride(0)
+        out = torch.empty((tokens, n), dtype=x.dtype)
         self._lib.moe_mlp(
-            first.kind, x.data_ptr(), x.stride(0), tokens, k, width, first.weight, second.weight, n, add, stride,
-            out.data_ptr(), stride,
+            first.kind, x.data_ptr(), x.stride(0), tokens, k, width, first.weight, second.weight, n, None, n,
+            out.data_ptr(), n,
         )  # fmt: skip
         return out
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.linear.cublas import CublasLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Operand
-from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
@@ -36,7 +37,7 @@ class Blocks:
 
 
 class DeepGemmLinear(CublasLinear):
-    """`LinearKernel`, `BlockScaledLinear`, `WarmsUp`, and for FP8 `FusedMLP`; results are bf16.
+    """`LinearKernel`; results are bf16.
 
     Args:
         deep_gemm: the library; default: the installed one.
@@ -50,6 +51,10 @@ class DeepGemmLinear(CublasLinear):
     def __init__(self, deep_gemm: DeepGemm | None = None) -> None:
         self._gemm = deep_gemm or DeepGemm()
         self._shapes: dict[tuple[int, int], PreparedLinear] = {}
+
+    @property
+    def capabilities(self) -> LinearCapabilities:
+        return LinearCapabilities(self.prepare_blocks, self.warm_up)
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """See the protocol; a weight of sizes that the library does not support becomes bf16."""
@@ -75,8 +80,10 @@ class DeepGemmLinear(CublasLinear):
             raise ValueError(f"{len(x)} rows of {width} {x.dtype} do not fit {weight.in_features} in-features")
         return self._product(lambda: self._gemm.rows(x, data.power_of_two), weight, len(x))
 
-    def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
-        return isinstance(gate_up.data, Blocks) and isinstance(down.data, Blocks)
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
+        if not (isinstance(gate_up.data, Blocks) and isinstance(down.data, Blocks)):
+            return None
+        return partial(self.run_mlp, gate_up=gate_up, down=down)
 
     def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
         """The activation between the two products is quantized in the kernel that computes it."""

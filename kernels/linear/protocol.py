@@ -5,12 +5,17 @@ Legend: T tokens, K in-features, N out-features, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, BlockWeight
+from moe_engine.kernels.quantization.protocol import ActivationFormat, BlockWeight
+from moe_engine.kernels.vendors.warming import StepShapes
+
+MLPCall = Callable[[Any], Tensor]
+"""x [T, K], in the `input_format` of gate and up -> down(silu(gate(x)) * up(x)) [T, N]."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +29,36 @@ class PreparedLinear:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class LinearCapabilities:
+    """The optional parts of a linear kernel; None: not supported."""
+
+    prepare_blocks: Callable[[BlockWeight, Tensor | None], PreparedLinear] | None = None
+    """Keeps block-FP8 weights as the checkpoint stores them: weight [N, K] in blocks of 128 x 128, bias [N] in the
+    activation dtype, or None. May keep or drop the weight."""
+
+    warm_up: Callable[[StepShapes], int] | None = None
+    """Compiles what the kernel compiles at first use, see `vendors.warming`; returns the number of products run."""
+
+
 class LinearKernel(Protocol):
     name: str
+
+    @property
+    def capabilities(self) -> LinearCapabilities: ...
 
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> PreparedLinear:
         """weight [N, K] in the activation dtype (already dequantized), bias [N]. May keep or drop `weight`."""
 
+    def input_format(self, weight: PreparedLinear) -> ActivationFormat:
+        """Format in which products with this weight read x. If it has rows, `run` and the calls of `fuse_mlp` also
+        accept quantized activations, and quantize others themselves."""
+
     def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
         """x [T, K] (rows may be strided) -> x @ weight.T + bias, [T, N] contiguous, accumulated in float32."""
+
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
+        """A gated MLP in one call; gate_up holds the gate's rows first. None if these weights are not supported."""
 
     def prepare_heads(self, weight: Tensor) -> PreparedLinear:
         """weight [H, N, K]: one small matrix per head (MLA's absorbed products)."""
@@ -41,32 +68,3 @@ class LinearKernel(Protocol):
 
         `out` may be a strided view [T, H, N] to write into (for instance the latent part of a [T, H, C+R] query).
         """
-
-
-@runtime_checkable
-class BlockScaledLinear(Protocol):
-    """A linear kernel that keeps block-FP8 weights as the checkpoint stores them.
-
-    Activations are quantized here or by their producer: if `input_format` has `rows`, `run` (and `run_mlp` of a
-    `FusedMLP`) accept quantized and unquantized activations.
-    """
-
-    def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
-        """weight [N, K] in blocks of 128 x 128, bias [N] in the activation dtype. May keep or drop `weight`."""
-
-    def input_format(self, weight: PreparedLinear) -> ActivationFormat:
-        """Format in which products with this weight read x."""
-
-    def run(self, x: Activation, weight: PreparedLinear) -> Tensor:
-        """See `LinearKernel.run`."""
-
-
-@runtime_checkable
-class FusedMLP(Protocol):
-    """A linear kernel that also runs a gated MLP in one call."""
-
-    def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
-        """True if `run_mlp` supports these two weights."""
-
-    def run_mlp(self, x: Tensor, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
-        """x [T, K] -> down(silu(gate(x)) * up(x)) [T, N]; gate_up holds the gate's rows first."""

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
 class TorchLinear:
@@ -17,11 +18,21 @@ class TorchLinear:
 
     name = "torch"
 
+    @property
+    def capabilities(self) -> LinearCapabilities:
+        return LinearCapabilities()
+
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> PreparedLinear:
         return PreparedLinear(weight.shape[1], weight.shape[0], weight, bias, _num_bytes(weight, bias))
 
+    def input_format(self, weight: PreparedLinear) -> ActivationFormat:
+        return UNQUANTIZED
+
     def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
         return F.linear(x, weight.data, weight.bias)
+
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
+        return None
 
     def prepare_heads(self, weight: Tensor) -> PreparedLinear:
         return PreparedLinear(weight.shape[2], weight.shape[1], weight, None, _num_bytes(weight, None))

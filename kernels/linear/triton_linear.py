@@ -5,12 +5,14 @@ Legend: T tokens, H heads, K in-features, N out-features, I width of an MLP.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
 from moe_engine.kernels.linear.cublas import CublasLinear
-from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
 from moe_engine.kernels.linear.tiles import FIXED_BLOCK_FP8
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
@@ -28,7 +30,7 @@ from moe_engine.kernels.quantization.triton_rows import quantize_rows, silu_mul_
 
 
 class TritonLinear(CublasLinear):
-    """`LinearKernel`, `BlockScaledLinear`, and for FP8 `FusedMLP`. Unquantized weights use torch (cuBLAS).
+    """`LinearKernel`. Unquantized weights use torch (cuBLAS).
 
     Args:
         deterministic: the tiling of every product is independent of the number of rows (batch-invariant results);
@@ -40,6 +42,10 @@ class TritonLinear(CublasLinear):
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
         self._tiles = FIXED_BLOCK_FP8 if deterministic else None
+
+    @property
+    def capabilities(self) -> LinearCapabilities:
+        return LinearCapabilities(self.prepare_blocks)
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """See the protocol; on devices without FP8 products the weight becomes bf16."""
@@ -65,8 +71,10 @@ class TritonLinear(CublasLinear):
     def _product(self, rows: QuantizedRows, weight: PreparedLinear, dtype: torch.dtype) -> Tensor:
         return block_gemm(rows, weight.data, dtype, weight.bias, self._tiles)
 
-    def fuses_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> bool:
-        return isinstance(gate_up.data, BlockWeight) and isinstance(down.data, BlockWeight)
+    def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
+        if not (isinstance(gate_up.data, BlockWeight) and isinstance(down.data, BlockWeight)):
+            return None
+        return partial(self.run_mlp, gate_up=gate_up, down=down)
 
     def run_mlp(self, x: Activation, gate_up: PreparedLinear, down: PreparedLinear) -> Tensor:
         """The activation between the two products is quantized as it is computed: no bf16 copy of [T, I]."""

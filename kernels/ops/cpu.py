@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import head_form, kind_of, latent_form, rows
-from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
+from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable, RouterSpec
 
 
 class _Router(ctypes.Structure):
@@ -44,6 +44,7 @@ def _slots(slots: Tensor) -> Tensor:
 
 class CpuOps:
     name = "cpu"
+    capabilities = OpsCapabilities()
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()

@@ -7,8 +7,9 @@ activation dtype or fp32; positions are int64, slots int32 or int64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -52,10 +53,32 @@ class RouterSpec:
     scale: float = 1.0
 
 
+@dataclass(frozen=True)
+class QuantizedNorms:
+    """Norms that also quantize their result, in the same pass over memory; the format is the consumers'."""
+
+    rms_norm: Callable[[ActivationFormat, Tensor, Tensor, float], QuantizedActivation]
+    """(format, x, weight, eps) -> `Ops.rms_norm` of x [T, D] (rows may be strided)."""
+
+    add_rms_norm: Callable[[ActivationFormat, Tensor, Tensor, Tensor, float], QuantizedActivation]
+    """(format, x, residual, weight, eps): residual += x, in place; `Ops.rms_norm` of it. x and residual [T, D],
+    residual contiguous."""
+
+
+@dataclass(frozen=True)
+class OpsCapabilities:
+    """The optional parts of a row of ops; None: not supported."""
+
+    quantized_norms: QuantizedNorms | None = None
+
+
 class Ops(Protocol):
     """Small operations of a layer. Each returns new tensors unless documented as in place."""
 
     name: str
+
+    @property
+    def capabilities(self) -> OpsCapabilities: ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., D] * rsqrt(mean(x^2) + eps), reduced in float32 and cast to x's dtype before the weight."""
@@ -96,18 +119,3 @@ class Ops(Protocol):
 
         Logits and all later values are float32.
         """
-
-
-@runtime_checkable
-class QuantizingNorms(Protocol):
-    """Ops whose norms also quantize their result, in the same pass over memory."""
-
-    def rms_norm_quantized(
-        self, x: Tensor, weight: Tensor, eps: float, format: ActivationFormat
-    ) -> QuantizedActivation:
-        """`rms_norm` of x [T, D] (rows may be strided), in the consumers' format."""
-
-    def add_rms_norm_quantized(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: ActivationFormat
-    ) -> QuantizedActivation:
-        """residual += x, in place; `rms_norm` of it. x and residual [T, D], residual contiguous."""

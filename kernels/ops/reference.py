@@ -11,13 +11,14 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.kv_format import PLAIN
-from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
+from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable, RouterSpec
 
 
 class TorchOps:
     """`Ops` for any device and dtype."""
 
     name = "torch"
+    capabilities = OpsCapabilities()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -7,14 +7,13 @@ from torch import Tensor
 from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.kv_format import PLAIN
 from moe_engine.kernels.ops import triton_fp8_cache, triton_norm, triton_rotary, triton_router
-from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
+from moe_engine.kernels.ops.protocol import OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
 from moe_engine.kernels.quantization.triton_rows import rms_norm_quantize
 
 
 class TritonOps:
-    """`Ops` and `QuantizingNorms` on a GPU; no host synchronisation, and no step-dependent shape compiles a new
-    kernel.
+    """`Ops` on a GPU; no host synchronisation, and no step-dependent shape compiles a new kernel.
 
     Args:
         deterministic: batch-invariant results; otherwise the router splits its sums by the number of tokens.
@@ -25,6 +24,10 @@ class TritonOps:
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
 
+    @property
+    def capabilities(self) -> OpsCapabilities:
+        return OpsCapabilities(QuantizedNorms(self.rms_norm_quantized, self.add_rms_norm_quantized))
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.rms_norm(x, weight, eps)
 
@@ -32,12 +35,12 @@ class TritonOps:
         return triton_norm.add_rms_norm(x, residual, weight, eps)
 
     def rms_norm_quantized(
-        self, x: Tensor, weight: Tensor, eps: float, format: ActivationFormat
+        self, format: ActivationFormat, x: Tensor, weight: Tensor, eps: float
     ) -> QuantizedActivation:
         return _quantized(x, weight, eps, None, format)
 
     def add_rms_norm_quantized(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, format: ActivationFormat
+        self, format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> QuantizedActivation:
         return _quantized(x, weight, eps, residual, format)
 

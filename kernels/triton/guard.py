@@ -25,7 +25,6 @@ class _Counts:
     compiled: int = 0  # before READY
     cached: int = 0
     late: list[str] = field(default_factory=list)
-    late_seconds: float = 0.0
 
 
 _counts = _Counts()
@@ -59,7 +58,7 @@ def reset() -> None:
     with _counts.lock:
         _counts.is_ready = False
         _counts.compiled = _counts.cached = 0
-        _counts.late, _counts.late_seconds = [], 0.0
+        _counts.late = []
 
 
 def note(name: str, seconds: float, cache_hit: bool) -> None:
@@ -70,7 +69,6 @@ def note(name: str, seconds: float, cache_hit: bool) -> None:
             _counts.compiled += not cache_hit
             return
         _counts.late.append(name)
-        _counts.late_seconds += seconds
     how = "was loaded from the cache" if cache_hit else f"was compiled ({seconds:.2f} s)"
     logger.warning("%s %s after READY: warm-up did not launch it with such arguments", name, how)
 
@@ -78,11 +76,6 @@ def note(name: str, seconds: float, cache_hit: bool) -> None:
 def compilations_after_ready() -> int:
     """Number of kernels compiled, or first loaded, after READY."""
     return len(_counts.late)
-
-
-def seconds_after_ready() -> float:
-    """Total seconds of these."""
-    return _counts.late_seconds
 
 
 def compilations_before_ready() -> tuple[int, int]:

@@ -7,7 +7,6 @@ is run with row counts dense enough to select each possible tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
@@ -22,14 +21,6 @@ class StepShapes:
     expert_rows: int = 0
     expert_capacity: int = 0
     dispatched: bool = False
-
-
-@runtime_checkable
-class WarmsUp(Protocol):
-    """A kernel that compiles at first use, and can be warmed up."""
-
-    def warm_up(self, shapes: StepShapes) -> int:
-        """Runs every prepared weight at row counts up to `shapes`; returns the number of products run."""
 
 
 def row_counts(most: int) -> list[int]:

@@ -41,6 +41,9 @@ class Decoder:
     Tensors are read in layer order, and each is passed to its kernel before the next is read.
     """
 
+    has_mtp = False
+    """True if the family's checkpoints may have MTP layers, see `models.loader.load_mtp`."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -69,7 +72,8 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             if i == 0 or self.layers[i - 1].passes_on:
                 norms[i].feed(layer.attention.input_format)
-        self._stack = self.make_stack(norms[0])
+        self.stack = self.make_stack(norms[0])
+        """All layers as one call, if the kernels support it."""
         self.head = Head(config, reader, backends.linear, self.embedding, parallel)
         self.weight_bytes = held_bytes(self, shared=parallel)
         """Bytes of weights and tables in the kernels' layouts."""
@@ -103,13 +107,8 @@ class Decoder:
         """Between passes: sets the recorder of all MoE layers' expert choices; None: no recording."""
         for moe in self.moes:
             moe.record(recorder)
-        if self._stack is not None:
-            self._stack.records_experts = any(moe.records_experts for moe in self.moes)
-
-    @property
-    def stack(self) -> LayerStack | None:
-        """All layers as one call, if the kernels support it."""
-        return self._stack
+        if self.stack is not None:
+            self.stack.records_experts = any(moe.records_experts for moe in self.moes)
 
     def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
         """All layers as one call, if the family's kernels support it."""
@@ -137,8 +136,8 @@ class Decoder:
         """Hidden states after the final norm, [T, D]."""
         self.passes += 1
         args = self.step_args(batch)
-        if self._stack is not None and self._stack.takes(*args):
-            return self._stack.forward(*args)
+        if self.stack is not None and self.stack.takes(*args):
+            return self.stack.forward(*args)
         residual = self.embedding(batch.input_ids)  # [T, D]
         hidden = self._first_norm(residual)
         for index, layer in enumerate(self.layers):

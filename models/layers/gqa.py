@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import GQABackend, PagedQueries
+from moe_engine.kernels.attention.protocol import GQABackend
+from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.linear.protocol import BlockScaledLinear, LinearKernel
-from moe_engine.kernels.quantization.protocol import BLOCK, UNQUANTIZED, Activation, BlockWeight, as_format
+from moe_engine.kernels.linear.protocol import LinearKernel
+from moe_engine.kernels.quantization.protocol import BLOCK, Activation, BlockWeight, as_format
 from moe_engine.models.cut import Cut
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import WHOLE, Share
@@ -23,11 +23,12 @@ class Linear:
     def __init__(self, kernel: LinearKernel, weight: Tensor | BlockWeight, bias: Tensor | None = None) -> None:
         self._run: Callable[..., Tensor] = kernel.run
         if isinstance(weight, BlockWeight):
-            assert isinstance(kernel, BlockScaledLinear)
-            self.weight = kernel.prepare_blocks(weight, bias)
+            prepare_blocks = kernel.capabilities.prepare_blocks
+            assert prepare_blocks is not None
+            self.weight = prepare_blocks(weight, bias)
         else:
             self.weight = kernel.prepare(weight, bias)
-        self.input_format = kernel.input_format(self.weight) if isinstance(kernel, BlockScaledLinear) else UNQUANTIZED
+        self.input_format = kernel.input_format(self.weight)
         """Activation format of x."""
 
     @property
@@ -63,7 +64,7 @@ def load_linear(
     counts = [share.width(rows) for share, rows in zip(shares, out_features)]
     total, cuts = sum(counts), [Cut(s.cut(rows), in_share.cut(in_features)) for s, rows in zip(shares, out_features)]
     has_bias = bias and in_share.is_first
-    keeps = isinstance(kernel, BlockScaledLinear) and all(
+    keeps = kernel.capabilities.prepare_blocks is not None and all(
         reader.keeps_blocks(prefix, (rows, in_features), cut) for prefix, rows, cut in zip(prefixes, out_features, cuts)
     )
     width = in_share.width(in_features)

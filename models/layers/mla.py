@@ -9,14 +9,14 @@ Expanded (prefill): the context's latent becomes keys and values by kv_b, attent
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import ExpandsChunks, FusedMLA, MLABackend, MLALayer, PagedQueries
+from moe_engine.kernels.attention.protocol import MLABackend
+from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.decoder.layers import MAX_TOKENS, FusedMLA, MLALayer
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
 from moe_engine.models.batch import ForwardBatch
@@ -66,6 +66,7 @@ class MLAAttention:
         self._mla, self._layer_index, self._rotary = mla, layer_index, rotary
         self._ops, self._linear = backends.ops, backends.linear
         self._backend: MLABackend = backends.attention  # type: ignore[assignment]
+        self._capabilities = self._backend.capabilities
         self._scale = mla.qk_head_dim**-0.5 * config.rope.softmax_factor
         self._limits = (max_expanded_tokens, max_absorbed_tokens)
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
@@ -74,16 +75,14 @@ class MLAAttention:
         self._load_kv_b(whole, reader, prefix)
         width, o_proj = whole.num_heads * mla.v_head_dim, [f"{prefix}.o_proj"]
         self._o = load_linear(self._linear, reader, o_proj, [config.hidden_size], width, mla.bias, in_share=self._share)
-        self._fuse()
+        self.fused = self._fuse()
+        """The layer in one call, for steps of few absorbed tokens; None if not supported."""
 
-    def _fuse(self) -> None:
-        """Sets `_run_whole` if the backend runs a step of few absorbed tokens in one call."""
-        self._run_whole: Callable[..., Tensor] | None = None
-        self.fused: Any | None = None
-        backend = self._backend
-        if not isinstance(backend, FusedMLA):
-            return
-        layer = backend.fuse(
+    def _fuse(self) -> FusedMLA | None:
+        decoder = self._capabilities.decoder
+        if decoder is None:
+            return None
+        return decoder.fuse_mla(
             MLALayer(
                 down=self._kv_a.weight,
                 q_norm=None if self._q_norm is None else self._q_norm.weight,
@@ -97,9 +96,6 @@ class MLAAttention:
                 scale=self._scale,
             )
         )
-        self.fused = layer
-        if layer is not None:
-            self._run_whole, self._max_fused_tokens = partial(backend.run_layer, layer), backend.max_fused_tokens
 
     def _load_query(self, config: ModelConfig, mla: MLAConfig, reader: WeightSource, prefix: str) -> None:
         """The products of the layer's input: q_a and kv_a in one if q has a latent, else q and kv_a."""
@@ -138,14 +134,16 @@ class MLAAttention:
 
     def chunks(self, batch: ForwardBatch) -> list[AttentionChunk]:
         """Host work of a step, the same for every layer: compute it once and pass it to each `forward`."""
-        return mla_chunks.cut(batch.attention, self._backend, batch.attention_plan, *self._limits)
+        return mla_chunks.cut(batch.attention, self._backend, batch.attention_plan, *self._limits, self._capabilities)
 
     def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
         mla, cache = self._mla, batch.kv[self._layer_index]
         chunks = self.chunks(batch) if chunks is None else chunks
-        run, absorbed = self._run_whole, len(chunks) == 1 and chunks[0].absorbed
-        if run is not None and absorbed and len(hidden) <= self._max_fused_tokens:
-            return run(hidden, batch.positions, batch.slots, cache, chunks[0].queries, chunks[0].plan)
+        fused, absorbed = self.fused, len(chunks) == 1 and chunks[0].absorbed
+        if fused is not None and absorbed and len(hidden) <= MAX_TOKENS:
+            queries, plan = chunks[0].queries, chunks[0].plan
+            # `input_format` has no rows, so that `hidden` is a tensor
+            return fused.run(hidden, batch.positions, batch.slots, cache, queries, plan)  # type: ignore[arg-type]
         q = self._enter(hidden, batch.positions, batch.slots, cache)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for chunk in chunks:
@@ -223,26 +221,26 @@ class MLAAttention:
             return
         gathered, plan = (queries, chunk.plan) if shared is None else (shared.queries, shared.plan)
         kv, rope = self._expand(q, cache, gathered, plan, gathered.num_context_tokens)
-        attend = backend.expanded if shared is None else backend.expanded_shared  # type: ignore[attr-defined]
+        attend = backend.expanded if shared is None else self._capabilities.expanded_shared
+        assert attend is not None
         out.copy_(attend(q, kv, rope, queries, self._scale, chunk.plan))
 
     def _expanded_in_chunks(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """`_expanded` in context chunks; at most one chunk's keys and values exist at a time."""
-        backend = self._backend
-        assert isinstance(backend, ExpandsChunks)
+        chunks = self._capabilities.chunks
+        assert chunks is not None
+
+        def attend(part: ContextChunk) -> tuple[Tensor, Tensor]:
+            """[T, H, V] and its log-sum-exp [T, H], over one context chunk."""
+            kv, rope = self._expand(q, cache, chunk.queries, part.plan, part.num_tokens)
+            return chunks.expanded(q, kv, rope, self._scale, part.plan)
+
         first, *others = chunk.context_chunks
-        mixed, lse = self._expanded_chunk(q, cache, chunk, first)
+        mixed, lse = attend(first)
         out.copy_(mixed)
         del mixed
         for part in others:
-            backend.merge_chunks(out, lse, *self._expanded_chunk(q, cache, chunk, part))
-
-    def _expanded_chunk(
-        self, q: Tensor, cache: Tensor, chunk: AttentionChunk, part: ContextChunk
-    ) -> tuple[Tensor, Tensor]:
-        """q [T, H, N+R] -> [T, H, V] and its log-sum-exp [T, H], over one context chunk."""
-        kv, rope = self._expand(q, cache, chunk.queries, part.plan, part.num_tokens)
-        return self._backend.expanded_chunk(q, kv, rope, self._scale, part.plan)  # type: ignore[attr-defined]
+            chunks.merge(out, lse, *attend(part))
 
     def _expand(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, plan: Any, num_tokens: int

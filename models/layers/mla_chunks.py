@@ -13,14 +13,8 @@ from typing import Any
 import torch
 
 from moe_engine.kernels.attention.parts import chunk_lens
-from moe_engine.kernels.attention.protocol import (
-    AttentionBatch,
-    ExpandsChunks,
-    MLABackend,
-    PagedQueries,
-    SharedRun,
-    SharesContext,
-)
+from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks, MLABackend
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries, SharedRun
 
 
 @dataclass(frozen=True)
@@ -54,7 +48,12 @@ class AttentionChunk:
 
 
 def cut(
-    batch: AttentionBatch, backend: MLABackend, plan: Any, max_expanded_tokens: int, max_absorbed_tokens: int
+    batch: AttentionBatch,
+    backend: MLABackend,
+    plan: Any,
+    max_expanded_tokens: int,
+    max_absorbed_tokens: int,
+    capabilities: AttentionCapabilities,
 ) -> list[AttentionChunk]:
     """The chunks of a step, in token order.
 
@@ -64,6 +63,7 @@ def cut(
             backend can merge these (with half as many query tokens at once, chunks of half the size), else it runs in
             the absorbed form.
         max_absorbed_tokens: query tokens of an absorbed request run at once.
+        capabilities: of the backend.
 
     Raises:
         ValueError: if the prefill group is a draft tree; verification belongs to the decode group.
@@ -77,15 +77,17 @@ def cut(
     if prefill is None or not prefill.num_tokens:
         return chunks
     prefill.refuse_tree("expanded")
-    runs = _worth_sharing(prefill, backend, max_expanded_tokens)
+    runs = [] if capabilities.expanded_shared is None else _worth_sharing(prefill, max_expanded_tokens)
     if not runs and prefill.num_context_tokens <= max_expanded_tokens:
         chunks.append(AttentionChunk(slice(start, start + prefill.num_tokens), prefill, plan, False))
         return chunks
-    for queries, absorbed, shared in _cut_runs(prefill, runs, backend, max_expanded_tokens, max_absorbed_tokens):
+    limits = max_expanded_tokens, max_absorbed_tokens
+    for queries, absorbed, shared in _cut_runs(prefill, runs, backend, *limits, capabilities.chunks is not None):
         stop, own = start + queries.num_tokens, None
         context_chunks: tuple[ContextChunk, ...] = ()
         if not absorbed and shared is None and queries.num_context_tokens > max_expanded_tokens:
-            context_chunks = _context_chunks(queries, backend, max_expanded_tokens)
+            assert capabilities.chunks is not None
+            context_chunks = _context_chunks(queries, capabilities.chunks, max_expanded_tokens)
         else:
             own = backend.plan(AttentionBatch(queries, None) if absorbed else AttentionBatch(None, queries))
         chunks.append(AttentionChunk(slice(start, stop), queries, own, absorbed, shared, context_chunks))
@@ -93,10 +95,8 @@ def cut(
     return chunks
 
 
-def _worth_sharing(prefill: PagedQueries, backend: MLABackend, limit: int) -> list[SharedRun]:
-    """The shared prefixes that the backend supports and that fit the limit."""
-    if not isinstance(backend, SharesContext):
-        return []
+def _worth_sharing(prefill: PagedQueries, limit: int) -> list[SharedRun]:
+    """The shared prefixes that fit the limit."""
     return [
         run
         for run in prefill.shared
@@ -105,14 +105,14 @@ def _worth_sharing(prefill: PagedQueries, backend: MLABackend, limit: int) -> li
 
 
 def _cut_runs(
-    prefill: PagedQueries, runs: list[SharedRun], backend: MLABackend, limit: int, max_absorbed: int
+    prefill: PagedQueries, runs: list[SharedRun], backend: MLABackend, limit: int, max_absorbed: int, in_chunks: bool
 ) -> Iterator[tuple[PagedQueries, bool, SharedContext | None]]:
     """Each shared run unchanged, and the requests in between cut within the limits."""
     start = 0
     for run in [*runs, SharedRun(prefill.num_requests, prefill.num_requests, 0)]:
         if start < run.first:
             between = _requests(prefill, start, run.first)
-            for queries, absorbed in _cut_prefill(between, limit, max_absorbed, isinstance(backend, ExpandsChunks)):
+            for queries, absorbed in _cut_prefill(between, limit, max_absorbed, in_chunks):
                 yield queries, absorbed, None
         if run.first < run.last:
             queries, shared = _share(prefill, run, backend)
@@ -140,13 +140,12 @@ def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[
     return queries, SharedContext(gathered, backend.plan(AttentionBatch(None, gathered)))
 
 
-def _context_chunks(queries: PagedQueries, backend: MLABackend, limit: int) -> tuple[ContextChunk, ...]:
+def _context_chunks(queries: PagedQueries, chunks: ContextChunks, limit: int) -> tuple[ContextChunk, ...]:
     """The context chunks of one request."""
-    assert isinstance(backend, ExpandsChunks)
     (count,), (context,), context_chunks = queries.query_lens, queries.context_lens, []
     first = 0
     for length in chunk_lens(context, count, _half(limit)):
-        context_chunks.append(ContextChunk(length, backend.plan_chunk(queries, [first], [length])))
+        context_chunks.append(ContextChunk(length, chunks.plan(queries, [first], [length])))
         first += length
     return tuple(context_chunks)
 

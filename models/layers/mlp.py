@@ -5,12 +5,10 @@ Legend: T tokens, D hidden, I width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.linear.protocol import FusedMLP, PreparedLinear
+from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.quantization.protocol import Activation, as_format
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.weights import WeightSource
@@ -48,8 +46,7 @@ class MLP:
         self._silu_and_mul = backends.ops.silu_and_mul
         self.input_format = self._gate_up.input_format
         """Activation format of x."""
-        fuses = isinstance(kernel, FusedMLP) and self._fuses(kernel)
-        self._run_mlp: Callable[..., Tensor] | None = kernel.run_mlp if fuses else None  # type: ignore[attr-defined]
+        self._fused = kernel.fuse_mlp(self._gate_up.weight, self._down.weight)
 
     @property
     def weights(self) -> tuple[PreparedLinear, PreparedLinear]:
@@ -59,10 +56,7 @@ class MLP:
     @property
     def is_fused(self) -> bool:
         """True if the kernel runs it in one call."""
-        return self._run_mlp is not None
-
-    def _fuses(self, kernel: FusedMLP) -> bool:
-        return kernel.fuses_mlp(self._gate_up.weight, self._down.weight)
+        return self._fused is not None
 
     @classmethod
     def dense(
@@ -81,6 +75,6 @@ class MLP:
         return cls(backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE)
 
     def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
-        if self._run_mlp is not None:
-            return self._run_mlp(as_format(x, self.input_format), self._gate_up.weight, self._down.weight)
+        if self._fused is not None:
+            return self._fused(as_format(x, self.input_format))
         return self._down(self._silu_and_mul(self._gate_up(x)))

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.experts.counting import CountPlace, CountsChoices
-from moe_engine.kernels.experts.protocol import BlockScaledExperts, ExpertsKernel, ExpertWeights
+from moe_engine.kernels.decoder.counting import CountPlace
+from moe_engine.kernels.decoder.layers import FusedMoE, MoELayer
+from moe_engine.kernels.experts.batch import ExpertWeights
+from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
@@ -116,27 +118,28 @@ class MoE:
         if moe.shared_width:
             self._shared = MLP(backends, reader, shared, hidden, moe.shared_width, share=share)
         self._route = backends.ops.route
-        shared_weights = None if self._shared is None else self._shared.weights
-        self._whole = None
-        if self._tables is None:
-            self._whole = self._routed.whole_layer(self._gate, self._bias, self._spec, shared_weights)
+        self.fused = self._fuse(backends.experts, parallel)
+        """The whole layer in one call; None if not supported."""
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
-        self._counting = backends.experts if self._whole is not None else None
         self._recorder: ExpertIdsRecorder | None = None
         self._counted_at: CountPlace | None = None
 
-    @property
-    def fused(self) -> Any | None:
-        """Handle of the kernel's whole-layer call, if supported."""
-        return None if self._whole is None else self._whole.args[0]
+    def _fuse(self, kernel: ExpertsKernel, parallel: ParallelContext) -> FusedMoE | None:
+        fuse = kernel.capabilities.fuse_layer
+        if fuse is None or self._tables is not None or parallel.dispatcher is not None:
+            return None
+        if self.weights.num_experts < self._spec.num_experts:
+            return None
+        shared = None if self._shared is None else self._shared.weights
+        return fuse(MoELayer(self._gate, self._bias, self._spec, self.weights, shared))
 
     def record(self, recorder: ExpertRecorder | None) -> None:
         """Sets the recorder of every pass's choices, or of received tokens, while it counts; None: no recording.
         Counted inside the fused call if the layer is one call and counts suffice."""
         self.count(recorder)
-        if isinstance(self._counting, CountsChoices):
+        if self.fused is not None:
             place = None if recorder is None else recorder.count_place(self.layer_index)
-            self._counting.count_choices(self.fused, place)
+            self.fused.count_choices(place)
             self._counted_at = place
             if place is not None:
                 self.count(None)
@@ -177,11 +180,11 @@ class MoE:
         return common_format(UNQUANTIZED, self._routed.input_format, *shared)
 
     def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
-        if self._whole is not None:
+        if self.fused is not None:
             ids = self.expert_ids_buffer(len(x))
             if ids is None:
-                return self._whole(x)
-            out = self._whole(x, ids)
+                return self.fused.run(x)  # type: ignore[arg-type]  # `input_format` has no rows
+            out = self.fused.run(x, ids)  # type: ignore[arg-type]
             self.record_expert_ids(ids)
             return out
         if self._overlap is not None and self._overlap.shared_expert:
@@ -196,7 +199,7 @@ class MoE:
     def is_plain(self) -> bool:
         """True if `before` and `after` are currently equivalent to `forward`."""
         counted = self._recorder is not None and self._recorder.counting
-        return self._whole is None and self._overlap is None and self._tables is None and not counted
+        return self.fused is None and self._overlap is None and self._tables is None and not counted
 
     def before(self, x: Activation) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [T, D] -> weights and experts [T, K], and the shared expert's result [T, D]."""
@@ -257,7 +260,8 @@ class StoredExperts:
     def __init__(
         self, kernel: ExpertsKernel, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames, part: Share = WHOLE
     ) -> None:
-        self._kernel, self._prefix, self._names = kernel, prefix, names
+        self._kernel, self._blocks = kernel, kernel.capabilities.blocks
+        self._prefix, self._names = prefix, names
         self._num_experts, self._hidden, self._whole = moe.num_experts, hidden, moe.width
         self._width, self._cut = part.width(moe.width), part.cut(moe.width)
 
@@ -267,10 +271,8 @@ class StoredExperts:
         for slot, expert in enumerate(held):
             slots.setdefault(expert, []).append(slot)
         if self._keeps_blocks(reader, held[0]):
-            assert isinstance(self._kernel, BlockScaledExperts)
-            weights = self._kernel.allocate_blocks(
-                len(held), self._hidden, self._width, reader.device, reader.power_of_two
-            )
+            assert self._blocks is not None
+            weights = self._blocks.allocate(len(held), self._hidden, self._width, reader.device, reader.power_of_two)
         else:
             weights = self._kernel.allocate(len(held), self._hidden, self._width, reader.dtype, reader.device)
         self.fill(reader, weights, slots)
@@ -281,7 +283,7 @@ class StoredExperts:
 
     def fill(self, reader: WeightSource, weights: ExpertWeights, slots: Mapping[int, Sequence[int]]) -> None:
         """Reads experts into their slots, by expert."""
-        experts, kernel, width, hidden = list(slots), self._kernel, self._width, self._hidden
+        experts, kernel, blocks, width, hidden = list(slots), self._kernel, self._blocks, self._width, self._hidden
 
         def scratch() -> tuple[Tensor, Tensor, Tensor]:
             flat = torch.empty(3, width * hidden, dtype=reader.dtype, device=reader.device)
@@ -294,10 +296,10 @@ class StoredExperts:
                 kernel.load_expert(weights, slot, *parts)
 
         def load_blocks(index: int, nothing: None) -> None:
-            assert isinstance(kernel, BlockScaledExperts)
+            assert blocks is not None
             gate, up, down = (reader.blocks(*projection) for projection in self._projections(experts[index]))
             for slot in slots[experts[index]]:
-                kernel.load_expert_blocks(weights, slot, gate, up, down)
+                blocks.load(weights, slot, gate, up, down)
 
         if self._keeps_blocks(reader, experts[0]):
             for_each(len(experts), lambda: None, load_blocks)
@@ -305,7 +307,7 @@ class StoredExperts:
             for_each(len(experts), scratch, load)
 
     def _keeps_blocks(self, reader: WeightSource, expert: int) -> bool:
-        return isinstance(self._kernel, BlockScaledExperts) and all(
+        return self._blocks is not None and all(
             reader.keeps_blocks(*projection) for projection in self._projections(expert)
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.ops.protocol import Ops, QuantizingNorms
+from moe_engine.kernels.ops.protocol import Ops
 from moe_engine.kernels.quantization.protocol import ActivationFormat, common_format
 from moe_engine.models.weights import WeightSource
 
@@ -24,7 +24,7 @@ class RMSNorm:
     def __init__(self, ops: Ops, reader: WeightSource, prefix: str, width: int, eps: float) -> None:
         self.weight = reader.tensor(prefix + ".weight", (width,), dtype=torch.float32)
         self.eps = eps
-        self._ops = ops
+        self._quantized_norms = ops.capabilities.quantized_norms
         self._rms_norm: Callable[..., Any] = ops.rms_norm
         self._add_rms_norm: Callable[..., Any] = ops.add_rms_norm
 
@@ -32,9 +32,9 @@ class RMSNorm:
         """Enables `QuantizedActivation` results if any consumer reads rows and this device's kernels produce them; call
         only if all consumers of this norm accept them (`as_format`)."""
         format = common_format(*readers)
-        if format.rows and isinstance(self._ops, QuantizingNorms):
-            self._rms_norm = partial(self._ops.rms_norm_quantized, format=format)
-            self._add_rms_norm = partial(self._ops.add_rms_norm_quantized, format=format)
+        norms = self._quantized_norms
+        if format.rows and norms is not None:
+            self._rms_norm, self._add_rms_norm = partial(norms.rms_norm, format), partial(norms.add_rms_norm, format)
 
     def __call__(self, x: Tensor) -> Any:
         """x [T, D] -> its norm, a Tensor unless its consumers are FP8 products."""

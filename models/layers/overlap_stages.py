@@ -7,22 +7,12 @@ A module with such points has, in addition to `forward`, a generator `stages` th
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import TypeVar
 
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import Activation
-from moe_engine.parallel.dispatch.protocol import Phase
-
 T = TypeVar("T")
 Stages = Generator[None, None, Tensor]
-
-
-@runtime_checkable
-class Staged(Protocol):
-    """A feed-forward module with stages."""
-
-    def stages(self, x: Activation, phase: Phase = "prefill") -> Stages: ...
 
 
 def finish(stages: Generator[None, None, T]) -> T:

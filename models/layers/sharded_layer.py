@@ -12,8 +12,9 @@ from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import Activation
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
-from moe_engine.models.layers.overlap_stages import Staged, Stages, finish
+from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dp_gather_scatter import AllReduce, DPCommunication, GatherScatter, TokenLayout
 from moe_engine.parallel.step_sizes import StepSizes
@@ -40,6 +41,7 @@ class ShardedLayer:
         self.passes_on = not comm.gathers_for_attention
         if not comm.gathers_for_ffn:
             post_norm.feed(feed_forward.input_format)
+        self._moe = feed_forward if isinstance(feed_forward, MoE) else None
         self._comm = comm
 
     def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
@@ -56,8 +58,8 @@ class ShardedLayer:
             mixed = comm.after_attention(self.attention.forward(hidden, batch, *more), step)
         rows = comm.residual_rows(residual, step)  # [S, D]
         hidden = comm.gather(self.post_norm.add(mixed, rows), step)
-        if staged and isinstance(self.feed_forward, Staged):
-            mixed = yield from self.feed_forward.stages(hidden, step.phase)
+        if staged and self._moe is not None:
+            mixed = yield from self._moe.stages(hidden, step.phase)
         else:
             mixed = self.feed_forward.forward(hidden, step.phase)
         mixed = comm.reduce(mixed, step)

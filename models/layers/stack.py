@@ -1,4 +1,4 @@
-"""A decoder of MLA layers in one call of its attention backend, if supported.
+"""A decoder of MLA layers in one call, if the attention backend supports it.
 
 Legend: T tokens, D hidden, V vocabulary.
 """
@@ -10,9 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_engine.kernels.decoder.stacking import FusedStack, StackedLayer
+from moe_engine.kernels.decoder.calls import DecoderCalls
+from moe_engine.kernels.decoder.layers import MAX_TOKENS
+from moe_engine.kernels.decoder.stack import FusedStack, StackedLayer
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
@@ -22,42 +23,35 @@ from moe_engine.models.layers.norm import RMSNorm
 class LayerStack:
     """Runs steps of few tokens, all in the absorbed form; bit-identical to the layers' own `forward`."""
 
-    def __init__(self, backend: FusedStack, fused: Any, feed_forwards: Sequence[Any]) -> None:
-        self._backend = backend
-        self._fused = fused
-        self._max_tokens = backend.max_fused_tokens
+    def __init__(self, fused: FusedStack, feed_forwards: Sequence[Any]) -> None:
+        self.fused = fused
         self._moes = [part if isinstance(part, MoE) else None for part in feed_forwards]
         self.records_experts = False
         """True if layers record expert choices."""
 
     @classmethod
-    def of(cls, backend: Any, embedding: Tensor, first_norm: RMSNorm, layers: Sequence[Any]) -> LayerStack | None:
-        """The layers of one rank as one call; None if the attention backend does not support one of them.
+    def of(
+        cls, decoder: DecoderCalls | None, embedding: Tensor, first_norm: RMSNorm, layers: Sequence[Any]
+    ) -> LayerStack | None:
+        """The layers of one rank as one call; None if it is not supported for one of them.
 
         `embedding` [V, D] and `first_norm` come before the first layer; each layer ends with the norm of the next.
         """
-        if not isinstance(backend, FusedStack):
-            return None
         known = [part for part in map(stacked, layers) if part is not None]
-        if len(known) < len(layers):
+        if decoder is None or len(known) < len(layers):
             return None
-        fused = backend.fuse_stack(embedding, first_norm.weight, known)
-        return None if fused is None else cls(backend, fused, [layer.feed_forward for layer in layers])
-
-    @property
-    def fused(self) -> Any:
-        """Handle from `FusedStack.fuse_stack`."""
-        return self._fused
+        fused = decoder.fuse_stack(embedding, first_norm.weight, known)
+        return None if fused is None else cls(fused, [layer.feed_forward for layer in layers])
 
     def takes(self, batch: ForwardBatch, chunks: Sequence[AttentionChunk]) -> bool:
-        return len(chunks) == 1 and chunks[0].absorbed and batch.num_tokens <= self._max_tokens
+        return len(chunks) == 1 and chunks[0].absorbed and batch.num_tokens <= MAX_TOKENS
 
     def forward(self, batch: ForwardBatch, chunks: Sequence[AttentionChunk]) -> Tensor:
         """`Model.forward` of a supported step."""
         chunk = chunks[0]
         buffers = self._ids_buffers(batch.num_tokens) if self.records_experts else None
-        out = self._backend.run_stack(
-            self._fused, batch.input_ids, batch.positions, batch.slots, batch.kv, chunk.queries, chunk.plan, buffers
+        out = self.fused.run(
+            batch.input_ids, batch.positions, batch.slots, batch.kv, chunk.queries, chunk.plan, buffers
         )
         if buffers is not None:
             for moe, ids in zip(self._moes, buffers):
@@ -72,13 +66,11 @@ class LayerStack:
 
 
 def stacked(layer: Any) -> StackedLayer | None:
-    """The layer as the backend's input, from the handles of its modules."""
-    attention, part = layer.attention, layer.feed_forward
-    if not isinstance(attention, MLAAttention) or attention.fused is None:
-        return None
+    """A layer of MLA as the backend's input, from the calls of its modules; None if one of them has none."""
+    attention, part = layer.attention.fused, layer.feed_forward
     experts = part.fused if isinstance(part, MoE) else None
     mlp = part.weights if isinstance(part, MLP) and part.is_fused else None
-    if experts is None and mlp is None:
+    if attention is None or (experts is None and mlp is None):
         return None
     norms = layer.post_norm, layer.next_norm
-    return StackedLayer(attention.fused, norms[0].weight, norms[1].weight, norms[0].eps, experts, mlp)
+    return StackedLayer(attention, norms[0].weight, norms[1].weight, norms[0].eps, experts, mlp)

@@ -16,7 +16,8 @@ from moe_engine.errors import StepError, StepNotRun
 from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.kernels.decoder.drafting import VerifiedChains
 from moe_engine.kernels.sampling.protocol import SamplingKernel
-from moe_engine.models.batch import ForwardBatch, Model, SupportsTBO
+from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.models.layers.decoder import Decoder
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import PackedLogprobs, Speculation, StepPlan, StepResult
@@ -116,8 +117,10 @@ class ModelRunner:
     @property
     def phase(self) -> str:
         """Phase of the current or last step; may be read from any thread."""
-        layer = getattr(self.model, "at_layer", None) if self._phase.startswith(RUNNING) else None
-        return self._phase if layer is None else f"{self._phase}, layer {layer}"
+        model = self.model
+        if not (self._phase.startswith(RUNNING) and isinstance(model, Decoder | ExpertRecordingModel)):
+            return self._phase
+        return f"{self._phase}, layer {model.at_layer}"
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs a step and returns its result.
@@ -197,7 +200,9 @@ class ModelRunner:
 
     def _graph_shape(self, plan: StepPlan) -> StepShape | None:
         """The CUDA graph for a step, if any; None with two-batch overlap or while passes are recorded."""
-        if self.graphs is None or self.shared.halves(plan) is not None or getattr(self.model, "is_watching", False):
+        if self.graphs is None or self.shared.halves(plan) is not None:
+            return None
+        if isinstance(self.model, ExpertRecordingModel) and self.model.is_watching:
             return None
         return self.graphs.shape_of(plan)
 
@@ -236,7 +241,7 @@ class ModelRunner:
         return concatenate(*batches), torch.cat(hidden)
 
     def _run_overlapped(self, forwards: list[ForwardBatch]) -> list[Tensor]:
-        assert isinstance(self.model, SupportsTBO)
+        assert isinstance(self.model, Decoder | ExpertRecordingModel)
         return self.model.forward_overlapped(forwards)
 
     def _run_idle(self, plan: StepPlan) -> None:

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-from moe_engine.kernels.attention.protocol import SharesContext
 from moe_engine.kernels.backends import Backends, KernelPlan
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import Regions
@@ -189,6 +188,7 @@ def _prepare(
     progress: bool,
 ) -> tuple[ModelRunner, WorkerInfo, ExpertControl, RankRecovery | None]:
     """Startup of the worker before READY; runs on the step thread."""
+    from moe_engine.models.layers.decoder import Decoder
     from moe_engine.models.loader import load_model, open_again
 
     began = time.perf_counter()
@@ -223,7 +223,7 @@ def _prepare(
         config.attention,
         deterministic=options.enable_deterministic_inference,
         break_even=options.absorbed_break_even,
-        shares=isinstance(backends.attention, SharesContext),
+        shares=backends.attention.capabilities.expanded_shared is not None,
     )
     runner = ModelRunner(
         model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel,
@@ -245,8 +245,9 @@ def _prepare(
     recovery = make_recovery(model, mtp, config, options.experts, parallel, backends.experts, experts, open_weights)
     info = WorkerInfo(
         choices=backends.choices,
-        weight_bytes=getattr(model, "weight_bytes", 0)
-        or sizes.weight_bytes(config, dtype.itemsize, topology=parallel.topology),
+        weight_bytes=model.weight_bytes
+        if isinstance(model, Decoder)
+        else sizes.weight_bytes(config, dtype.itemsize, topology=parallel.topology),
         kv_bytes=pool.num_bytes,
         draft_bytes=draft_bytes,
         num_threads=torch.get_num_threads(),

@@ -31,7 +31,6 @@ from moe_engine.parallel.dispatch.protocol import (
     Layout,
     Mode,
     Phase,
-    WatchesPeers,
 )
 from moe_engine.parallel.dispatch.rows import check_choices
 from moe_engine.parallel.dispatch.shared_memory import SharedMemory
@@ -134,10 +133,9 @@ class PhasedDispatcher:
         return dispatcher.combine(rows, topk_weights, inner)
 
     def check_peers(self) -> None:
-        """See `WatchesPeers.check_peers`; for all phases, at the end of a step when its results are available."""
+        """See `Dispatcher.check_peers`; for all phases, at the end of a step when its results are available."""
         for dispatcher in self._by_phase.values():
-            if isinstance(dispatcher, WatchesPeers):
-                dispatcher.check_peers()
+            dispatcher.check_peers()
 
 
 Shapes = dict[Mode, DispatchShape]

@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.parallel.dispatch.payload import encode
-from moe_engine.parallel.dispatch.protocol import DispatchShape, Exchange, KeepsRows, Layout
+from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Exchange, Layout
 from moe_engine.parallel.dispatch.workspace import Slots
 
 CheckChoices = Callable[[Tensor, int], None]
@@ -29,7 +29,7 @@ class ExchangedHandle:
     handle: Any
 
 
-class ExchangedDispatcher:
+class ExchangedDispatcher(Dispatcher):
     """`Dispatcher`: the exchange delivers tokens, the layout permutes them.
 
     Args:
@@ -54,7 +54,7 @@ class ExchangedDispatcher:
         slot = self._slots.take()
         sent = encode(x, topk_ids, topk_weights, self._shape.fp8, format)
         arrived, handle = self._exchange.deliver(sent, slot)
-        if format.rows and arrived.scales is not None and isinstance(self._layout, KeepsRows):
+        if format.rows and arrived.scales is not None:
             batch, positions = self._layout.expand_rows(arrived, slot)
         else:
             batch, positions = self._layout.expand(arrived, slot)

@@ -86,5 +86,7 @@ class HostLayout:
         self._token_rows.spread(data, positions, rows)
         return ExpertBatch("grouped", rows, offsets=offsets), positions
 
+    expand_rows = expand
+
     def reduce(self, rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
         return self._token_rows.sum_rows(rows, positions, weights)

@@ -13,7 +13,7 @@ Legend: T tokens of this rank, N received tokens, D hidden, K experts per token,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -99,24 +99,20 @@ class Layout(Protocol):
     def expand(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
         """Returns the batch and, for each (token, choice), its row of the batch: int64 [N, K], -1 if none."""
 
+    def expand_rows(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
+        """`expand` of tokens with scales, for experts that read FP8 rows: a batch with scales, unless the layout always
+        dequantizes."""
+
     def reduce(self, rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
         """rows from the kernel -> [N, D]: sum_k weights[n, k] * rows[positions[n, k]], 0 without any."""
 
 
-@runtime_checkable
-class KeepsRows(Protocol):
-    """A layout that can leave tokens in FP8."""
-
-    def expand_rows(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
-        """`Layout.expand` of tokens with scales: a batch with scales."""
-
-
 class Dispatcher(Protocol):
-    """The interface to the routed experts. All ranks of the group make the same calls in the same order."""
+    """The interface to the routed experts, and base class of its implementations. All ranks of the group make the same
+    calls in the same order."""
 
-    @property
-    def takes_rows(self) -> bool:
-        """True if `dispatch` accepts quantized tokens, since it sends FP8."""
+    takes_rows: bool
+    """True if `dispatch` accepts quantized tokens, since it sends FP8."""
 
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
@@ -148,10 +144,7 @@ class Dispatcher(Protocol):
                     before they send back; some apply them here.
         """
 
-
-@runtime_checkable
-class WatchesPeers(Protocol):
-    """A dispatcher whose kernels wait for peers without the host: calls in a captured graph cannot raise."""
-
     def check_peers(self) -> None:
-        """Raises `PeerLost` if a kernel has reported a timeout on a peer; never waits."""
+        """Raises `PeerLost` if a kernel has reported a timeout on a peer; never waits. Overridden where kernels wait
+        for peers without the host: calls in a captured graph cannot raise."""
+        return

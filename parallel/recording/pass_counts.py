@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.experts.counting import CountCell, CountPlace
+from moe_engine.kernels.decoder.counting import CountCell, CountPlace
 from moe_engine.kernels.uploads import upload
 from moe_engine.parallel.recording.config import MAX_TOP_K, RecorderConfig
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.experts.counting import CountPlace
+from moe_engine.kernels.decoder.counting import CountPlace
 from moe_engine.parallel.recording.accumulators import LogicalMap, RecordAccumulator, StatAccumulator
 from moe_engine.parallel.recording.balance_windows import BalanceWindows
 from moe_engine.parallel.recording.buffers import PassBuffer

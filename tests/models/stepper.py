@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels import backends as backends_module
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.models.batch import ForwardBatch, Model

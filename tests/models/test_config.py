@@ -126,7 +126,7 @@ def test_deepseek_v3_sizes(tmp_path: Path) -> None:
         11.6e9, rel=5e-3
     )
     assert sizes.num_active_parameters(config) == pytest.approx(36.6e9, rel=5e-3)
-    assert config.num_kv_elements_per_token() == 576
+    assert config.attention.cache_width == 576
     assert config.kv_bytes_per_token("bfloat16") == 70_272
     assert config.rope.attention_factor == 1.0
     assert 192**-0.5 * config.rope.softmax_factor == pytest.approx(0.135234, rel=1e-5)
@@ -150,7 +150,7 @@ def test_deepseek_v2_lite(tmp_path: Path) -> None:
 def test_llama(tmp_path: Path) -> None:
     config = parse(tmp_path, LLAMA)
     assert sizes.num_parameters(config) == pytest.approx(8.03e9, rel=1e-3)
-    assert config.num_kv_elements_per_token() == 2 * 8 * 128
+    assert config.attention.cache_width == 2 * 8 * 128
     assert config.eos_token_ids == (128001, 128008, 128009)
     assert isinstance(config.attention, GQAConfig) and config.attention.head_dim == 128
 
@@ -191,7 +191,7 @@ def test_overrides_are_merged(tmp_path: Path) -> None:
 
 
 def test_head_dim_and_kv_heads_mean_nothing_to_mla(tmp_path: Path) -> None:
-    assert parse(tmp_path, V3 | {"head_dim": 64, "num_key_value_heads": 1}).num_kv_elements_per_token() == 576
+    assert parse(tmp_path, V3 | {"head_dim": 64, "num_key_value_heads": 1}).attention.cache_width == 576
 
 
 def test_sliding_window_bounds_the_context(tmp_path: Path) -> None:

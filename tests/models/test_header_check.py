@@ -21,6 +21,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.header_check import check_headers
+from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.tensors import Kind, model_tensors
 from moe_engine.parallel.context import SINGLE
 from tests.models import stepper
@@ -61,7 +62,7 @@ def test_table_is_what_models_ask_for(tmp_path: Path, kind: str, options: dict[s
     reader, backends = Recorder(), stepper.make_backends(config)
     model = registry.find([config.architecture]).model_class()(config, reader, backends, SINGLE)
     if config.num_nextn_predict_layers:
-        model.make_mtp(reader)
+        MTPLayers(model, reader)
     table = {
         name: (spec.shape, spec.kind is Kind.LINEAR, spec.kind is Kind.WIDE)
         for spec in model_tensors(config, include_mtp=True)

@@ -10,15 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, SharedRun
+from moe_engine.kernels.attention.protocol import AttentionCapabilities
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries, SharedRun
 from moe_engine.kernels.attention.reference import TorchMLA
-from moe_engine.models.layers.mla_chunks import AttentionChunk, cut
+from moe_engine.models.layers import mla_chunks
+from moe_engine.models.layers.mla_chunks import AttentionChunk
+
+
+def cut(batch: AttentionBatch, backend: Any, plan: Any, *limits: int) -> list[AttentionChunk]:
+    return mla_chunks.cut(batch, backend, plan, *limits, backend.capabilities)
 
 
 class CountingMLA:
     """Has no parts; only plans are asked for."""
 
     name = "counting"
+    capabilities = AttentionCapabilities()
 
     def __init__(self) -> None:
         self.planned: list[AttentionBatch] = []
@@ -126,8 +133,7 @@ def test_random_steps(make: Callable[[], Any]) -> None:
 
 
 class SharingMLA(CountingMLA):
-    def expanded_shared(self, *args: Any) -> Any:
-        raise NotImplementedError
+    capabilities = AttentionCapabilities(expanded_shared=CountingMLA().absorbed)
 
 
 def test_runs_that_share_tokens_are_pieces_of_their_own() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.decoder.layers import MAX_TOKENS
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.stack import stacked
 from tests.models.checkpoints import make_checkpoint
@@ -37,10 +38,10 @@ class _Choices:
 def _load(path: Path, dtype: str, stack: bool, **options: Any) -> Stepper:
     stepper = load(path, "cpu", dtype, **options)
     model: Any = stepper.model
-    if model._stack is None:
+    if model.stack is None:
         pytest.skip("no kernel here runs whole layers (no C++ compiler)")
     if not stack:
-        model._stack = None
+        model.stack = None
     return stepper
 
 
@@ -82,13 +83,13 @@ def test_same_bits(family: str, dtype: str, tmp_path: Path) -> None:
 def test_takes_few_absorbed_tokens_only(tmp_path: Path) -> None:
     stepper = _load(make_checkpoint("deepseek_v3", tmp_path / "model", seed=1), "float32", True)
     model: Any = stepper.model
-    most = model._stack._max_tokens
+    most = MAX_TOKENS
 
     def taken(*chunks: Chunk) -> bool:
         before = list(stepper.lengths)
         batch = stepper.batch(list(chunks))
         stepper.lengths = before
-        return bool(model._stack.takes(*model.step_args(batch)))
+        return bool(model.stack.takes(*model.step_args(batch)))
 
     stepper.step([Chunk(0, [20] * 5, False)])
     assert taken(Chunk(0, [21], True))
@@ -101,11 +102,7 @@ def test_declines_layers_of_others(tmp_path: Path) -> None:
     stepper = _load(make_checkpoint("deepseek_v3", tmp_path / "model", seed=1), "float32", True)
     layer: Any = stepper.model.layers[1]  # type: ignore[attr-defined]
     assert stacked(layer) is not None
-
-    class Other(type(layer.feed_forward)):  # type: ignore[misc]
-        fused = None
-
-    layer.feed_forward.__class__ = Other
+    layer.feed_forward.fused = None
     assert stacked(layer) is None
     rows = load(make_checkpoint("deepseek_v3", tmp_path / "torch", seed=1), "torch", "float32")
-    assert rows.model._stack is None  # type: ignore[attr-defined]
+    assert rows.model.stack is None  # type: ignore[attr-defined]

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionCapabilities
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.scheduler import NEEDS_RESULT, Scheduler, SchedulerConfig
 from moe_engine.types import NewRow, Request, SamplingParams, SpeculationConfig, StepPlan, StepResult
@@ -147,6 +148,7 @@ class NoAttention:
     """Plans nothing: the toy model reads its KV cache itself."""
 
     name = "none"
+    capabilities = AttentionCapabilities()
 
     def plan(self, batch: AttentionBatch) -> Any:
         return None

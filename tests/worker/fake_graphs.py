@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from moe_engine.kernels.attention.protocol import AttentionBatch
+from moe_engine.kernels.attention.protocol import AttentionCapabilities
+from moe_engine.kernels.attention.queries import AttentionBatch
 
 
 class Replay:
@@ -48,12 +49,13 @@ class NothingToRenew:
 
 
 class ReplayableTorch:
-    """The torch row of attention as a `Replayable`: its plans are empty, and its layers read the queries."""
+    """The torch row of attention with `plan_in_place`: its plans are empty, and its layers read the queries."""
 
     def __init__(self, backend: Any) -> None:
         self.name = backend.name
         self.plan = backend.plan
         self.renewed: list[tuple[list[int], list[int]]] = []
+        self.capabilities = AttentionCapabilities(self.plan_in_place)
 
     def plan_in_place(self, batch: AttentionBatch) -> NothingToRenew:
         return NothingToRenew(batch, self.renewed)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ import torch
 
 from benchmarks.stub_model import StubAttention, stub_runner
 from moe_engine.errors import StepError
-from moe_engine.kernels.attention.protocol import Replayable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
@@ -30,6 +30,7 @@ from moe_engine.types import (
 )
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.graphs.step_graphs import CaptureError, StepGraphs, StepShape
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
@@ -266,9 +267,10 @@ def test_a_failed_copy_leaves_neutral_padding() -> None:
 
 def test_recorded_passes_are_not_replayed() -> None:
     runner, model, backend = _runner(GraphSettings((4,)))
-    runner.model.is_watching = True  # type: ignore[attr-defined]
+    recorder: Any = SimpleNamespace(wanted=True, counting=False, end_pass=lambda: None)
+    runner.model = ExpertRecordingModel(model, recorder)  # type: ignore[arg-type]
     assert not runner.execute(_decodes(2)).cuda_graph and model.batches[-1].num_tokens == 2
-    runner.model.is_watching = False  # type: ignore[attr-defined]
+    recorder.wanted = False
     assert runner.execute(_decodes(2)).cuda_graph and backend.num_replays == 1
 
 
@@ -280,7 +282,7 @@ def test_devices_and_backends_without_graphs_stay_eager(caplog: pytest.LogCaptur
     assert capture_graphs(runner, GraphSettings((1, 2))) == 0 and runner.graphs is None  # a CPU
     assert capture_graphs(runner, GraphSettings((1, 2)), backend=FakeGraphs()) == 0 and runner.graphs is None
     assert "the stub attention backend cannot be replayed" in caplog.text
-    assert not isinstance(runner.attention, Replayable)
+    assert runner.attention.capabilities.plan_in_place is None
 
 
 def test_a_refused_capture_names_the_flag_that_helps() -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, FP8_TOKEN, PLAIN, form_of, record_bytes
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.schedule import Schedule, ScheduleBuffers, Split, schedule, upload
 from moe_engine.kernels.attention.triton.expanded import blocks, expanded_attention, expanded_tile
 from moe_engine.kernels.attention.triton.gather import GATHER_ROWS, gather
@@ -166,12 +167,17 @@ class _Backend:
 
 
 class TritonMLA(_Backend):
-    """`MLABackend`, `Replayable` and `ExpandsChunks`. The cache may also hold FP8 rows (`kv_format`)."""
+    """`MLABackend`. The cache may also hold FP8 rows (`kv_format`)."""
 
     def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
         super().__init__(deterministic, num_programs)
         self._absorbed_as: tuple[int, torch.dtype, int] | None = None
         self._expanded_as: torch.dtype | None = None
+
+    @property
+    def capabilities(self) -> AttentionCapabilities:
+        chunks = ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks)
+        return AttentionCapabilities(self.plan_in_place, chunks)
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
         """See the protocol.
@@ -192,7 +198,7 @@ class TritonMLA(_Backend):
         return StepPlan(*groups)
 
     def plan_in_place(self, batch: AttentionBatch) -> PlanInPlace | None:
-        """See `Replayable`. None in deterministic mode: fixed cuts have no maximum size."""
+        """See `AttentionCapabilities`. None in deterministic mode: fixed cuts have no maximum size."""
         if self._absorbed_as is None or self._deterministic or batch.decode is None:
             return None
         _, split = self._absorbed_cut(batch.decode, *self._absorbed_as)
@@ -251,7 +257,7 @@ class TritonMLA(_Backend):
         tile = expanded_tile(q.dtype)
         return expanded_attention(q, kv, k_rope, _find(plan, queries).blocks(tile.block_m), tile, scale)[0]
 
-    # -- `ExpandsChunks`
+    # -- context chunks
 
     def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> GroupPlan:
         queries.refuse_tree("expanded")
@@ -273,6 +279,10 @@ class TritonGQA(_Backend):
     def __init__(self, deterministic: bool = False, num_programs: int | None = None) -> None:
         super().__init__(deterministic, num_programs)
         self._paged_as: tuple[int, int, int, torch.dtype] | None = None
+
+    @property
+    def capabilities(self) -> AttentionCapabilities:
+        return AttentionCapabilities(self.plan_in_place)
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
         """See the protocol; `buffers` as in `TritonMLA.plan`."""

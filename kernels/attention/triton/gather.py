@@ -19,7 +19,7 @@ from moe_engine.kernels.attention.latent_records import (
     PLAIN,
     scales_offset,
 )
-from moe_engine.kernels.attention.protocol import PagedQueries
+from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.triton.tiles import stored_values
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element

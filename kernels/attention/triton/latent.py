@@ -25,7 +25,7 @@ from moe_engine.kernels.attention.latent_records import (
     PLAIN,
     scales_offset,
 )
-from moe_engine.kernels.attention.protocol import PagedQueries
+from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
 from moe_engine.kernels.attention.triton.merge import merge_partials
 from moe_engine.kernels.attention.triton.tiles import (

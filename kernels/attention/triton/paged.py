@@ -16,7 +16,7 @@ from triton import next_power_of_2
 
 from moe_engine.kernels.attention.head_records import form_of
 from moe_engine.kernels.attention.kv_format import FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset
-from moe_engine.kernels.attention.protocol import PagedQueries
+from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
 from moe_engine.kernels.attention.triton.merge import merge_partials
 from moe_engine.kernels.attention.triton.tiles import (

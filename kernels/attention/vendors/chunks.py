@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import parts
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.paging import SLOTS, StepPlan, gathered_slots
 
 
@@ -28,7 +28,7 @@ class ChunkPlan(StepPlan):
 
 
 class MergesChunks:
-    """Base of the MLA adapters: the gather of the latent, and `ExpandsChunks` without `expanded_chunk`."""
+    """Base of the MLA adapters: the gather of the latent, and context chunks by their `expanded_chunk`."""
 
     def gather_latent(
         self, cache: Tensor, queries: PagedQueries, plan: Any, out: Tensor | None = None, value_width: int | None = None

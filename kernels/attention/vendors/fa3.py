@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import limits
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks, compile_merge, keys_and_values
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
 from moe_engine.kernels.attention.vendors.paging import (
@@ -77,7 +78,7 @@ class _Backend:
         return plan
 
     def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | None:
-        """See `Replayable`: the library partitions work on the device, inside the launch."""
+        """See `AttentionCapabilities`: the library partitions work on the device, inside the launch."""
         return None if batch.decode is None else TableInPlace(batch, batch.decode, self._buffer)
 
     def _group(self, plan: Any, queries: PagedQueries) -> _Group:
@@ -95,7 +96,12 @@ class _Backend:
 
 
 class FA3MLA(MergesChunks, _Backend):
-    """`MLABackend` and `ExpandsChunks`. Raises ImportError if the library is missing or lacks a required function."""
+    """`MLABackend`. Raises ImportError if the library is missing or lacks a required function."""
+
+    @property
+    def capabilities(self) -> AttentionCapabilities:
+        chunks = ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks)
+        return AttentionCapabilities(self.plan_in_place, chunks)
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None
@@ -155,6 +161,10 @@ class FA3MLA(MergesChunks, _Backend):
 
 class FA3GQA(_Backend):
     """`GQABackend`. Raises ImportError if the library is missing or lacks a required function."""
+
+    @property
+    def capabilities(self) -> AttentionCapabilities:
+        return AttentionCapabilities(self.plan_in_place)
 
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any

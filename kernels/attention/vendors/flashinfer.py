@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer, widest
 from moe_engine.kernels.attention.vendors.paging import Made, StepPlan
 from moe_engine.kernels.attention.workspaces import FLASHINFER_BYTES

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import limits
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionCapabilities
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer
 from moe_engine.kernels.attention.vendors.paging import Paged, StepPlan, as_pages, host_ints, plan_of, prefix_sums
@@ -52,6 +53,10 @@ class FlashInferGQA:
         self._form: _Form | None = None
         self._buffer = PageBuffer()
 
+    @property
+    def capabilities(self) -> AttentionCapabilities:
+        return AttentionCapabilities(self.plan_in_place)
+
     def plan(self, batch: AttentionBatch) -> StepPlan:
         """The first step plans at its first layer; later steps plan here, with the parameters of the last layer run."""
         plan = StepPlan(batch)
@@ -61,7 +66,7 @@ class FlashInferGQA:
         return plan
 
     def plan_in_place(self, batch: AttentionBatch) -> WrapperInPlace | None:
-        """See `Replayable`; for layers like the last one run."""
+        """See `AttentionCapabilities`; for layers like the last one run."""
         queries, form = batch.decode, self._form
         if queries is None or form is None:
             return None

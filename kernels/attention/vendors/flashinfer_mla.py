@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.attention import limits
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks, compile_merge, keys_and_values
 from moe_engine.kernels.attention.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer
@@ -60,8 +61,7 @@ class _Expanded:
 
 
 class FlashInferMLA(MergesChunks):
-    """`MLABackend`, `Replayable` and `ExpandsChunks` over `BatchMLAPagedAttentionWrapper` and
-    `BatchPrefillWithRaggedKVCacheWrapper`.
+    """`MLABackend` over `BatchMLAPagedAttentionWrapper` and `BatchPrefillWithRaggedKVCacheWrapper`.
 
     Args:
         module: the library; default: the installed one.
@@ -82,6 +82,11 @@ class FlashInferMLA(MergesChunks):
         self._expanded: _Expanded | None = None
         self._ragged: WeakValueDictionary[tuple[Any, ...], Planned] = WeakValueDictionary()
 
+    @property
+    def capabilities(self) -> AttentionCapabilities:
+        chunks = ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks)
+        return AttentionCapabilities(self.plan_in_place, chunks)
+
     def plan(self, batch: AttentionBatch) -> StepPlan:
         plan = StepPlan(batch)
         if self._absorbed is not None and batch.decode is not None and batch.decode.num_tokens:
@@ -91,7 +96,7 @@ class FlashInferMLA(MergesChunks):
         return plan
 
     def plan_in_place(self, batch: AttentionBatch) -> WrapperInPlace | None:
-        """See `Replayable`; for layers like the last one run."""
+        """See `AttentionCapabilities`; for layers like the last one run."""
         queries, form = batch.decode, self._absorbed
         if queries is None or form is None:
             return None
@@ -143,7 +148,7 @@ class FlashInferMLA(MergesChunks):
             return q.new_empty(0, form.heads, form.value_width)
         return self._run_ragged(self._plan_expanded(plan_of(plan), queries, form), q, kv, k_rope)
 
-    # -- `ExpandsChunks`
+    # -- context chunks
 
     def plan_chunk(self, queries: PagedQueries, first_keys: Sequence[int], key_lens: Sequence[int]) -> ChunkPlan:
         plan = super().plan_chunk(queries, first_keys, key_lens)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
-from moe_engine.kernels.attention.protocol import AttentionBatch, ExpandsChunks, MLABackend, PagedQueries
+from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks, MLABackend
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks
 from moe_engine.kernels.attention.vendors.flashmla_records import Chosen, ChosenInPlace
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
@@ -71,8 +72,8 @@ class _Dense:
 
 
 class FlashMLA(MergesChunks):
-    """`MLABackend`, `Replayable` and `ExpandsChunks` over `flash_mla_with_kvcache`, in either generation of its
-    interface: the older (2025) needs a schedule made by the caller from the step's lengths, and reads no records.
+    """`MLABackend` over `flash_mla_with_kvcache`, in either generation of its interface: the older (2025) needs a
+    schedule made by the caller from the step's lengths, and reads no records.
 
     Args:
         module: the library; default: the installed one.
@@ -94,11 +95,16 @@ class FlashMLA(MergesChunks):
         self._heads: int | None = None  # of the last layer over records, padded for the kernel
         self._reads_records: bool | None = None  # None: no layer has run
 
+    @property
+    def capabilities(self) -> AttentionCapabilities:
+        chunks = ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks)
+        return AttentionCapabilities(self.plan_in_place, chunks)
+
     def plan(self, batch: AttentionBatch) -> StepPlan:
         return StepPlan(batch)  # the library builds schedules on the device, at a step's first layer
 
     def plan_in_place(self, batch: AttentionBatch) -> TableInPlace | ChosenInPlace | None:
-        """See `Replayable`; schedules are built during capture. FP8 records: on Blackwell only, see
+        """See `AttentionCapabilities`; schedules are built during capture. FP8 records: on Blackwell only, see
         `flashmla_records`."""
         if batch.decode is None or self._reads_records is None:
             return None
@@ -150,12 +156,12 @@ class FlashMLA(MergesChunks):
     def expanded_chunk(
         self, q: Tensor, kv: Tensor, k_rope: Tensor, scale: float, plan: ChunkPlan
     ) -> tuple[Tensor, Tensor]:
-        other, part = self._other(q, kv, k_rope), plan.part
-        assert isinstance(other, ExpandsChunks)  # every GPU row does
+        chunks, part = self._other(q, kv, k_rope).capabilities.chunks, plan.part
+        assert chunks is not None  # every GPU row has them
         other_plan = plan.get(
-            part.queries, "expanded", lambda: other.plan_chunk(part.queries, part.first_keys, part.key_lens)
+            part.queries, "expanded", lambda: chunks.plan(part.queries, part.first_keys, part.key_lens)
         )
-        return other.expanded_chunk(q, kv, k_rope, scale, other_plan)
+        return chunks.expanded(q, kv, k_rope, scale, other_plan)
 
     def _other(self, q: Tensor, kv: Tensor, k_rope: Tensor) -> MLABackend:
         """The backend of the expanded form."""

@@ -1,4 +1,4 @@
-"""Plans of vendor adapters for captured launches (`Replayable`): the library's inputs stay at fixed addresses.
+"""Plans of vendor adapters for captured launches (`plan_in_place`): the library's inputs stay at fixed addresses.
 
 A captured graph reads page numbers at the addresses it was captured with; `renew` writes the next step's values there,
 in stream order. One graph runs at a time, so all graphs of a backend share the same memory.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan
 
 

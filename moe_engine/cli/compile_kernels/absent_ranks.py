@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def first_rank(topology: Topology, device: torch.device) -> ParallelContext:
     )
 
 
-class EvenRoutes:
+class EvenRoutes(Dispatcher):
     """A normal-mode `Dispatcher` of ranks that do not exist. The number of received rows is unknown without tensor
     values, so it equals the number of sent rows."""
 
@@ -116,24 +116,19 @@ class EvenRoutes:
         return torch.empty_like(handle)
 
 
-@dataclass(frozen=True)
-class _Phase:
+class _Phase(Dispatcher):
     """One phase of a `PhasedDispatcher`, as a `Dispatcher`."""
 
-    whole: PhasedDispatcher
-    phase: Phase
-
-    @property
-    def takes_rows(self) -> bool:
-        return self.whole.takes_rows
+    def __init__(self, whole: PhasedDispatcher, phase: Phase) -> None:
+        self._whole, self._phase, self.takes_rows = whole, phase, whole.takes_rows
 
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, Any]:
-        return self.whole.dispatch(x, topk_ids, topk_weights, self.phase, format)
+        return self._whole.dispatch(x, topk_ids, topk_weights, self._phase, format)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Tensor:
-        return self.whole.combine(rows, topk_weights, handle)
+        return self._whole.combine(rows, topk_weights, handle)
 
 
 def with_exchange(

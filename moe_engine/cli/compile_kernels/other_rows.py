@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.sampling.protocol import SamplingParameters

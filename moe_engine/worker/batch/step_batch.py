@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import AttentionBatch
+from moe_engine.kernels.attention.queries import AttentionBatch
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.sampling.sampler import SampledRows

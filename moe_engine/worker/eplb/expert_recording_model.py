@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.layers.decoder import Decoder
 from moe_engine.parallel.recording.recorder import ExpertRecorder
 
 logger = logging.getLogger("moe_engine")
@@ -38,7 +39,7 @@ class ExpertRecordingModel:
 
     def __init__(
         self,
-        model: Model,
+        model: Decoder,
         recorder: ExpertRecorder,
         balance: PassHook | None = None,
         *,
@@ -48,7 +49,7 @@ class ExpertRecordingModel:
         self.logits = model.logits
         self.counts_in_layers = False
         """Whether all layers count their own experts, so that a fused pass is recorded too."""
-        self._model: Any = model
+        self._model = model
         self._recorder = recorder
         self._balance = balance
         self._log = log
@@ -64,8 +65,8 @@ class ExpertRecordingModel:
         self._model.passes = passes
 
     @property
-    def at_layer(self) -> int | None:
-        return getattr(self._model, "at_layer", None)
+    def at_layer(self) -> int:
+        return self._model.at_layer
 
     @property
     def is_watching(self) -> bool:
@@ -104,7 +105,7 @@ class ExpertRecordingModel:
         return hidden
 
     def forward_overlapped(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:
-        """As `SupportsTBO`: both halves are one pass."""
+        """As `Decoder.forward_overlapped`: both halves are one pass."""
         if self._balance is not None:
             self._balance.between_passes()
         if self._recorder.counting:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.experts.protocol import ExpertsKernel, MovableExperts
+from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -53,9 +53,6 @@ class RankRecovery:
         policy: EPLB algorithm, as for `plan_placement`.
         open_weights: opens the checkpoint again.
         control: has the recorder and EPLB manager, which use the tables.
-
-    Raises:
-        ConfigError: the kernel cannot move experts.
     """
 
     def __init__(
@@ -68,11 +65,6 @@ class RankRecovery:
         open_weights: Callable[[], WeightSource],
         control: ExpertControl,
     ) -> None:
-        if not isinstance(kernel, MovableExperts):
-            raise ConfigError(
-                f"--elastic-ep: the {kernel.name!r} experts kernel cannot move experts; choose another "
-                "--moe-runner-backend"
-            )
         assert parallel.elastic is not None and parallel.experts is not None and parallel.dispatcher is not None
         self.elastic: ElasticWorld = parallel.elastic
         self._world, self._dispatcher = parallel.world, parallel.dispatcher
@@ -157,7 +149,6 @@ class RankRecovery:
 
     def _copy(self, chunk: Chunk, layer: MoE, link: Link) -> None:
         """Copies with new spare memory: transfers aborted by the loss may still write to the old."""
-        assert isinstance(self._kernel, MovableExperts)
         copies = tuple(copy for copy in chunk.copies if copy.source is not None)
         if not copies:
             return

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from moe_engine.errors import ConfigError
-from moe_engine.kernels.experts.protocol import ExpertsKernel, MovableExperts
+from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.weights import WeightSource
@@ -70,13 +69,11 @@ def attach_experts(
 
     Args:
         mtp: the model's drafting MTP layers; their experts move with the model's own.
-
-    Raises:
-        ConfigError: the experts kernel cannot move experts.
     """
-    layers = moe_layers(runner.model)
-    if settings.recorder_mode is None or not layers:
+    model = runner.model
+    if settings.recorder_mode is None or not isinstance(model, Decoder) or not model.moes:
         return ExpertControl()
+    layers = moe_layers(model)
     device = runner.stream.device
     recorder = _recorder(config, settings, parallel, device)
     balance = None
@@ -84,7 +81,6 @@ def attach_experts(
         recorder.watch()
         balance = _balance(config, settings, parallel, layers, _drafting(mtp), kernel, recorder)
         recorder.start()  # as SGLang does: can be dumped at any time
-    model: Any = runner.model
     model.passes = 0  # without warm-up passes, whose number may differ between ranks
     observed = ExpertRecordingModel(
         model, recorder, balance, log=settings.report_log, is_reporting_rank=parallel.world_rank == 0
@@ -114,9 +110,6 @@ def make_recovery(
     Args:
         model: the model without recording wrapper; `mtp`: its drafting layers.
         open_weights: opens its checkpoint again.
-
-    Raises:
-        ConfigError: the experts kernel cannot move experts.
     """
     if parallel.elastic is None:
         return None
@@ -132,7 +125,7 @@ def _drafting(mtp: MTPLayers | None) -> dict[int, MoE]:
 
 def moe_layers(model: Model) -> dict[int, MoE]:
     """The model's own MoE layers by index, without MTP layers."""
-    return {layer.layer_index: layer for layer in getattr(model, "moes", ())}
+    return {layer.layer_index: layer for layer in model.moes} if isinstance(model, Decoder) else {}
 
 
 def _layout(config: ModelConfig, settings: ExpertSettings, parallel: ParallelContext) -> ExpertLayout:
@@ -176,11 +169,6 @@ def _balance(
 ) -> EPLBManager:
     rebalance, tables = settings.rebalance, parallel.experts
     assert rebalance is not None and tables is not None
-    if not isinstance(kernel, MovableExperts):
-        raise ConfigError(
-            f"--enable-eplb: the {kernel.name!r} experts kernel cannot move experts; choose another "
-            "--moe-runner-backend"
-        )
     drafts = None
     if drafting:
         table = torch.from_numpy(tables.whole_placement.physical_to_logical[config.num_layers :].copy())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from moe_engine.kernels.attention.protocol import Replayable
 from moe_engine.types import GraphSettings
 from moe_engine.worker.device_stream import make_graphs
 from moe_engine.worker.graphs.step_graphs import GraphBackend, StepGraphs
@@ -28,10 +27,10 @@ def capture_graphs(
     if not settings.sizes or backend is None:
         return 0
     attention = runner.attention
-    graphs = None
-    if isinstance(attention, Replayable):
+    plan_in_place, graphs = attention.capabilities.plan_in_place, None
+    if plan_in_place is not None:
         graphs = StepGraphs(
-            settings, runner.model, attention, runner.kv_pool, runner.rows, runner.shared, runner.stream, backend,
+            settings, runner.model, plan_in_place, runner.kv_pool, runner.rows, runner.shared, runner.stream, backend,
             runner.sampler.passes.rows_at_once,
         )  # fmt: skip
     if graphs is None or not graphs.capture(progress=progress):

@@ -23,7 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, RenewablePlan, Replayable
+from moe_engine.kernels.attention.protocol import InPlacePlanner, RenewablePlan
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import GraphSettings, StepFacts, StepPlan
@@ -124,7 +125,7 @@ class StepGraphs:
         self,
         settings: GraphSettings,
         model: Model,
-        attention: Replayable,
+        plan_in_place: InPlacePlanner,
         kv_pool: KVPool,
         rows: RequestRows,
         shared: DPSteps,
@@ -134,7 +135,7 @@ class StepGraphs:
     ) -> None:
         self._settings = settings
         self._model = model
-        self._attention = attention
+        self._plan_in_place = plan_in_place
         self._kv_pool = kv_pool
         self._rows = rows
         self._shared = shared
@@ -180,11 +181,11 @@ class StepGraphs:
 
     def _capture(self, shape: StepShape) -> bool:
         batch = self._static_batch(shape)
-        plan = self._attention.plan_in_place(batch.attention)
+        plan = self._plan_in_place(batch.attention)
         if plan is None:
             return False
         self._run(replace(batch, attention_plan=plan))  # eager first: allocations and initialization of a first call
-        plan = self._attention.plan_in_place(batch.attention)
+        plan = self._plan_in_place(batch.attention)
         queries = batch.attention.decode
         assert plan is not None and queries is not None
         try:

@@ -8,6 +8,7 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.models import sizes
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.loader import load_model, load_mtp
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.types import SpeculationConfig
@@ -87,6 +88,7 @@ def _standalone(
     form = form_policy(draft.attention, deterministic=options.enable_deterministic_inference)
     builder = BatchBuilder(rows, page_size, form, stream)
     batches = DraftBatches(builder, backends.attention, pool.layers, stream)
-    weight_bytes = getattr(model, "weight_bytes", 0) or sizes.weight_bytes(draft, dtype.itemsize)
+    estimate = sizes.weight_bytes(draft, dtype.itemsize)
+    weight_bytes = model.weight_bytes if isinstance(model, Decoder) else estimate
     drafter = StandaloneDrafter(model, batches, rows.history, runner.sampler, stream, rows.max_rows)
     return drafter, weight_bytes + pool.num_bytes

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.torch_regions import Regions
-from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp
+from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.kernels.warmup_sizes import PREFIX, ladder
 from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, StepPlan
 from moe_engine.worker.model_runner import ModelRunner
@@ -133,8 +133,8 @@ def _prompts(new: list[NewRow]) -> StepPlan:
 
 def compile_kernels(backends: Backends, shapes: StepShapes) -> int:
     """Compiles every kernel that compiles at first use, for the shapes of a launch; returns the number of calls."""
-    kernels = (backends.ops, backends.linear, backends.experts, backends.attention, backends.sampling)
-    return sum(kernel.warm_up(shapes) for kernel in kernels if isinstance(kernel, WarmsUp))
+    calls = (backends.linear.capabilities.warm_up, backends.experts.capabilities.warm_up)
+    return sum(warm_up(shapes) for warm_up in calls if warm_up is not None)
 
 
 def _warm_up_drafts(runner: ModelRunner, run: Callable[[StepPlan], None], count: int, sampling: SamplingParams) -> None:

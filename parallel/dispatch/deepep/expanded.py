@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.parallel.dispatch.payload import decode, encode
-from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
+from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Tokens
 from moe_engine.parallel.dispatch.rows import check_choices
 from moe_engine.parallel.dispatch.workspace import Slots
 
@@ -51,7 +51,7 @@ class ExpandedHandle:
     lib_handle: Any
 
 
-class ExpandedDispatcher:
+class ExpandedDispatcher(Dispatcher):
     """`Dispatcher` over a buffer of the second generation; subclasses hold the differences of the two classes."""
 
     buffer_class = ""

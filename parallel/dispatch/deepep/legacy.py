@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, unquantized
 from moe_engine.parallel.dispatch.payload import decode
-from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
+from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Tokens
 from moe_engine.parallel.dispatch.workspace import Slots
 
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -126,7 +126,7 @@ class LowLatencyHandle:
     lib_handle: Any
 
 
-class LegacyLowLatency:
+class LegacyLowLatency(Dispatcher):
     """Low-latency mode: a `Dispatcher`, padded [El, R * M, H] with counts on the device; the host never waits."""
 
     def __init__(self, deep_ep: ModuleType, buffer: Any, shape: DispatchShape) -> None:

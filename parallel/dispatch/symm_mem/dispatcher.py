@@ -19,7 +19,7 @@ from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, Ac
 from moe_engine.kernels.symm_mem.exchange import SymmMemExchange
 from moe_engine.kernels.symm_mem.regions import Regions
 from moe_engine.parallel.collectives import Group, PeerLost
-from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape
+from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Dispatcher, DispatchShape
 from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
 from moe_engine.parallel.dispatch.workspace import Slots
 
@@ -45,7 +45,7 @@ class PeerHandle:
     num_tokens: int
 
 
-class SymmMemDispatcher:
+class SymmMemDispatcher(Dispatcher):
     """`Dispatcher`: padded [El, R * M, D] with counts on the device.
 
     Args:

@@ -22,7 +22,7 @@ from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, Ac
 from moe_engine.kernels.symm_mem.triton_copy import copy_rows
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.payload import RecordFormat, decode, encode
-from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
+from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Dispatcher, DispatchShape, Tokens
 from moe_engine.parallel.dispatch.rows import sum_rows_static
 from moe_engine.parallel.dispatch.symm_mem.availability import MAX_NVSHMEM_LOCAL, MAX_NVSHMEM_RANKS
 from moe_engine.parallel.dispatch.workspace import Slots
@@ -110,7 +110,7 @@ class NvshmemHandle:
     end: Tensor  # int32 [1] rows in use
 
 
-class NvshmemDispatcher:
+class NvshmemDispatcher(Dispatcher):
     """`Dispatcher`: grouped rows in buffers for the worst case, offsets and counts on the device.
 
     Raises:

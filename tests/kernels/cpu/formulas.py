@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import PagedQueries
+from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 
 DTYPES = (torch.bfloat16, torch.float32)

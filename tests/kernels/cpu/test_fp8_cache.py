@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.cpu import CpuGQA, CpuMLA
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, FP8_GROUPS, FP8_RANGE, FP8_TOKEN, STORED
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.reference import TorchGQA, TorchMLA
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.ops.cpu import CpuOps

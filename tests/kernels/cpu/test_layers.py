@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.cpu import CpuMLA
-from moe_engine.kernels.attention.protocol import AttentionBatch, FusedMLA, MLALayer, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.cpu.library import Library
-from moe_engine.kernels.experts.counting import CountCell, CountPlace, CountsChoices
+from moe_engine.kernels.decoder.calls import DecoderCalls
+from moe_engine.kernels.decoder.counting import CountCell, CountPlace
+from moe_engine.kernels.decoder.layers import MLALayer, MoELayer, fuse_moe
+from moe_engine.kernels.experts.batch import ExpertWeights
 from moe_engine.kernels.experts.cpu import CpuExperts
-from moe_engine.kernels.experts.protocol import ExpertWeights, FusedMoE, MoELayer
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.linear.cpu import CpuLinear
 from moe_engine.kernels.linear.reference import TorchLinear
@@ -73,9 +75,9 @@ def _separate(library: Library, layer: MLALayer, hidden: Tensor, cache: Tensor, 
 @pytest.mark.parametrize(("rank", "bias", "trees"), [(32, False, False), (0, True, False), (50, True, True)])
 def test_mla_layer(any_library: Library, dtype: torch.dtype, rank: int, bias: bool, trees: bool) -> None:
     mla = CpuMLA(any_library)
-    assert isinstance(mla, FusedMLA)
     layer = _mla_layer(CpuLinear(any_library), dtype, rank, bias)
-    fused = mla.fuse(layer)
+    decoder = mla.capabilities.decoder
+    fused = None if decoder is None else decoder.fuse_mla(layer)
     assert fused is not None
     queries, size = paged_queries([(1, 1), (3, 70), (1, 600), (4, 4)], 4)
     if trees:
@@ -86,22 +88,22 @@ def test_mla_layer(any_library: Library, dtype: torch.dtype, rank: int, bias: bo
     want = _separate(any_library, layer, hidden, caches[0], queries)
     positions, slots = _own_positions(queries)
     plan = mla.plan(AttentionBatch(queries, None))
-    got = mla.run_layer(fused, hidden, positions, slots, caches[1], queries, plan)
+    got = fused.run(hidden, positions, slots, caches[1], queries, plan)
     assert torch.isfinite(got).all() and torch.equal(got, want)
     assert torch.equal(caches[1].nan_to_num(7.0), caches[0].nan_to_num(7.0))
 
 
 def test_mla_layer_declines_weights_of_other_rows(library: Library) -> None:
-    mla, ours = CpuMLA(library), _mla_layer(CpuLinear(library), torch.bfloat16, 32, False)
-    assert mla.fuse(_mla_layer(TorchLinear(), torch.bfloat16, 32, False)) is None  # type: ignore[arg-type]
+    decoder, ours = DecoderCalls(library), _mla_layer(CpuLinear(library), torch.bfloat16, 32, False)
+    assert decoder.fuse_mla(_mla_layer(TorchLinear(), torch.bfloat16, 32, False)) is None  # type: ignore[arg-type]
     wide = _mla_layer(CpuLinear(library), torch.float32, 32, False)
-    assert mla.fuse(replace(ours, o=wide.o)) is None
-    assert mla.fuse(replace(ours, kv_norm=ours.kv_norm.bfloat16())) is None
-    fused, (queries, size) = mla.fuse(ours), paged_queries([(1, 3)])
+    assert decoder.fuse_mla(replace(ours, o=wide.o)) is None
+    assert decoder.fuse_mla(replace(ours, kv_norm=ours.kv_norm.bfloat16())) is None
+    fused, (queries, size) = decoder.fuse_mla(ours), paged_queries([(1, 3)])
     assert fused is not None
     hidden, cache = torch.zeros(1, HIDDEN), torch.zeros(size, LATENT + ROTARY)
     with pytest.raises(ValueError, match="float32"):
-        mla.run_layer(fused, hidden, *_own_positions(queries), cache, queries, None)
+        fused.run(hidden, *_own_positions(queries), cache, queries, None)
 
 
 ROUTERS = [
@@ -136,62 +138,61 @@ def test_moe_layer(
     any_library: Library, dtype: torch.dtype, router: RouterSpec, shared_width: int, tokens: int
 ) -> None:
     kernel, layer = CpuExperts(any_library), _moe_layer(any_library, router, dtype, shared_width)
-    assert isinstance(kernel, FusedMoE)
-    fused = kernel.fuse(layer)
+    fuse = kernel.capabilities.fuse_layer
+    fused = None if fuse is None else fuse(layer)
     assert fused is not None
     x = normal(tokens, HIDDEN, dtype=dtype)
     topk, ids = CpuOps(any_library).route(x, layer.gate, layer.bias, router)
     shared = None if layer.shared is None else CpuLinear(any_library).run_mlp(x, *layer.shared)
     want = kernel.run_routed(x, topk, ids, layer.experts, shared)
-    assert torch.equal(kernel.run_layer(fused, x), want)
+    assert torch.equal(fused.run(x), want)
     chosen = torch.empty_like(ids)
-    assert torch.equal(kernel.run_layer(fused, x, chosen), want) and torch.equal(chosen, ids)
+    assert torch.equal(fused.run(x, chosen), want) and torch.equal(chosen, ids)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 70])
 def test_moe_layers_count_what_they_choose(library: Library, tokens: int) -> None:
     """Two layers behind one cell: where it points, from their first number on, and only while it points."""
-    kernel, cell = CpuExperts(library), CountCell()
-    assert isinstance(kernel, CountsChoices)
-    router = ROUTERS[1]
+    cell, router = CountCell(), ROUTERS[1]
     layers = [_moe_layer(library, router, torch.float32, 32) for _ in range(2)]
-    fused = [kernel.fuse(layer) for layer in layers]
+    fused = [made for made in (fuse_moe(library, layer) for layer in layers) if made is not None]
+    assert len(fused) == 2
     x = normal(tokens, HIDDEN, dtype=torch.float32)
-    want = [kernel.run_layer(each, x) for each in fused]
+    want = [each.run(x) for each in fused]
     counts = torch.ones(3, router.num_experts, dtype=torch.int32)
     for number, each in enumerate(fused):
-        kernel.count_choices(each, CountPlace(cell, (number + 1) * router.num_experts))
-    assert all(torch.equal(kernel.run_layer(each, x), out) for each, out in zip(fused, want))
+        each.count_choices(CountPlace(cell, (number + 1) * router.num_experts))
+    assert all(torch.equal(each.run(x), out) for each, out in zip(fused, want))
     assert bool((counts == 1).all()), "it points nowhere"
     cell.point(counts.data_ptr(), 0)
     for _ in range(2):
-        assert all(torch.equal(kernel.run_layer(each, x), out) for each, out in zip(fused, want))
-    kernel.count_choices(fused[0], None)
-    kernel.run_layer(fused[0], x)
+        assert all(torch.equal(each.run(x), out) for each, out in zip(fused, want))
+    fused[0].count_choices(None)
+    fused[0].run(x)
     for number, layer in enumerate(layers):
         ids = CpuOps(library).route(x, layer.gate, layer.bias, router)[1]
         chosen = torch.bincount(ids.flatten().long(), minlength=router.num_experts)
         assert counts[number + 1].tolist() == (1 + 2 * chosen).tolist()
     assert bool((counts[0] == 1).all())
-    kernel.count_choices(fused[0], CountPlace(cell, 0))
+    fused[0].count_choices(CountPlace(cell, 0))
     cell.point(counts.data_ptr(), counts[:2].nbytes)
     before = counts[2].tolist()
-    kernel.run_layer(fused[0], x)
+    fused[0].run(x)
     assert cell.hide() and not bool(counts[1].any()) and int(counts[0].sum()) == tokens * router.top_k, "cleared first"
-    kernel.run_layer(fused[0], x)
+    fused[0].run(x)
     assert counts[2].tolist() == before and int(counts[0].sum()) == tokens * router.top_k, "hidden"
     cell.point(counts.data_ptr(), counts.nbytes)
     assert not cell.hide(), "nobody has counted"
 
 
 def test_moe_layer_declines_weights_of_other_rows(library: Library) -> None:
-    kernel, layer = CpuExperts(library), _moe_layer(library, ROUTERS[0], torch.bfloat16, 32)
+    layer = _moe_layer(library, ROUTERS[0], torch.bfloat16, 32)
     assert layer.shared is not None
     theirs = TorchLinear().prepare(torch.zeros(64, HIDDEN, dtype=torch.bfloat16))
-    assert kernel.fuse(replace(layer, shared=(theirs, layer.shared[1]))) is None
-    assert kernel.fuse(replace(layer, experts=_experts(TorchExperts(), 6, 24, torch.bfloat16))) is None
-    assert kernel.fuse(replace(layer, shared=_moe_layer(library, ROUTERS[0], torch.bfloat16, 24).shared)) is None
-    fused = kernel.fuse(layer)
+    assert fuse_moe(library, replace(layer, shared=(theirs, layer.shared[1]))) is None
+    assert fuse_moe(library, replace(layer, experts=_experts(TorchExperts(), 6, 24, torch.bfloat16))) is None
+    assert fuse_moe(library, replace(layer, shared=_moe_layer(library, ROUTERS[0], torch.bfloat16, 24).shared)) is None
+    fused = fuse_moe(library, layer)
     assert fused is not None
     with pytest.raises(ValueError, match="hidden size"):
-        kernel.run_layer(fused, torch.zeros(2, HIDDEN + 1, dtype=torch.bfloat16))
+        fused.run(torch.zeros(2, HIDDEN + 1, dtype=torch.bfloat16))

@@ -56,16 +56,6 @@ def test_bits_of_a_row_do_not_depend_on_the_batch(any_library: Library, dtype: t
             assert torch.equal(linear.run(x, prepared), whole)
 
 
-def test_add_to_residual_has_the_bits_of_two_steps(any_library: Library, dtype: torch.dtype) -> None:
-    linear = CpuLinear(any_library)
-    x, residual = normal(9, 70, dtype=dtype), normal(9, 90, dtype=dtype)
-    prepared = linear.prepare(normal(50, 70, dtype=dtype), normal(50, dtype=dtype))
-    want = residual.clone()
-    want[:, 10:60] += linear.run(x, prepared)
-    assert linear.run_add(x, prepared, residual[:, 10:60]).data_ptr() == residual[:, 10:60].data_ptr()
-    assert torch.equal(residual, want)
-
-
 @pytest.mark.parametrize("tokens", [1, 13, 210])
 def test_mlp(any_library: Library, dtype: torch.dtype, tokens: int) -> None:
     linear = CpuLinear(any_library)
@@ -77,10 +67,9 @@ def test_mlp(any_library: Library, dtype: torch.dtype, tokens: int) -> None:
     got = linear.run_mlp(x, *prepared)
     close(got, gated(x, gate, up, down), 2)
     assert torch.equal(linear.run_mlp(x[-1:], *prepared), got[-1:])
-    residual = normal(tokens, hidden, dtype=dtype)
-    want = residual + got
-    linear.run_mlp(x, *prepared, residual=residual)
-    assert torch.equal(residual, want)
+    fused = linear.fuse_mlp(*prepared)
+    assert fused is not None and torch.equal(fused(x), got)
+    assert linear.fuse_mlp(prepared[0], linear.prepare(down, torch.ones(hidden, dtype=dtype))) is None
 
 
 @pytest.mark.parametrize(("tokens", "k", "n"), [(1, 64, 32), (5, 48, 20), (130, 33, 64)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, STORED, head_width, latent_width
-from moe_engine.kernels.attention.protocol import PagedQueries
+from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.reference import TorchGQA, TorchMLA
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.reference import TorchOps

@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_engine.kernels import tables
 from moe_engine.kernels.attention import latent_records
 from moe_engine.kernels.attention.kv_format import FP8_GROUPS, FP8_RANGE, FP8_TOKEN
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, Replayable
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.schedule import ScheduleBuffers
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import select
@@ -157,7 +157,7 @@ def test_plans_in_place_follow_the_queries(count: int, heads: int) -> None:
     """What a graph replays: one plan, renewed in its memory for lengths it was not made with."""
     mla = TritonMLA(num_programs=5)
     queries, size = paged_queries([(count, 150)] * 4, 8)
-    assert isinstance(mla, Replayable) and mla.plan_in_place(AttentionBatch(queries, None)) is None  # nothing ran yet
+    assert mla.capabilities.plan_in_place(AttentionBatch(queries, None)) is None  # nothing ran yet
     cache = filled_cache(queries, size, 96, dtype=FP32)
     q = normal(queries.num_tokens, heads, 96, dtype=FP32)
     mla.absorbed(q, cache, queries, 0.1, mla.plan(AttentionBatch(queries, None)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_engine.kernels.attention.protocol import AttentionBatch
+from moe_engine.kernels.attention.queries import AttentionBatch
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers import mla_chunks
 from moe_engine.models.loader import load_model
@@ -65,8 +65,8 @@ def test_a_long_context_is_expanded_in_parts(tmp_path: Path, monkeypatch: pytest
     expected_tokens, expected = greedy(path, None)
     whole, chunks = mla_chunks.cut, []
 
-    def cut(batch: AttentionBatch, backend: object, plan: object, *limits: int) -> list[mla_chunks.Piece]:
-        chunks.extend(found := whole(batch, backend, plan, 8, 4))  # type: ignore[arg-type]
+    def cut(batch: AttentionBatch, backend: object, plan: object, *more: object) -> list[mla_chunks.Piece]:
+        chunks.extend(found := whole(batch, backend, plan, 8, 4, more[-1]))  # type: ignore[arg-type]
         return found
 
     monkeypatch.setattr(mla_chunks, "cut", cut)

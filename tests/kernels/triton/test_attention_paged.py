@@ -9,7 +9,7 @@ from torch import Tensor
 from moe_engine.kernels import tables
 from moe_engine.kernels.attention import head_records
 from moe_engine.kernels.attention.kv_format import FP8_RANGE, FP8_TOKEN
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, Replayable
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Choice, Row, select
 from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, random_trees, slots_of
@@ -133,7 +133,7 @@ def test_plans_in_place_follow_the_queries(count: int, heads: int, groups: int) 
     """One plan renewed in its memory for other lengths, as a recording reads it: several query tokens, padding."""
     gqa = TritonGQA(num_programs=5)
     queries, size = paged_queries([(count, 150)] * 4, 8)
-    assert isinstance(gqa, Replayable) and gqa.plan_in_place(AttentionBatch(queries, None)) is None  # nothing ran yet
+    assert gqa.capabilities.plan_in_place(AttentionBatch(queries, None)) is None  # nothing ran yet
     keys, values = (filled_cache(queries, size, groups, 64, dtype=FP32) for _ in "kv")
     q = normal(queries.num_tokens, heads, 64, dtype=FP32)
     gqa.paged(q, keys, values, queries, 0.125, gqa.plan(AttentionBatch(queries, None)))

@@ -88,7 +88,8 @@ def test_no_token_notices_that_experts_move(kind: str) -> None:
         for rank, (table, own) in enumerate(zip(tables, weights)):
             slots = table.to_physical(0, ids)
             assert torch.equal(torch.tensor(table.placement.physical_to_logical[0])[slots.long()], ids)
-            found += FusedLocalExperts(kernel, own, rank * SLOTS).run(x, topk_weights, slots).float()
+            experts = FusedLocalExperts(kernel.run_routed, kernel.input_format(own), own, rank * SLOTS)
+            found += experts.run(x, topk_weights, slots).float()
         torch.testing.assert_close(found, want, rtol=0, atol=1e-2 * float(want.abs().max()))
 
     received = 0

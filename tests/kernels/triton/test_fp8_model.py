@@ -19,16 +19,17 @@ from moe_engine.errors import CheckpointError
 from moe_engine.kernels import device, tables
 from moe_engine.kernels.device import Device, Need, cpu_device
 from moe_engine.kernels.experts import triton_experts
-from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.protocol import BlockExperts, ExpertsCapabilities
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.linear import triton_linear
-from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.linear.protocol import LinearCapabilities, PreparedLinear
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import FP8, UNQUANTIZED, ActivationFormat, BlockWeight
+from moe_engine.kernels.quantization.protocol import FP8, BlockWeight
 from moe_engine.kernels.registry import select
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
@@ -56,12 +57,13 @@ def rounded(x: Tensor, power_of_two: bool) -> Tensor:
 class EmulatedLinear(TorchLinear):
     """What block FP8 means, in float32."""
 
+    @property
+    def capabilities(self) -> LinearCapabilities:
+        return LinearCapabilities(self.prepare_blocks)
+
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         prepared = self.prepare(reference.dequantize_weight(weight), bias)
         return replace(prepared, data=(prepared.data, weight.power_of_two))
-
-    def input_format(self, weight: PreparedLinear) -> ActivationFormat:
-        return UNQUANTIZED
 
     def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
         if isinstance(weight.data, Tensor):
@@ -71,6 +73,10 @@ class EmulatedLinear(TorchLinear):
 
 
 class EmulatedExperts(TorchExperts):
+    @property
+    def capabilities(self) -> ExpertsCapabilities:  # type: ignore[override]
+        return ExpertsCapabilities(blocks=BlockExperts(self.allocate_blocks, self.load_expert_blocks))
+
     def allocate_blocks(
         self, num_experts: int, hidden: int, width: int, device: str, power_of_two: bool = False
     ) -> ExpertWeights:

@@ -11,6 +11,7 @@ import torch
 
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.linear.triton_linear import TritonLinear
+from moe_engine.kernels.ops.protocol import OpsCapabilities
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import (
@@ -51,10 +52,9 @@ def decode_launches(loaded: Stepper) -> Counter[str]:
 
 
 class NormsApart(TritonOps):
-    """Without `QuantizingNorms`: what runs where norms and quantisation are two kernels."""
+    """Without quantized norms: what runs where norms and quantisation are two kernels."""
 
-    rms_norm_quantized = None  # type: ignore[assignment]
-    add_rms_norm_quantized = None  # type: ignore[assignment]
+    capabilities = OpsCapabilities()  # type: ignore[assignment]
 
 
 def test_a_layer_quantises_once_for_all_that_read(tmp_path: Path) -> None:
@@ -82,11 +82,11 @@ def test_norms_quantise_what_they_give(power_of_two: bool, adds: bool) -> None:
     x, stream = torch.randn(5, 300).bfloat16(), torch.randn(5, 300).bfloat16()
     once = stream.clone()
     if adds:
-        found = ops.add_rms_norm_quantized(x, once, norm, 1e-5, reads)
+        found = ops.add_rms_norm_quantized(reads, x, once, norm, 1e-5)
         want = ops.add_rms_norm(x, stream, norm, 1e-5)
         assert torch.equal(once, stream)
     else:
-        found, want = ops.rms_norm_quantized(x, norm, 1e-5, reads), ops.rms_norm(x, norm, 1e-5)
+        found, want = ops.rms_norm_quantized(reads, x, norm, 1e-5), ops.rms_norm(x, norm, 1e-5)
     numbers = unquantized(found)
     torch.testing.assert_close(numbers, want, rtol=2**-7, atol=0)  # sums in another order: one step of bf16
     again = quantize_rows(numbers, power_of_two)
@@ -130,7 +130,7 @@ def test_tokens_that_travel_in_fp8_are_quantised_once(layout: str) -> None:
     ids, topk_weights = torch.rand(tokens, num).argsort(1)[:, :top_k].int(), torch.rand(tokens, top_k)
     norm = torch.rand(hidden) + 0.5
     normed = TritonOps().rms_norm_quantized(
-        torch.randn(tokens, hidden).bfloat16(), norm, 1e-6, ActivationFormat(True, True)
+        ActivationFormat(True, True), torch.randn(tokens, hidden).bfloat16(), norm, 1e-6
     )
     want = kernel.run_routed(normed, topk_weights, ids, weights)
     with launches() as names:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, FP8_TOKEN, pack, record_bytes
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer import SPARE

@@ -12,21 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
-from moe_engine.kernels.experts.protocol import (
-    BlockScaledExperts,
-    ExpertBatch,
-    ExpertWeights,
-    FusedExperts,
-    MovableExperts,
-    ReadsRows,
-)
 from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
-from moe_engine.kernels.linear.protocol import BlockScaledLinear, FusedMLP
+from moe_engine.kernels.linear.protocol import LinearCapabilities
 from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, BlockWeight, QuantizedActivation
-from moe_engine.kernels.vendors.warming import StepShapes, WarmsUp, row_counts
+from moe_engine.kernels.vendors.warming import StepShapes, row_counts
 from moe_engine.parallel.experts import make_routed_experts
 from tests.kernels.cpu.formulas import NAN, close, gated, normal, rms_norm, silu
 from tests.kernels.vendors.contract import ContractBroken
@@ -63,7 +56,7 @@ def near(got: Tensor, want: Tensor) -> None:
 def test_linear_equals_float64(arch, power_of_two):
     emulator, gemm = library(arch)
     kernel = DeepGemmLinear(gemm)
-    assert isinstance(kernel, BlockScaledLinear) and isinstance(kernel, WarmsUp)
+    assert kernel.capabilities == LinearCapabilities(kernel.prepare_blocks, kernel.warm_up)
     for tokens, n, k in ((0, 64, 128), (1, 576, 256), (7, 192, 640), (130, 128, 384)):
         w, bias = weight(n, k, power_of_two), normal(n, dtype=BF16)
         prepared = kernel.prepare_blocks(w, bias)
@@ -81,7 +74,6 @@ def test_linear_equals_float64(arch, power_of_two):
 @pytest.mark.parametrize("tokens", [0, 1, 37])
 def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
     kernel = DeepGemmLinear(library(arch)[1])
-    assert isinstance(kernel, FusedMLP)
     gate_up, down = weight(384, 256), weight(128, 256)
     first = kernel.prepare_blocks(gate_up)
     x, norm = normal(tokens, 300, dtype=BF16)[:, :256], torch.rand(256) + 0.5
@@ -92,8 +84,10 @@ def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
     got = kernel.run(QuantizedActivation(normed, None, BF16), first)
     assert got.shape == (tokens, 384)
     inner = kernel.prepare_blocks(weight(512, 256)), kernel.prepare_blocks(down)
-    assert kernel.fuses_mlp(*inner) and not kernel.fuses_mlp(first, kernel.prepare(normal(4, 8, dtype=BF16)))
-    out = kernel.run_mlp(x, *inner)
+    assert kernel.fuse_mlp(first, kernel.prepare(normal(4, 8, dtype=BF16))) is None
+    mlp = kernel.fuse_mlp(*inner)
+    assert mlp is not None
+    out = mlp(x)
     assert out.shape == (tokens, 128)
     if tokens:
         assert (got - want).abs().max() < 0.01 * want.abs().max()
@@ -188,7 +182,6 @@ def fp8_close(got: Tensor, want: Tensor) -> None:
 )
 def test_fp8_experts_grouped(arch, takes_ends, counts, extra):
     kernel = DeepGemmExperts(library(arch, takes_ends)[1])
-    assert isinstance(kernel, BlockScaledExperts) and isinstance(kernel, MovableExperts)
     hidden, width = 256, 128
     weights, parts = fp8_experts(kernel, len(counts), hidden, width)
     batch = grouped(counts, hidden, extra)
@@ -254,7 +247,6 @@ def test_fp8_experts_of_tokens_that_stay(arch, takes_ends, tokens):
     """As numbers, and quantised before by the norm: the same bits."""
     emulator, gemm = library(arch, takes_ends)
     kernel, num = DeepGemmExperts(gemm), 5
-    assert isinstance(kernel, FusedExperts) and isinstance(kernel, ReadsRows)
     weights, parts = fp8_experts(kernel, num, 256, 128)
     x, ids, add = normal(tokens, 256, dtype=BF16), choose(tokens, 3, num), normal(tokens, 256, dtype=BF16)
     topk_weights = torch.rand(tokens, 3)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, pack
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries, RenewablePlan, Replayable
+from moe_engine.kernels.attention.protocol import RenewablePlan
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
@@ -76,9 +77,8 @@ class Static:
 
 
 def planned(backend: Any, static: Static) -> RenewablePlan:
-    assert isinstance(backend, Replayable)
-    plan = backend.plan_in_place(static.batch)
-    assert isinstance(plan, RenewablePlan)
+    plan = backend.capabilities.plan_in_place(static.batch)
+    assert plan is not None
     return plan
 
 

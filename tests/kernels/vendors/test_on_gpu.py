@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.attention.protocol import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.device import Need, probe
 from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.registry import Row, select

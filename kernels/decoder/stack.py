@@ -1,4 +1,8 @@
-"""A whole decoder as C structs."""
+"""A whole decoder in one call, as C structs.
+
+Legend: T tokens, D hidden, V vocabulary, L layers, K experts per token, I width of an MLP, C and P widths of
+the latent.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import PagedQueries
-from moe_engine.kernels.cpu.layers import L, LayerPointer, P, Weight, kind_of_weights, weight_struct
+from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.cpu.tensors import KIND, find, latent_form
-from moe_engine.kernels.decoder.stacking import StackedLayer
+from moe_engine.kernels.decoder.layers import FusedMLA, FusedMoE, L, P, Weight, kind_of_weights, weight_struct
+from moe_engine.kernels.linear.protocol import PreparedLinear
+
+
+@dataclass(frozen=True)
+class StackedLayer:
+    """A decoder layer: attention and one kind of feed-forward, each followed by the norm of the residual sum."""
+
+    attention: FusedMLA
+    post_norm: Tensor  # [D] float32
+    next_norm: Tensor  # [D] float32: the next layer's input norm, or the final norm
+    eps: float
+    experts: FusedMoE | None = None
+    mlp: tuple[PreparedLinear, PreparedLinear] | None = None
+    """Gate and up [2I, D], down [D, I], which `LinearKernel.fuse_mlp` supports."""
 
 
 class _Layer(ctypes.Structure):
@@ -41,14 +58,15 @@ class _Decoder(ctypes.Structure):
 
 
 @dataclass(slots=True)
-class DecoderPointer:
-    """C structs and the objects they point to."""
+class FusedStack:
+    """All decoder layers in one call."""
 
     kind: int
     struct: _Decoder
     layers: Any  # array of _Layer
     embedding: Tensor
     widths: list[tuple[int, int]]  # C and P of each layer's latent
+    library: Library
     keep: tuple[Any, ...]
     address: int = field(init=False)
     caches: Sequence[Tensor] | None = None
@@ -66,16 +84,41 @@ class DecoderPointer:
             layer.cache, layer.cache_row = cache.data_ptr(), cache.stride(0)
         self.caches = caches
 
+    def run(
+        self, ids: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[Tensor], queries: PagedQueries, plan: Any,
+        choices: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Tokens -> hidden states after the final norm, [T, D], bit-identical to the separate calls.
 
-def fuse(embedding: Tensor, first_norm: Tensor, layers: Sequence[StackedLayer]) -> DecoderPointer | None:
+        Args:
+            ids, positions, slots: [T] int64; all tokens belong to `queries`, attention is absorbed.
+            caches: of the L layers (more may follow), [num_slots, C+P]; the tokens' rows are written first.
+            choices: per layer, [T, K] int32 output of the router's choices, or None.
+        """
+        self.take(caches)
+        struct = find(queries, plan)
+        out = torch.empty((len(ids), self.embedding.shape[1]), dtype=self.embedding.dtype)
+        chosen = None
+        if choices is not None:
+            chosen = (P * len(choices))(*(None if ids is None else ids.data_ptr() for ids in choices))
+        self.library.moe_decoder(
+            self.kind, self.address, ids.data_ptr(), len(ids), positions.data_ptr(), slots.data_ptr(),
+            struct.address, None if chosen is None else ctypes.addressof(chosen), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+def fuse_stack(
+    library: Library, embedding: Tensor, first_norm: Tensor, layers: Sequence[StackedLayer]
+) -> FusedStack | None:
     """None if a weight is not in the layout of the layers' own functions."""
     kinds = {KIND.get(embedding.dtype)}
     for layer in layers:
         norms = (first_norm, layer.post_norm, layer.next_norm)
-        if any(norm.dtype != torch.float32 for norm in norms) or not isinstance(layer.attention, LayerPointer):
+        if any(norm.dtype != torch.float32 for norm in norms):
             return None
         kinds.add(layer.attention.kind)
-        if isinstance(layer.experts, LayerPointer):
+        if layer.experts is not None:
             kinds.add(layer.experts.kind)
         elif layer.mlp is not None:
             kinds.add(kind_of_weights(list(layer.mlp)))
@@ -90,7 +133,7 @@ def fuse(embedding: Tensor, first_norm: Tensor, layers: Sequence[StackedLayer]) 
         ctypes.addressof(structs),
     )  # fmt: skip
     widths = [layer.attention.widths for layer in layers]
-    return DecoderPointer(kind, struct, structs, embedding, widths, (first_norm, tuple(layers)))
+    return FusedStack(kind, struct, structs, embedding, widths, library, (first_norm, tuple(layers)))
 
 
 def _struct(layer: StackedLayer) -> _Layer:
@@ -99,21 +142,3 @@ def _struct(layer: StackedLayer) -> _Layer:
         layer.attention.address, layer.post_norm.data_ptr(), layer.next_norm.data_ptr(),
         None if layer.experts is None else layer.experts.address, up, down, None, 0, 0, layer.eps,
     )  # fmt: skip
-
-
-def run(
-    library: Library, decoder: DecoderPointer, ids: Tensor, positions: Tensor, slots: Tensor, caches: Sequence[Tensor],
-    queries: PagedQueries, plan: Any, choices: Sequence[Tensor | None] | None,
-) -> Tensor:  # fmt: skip
-    """See `FusedStack.run_stack`."""
-    decoder.take(caches)
-    struct = find(queries, plan)
-    out = torch.empty((len(ids), decoder.embedding.shape[1]), dtype=decoder.embedding.dtype)
-    chosen = None
-    if choices is not None:
-        chosen = (P * len(choices))(*(None if ids is None else ids.data_ptr() for ids in choices))
-    library.moe_decoder(
-        decoder.kind, decoder.address, ids.data_ptr(), len(ids), positions.data_ptr(), slots.data_ptr(),
-        struct.address, None if chosen is None else ctypes.addressof(chosen), out.data_ptr(),
-    )  # fmt: skip
-    return out

@@ -6,7 +6,7 @@ Legend: E experts.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 
 class CountCell:
@@ -40,12 +40,3 @@ class CountPlace(NamedTuple):
 
     cell: CountCell
     first: int
-
-
-@runtime_checkable
-class CountsChoices(Protocol):
-    """A `FusedMoE` that can count the choices of its layers' routers."""
-
-    def count_choices(self, layer: Any, place: CountPlace | None) -> None:
-        """From now on `layer` (from `fuse`), alone or inside a larger fused call, adds 1 for every chosen expert; None
-        stops it. The caller keeps the cell alive."""

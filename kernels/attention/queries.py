@@ -1,0 +1,89 @@
+"""Queries of a step over a paged context: the input of every attention backend.
+
+Legend: T query tokens, R requests.
+
+A slot is one token's position in the KV pool. `slot_table[row, position]` names it; a page is `page_size` neighbouring
+slots. Query tokens of a request are its last `query_lens[i]` positions; attention is causal unless
+`PagedQueries.visible` defines a draft tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_TREE_TOKENS = 64
+"""Max query tokens of a request with `PagedQueries.visible`: one bit each."""
+
+
+class SharedRun(NamedTuple):
+    """Requests [first, last) of a group with a shared prefix: `length` context tokens in the same slots."""
+
+    first: int
+    last: int
+    length: int
+
+
+@dataclass(frozen=True)
+class PagedQueries:
+    """Query tokens of some requests in a step, and the paged context they attend to.
+
+    Host lists and device tensors hold the same values. `context_lens` include this step's tokens, whose KV is written
+    before attention runs. `query_starts` [R+1] are prefix sums of `query_lens`.
+    """
+
+    query_lens: list[int]
+    context_lens: list[int]
+    rows: Tensor  # [R] int32
+    query_starts: Tensor  # [R+1] int32
+    context_lens_device: Tensor  # [R] int32
+    slot_table: Tensor  # [max_rows, max_context] int32, shared by all steps
+    page_size: int
+    visible: Tensor | None = None
+    """[T] int64, of draft trees: bit b of visible[t] is set if query token t sees query token b of its own request. Its
+    own bit is always set, all context before the query tokens is visible. None: causal."""
+    shared: Sequence[SharedRun] = ()
+    """Shared prefixes: requests whose contexts begin in the same slots. Requests not listed share no useful prefix."""
+
+    def __post_init__(self) -> None:
+        if self.visible is None:
+            return
+        if max(self.query_lens, default=0) > MAX_TREE_TOKENS:
+            raise ValueError(f"visible has a bit for {MAX_TREE_TOKENS} query tokens, a request has {self.query_lens}")
+        if self.visible.dtype != torch.int64 or self.visible.shape != (self.num_tokens,):
+            raise ValueError(
+                f"visible is {self.visible.dtype} {list(self.visible.shape)}, not int64 [{self.num_tokens}]"
+            )
+
+    def refuse_tree(self, form: str) -> None:
+        """Raises ValueError if these queries are a draft tree, which this `form` of attention does not support."""
+        if self.visible is not None:
+            raise ValueError(f"{form} attention is causal: a draft tree (visible) needs absorbed or paged attention")
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def num_context_tokens(self) -> int:
+        return sum(self.context_lens)
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """The queries of a step in two groups, decode first in the token dimension.
+
+    `decode` (tokens [0, decode.num_tokens)): few query tokens each; MLA runs them in the absorbed form.
+    `prefill` (the tokens after): MLA runs them in the expanded form. Either may be None.
+    """
+
+    decode: PagedQueries | None
+    prefill: PagedQueries | None

@@ -1,0 +1,49 @@
+"""Type checks of the tables' rows: mypy verifies here that each implements its family's protocol, with all signatures.
+
+Rows are imported by their dotted paths, which no type checker follows. Nothing imports this file.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_engine.kernels.attention import cpu as cpu_attention
+    from moe_engine.kernels.attention import reference as torch_attention
+    from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
+    from moe_engine.kernels.attention.triton import attention as triton_attention
+    from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
+    from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
+    from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
+    from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
+    from moe_engine.kernels.experts.cpu import CpuExperts
+    from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
+    from moe_engine.kernels.experts.protocol import ExpertsKernel
+    from moe_engine.kernels.experts.reference import TorchExperts
+    from moe_engine.kernels.experts.triton_experts import TritonExperts
+    from moe_engine.kernels.linear.cpu import CpuLinear
+    from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
+    from moe_engine.kernels.linear.protocol import LinearKernel
+    from moe_engine.kernels.linear.reference import TorchLinear
+    from moe_engine.kernels.linear.triton_linear import TritonLinear
+    from moe_engine.kernels.ops.cpu import CpuOps
+    from moe_engine.kernels.ops.protocol import Ops
+    from moe_engine.kernels.ops.reference import TorchOps
+    from moe_engine.kernels.ops.triton_ops import TritonOps
+    from moe_engine.kernels.sampling.cpu import CpuSampling
+    from moe_engine.kernels.sampling.flashinfer import FlashInferSampling
+    from moe_engine.kernels.sampling.protocol import SamplingKernel
+    from moe_engine.kernels.sampling.reference import TorchSampling
+    from moe_engine.kernels.sampling.triton_sampling import TritonSampling
+
+    MLA: list[MLABackend] = [
+        torch_attention.TorchMLA(), cpu_attention.CpuMLA(), triton_attention.TritonMLA(), FA3MLA(), FlashInferMLA(),
+        FlashMLA(),
+    ]  # fmt: skip
+    GQA: list[GQABackend] = [
+        torch_attention.TorchGQA(), cpu_attention.CpuGQA(), triton_attention.TritonGQA(), FA3GQA(), FlashInferGQA(),
+    ]  # fmt: skip
+    EXPERTS: list[ExpertsKernel] = [TorchExperts(), CpuExperts(), TritonExperts(), DeepGemmExperts()]
+    LINEAR: list[LinearKernel] = [TorchLinear(), CpuLinear(), TritonLinear(), DeepGemmLinear()]
+    OPS: list[Ops] = [TorchOps(), CpuOps(), TritonOps()]
+    SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]

@@ -1,0 +1,47 @@
+"""Input rows and weights of routed experts.
+
+Legend: D hidden, E (local) experts, M rows.
+Dispatchers produce, and kernels accept, two batch layouts:
+`grouped`: rows sorted by expert, contiguous, with counts per expert; `padded`: [E, capacity, D] with counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExpertBatch:
+    """Input rows of the experts. Router weights are applied later, by the dispatcher's combine.
+
+    grouped: `x` [M, D], rows of expert e at offsets[e]:offsets[e+1]; `offsets` int32 [E+1] on the device.
+    padded: `x` [E, capacity, D], the first counts[e] rows of expert e valid; `counts` int32 [E].
+
+    If the kernel's `input_format` has rows, rows dispatched in FP8 may stay quantized: `x` e4m3, `scales` float32 of
+    its leading dimensions and D / 128, in any strides; value = element * scale. `dtype` is then the result dtype.
+    """
+
+    layout: str
+    x: Tensor
+    offsets: Tensor | None = None
+    counts: Tensor | None = None
+    scales: Tensor | None = None
+    dtype: Any = None
+
+    @property
+    def result_dtype(self) -> Any:
+        return self.x.dtype if self.scales is None else self.dtype
+
+
+@dataclass
+class ExpertWeights:
+    """The experts of one layer on this rank, filled expert by expert while loading. `data` is private to the kernel."""
+
+    num_experts: int
+    hidden: int
+    width: int
+    data: Any
+    num_bytes: int

@@ -1,0 +1,52 @@
+"""The optional parts of every row that can be built on a CPU, as docs/architecture.md lists them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from moe_engine.kernels import conformance, tables
+from moe_engine.kernels.cpu.library import LibraryError
+from moe_engine.kernels.registry import Choice
+
+FAMILIES = {
+    "attention (MLA)": tables.MLA, "attention (GQA)": tables.GQA, "experts": tables.EXPERTS, "linear": tables.LINEAR,
+    "ops": tables.OPS,
+}  # fmt: skip
+
+
+def listed() -> Iterator[tuple[str, str, set[str]]]:
+    """(family, capability, rows) of the page's table."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "architecture.md").read_text()
+    for family, capability, rows in re.findall(
+        r"^\| ([a-z]+(?: \(MLA\))?) \| `(\w+)`: [^|]*\| ([^|]*) \|$", page, re.M
+    ):
+        yield family, capability, set(re.findall(r"`(\w+)`", rows))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["torch", "cpu", "triton"])
+def test_the_page_lists_what_a_row_can_do(family: str, name: str) -> None:
+    if name == "triton":
+        pytest.importorskip("triton")
+    row = next(row for row in FAMILIES[family] if row.name == name)
+    try:
+        built = Choice(family, row, "test").build()
+    except LibraryError as error:
+        pytest.skip(f"no CPU library here: {error}")
+    record = built.capabilities
+    able = {field.name for field in fields(record) if getattr(record, field.name) is not None}
+    found = list(listed())
+    assert found and {capability for _, capability, _ in found} >= {field.name for field in fields(record)}
+    kinds = {family, "attention"} if family.startswith("attention") else {family}
+    assert able == {capability for kind, capability, rows in found if kind in kinds and name in rows}
+
+
+def test_the_types_of_every_row_are_checked() -> None:
+    text = Path(conformance.__file__).read_text()
+    rows = [row for rows in (*FAMILIES.values(), tables.SAMPLING) for row in rows]
+    assert [row.target for row in rows if f"{row.target.rpartition(':')[2]}()" not in text] == []
