@@ -157,7 +157,8 @@ def _prompts(inp: GenerateInput) -> tuple[list[str] | None, list[list[int]], boo
             )
         _not_empty(inp.text, where)
         return [_checked_text(text, f"{where}[{i}]") for i, text in enumerate(inp.text)], [], True
-    ids, where = inp.input_ids, inp.ids_field
+    ids: Any = inp.input_ids
+    where = inp.ids_field
     if not isinstance(ids, list):
         raise InputError(f"{where}: expected a list of token ids, got {type(ids).__name__}", field=where)
     _not_empty(ids, where)

@@ -103,7 +103,7 @@ _REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 @cache
-def _decoder(kind: type[T]) -> msgspec.json.Decoder[T]:
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
@@ -114,7 +114,8 @@ def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
         InputError: not JSON, not an object, or not of the type; names the field.
     """
     try:
-        return _decoder(kind).decode(body)
+        decoded: T = _decoder(kind).decode(body)
+        return decoded
     except _REFUSALS:
         return checked(_decode_leniently(body), kind)
 
