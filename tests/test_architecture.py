@@ -21,15 +21,15 @@ LINKED = ("kernels", "models", "parallel")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
-BASE = {"errors", "types", "sampling_checks", "unicode_checks"}
+BASE = {"errors", "types", "sampling_checks", "validation"}
 MODEL = {"kernels", "parallel", "models"}
 PLAN = {"config", "planning", "tokenizer"}
 # package -> what it may import of this project, besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
-    "sampling_checks": {"errors", "types", "unicode_checks"},
-    "unicode_checks": {"errors"},
+    "sampling_checks": {"errors", "types", "validation"},
+    "validation": {"errors"},
     "logs": set(),
     "demo": set(),
     "kernels": {"errors"},
@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"frontend", "models"},
 }
 
-NO_TORCH_FILES = ("types", "sampling_checks", "unicode_checks", "errors", "logs", "launch_server", "__init__")
+NO_TORCH_FILES = ("types", "sampling_checks", "validation", "errors", "logs", "launch_server", "__init__")
 NO_TORCH = ("scheduler", "tokenizer", "server", "processes", *NO_TORCH_FILES)
 TORCH_IN_FUNCTIONS_ONLY = ("config", "planning", "frontend", "core", "executor", "cluster", "cli")
 MAY_IMPORT_TORCH = ("moe_engine/cli/compile_kernels/",)

@@ -17,6 +17,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+from msgspec.structs import asdict
+
 from moe_engine import logs
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import EngineDeadError, NotAvailableYet
@@ -24,12 +26,13 @@ from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.frontend import Frontend
-from moe_engine.frontend.generate_input import UNSUPPORTED_FIELDS, GenerateInput, refuse_unsupported_fields
+from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.tokenizer.tokenizer import Tokenizer
+from moe_engine.validation import checked, refuse_unavailable
 
 T = TypeVar("T")
 Output = dict[str, Any]
@@ -248,15 +251,12 @@ class Engine:
 
 
 def _request(prompt: Any, sampling: Any, input_ids: Any, stream: bool, fields: dict[str, Any]) -> GenerateInput:
-    refuse_unsupported_fields(fields)
-    fields = {name: value for name, value in fields.items() if name not in UNSUPPORTED_FIELDS}
-    if "data_parallel_rank" in fields:  # an older name
-        fields.setdefault("routed_dp_rank", fields.pop("data_parallel_rank"))
-    known = GenerateInput.__dataclass_fields__
+    known = GenerateRequest.__struct_fields__
     if unknown := [name for name in fields if name not in known]:
         raise TypeError(f"generate() has no field {unknown[0]!r}; those of /generate are {', '.join(known)}")
-    fields.setdefault("text_field", "prompt")
-    return GenerateInput(text=prompt, input_ids=input_ids, sampling_params=sampling, stream=stream, **fields)
+    request = checked({**fields, "input_ids": input_ids, "stream": stream}, GenerateRequest)
+    refuse_unavailable(request)
+    return GenerateInput(**{**asdict(request), "text": prompt, "sampling_params": sampling}, text_field="prompt")
 
 
 async def _next(chunks: Any) -> Any:

@@ -4,52 +4,69 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import UNSET, Meta, Struct
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.logprob_format import LogprobOptions
-from moe_engine.sampling_checks import parse_sampling
+from moe_engine.sampling_checks import MAX_COUNT, Count, SamplingRequest, TokenId, parse_sampling
 from moe_engine.types import SamplingParams
-from moe_engine.unicode_checks import check_unicode
+from moe_engine.validation import NotAvailable, check_unicode
 
-MAX_RID_LENGTH = 256
-
-UNSUPPORTED_FIELDS = (
-    "input_embeds", "image_data", "video_data", "audio_data", "lora_path", "session_params", "custom_logit_processor",
-    "bootstrap_host", "bootstrap_room", "return_hidden_states", "return_routed_experts", "max_thinking_tokens",
-    "cache_salt",
-)  # fmt: skip
-"""Fields of SGLang's /generate that are not implemented yet."""
+Text = Annotated[str, Meta(min_length=1)]
+Ids = Annotated[list[TokenId], Meta(min_length=1)]
+Rid = Annotated[str, Meta(min_length=1, max_length=256)]
+LogprobStart = Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="-1: no log-probabilities of the prompt")]
+Priority = Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)]
+DpRank = Annotated[int, Meta(ge=0, le=2**16, description="data-parallel rank that serves the request")]
 
 _NOTHING: frozenset[int] = frozenset()
 
 
-@dataclass(slots=True)
-class GenerateInput:
+class GenerateRequest(Struct, kw_only=True):
     """One prompt or a batch. Exactly one of `text` and `input_ids` is set; a list of prompts is a batch.
 
-    In a batch, every other field is one value for all prompts or a list with one value per prompt.
+    In a batch, a list has one value per prompt; any other value is for all prompts. null: the default.
     """
 
-    text: Any = None
-    input_ids: Any = None
-    sampling_params: Any = None
-    rid: Any = None
-    return_logprob: Any = False
-    logprob_start_len: Any = -1
-    top_logprobs_num: Any = 0
-    token_ids_logprob: Any = None
-    return_text_in_logprobs: bool = False
-    stream: bool = False
-    priority: int | None = None
-    extra_key: Any = None
-    routed_dp_rank: int | None = None
-    """Index of the scheduler (DP rank) that serves the request; None: chosen by the load balancer."""
-    log_metrics: bool = True
-    """Whether the request is reported to the observer (metrics, request log)."""
+    text: Text | Annotated[list[Text], Meta(min_length=1)] | None = None
+    input_ids: Annotated[list[TokenId | Ids], Meta(min_length=1, description="of one prompt or a batch")] | None = None
+    sampling_params: SamplingRequest | list[SamplingRequest | None] | None = None
+    stream: bool | None = None
+    rid: Rid | list[Rid] | None = None
+    return_logprob: bool | list[bool | None] | None = None
+    logprob_start_len: LogprobStart | list[LogprobStart | None] | None = None
+    top_logprobs_num: Count | list[Count | None] | None = None
+    token_ids_logprob: list[TokenId | list[TokenId] | None] | None = None
+    return_text_in_logprobs: bool | None = None
+    log_metrics: Annotated[bool, Meta(description="false: without metrics and request log")] | None = None
+    priority: Priority | None = None
+    extra_key: str | list[str | None] | None = None
+    routed_dp_rank: DpRank | None = None
+    data_parallel_rank: Annotated[DpRank, Meta(description="older name of routed_dp_rank")] | None = None
+    input_embeds: NotAvailable = None
+    image_data: NotAvailable = None
+    video_data: NotAvailable = None
+    audio_data: NotAvailable = None
+    lora_path: NotAvailable = None
+    session_params: NotAvailable = None
+    custom_logit_processor: NotAvailable = None
+    bootstrap_host: NotAvailable = None
+    bootstrap_room: NotAvailable = None
+    return_hidden_states: NotAvailable = None
+    return_routed_experts: NotAvailable = None
+    max_thinking_tokens: NotAvailable = None
+    cache_salt: NotAvailable = None
 
-    # set by callers inside this package, not by clients
+
+class GenerateInput(GenerateRequest, kw_only=True):
+    """A request of /generate, the OpenAI endpoints or the offline engine. The caller sets the fields below."""
+
+    sampling_params: Any = None
+    """One of `SamplingRequest`, `SamplingParams` and a dict with the fields of the former, or a list of those."""
     add_special_tokens: bool = True
     keep_special: frozenset[int] = _NOTHING
     """Special tokens kept in the text even with skip_special_tokens (tool-call markers)."""
@@ -64,12 +81,9 @@ class GenerateInput:
     cumulative: bool = True
     """Stream chunks hold the whole output so far, unless the server's settings override it."""
 
-
-def refuse_unsupported_fields(fields: Mapping[str, Any]) -> None:
-    """Raises InputError for fields that are set and not implemented yet."""
-    for name in UNSUPPORTED_FIELDS:
-        if fields.get(name) not in (None, False, [], {}):
-            raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
+    @property
+    def dp_rank(self) -> int | None:
+        return self.data_parallel_rank if self.routed_dp_rank is None else self.routed_dp_rank
 
 
 @dataclass(slots=True)
@@ -107,13 +121,9 @@ def split_prompts(
     rids = _rids(inp.rid, count, is_batch)
     samplings = _samplings(inp.sampling_params, count, is_batch, preferred or {})
     _check_count(sum(s.n for s in samplings), max_sequences, inp.text_field)
-    _check_int(inp.priority, "priority", -(2**31), 2**31 - 1, optional=True)
-    _check_int(inp.routed_dp_rank, "routed_dp_rank", 0, 2**16, optional=True)
     prompts = []
     for i in range(count):
         extra_key = _pick(inp.extra_key, i, count, is_batch, "extra_key")
-        if extra_key is not None and not isinstance(extra_key, str):
-            raise InputError(f"extra_key: expected a string, got {extra_key!r:.80}", field="extra_key")
         check_unicode(extra_key or "", "extra_key")
         prompts.append(
             Prompt(
@@ -131,6 +141,8 @@ def split_prompts(
 
 def _length_asked(inp: GenerateInput, index: int) -> bool:
     values = inp.sampling_params[index] if isinstance(inp.sampling_params, list) else inp.sampling_params
+    if isinstance(values, SamplingRequest):
+        return values.max_new_tokens is not UNSET
     return inp.max_tokens_asked if isinstance(values, SamplingParams) else "max_new_tokens" in (values or {})
 
 
@@ -145,7 +157,8 @@ def _prompts(inp: GenerateInput) -> tuple[list[str] | None, list[list[int]], boo
             )
         _not_empty(inp.text, where)
         return [_checked_text(text, f"{where}[{i}]") for i, text in enumerate(inp.text)], [], True
-    ids, where = inp.input_ids, inp.ids_field
+    ids: Any = inp.input_ids
+    where = inp.ids_field
     if not isinstance(ids, list):
         raise InputError(f"{where}: expected a list of token ids, got {type(ids).__name__}", field=where)
     _not_empty(ids, where)
@@ -179,9 +192,10 @@ def _checked_text(text: Any, where: str) -> str:
 
 
 def check_token_ids(ids: Sequence[Any], vocab_size: int, where: str) -> None:
-    """Raises InputError if an entry is not a token id of the vocabulary. Fast for long lists."""
-    if set(map(type, ids)) <= {int} and min(ids) >= 0 and max(ids) < vocab_size:
-        return
+    """Raises InputError if an entry, which is an integer, a list or a text, is not a token id. Fast for long lists."""
+    with suppress(TypeError):  # several types
+        if min(ids) >= 0 and max(ids) < vocab_size:
+            return
     for i, token in enumerate(ids):
         if type(token) is not int:
             raise InputError(f"{where}[{i}]: expected a token id, got {token!r:.80}", field=where)
@@ -202,10 +216,6 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
     else:
         raise InputError(f"rid: expected a string, got {rid!r:.80}", field="rid")
     for one in rids:
-        if not isinstance(one, str) or not one:
-            raise InputError(f"rid: expected a string that is not empty, got {one!r:.80}", field="rid")
-        if len(one) > MAX_RID_LENGTH:
-            raise InputError(f"rid: {len(one)} characters long; at most {MAX_RID_LENGTH} are allowed", field="rid")
         if not one.isprintable():
             raise InputError(f"rid: {one!r:.80} holds characters that cannot be printed", field="rid")
     if len(set(rids)) < len(rids):
@@ -214,67 +224,39 @@ def _rids(rid: Any, count: int, is_batch: bool) -> list[str]:
 
 
 def _samplings(values: Any, count: int, is_batch: bool, preferred: Mapping[str, Any]) -> list[SamplingParams]:
-    if isinstance(values, list) and is_batch:
-        if len(values) != count:
-            raise InputError(
-                f"sampling_params: {len(values)} objects for {count} prompts; give one, or one for each",
-                field="sampling_params",
-            )
-        return [_sampling(v, preferred, f"sampling_params[{i}]") for i, v in enumerate(values)]
+    if isinstance(values, list):
+        each = [_pick(values, i, count, is_batch, "sampling_params") for i in range(count)]
+        return [_sampling(one, preferred, f"sampling_params[{i}]") for i, one in enumerate(each)]
     return [_sampling(values, preferred, "sampling_params")] * count
 
 
 def _sampling(values: Any, preferred: Mapping[str, Any], where: str) -> SamplingParams:
-    if isinstance(values, SamplingParams):
-        return values
-    if values is None:
-        values = {}
-    if isinstance(values, Mapping) and preferred:
-        values = {**preferred, **values}
-    return parse_sampling(values, where)
+    return values if isinstance(values, SamplingParams) else parse_sampling(values or {}, where, preferred)
 
 
 def _pick(value: Any, index: int, count: int, is_batch: bool, where: str) -> Any:
     """The value of one prompt: an entry of a batch's list, or the value shared by all."""
-    if not (isinstance(value, list) and is_batch):
+    if not isinstance(value, list):
         return value
+    if not is_batch:
+        raise InputError(f"{where}: a list is for a batch of prompts, and this is one; give one value", field=where)
     if len(value) != count:
         raise InputError(f"{where}: {len(value)} values for {count} prompts; give one for each", field=where)
     return value[index]
 
 
-def _check_int(value: Any, where: str, low: int, high: int, *, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InputError(f"{where}: expected an integer, got {value!r:.80}", field=where)
-    if not low <= value <= high:
-        raise InputError(f"{where}: must be in [{low}, {high}], got {value}", field=where)
-
-
 def _logprobs(inp: GenerateInput, index: int, count: int, is_batch: bool) -> LogprobOptions | None:
-    wanted = _pick(inp.return_logprob, index, count, is_batch, "return_logprob")
-    if wanted is not None and not isinstance(wanted, bool):
-        raise InputError(f"return_logprob: expected true or false, got {wanted!r:.80}", field="return_logprob")
-    if not wanted:
+    if not _pick(inp.return_logprob, index, count, is_batch, "return_logprob"):
         return None
     start = _pick(inp.logprob_start_len, index, count, is_batch, "logprob_start_len")
-    start = -1 if start is None else start
-    _check_int(start, "logprob_start_len", -1, 2**31 - 1)
-    top = _pick(inp.top_logprobs_num, index, count, is_batch, "top_logprobs_num") or 0
-    _check_int(top, inp.top_logprobs_field, 0, 2**31 - 1)
     asked = inp.token_ids_logprob
-    if is_batch and isinstance(asked, list) and any(isinstance(x, list) for x in asked):
+    if any(isinstance(ids, list) for ids in asked or ()):
         asked = _pick(asked, index, count, is_batch, "token_ids_logprob")
-    if asked is None:
-        asked = []
-    if not isinstance(asked, list):
-        raise InputError(
-            f"token_ids_logprob: expected a list of token ids, got {asked!r:.80}", field="token_ids_logprob"
-        )
+    if not isinstance(asked, list | None):
+        raise InputError(f"token_ids_logprob[{index}]: expected a list, got {asked!r:.80}", field="token_ids_logprob")
     return LogprobOptions(
-        start=None if start < 0 else start,
-        top=top,
-        token_ids=tuple(asked),
+        start=None if start is None or start < 0 else start,
+        top=_pick(inp.top_logprobs_num, index, count, is_batch, "top_logprobs_num") or 0,
+        token_ids=tuple(asked or ()),
         with_text=bool(inp.return_text_in_logprobs),
     )

@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -113,8 +113,8 @@ class Preparer:
         self._check_total(inp, prompts)
         for i, prompt in enumerate(prompts):
             self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
-        rest = replace(inp, text=None, input_ids=None, sampling_params=None, rid=None, extra_key=None)
-        return ReadRequest(replace(rest, token_ids_logprob=None, top_logprobs_num=0), prompts, is_batch)
+        bulk = ("text", "input_ids", "sampling_params", "rid", "extra_key", "token_ids_logprob", "top_logprobs_num")
+        return ReadRequest(msgspec.structs.replace(inp, **dict.fromkeys(bulk)), prompts, is_batch)
 
     async def begin(self, read: ReadRequest, logprob_format: FormatOf | None = None) -> Job:
         """Builds the sequences of a request. `logprob_format`: None means Python objects in SGLang's shape."""
@@ -130,7 +130,7 @@ class Preparer:
                 if len(generations) % BURST == 0:
                     await asyncio.sleep(0)
         is_list = read.is_batch or len(generations) > 1
-        return Job(generations, is_list, read.inp.stream)
+        return Job(generations, is_list, bool(read.inp.stream))
 
     def _check_logprobs(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
         limit = self._settings.max_logprobs
@@ -259,7 +259,7 @@ class Preparer:
             priority=inp.priority,
             extra_key=prompt.extra_key,
             arrival=time.monotonic(),
-            routed_dp_rank=inp.routed_dp_rank,
+            routed_dp_rank=inp.dp_rank,
         )
         if options is not None:
             request.return_logprob = True
@@ -276,11 +276,11 @@ class Preparer:
             keep_logprobs=not inp.stream or (inp.cumulative and not self._settings.incremental_streaming_output),
             tokenizer=self._tokenizer,
             keep_special=inp.keep_special,
-            live=inp.stream,
+            live=bool(inp.stream),
             interval=sampling.stream_interval or self._settings.stream_interval,
             prompt_text=prompt.text,
             no_output=prompt.max_new_tokens == 0,
-            observed=inp.log_metrics,
+            observed=inp.log_metrics is not False,
             weight_version=self._settings.weight_version,
         )
 

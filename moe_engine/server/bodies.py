@@ -7,7 +7,7 @@ The cost grows with the body, so it is placed where it does not block other requ
 - beyond: in a small process pool (`text_processes`). Otherwise a single call of the JSON decoder, or the garbage
   collector with millions of objects, would hold the GIL for seconds.
 
-The work of an endpoint is one function of the decoded body and of facts that are constant while the server runs. It
+The work of an endpoint is one function of the body and of facts that are constant while the server runs. It
 returns a `Plan` for endpoints that generate, or the response's JSON in pieces.
 """
 
@@ -26,7 +26,7 @@ from fastapi import Request, Response
 from moe_engine.errors import InputError
 from moe_engine.frontend.prepare import THREAD_CHARS, ReadRequest
 from moe_engine.server.errors import RemoteProblemError
-from moe_engine.server.http_io import Body, PartsResponse, cancel_on_disconnect, decode_object
+from moe_engine.server.http_io import Body, PartsResponse, cancel_on_disconnect
 from moe_engine.server.text_frames import Kind
 from moe_engine.server.text_processes import TextProcesses
 
@@ -47,7 +47,7 @@ class Plan:
     options: Any = None
 
 
-Work = Callable[[dict[str, Any]], Plan | Iterator[bytes]]
+Work = Callable[[bytes | bytearray], Plan | Iterator[bytes]]
 
 
 class Bodies:
@@ -94,7 +94,7 @@ class Bodies:
         return await cancel_on_disconnect(request, work)
 
     def _run_here(self, name: str, body: bytes) -> Plan | Response:
-        done = self._work[name](decode_object(body))
+        done = self._work[name](body)
         return done if isinstance(done, Plan) else Response(b"".join(done), media_type="application/json")
 
     async def _run_large(self, request: Request, body: Body, begun: bytes, name: str) -> Plan | Response:

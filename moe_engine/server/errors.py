@@ -12,6 +12,7 @@ import msgspec
 from fastapi import Request, Response
 
 from moe_engine.errors import EngineDeadError, GenerationError, InputError, NotAvailableYet
+from moe_engine.server.openai_answers import ErrorFields
 
 logger = logging.getLogger("moe_engine.server")
 
@@ -48,7 +49,7 @@ class Problem:
     param: str | None = None
     code: str | int | None = None
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> ErrorFields:
         return {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
 
 

@@ -10,6 +10,7 @@ from moe_engine.errors import InputError
 from moe_engine.frontend.expert_records import ExpertRecords
 from moe_engine.server.experts_live_page import POLICY, live_page
 from moe_engine.server.http_io import json_response
+from moe_engine.server.native_types import ExpertView
 from moe_engine.server.state import ServerState
 
 VIEW_TIMEOUT = 5.0
@@ -20,24 +21,31 @@ class ExpertsApi:
         self._records = ExpertRecords(state.client)
 
     async def start(self, request: Request) -> Response:
+        """Starts expert recording."""
         await self._records.start()
         return _text_line("Start recording expert distribution.")
 
     async def stop(self, request: Request) -> Response:
+        """Stops expert recording."""
         await self._records.stop()
         return _text_line("Stop recording expert distribution.")
 
     async def dump(self, request: Request) -> Response:
-        """Writes the dump to the server's folder; the log names the files. The response lists lost records."""
+        """Writes the recorded counts to the server's folder.
+
+        The log names the files. The response lists lost records.
+        """
         dump = await self._records.dump()
         lost = [f"Without the records of what was lost: {loss}" for loss in dump.lost]
         return _text_line("\n".join(["Dump expert distribution record.", *lost]))
 
     async def page(self, request: Request) -> Response:
+        """Live page of the experts."""
         headers = {"content-security-policy": POLICY, "cache-control": "no-cache"}
         return Response(live_page(), media_type="text/html; charset=utf-8", headers=headers)
 
     async def data(self, request: Request) -> Response:
+        """Data of the live page."""
         try:
             view = await asyncio.wait_for(self._records.snapshot(), VIEW_TIMEOUT)
         except TimeoutError:
@@ -45,7 +53,7 @@ class ExpertsApi:
         return json_response(view or NOTHING)
 
 
-NOTHING = {"layers": 0, "experts": 0, "counts": [], "balancedness": {}, "recording": False, "pass": -1}
+NOTHING: ExpertView = {"layers": 0, "experts": 0, "counts": [], "balancedness": {}, "recording": False, "pass": -1}
 """The view of a server with recording off."""
 
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from moe_engine.errors import InputError
 from moe_engine.server.errors import ClientDisconnectedError, ErrorFormat, error_response, problem_of, stream_error
-from moe_engine.unicode_checks import check_unicode_within
+from moe_engine.validation import check_unicode_within, checked
 
 T = TypeVar("T")
 
@@ -84,41 +85,69 @@ class Body:
         return part
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """Reads the JSON object of an endpoint with a few short fields.
+async def read_small(request: Request, kind: type[T]) -> T:
+    """Reads the body of an endpoint with a few short fields.
 
     Raises:
-        InputError: not JSON, not an object, compressed, or longer than `SMALL_BODY_BYTES`.
+        InputError: invalid, compressed, or longer than `SMALL_BODY_BYTES`.
     """
-    return decode_object(await Body(request, SMALL_BODY_BYTES).read(SMALL_BODY_BYTES))
+    return decode_body(await Body(request, SMALL_BODY_BYTES).read(SMALL_BODY_BYTES), kind)
 
 
-def decode_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Decodes the JSON object in a body.
+def read_query(request: Request, kind: type[T]) -> T:
+    """The query's parameters. Raises InputError: names the parameter."""
+    return checked(dict(request.query_params), kind, strict=False)
+
+
+_REFUSALS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
+    """Decodes and checks the JSON object in a body.
 
     Raises:
-        InputError: not JSON, or not an object.
+        InputError: not JSON, not an object, or not of the type; names the field.
     """
+    try:
+        decoded: T = _decoder(kind).decode(body)
+        return decoded
+    except _REFUSALS:
+        return checked(_decode_leniently(body), kind)
+
+
+def decode_body_and_rest(body: bytes | bytearray, kind: type[T]) -> tuple[T, dict[str, Any]]:
+    """Like `decode_body`, with the whole object, whose parts may have fields that the type lacks."""
+    try:
+        value = msgspec.json.decode(body)
+        return msgspec.convert(value, kind, str_keys=True), value
+    except _REFUSALS:
+        value = _decode_leniently(body)
+        return checked(value, kind), value
+
+
+def _decode_leniently(body: bytes | bytearray) -> dict[str, Any]:
+    """Accepts NaN and Infinity, which Python clients send, so that the field's check can name the field. 2.0 becomes
+    an integer, as in JSON Schema. Rejects lone surrogates: all strings of a request must be encodable."""
     if not body[:1024].strip() and not body.strip():
         raise InputError("the request body is empty; send a JSON object")
     try:
-        value = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        value = _decode_leniently(body, exc)
+        value = json.loads(body, parse_float=_number)
+    except (ValueError, RecursionError) as exc:
+        raise InputError(f"the request body is not valid JSON: {exc}") from None
     if not isinstance(value, dict):
         raise InputError(f"the request body must be a JSON object, not {_json_kind(value)}")
-    return value
-
-
-def _decode_leniently(body: bytes | bytearray, cause: Exception) -> Any:
-    """Accepts NaN and Infinity, which Python clients send, so that the field's check can name the field. Rejects lone
-    surrogates, which Python's decoder accepts too: all strings of a request must be encodable."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError):
-        raise InputError(f"the request body is not valid JSON: {cause}") from None
     check_unicode_within(value)
     return value
+
+
+def _number(text: str) -> float:
+    number = float(text)
+    return int(number) if number.is_integer() else number
 
 
 def _json_kind(value: Any) -> str:

@@ -16,11 +16,12 @@ from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.logprob_format import Columns
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
-from moe_engine.server.http_io import EventStream, cancel_on_disconnect, json_response, sse
+from moe_engine.server.http_io import EventStream, cancel_on_disconnect, decode_body_and_rest, json_response, sse
+from moe_engine.server.openai_answers import Usage
 from moe_engine.server.openai_choice import ChoiceParser, ParserOptions, parser_options
 from moe_engine.server.openai_common import matched_stop, usage_of
-from moe_engine.server.openai_messages import check_tools, render_prompt
-from moe_engine.server.openai_types import ChatRequest, parse_openai_sampling, parse_request, response_fields
+from moe_engine.server.openai_messages import render_prompt
+from moe_engine.server.openai_types import ChatRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
 
 
@@ -29,6 +30,7 @@ class ChatApi:
         self._state = state
 
     async def chat_completions(self, request: Request) -> Response:
+        """Chat completion."""
         plan = await self._state.bodies.plan(request, "chat_completions")
         req, model, parsers = plan.options
         job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
@@ -37,68 +39,45 @@ class ChatApi:
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model, parsers))
 
-    def read(self, body: dict[str, Any]) -> Plan:
+    def read(self, body: bytes | bytearray) -> Plan:
         """`Plan.options`: the request without the prompt's fields, the model's name, `ParserOptions`."""
-        req = parse_request(body, ChatRequest)
+        req, whole = decode_body_and_rest(body, ChatRequest)
         model = self._state.response_model(req.model)
         self._state.tokenizer()
-        tools = self._tools(req)
-        options = {
-            "chat_template_kwargs": self._template_kwargs(req),
-            "continue_final_message": req.continue_final_message,
-            "add_generation_prompt": req.add_generation_prompt,
-        }
-        prompt = render_prompt(self._state, req.messages, options, tools)
+        tools = self._tools(req, whole)
+        effort = None if req.reasoning_effort is None else {"reasoning_effort": req.reasoning_effort}
+        prompt = render_prompt(self._state, whole["messages"], req, tools, effort)
         parsers = parser_options(self._state, req, prompt, tools)
         read = self._state.frontend.read(self._input(req, prompt, parsers))
         return Plan(read, (response_fields(req, messages=[]), model, parsers))
 
-    def _tools(self, req: ChatRequest) -> list[dict[str, Any]]:
-        """The functions that the model may call; empty with tool_choice "none"."""
-        choice = req.tool_choice if req.tool_choice is not None else "auto"
-        if isinstance(choice, str) and choice not in ("auto", "none", "required"):
-            raise InputError(f"tool_choice: expected auto, none or required, got {choice!r:.40}", field="tool_choice")
+    def _tools(self, req: ChatRequest, whole: dict[str, Any]) -> list[dict[str, Any]]:
+        """The functions that the model may call, as the client sent them; empty with tool_choice "none"."""
+        choice = "auto" if req.tool_choice is None else req.tool_choice
         if choice not in ("auto", "none"):
             shown = choice if isinstance(choice, str) else "a named function"
             raise InputError(
                 f"tool_choice: {shown} is not available yet in moe-engine; use auto or none", field="tool_choice"
             )
-        tools = check_tools(req.tools)
-        return tools if choice == "auto" else []
-
-    def _template_kwargs(self, req: ChatRequest) -> dict[str, Any] | None:
-        if req.reasoning_effort is None:
-            return req.chat_template_kwargs
-        return {"reasoning_effort": req.reasoning_effort, **(req.chat_template_kwargs or {})}
+        return (whole.get("tools") or []) if choice == "auto" else []
 
     def _input(self, req: ChatRequest, prompt: str, parsers: ParserOptions) -> GenerateInput:
-        top = req.top_logprobs or 0
-        if top and not req.logprobs:
+        if req.top_logprobs and not req.logprobs:
             raise InputError("top_logprobs: needs logprobs: true", field="top_logprobs")
-        length_field = "max_tokens" if req.max_completion_tokens is None else "max_completion_tokens"
-        max_tokens = getattr(req, length_field)
-        return GenerateInput(
+        return generate_input(
+            req,
+            {**self._state.settings.sampling_defaults, "max_new_tokens": None},
+            "max_tokens" if req.max_completion_tokens is None else "max_completion_tokens",
             text=prompt,
             text_field="messages",
             add_special_tokens=False,
             keep_special=parsers.keep_special,
-            sampling_params=parse_openai_sampling(
-                req, self._state.settings.sampling_defaults, max_tokens, length_field
-            ),
-            sampling_field="",
-            max_tokens_field=length_field,
-            rid=req.rid,
-            stream=bool(req.stream),
-            priority=req.priority,
-            extra_key=req.extra_key,
-            routed_dp_rank=req.data_parallel_rank if req.routed_dp_rank is None else req.routed_dp_rank,
-            return_logprob=bool(req.logprobs),
-            top_logprobs_num=top,
+            return_logprob=req.logprobs,
+            top_logprobs_num=req.top_logprobs,
             top_logprobs_field="top_logprobs",
-            cumulative=False,
         )
 
-    def _usage(self, generations: list[Generation], parsers: ParserOptions) -> dict[str, Any]:
+    def _usage(self, generations: list[Generation], parsers: ParserOptions) -> Usage:
         return usage_of(
             generations,
             cache_report=self._state.flags.enable_cache_report,

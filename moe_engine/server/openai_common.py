@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_engine.frontend.generation import Generation
+from moe_engine.server.openai_answers import Usage
 
 
-def usage_of(generations: Iterable[Generation], *, cache_report: bool, reasoning_tokens: int = 0) -> dict[str, Any]:
+def usage_of(generations: Iterable[Generation], *, cache_report: bool, reasoning_tokens: int = 0) -> Usage:
     """Token counts. A prompt with n > 1 copies counts once."""
     prompt = completion = cached = 0
     seen: set[int] = set()

@@ -16,12 +16,10 @@ from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.logprob_format import Columns, joined
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
-from moe_engine.server.http_io import EventStream, cancel_on_disconnect, json_response, sse
+from moe_engine.server.http_io import EventStream, cancel_on_disconnect, decode_body, json_response, sse
 from moe_engine.server.openai_common import matched_stop, usage_of
-from moe_engine.server.openai_types import CompletionRequest, parse_openai_sampling, parse_request, response_fields
+from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, CompletionRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
-
-DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionsApi:
@@ -29,6 +27,7 @@ class CompletionsApi:
         self._state = state
 
     async def completions(self, request: Request) -> Response:
+        """Text completion."""
         plan = await self._state.bodies.plan(request, "completions")
         req, model = plan.options
         job = await self._state.frontend.begin(plan.read, self._state.token_json.completion)
@@ -37,9 +36,9 @@ class CompletionsApi:
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model))
 
-    def read(self, body: dict[str, Any]) -> Plan:
+    def read(self, body: bytes | bytearray) -> Plan:
         """`Plan.options`: the request without its prompt, the model's name."""
-        req = parse_request(body, CompletionRequest)
+        req = decode_body(body, CompletionRequest)
         model = self._state.response_model(req.model)
         tokenizer = self._state.tokenizer()
         read = self._state.frontend.read(self._input(req))
@@ -49,40 +48,25 @@ class CompletionsApi:
         return Plan(read, (response_fields(req, prompt=""), model))
 
     def _input(self, req: CompletionRequest) -> GenerateInput:
-        prompt = req.prompt
-        is_text = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], str))
-        if not isinstance(prompt, (str, list)):
-            raise InputError(
-                f"prompt: expected a string, a list of strings, token ids or a list of those, got {prompt!r:.40}",
-                field="prompt",
-            )
-        if req.suffix:
-            raise InputError("suffix: not available yet in moe-engine; leave it out", field="suffix")
-        if req.best_of is not None and req.best_of > (req.n if isinstance(req.n, int) else 1):
+        is_text = isinstance(req.prompt if isinstance(req.prompt, str) else req.prompt[0], str)
+        if req.best_of is not None and req.best_of > (req.n or 1):
             raise InputError(
                 "best_of: values above n are not available yet in moe-engine; leave it out",
                 field="best_of",
             )
-        max_tokens = DEFAULT_MAX_TOKENS if req.max_tokens is None else req.max_tokens
-        return GenerateInput(
-            text=prompt if is_text else None,
-            input_ids=None if is_text else prompt,
+        return generate_input(
+            req,
+            {**self._state.settings.sampling_defaults, "max_new_tokens": DEFAULT_MAX_TOKENS},
+            "max_tokens",
+            text=req.prompt if is_text else None,
+            input_ids=None if is_text else req.prompt,
             text_field="prompt",
             ids_field="prompt",
-            sampling_params=parse_openai_sampling(req, self._state.settings.sampling_defaults, max_tokens),
-            sampling_field="",
-            max_tokens_field="max_tokens",
             max_tokens_asked=req.max_tokens is not None,
-            rid=req.rid,
-            stream=bool(req.stream),
-            priority=req.priority,
-            extra_key=req.extra_key,
-            routed_dp_rank=req.data_parallel_rank if req.routed_dp_rank is None else req.routed_dp_rank,
             return_logprob=req.logprobs is not None,
             logprob_start_len=0 if req.echo else -1,
-            top_logprobs_num=req.logprobs or 0,
+            top_logprobs_num=req.logprobs,
             top_logprobs_field="logprobs",
-            cumulative=False,
         )
 
     def _choice(self, g: Generation, text: str, entries: Columns, finish: dict[str, Any] | None) -> dict[str, Any]:

@@ -1,19 +1,20 @@
-"""Request types of the OpenAI endpoints, and conversion of their sampling fields.
-
-Types are msgspec structs: validation takes microseconds and errors contain the field's path. Sampling values are typed
-`Any` because `sampling_checks` validates them with better messages. Unknown fields are ignored, as in SGLang.
-"""
+"""Request types of the OpenAI endpoints, and the rules that concern several fields. Unknown fields are ignored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, Required, TypedDict, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from moe_engine.errors import InputError
-from moe_engine.sampling_checks import parse_sampling
-from moe_engine.types import SamplingParams
+from moe_engine.frontend.generate_input import DpRank, GenerateInput, Priority, Rid, Text
+from moe_engine.sampling_checks import Count, SamplingFields, TokenId, build_sampling
+from moe_engine.validation import NotAvailable
+
+DEFAULT_MAX_TOKENS = 16
+"""Of /v1/completions. Chat answers may use the whole context."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -21,71 +22,82 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = False
 
 
-class CommonRequest(msgspec.Struct, kw_only=True):
-    """Fields common to chat and plain completions."""
+class CommonRequest(SamplingFields, kw_only=True):
+    """Fields common to chat and plain completions. null: the default."""
 
-    model: str | None = None
+    model: Annotated[str | None, Meta(description="any name; base:adapter is refused")] = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    seed: int | None = None
     user: Any = None
-    rid: Any = None
-    priority: int | None = None
+    rid: Rid | list[Rid] | None = None
+    priority: Priority | None = None
     extra_key: str | None = None
-    routed_dp_rank: int | None = None
-    data_parallel_rank: int | None = None
-    """The older name of `routed_dp_rank`."""
-    response_format: dict[str, Any] | None = None
-    # sampling, OpenAI's names
-    temperature: Any = None
-    top_p: Any = None
-    n: Any = None
-    seed: Any = None
-    stop: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    logit_bias: Any = None
-    max_tokens: Any = None
-    # sampling, SGLang's additions
-    top_k: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    repetition_penalty: Any = None
-    stop_token_ids: Any = None
-    stop_regex: Any = None
-    regex: Any = None
-    ebnf: Any = None
-    ignore_eos: Any = None
-    skip_special_tokens: Any = None
-    spaces_between_special_tokens: Any = None
-    no_stop_trim: Any = None
-    # not implemented yet
-    lora_path: Any = None
-    session_params: Any = None
-    custom_logit_processor: Any = None
-    custom_params: Any = None
-    return_hidden_states: Any = None
-    return_routed_experts: Any = None
-    bootstrap_host: Any = None
-    bootstrap_room: Any = None
-    cache_salt: Any = None
+    routed_dp_rank: DpRank | None = None
+    data_parallel_rank: Annotated[DpRank, Meta(description="older name of routed_dp_rank")] | None = None
+    response_format: Annotated[dict[str, Any] | None, Meta(description='{"type": "text"}')] = None
+    lora_path: NotAvailable = None
+    session_params: NotAvailable = None
+    return_hidden_states: NotAvailable = None
+    return_routed_experts: NotAvailable = None
+    bootstrap_host: NotAvailable = None
+    bootstrap_room: NotAvailable = None
+    cache_salt: NotAvailable = None
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
-    prompt: Any
+    prompt: Text | Annotated[list[Text | TokenId | list[TokenId]], Meta(min_length=1)]
     echo: bool | None = False
-    logprobs: int | None = None
-    suffix: Any = None
+    logprobs: Count | None = None
     best_of: int | None = None
-    json_schema: Any = None
+    suffix: NotAvailable = None
+
+
+class TextPart(TypedDict):
+    type: Annotated[str, Meta(pattern="^text$")]
+    text: str
+
+
+class Function(TypedDict, total=False):
+    name: Required[str]
+    description: str | None
+    parameters: dict[str, Any] | None
+
+
+class Tool(TypedDict, total=False):
+    type: Annotated[str, Meta(pattern="^function$")]
+    function: Required[Function]
+
+
+class FunctionCall(TypedDict, total=False):
+    name: Required[str]
+    arguments: Any
+
+
+class ToolCall(TypedDict, total=False):
+    function: Required[FunctionCall]
+
+
+class Message(TypedDict, total=False):
+    """Further fields are passed to the chat template. Only the assistant's content may be missing."""
+
+    role: Required[Annotated[str, Meta(pattern="^(system|developer|user|assistant|tool|function)$")]]
+    content: str | list[TextPart] | None
+    tool_calls: list[ToolCall] | None
+
+
+Messages = Annotated[list[Message], Meta(min_length=1)]
 
 
 class ChatRequest(CommonRequest, kw_only=True):
-    messages: list[Any]
-    max_completion_tokens: Any = None
+    messages: Messages
+    max_completion_tokens: Annotated[Count, Meta(description="newer name of max_tokens")] | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    top_logprobs: Count | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Annotated[str, Meta(pattern="^(auto|none|required)$")] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Any = None
@@ -97,40 +109,6 @@ class ChatRequest(CommonRequest, kw_only=True):
 
 R = TypeVar("R", bound=CommonRequest)
 
-_SAME = (
-    "temperature", "top_p", "top_k", "min_p", "n", "stop", "frequency_penalty", "presence_penalty",
-    "repetition_penalty", "logit_bias", "stop_token_ids", "stop_regex", "regex", "ebnf", "ignore_eos",
-    "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "custom_params", "custom_logit_processor",
-)  # fmt: skip
-_RENAMED = {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}
-_REFUSED = (
-    "lora_path", "session_params", "return_hidden_states", "return_routed_experts", "bootstrap_host", "bootstrap_room",
-    "cache_salt",
-)  # fmt: skip
-
-
-def parse_request(body: Mapping[str, Any], kind: type[R]) -> R:
-    """Parses the body into a typed request.
-
-    Raises:
-        InputError: names the field of the wrong type, or the feature that is not implemented yet.
-    """
-    try:
-        request = msgspec.convert(body, kind)
-    except msgspec.ValidationError as exc:
-        raise _named(str(exc)) from None
-    for name in _REFUSED:
-        if getattr(request, name) not in (None, False, [], {}):
-            raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
-    form = (request.response_format or {}).get("type", "text")
-    if form != "text":
-        raise InputError(
-            f"response_format.type: {form!r:.40} is not available yet in moe-engine; use 'text'",
-            field="response_format",
-        )
-    return request
-
-
 _SHAPING = ("stream", "stream_options", "n", "echo", "logprobs", "top_logprobs")
 
 
@@ -140,39 +118,32 @@ def response_fields(request: R, **bulk: Any) -> R:
     return type(request)(**bulk, **{name: getattr(request, name) for name in _SHAPING if name in names})
 
 
-def _named(message: str) -> InputError:
-    """Rewrites msgspec's "Expected `int`, got `str` - at `$.n`" with the field first."""
-    what, _, path = message.partition(" - at `$")
-    if "missing required field" in what:
-        field = what.split("`")[1]
-        return InputError(f"{field}: is required", field=field)
-    field = path.rstrip("`").lstrip(".")
-    what = what.replace("`", "").replace(" | null", "")
-    return InputError(f"{field}: {what[0].lower()}{what[1:]}", field=field)
-
-
-def parse_openai_sampling(
-    request: CommonRequest, defaults: Mapping[str, Any], max_tokens: Any, length_field: str = "max_tokens"
-) -> SamplingParams:
-    """Sampling parameters of a request; missing ones default to the model's, then to SGLang's.
+def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field: str, **fields: Any) -> GenerateInput:
+    """The request for the front end; missing sampling fields default to the model's, then to SGLang's.
 
     Args:
-        length_field: the request field that holds `max_tokens`.
+        defaults: the model's sampling defaults.
+        length_field: the request's field with the maximum number of tokens.
+        fields: the fields of `GenerateInput` that differ between the endpoints.
 
     Raises:
         InputError: names the field as the client spelled it.
     """
-    values = dict(defaults)
-    values |= {name: value for name in _SAME if (value := getattr(request, name)) is not None}
-    values |= {ours: value for name, ours in _RENAMED.items() if (value := getattr(request, name)) is not None}
-    values["max_new_tokens"] = max_tokens
-    if getattr(request, "json_schema", None) is not None:
-        values["json_schema"] = True
-    try:
-        return parse_sampling(values, "")
-    except InputError as exc:
-        spellings = {ours: name for name, ours in _RENAMED.items()} | {"max_new_tokens": length_field}
-        message, field = exc.message, exc.field or ""
-        for ours, name in spellings.items():
-            message = message.replace(ours, name)
-        raise InputError(message, field=spellings.get(field, field), status=exc.status) from None
+    form = (req.response_format or {}).get("type", "text")
+    if form != "text":
+        words = f"response_format.type: {form!r:.40} is not available yet in moe-engine; use 'text'"
+        raise InputError(words, field="response_format")
+    names = {"max_new_tokens": length_field, "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+    return GenerateInput(
+        sampling_params=build_sampling(req, defaults, names=names),
+        sampling_field="",
+        max_tokens_field=length_field,
+        rid=req.rid,
+        stream=req.stream,
+        priority=req.priority,
+        extra_key=req.extra_key,
+        routed_dp_rank=req.routed_dp_rank,
+        data_parallel_rank=req.data_parallel_rank,
+        cumulative=False,
+        **fields,
+    )

@@ -1,16 +1,21 @@
-"""OpenAPI description of all endpoints: /openapi.json, and /docs as an HTML page. Both work offline."""
+"""OpenAPI description of all endpoints, made from their types: /openapi.json, and /docs as HTML. Both work offline."""
 
 from __future__ import annotations
 
 import html
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from moe_engine.server.openai_types import ChatRequest, CompletionRequest
+from moe_engine.sampling_checks import SamplingRequest
+from moe_engine.server.errors import Handler, error_format_of, openai_body
+from moe_engine.server.openai_answers import Error, OpenAIError
+from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
+from moe_engine.types import SamplingParams
 
 JSON = "application/json"
 TEXT = "text/plain"
@@ -20,125 +25,98 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Description of an endpoint.
+    """An endpoint with the types of what it reads and answers.
 
     Args:
-        content: media type of its response; None: an empty body.
-        streams: whether the response may be an event stream instead.
-        body: JSON schema of the request's body, or None.
-        query: parameters in the query: name to type.
+        names: its paths, separated by blanks; the first is the current one.
+        handler: its docstring's first line describes the endpoint.
+        answer: type of the whole answer; None: an empty body.
+        media: media type of the whole answer.
+        body: type of the request's body, or None.
+        event: type of an event's data, if the answer may be a stream.
+        query: type of the query, or None.
+        available: False: answers 501 and is not described.
     """
 
-    path: str
-    methods: tuple[str, ...]
-    summary: str
-    content: str | None = JSON
-    streams: bool = False
-    body: dict[str, Any] | None = None
-    query: tuple[tuple[str, str], ...] = ()
+    names: str
+    handler: Handler
+    verbs: str = "GET"
+    answer: Any = None
+    media: str = JSON
+    body: Any = None
+    event: Any = None
+    query: Any = None
+    available: bool = True
+
+    @property
+    def paths(self) -> list[str]:
+        return self.names.split()
+
+    @property
+    def shown_paths(self) -> list[str]:
+        return [path.replace(":path}", "}") for path in self.paths] if self.available else []
+
+    @property
+    def methods(self) -> list[str]:
+        return self.verbs.split()
+
+    @property
+    def summary(self) -> str:
+        return (self.handler.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
-def _object(**types: str) -> dict[str, Any]:
-    """A JSON schema from field types; `*` marks required fields."""
-    any_of = {name: {} if kind.strip("*") == "any" else {"type": kind.strip("*")} for name, kind in types.items()}
-    required = [name for name, kind in types.items() if kind.endswith("*")]
-    return {"type": "object", "properties": any_of} | ({"required": required} if required else {})
-
-
-def _reference(kind: type) -> dict[str, Any]:
-    return {"$ref": f"#/components/schemas/{kind.__name__}"}
-
-
-_TOKENIZE = _object(prompt="any", messages="array", add_special_tokens="boolean")
-_DETOKENIZE = _object(tokens="array*", skip_special_tokens="boolean")
-_GENERATE = _object(
-    text="any", input_ids="array", sampling_params="any", stream="boolean", rid="any", return_logprob="any",
-    logprob_start_len="any", top_logprobs_num="any", token_ids_logprob="array",
-)  # fmt: skip
-_LOADS = (("dp_rank", "integer"), ("include", "string"), ("format", "string"))
-_GET, _POST, _BOTH = ("GET",), ("POST",), ("GET", "POST")
-
-ENDPOINTS = (
-    Endpoint("/v1/chat/completions", _POST, "Chat completion", streams=True, body=_reference(ChatRequest)),
-    Endpoint("/v1/completions", _POST, "Text completion", streams=True, body=_reference(CompletionRequest)),
-    Endpoint("/v1/models", _GET, "The served model"),
-    Endpoint("/v1/models/{model}", _GET, "The served model, by name"),
-    Endpoint("/generate", ("POST", "PUT"), "Generation, SGLang's format", streams=True, body=_GENERATE),
-    Endpoint("/abort_request", _POST, "Aborts requests", None, body=_object(rid="string", abort_all="boolean")),
-    Endpoint("/flush_cache", _BOTH, "Clears the prefix cache", TEXT, query=(("timeout", "number"),)),
-    Endpoint("/tokenize", _POST, "Token ids of texts or of a conversation", body=_TOKENIZE),
-    Endpoint("/v1/tokenize", _POST, "Same as /tokenize", body=_TOKENIZE),
-    Endpoint("/detokenize", _POST, "Text of token ids", body=_DETOKENIZE),
-    Endpoint("/v1/detokenize", _POST, "Same as /detokenize", body=_DETOKENIZE),
-    Endpoint(
-        "/separate_reasoning", _POST, "Separates reasoning from content",
-        body=_object(text="string*", reasoning_parser="string"),
-    ),
-    Endpoint(
-        "/parse_function_call", _POST, "Parses tool calls in a text",
-        body=_object(text="string*", tools="array*", tool_call_parser="string"),
-    ),
-    Endpoint("/health", _GET, "200 while the engine is healthy, else 503 with the reason", None),
-    Endpoint("/ready", _GET, "Same as /health", None),
-    Endpoint("/ping", _GET, "Same as /health", None),
-    Endpoint("/health_generate", _GET, "200 after generating one token", None),
-    Endpoint("/model_info", _GET, "Model information"),
-    Endpoint("/get_model_info", _GET, "Old name of /model_info"),
-    Endpoint("/server_info", _GET, "Every flag with its value, memory, throughput"),
-    Endpoint("/get_server_info", _GET, "Old name of /server_info"),
-    Endpoint("/v1/loads", _GET, "Requests and tokens of each data-parallel rank", query=_LOADS),
-    Endpoint("/get_load", _GET, "Old form of /v1/loads"),
-    Endpoint("/start_expert_distribution_record", _BOTH, "Starts expert recording", TEXT),
-    Endpoint("/stop_expert_distribution_record", _BOTH, "Stops expert recording", TEXT),
-    Endpoint("/dump_expert_distribution_record", _BOTH, "Writes the recorded counts to the server's dump folder", TEXT),
-    Endpoint("/experts", _GET, "Live page of the experts", HTML),
-    Endpoint("/experts/data", _GET, "Data of the live page"),
-    Endpoint("/metrics", _GET, "Prometheus metrics, with --enable-metrics", TEXT),
-    Endpoint("/", _GET, "List of endpoints"),
-    Endpoint("/docs", _GET, "This page", HTML),
-    Endpoint("/openapi.json", _GET, "OpenAPI description (JSON)"),
-)  # fmt: skip
-
-
-def openapi(version: str) -> dict[str, Any]:
-    """The OpenAPI 3.1 description."""
-    _, schemas = msgspec.json.schema_components(
-        (ChatRequest, CompletionRequest), ref_template="#/components/schemas/{name}"
-    )
-    error = _object(error="object*")
+def openapi(
+    endpoints: Iterable[Endpoint], version: str, native: SamplingParams, model: SamplingParams
+) -> dict[str, Any]:
+    """The OpenAPI 3.1 description. `native`, `model`: sampling defaults of /generate and of the OpenAI endpoints."""
+    described = [endpoint for endpoint in endpoints if endpoint.available]
+    kinds = [kind for e in described for kind in (e.answer, e.body, e.event, e.query) if kind is not None]
+    kinds += [Error, OpenAIError]
+    found, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    schemas = dict(zip(kinds, found, strict=True))
+    for kind, params in ((SamplingRequest, native), (ChatRequest, model), (CompletionRequest, model)):
+        fields = components[kind.__name__]["properties"]
+        for name, value in msgspec.to_builtins(params).items():
+            if name in fields and value not in (None, ()):
+                fields[name]["default"] = value
+    components["CompletionRequest"]["properties"]["max_tokens"]["default"] = DEFAULT_MAX_TOKENS
+    queries = {e.query: components.pop(e.query.__name__)["properties"] for e in described if e.query}
     return {
         "openapi": "3.1.0",
         "info": {"title": "moe-engine", "version": version},
         "paths": {
-            endpoint.path: {method.lower(): _operation(endpoint, method) for method in endpoint.methods}
-            for endpoint in ENDPOINTS
+            path: {method.lower(): _operation(e, path, method, schemas, queries) for method in e.methods}
+            for e in described
+            for path in e.shown_paths
         },
-        "components": {
-            "schemas": {**schemas, "Error": error},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
+        "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
 
 
-def _operation(endpoint: Endpoint, method: str) -> dict[str, Any]:
-    content: dict[str, Any] = {endpoint.content: {}} if endpoint.content else {}
-    if endpoint.streams:
-        content["text/event-stream"] = {}
-    names = re.findall(r"\{(\w+)\}", endpoint.path)
+def _operation(
+    endpoint: Endpoint, path: str, method: str, schemas: dict[Any, Any], queries: dict[Any, Any]
+) -> dict[str, Any]:
+    names = re.findall(r"\{(\w+)\}", path)
+    query = queries.get(endpoint.query, {})
     parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
-    parameters += [{"name": n, "in": "query", "schema": {"type": kind}} for n, kind in endpoint.query]
-    ok: dict[str, Any] = {"description": "Success"} | ({"content": content} if content else {})
-    failed = {"description": "Failure", "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    parameters += [{"name": n, "in": "query", "schema": schema} for n, schema in query.items()]
+    error = schemas[OpenAIError if error_format_of(path) is openai_body else Error]
+    ok: dict[str, Any] = {"description": "Success"}
+    if endpoint.answer is not None:
+        ok["content"] = {endpoint.media: {"schema": schemas[endpoint.answer]}}
+    if endpoint.event is not None:
+        ok["description"] = "With stream: events, whose data has this schema, or that of Error, or is [DONE]"
+        ok["content"]["text/event-stream"] = {"schema": {"anyOf": [schemas[endpoint.event], schemas[Error]]}}
     operation: dict[str, Any] = {
-        "operationId": "_".join([method.lower(), *re.findall(r"\w+", endpoint.path)]),
+        "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
         "summary": endpoint.summary,
-        "responses": {"200": ok, "default": failed},
+        "responses": {"200": ok, "default": {"description": "Failure", "content": {JSON: {"schema": error}}}},
     }
     if parameters:
         operation["parameters"] = parameters
     if endpoint.body is not None:
-        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": endpoint.body}}}
+        operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[endpoint.body]}}}
     return operation
 
 
@@ -147,7 +125,7 @@ _PAGE = """<!doctype html>
 <title>moe-engine: endpoints</title>
 <style>
 :root {{ color-scheme: light dark }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }}
 table {{ border-collapse: collapse; width: 100% }}
 td, th {{ text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid #8884; vertical-align: top }}
 pre {{ overflow-x: auto; background: #8882; padding: 1rem }}
@@ -157,27 +135,74 @@ pre {{ overflow-x: auto; background: #8882; padding: 1rem }}
 With <code>--api-key</code>, send the header <code>Authorization: Bearer KEY</code>.</p>
 <pre>curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{{"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'</pre>
-<table><tr><th>Method<th>Path<th><th>Fields of the body or the query
+<table><tr><th>Method<th>Path<th><th>Query<th>Body<th>Answer
 {rows}
 </table>
+{types}
 """
 
 
-def docs_page(version: str, url: str) -> str:
+def docs_page(description: dict[str, Any], url: str) -> str:
     """HTML of /docs. `url`: the server's URL as seen by the client."""
-    schemas = openapi(version)["components"]["schemas"]
     rows = "\n".join(
-        f"<tr><td>{' '.join(endpoint.methods)}<td><code>{html.escape(endpoint.path)}</code>"
-        f"<td>{html.escape(endpoint.summary)}<td>{', '.join(_fields(endpoint, schemas))}"
-        for endpoint in ENDPOINTS
+        f"<tr><td>{' '.join(methods).upper()}<td><code>{html.escape(path)}</code>"
+        f"<td>{html.escape(next(iter(methods.values()))['summary'])}<td>{'<td>'.join(_cells(methods))}"
+        for path, methods in description["paths"].items()
     )
-    return _PAGE.format(version=html.escape(version), url=html.escape(url), rows=rows)
+    types = "\n".join(
+        f"<h2 id={name}>{name}</h2>\n<p>{html.escape(schema.get('description', ''))}\n"
+        f"<table><tr><th>Field<th>Type<th>Default<th>\n{_fields(schema)}\n</table>"
+        for name, schema in description["components"]["schemas"].items()
+    )
+    return _PAGE.format(
+        version=html.escape(description["info"]["version"]), url=html.escape(url), rows=rows, types=types
+    )
 
 
-def _fields(endpoint: Endpoint, schemas: dict[str, Any]) -> Iterable[str]:
-    schema = endpoint.body or {}
+def _cells(methods: dict[str, Any]) -> Iterator[str]:
+    """Query, body and answer of an endpoint."""
+    operation = next(iter(methods.values()))
+    queries = (p for p in operation.get("parameters", ()) if p["in"] == "query")
+    yield "<br>".join(f"{p['name']}: {_type(p['schema'])}" for p in queries)
+    for part in (operation.get("requestBody", {}), operation["responses"]["200"]):
+        yield "<br>".join(
+            _type(content["schema"]) + ("" if kind == JSON else f" ({kind})")
+            for kind, content in part.get("content", {}).items()
+        )
+
+
+def _fields(schema: dict[str, Any]) -> str:
+    rows = []
+    for name, field in schema.get("properties", {}).items():
+        default = html.escape(json.dumps(field["default"])) if "default" in field else ""
+        default = "required" if name in schema.get("required", ()) else default
+        words = html.escape(_description(field))
+        rows.append(f"<tr><td><code>{name}</code><td>{_type(field)}<td>{default}<td>{words}")
+    return "\n".join(rows)
+
+
+def _description(schema: dict[str, Any]) -> str:
+    found = [part.get("description", "") for part in (schema, *schema.get("anyOf", ()))]
+    return next(filter(None, found), "")
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """The type of a schema with its bounds, in words."""
     if "$ref" in schema:
-        schema = schemas[schema["$ref"].rpartition("/")[2]]
-    names = [*schema.get("properties", ()), *(name for name, _ in endpoint.query)]
-    required = schema.get("required", ())
-    return (f"<b>{name}</b>" if name in required else name for name in names)
+        name = schema["$ref"].rpartition("/")[2]
+        return f"<a href=#{name}>{name}</a>"
+    if "anyOf" in schema:
+        return " or ".join(_type(part) for part in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(html.escape(json.dumps(value)) for value in schema["enum"])
+    words = schema.get("type", "anything")
+    if isinstance(schema.get("items"), dict):
+        words += f" of ({_type(schema['items'])})"
+    bounds = [f"{sign} {schema[name]}" for name, sign in _BOUNDS.items() if name in schema]
+    return " ".join([words, html.escape(", ".join(bounds))]).rstrip()
+
+
+_BOUNDS = {
+    "minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "minLength": "length ≥", "maxLength": "length ≤",
+    "minItems": "items ≥", "maxItems": "items ≤", "maxProperties": "entries ≤", "pattern": "",
+}  # fmt: skip

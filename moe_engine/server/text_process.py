@@ -20,7 +20,6 @@ from moe_engine.frontend.frontend import Frontend
 from moe_engine.server.bodies import Plan, Work
 from moe_engine.server.body_work import body_work
 from moe_engine.server.errors import Problem, problem_of
-from moe_engine.server.http_io import decode_object
 from moe_engine.server.state import ServerState
 from moe_engine.server.text_frames import FRAME_BYTES, HEADER, Kind, frame
 from moe_engine.server.text_processes import TextSpec
@@ -90,7 +89,7 @@ class Server:
             self.send(Kind.READY)
             body = self._body()
             try:
-                self._answer(work[name](decode_object(body)))
+                self._answer(work[name](body))
             except MemoryError:
                 self.send(Kind.PROBLEM, pickle.dumps(_TOO_MUCH))
             except OSError:

@@ -156,7 +156,7 @@ def test_v3_on_a_large_machine(resolved):
         ({"random_seed": 2**63}, ["--random-seed 9223372036854775808", "at most"]),
         ({"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 9999}, ["--speculative-eagle-topk 9999", "64"]),
         ({"preferred_sampling_params": '{"temperatur": 0}'}, ["--preferred-sampling-params.temperatur", "unknown"]),
-        ({"preferred_sampling_params": {"top_p": 7}}, ["--preferred-sampling-params.top_p", "(0, 1]", "7"]),
+        ({"preferred_sampling_params": {"top_p": 7}}, ["--preferred-sampling-params.top_p", "<= 1", "7"]),
         ({"tokenizer_path": "/no/such"}, ["--tokenizer-path /no/such: no such folder"]),
     ],
 )  # fmt: skip

@@ -40,7 +40,7 @@ def chat(**values: Any) -> dict[str, Any]:
 BAD: list[tuple[str, str, Any, str]] = [
     ("/generate", "prompt over the context", {"input_ids": [1] * 600}, "512"),
     ("/generate", "max_new_tokens over the context", sampling(max_new_tokens=600), "context"),
-    ("/generate", "empty prompt", {"text": ""}, "empty"),
+    ("/generate", "empty prompt", {"text": ""}, "text: expected a string of length >= 1"),
     ("/generate", "no prompt", {"sampling_params": {}}, "text"),
     ("/generate", "text and ids", {"text": "a", "input_ids": [1]}, "exactly one"),
     ("/generate", "ids out of range", {"input_ids": [1, 320]}, "input_ids"),

@@ -19,9 +19,17 @@ import pytest
 from starlette.routing import Route
 
 from moe_engine.frontend.prepare import THREAD_CHARS
-from moe_engine.server import bodies, http_io, text_process
+from moe_engine.server import (
+    bodies,
+    http_io,
+    native_api,
+    openai_chat,
+    openai_completions,
+    parse_api,
+    text_process,
+)
 from moe_engine.server.bodies import PROCESS_BYTES
-from moe_engine.server.control_api import UNSUPPORTED_ENDPOINTS
+from moe_engine.server.endpoints import UNSUPPORTED_PATHS
 from moe_engine.server.text_frames import HEADER, Kind, frame
 from moe_engine.tokenizer.chat_template import ChatTemplate
 from moe_engine.tokenizer.tokenizer import Tokenizer
@@ -80,7 +88,7 @@ def shown(response: httpx.Response) -> tuple[int, str]:
 def test_every_endpoint_with_a_body_is_covered():
     routes = [route for route in make_app(FakeClient()).routes if isinstance(route, Route) or hasattr(route, "methods")]
     paths = {route.path for route in routes if "POST" in (route.methods or ())}
-    assert paths - set(UNSUPPORTED_ENDPOINTS) - CONTROL == {path for path, _ in CASES}
+    assert paths - set(UNSUPPORTED_PATHS) - CONTROL == {path for path, _ in CASES}
 
 
 @pytest.fixture
@@ -95,7 +103,10 @@ def places(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(bodies, "decode_object", watched(http_io.decode_object))
+    for module in (native_api, openai_chat, openai_completions, parse_api):
+        for name in ("decode_body", "decode_body_and_rest"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, watched(getattr(http_io, name)))
     monkeypatch.setattr(ChatTemplate, "render", watched(ChatTemplate.render))
     for name in ("encode_batch", "encode_parts", "decode"):
         monkeypatch.setattr(Tokenizer, name, watched(getattr(Tokenizer, name)))

@@ -37,7 +37,7 @@ def broken(folder: Path, name: str, text: str) -> str:
     [
         ("tokenizer.json", "{", "cannot be read as a tokenizer"),
         ("chat_template.jinja", "{% for %}", "Expected an expression"),
-        ("generation_config.json", '{"temperature": -1}', "temperature: must be in"),
+        ("generation_config.json", '{"temperature": -1}', "temperature: expected a number >= 0"),
     ],
 )
 def test_server(tmp_path: Path, name: str, text: str, words: str) -> None:

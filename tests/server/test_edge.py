@@ -1,4 +1,4 @@
-"""Web pages of other origins, and the pages and descriptions that the server itself shows."""
+"""Web pages of other origins, and the pages that the server itself shows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from html.parser import HTMLParser
 import pytest
 
 from moe_engine.server.auth import changes_engine
-from moe_engine.server.control_api import UNSUPPORTED_ENDPOINTS
-from moe_engine.server.openapi import ENDPOINTS
+from moe_engine.server.endpoints import UNSUPPORTED_PATHS
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import get, make_app, post, talk
+from tests.server.harness import get, make_app, talk
 
 PAGE = {"Origin": "http://evil.example"}
 IMAGE = {"Sec-Fetch-Site": "cross-site"}
@@ -23,7 +22,8 @@ OWN = [
     {"Sec-Fetch-Site": "same-origin", "Origin": "https://behind.a.proxy"},
     {"Sec-Fetch-Site": "none"},
 ]
-CHANGES = sorted(e.path for e in ENDPOINTS if changes_engine(e.path))
+PATHS = [path for endpoint in make_app(FakeClient()).state.endpoints for path in endpoint.shown_paths]
+CHANGES = sorted(filter(changes_engine, PATHS))
 
 
 def status(path, headers, method="GET", content=b"", **settings):
@@ -43,7 +43,7 @@ def test_what_changes_the_engine():
     ]
 
 
-@pytest.mark.parametrize("path", [*CHANGES, *(path for path in UNSUPPORTED_ENDPOINTS if changes_engine(path))])
+@pytest.mark.parametrize("path", [*CHANGES, *(path for path in UNSUPPORTED_PATHS if changes_engine(path))])
 def test_pages_of_other_origins_change_nothing(path):
     client = FakeClient()
     for headers in FOREIGN:
@@ -122,69 +122,7 @@ def test_the_pages_need_neither_key_nor_internet(settings):
 
     page = Cells()
     page.feed(response.text)
-    assert {endpoint.path for endpoint in ENDPOINTS} <= set(page.cells)
+    assert set(PATHS) <= set(page.cells)
     assert {"max_completion_tokens", "tool_choice", "stop_token_ids"} <= set(re.findall(r"\w+", response.text))
     page_for_other_host = get(FakeClient(), "/docs", headers={"Host": "<b>"}, **settings).text
     assert "<b>/v1" not in page_for_other_host
-
-
-def test_the_description_names_every_endpoint():
-    paths = get(FakeClient(), "/openapi.json", enable_metrics=True).json()["paths"]
-    described = {(path, method.upper()) for path, methods in paths.items() for method in methods}
-    served = {
-        (route.path.replace(":path", ""), method)
-        for route in make_app(FakeClient()).routes
-        for method in route.methods
-        if route.path not in UNSUPPORTED_ENDPOINTS
-    }
-    assert described == {(path, method) for path, method in served if method != "HEAD"}
-
-
-def test_the_description_is_openapi():
-    """The rules of OpenAPI 3.1 that a description of this kind can break."""
-    found = get(FakeClient(), "/openapi.json").json()
-    assert found["openapi"] == "3.1.0" and found["info"].keys() == {"title", "version"}
-    identifiers = []
-    for path, methods in found["paths"].items():
-        assert path.startswith("/")
-        for method, operation in methods.items():
-            identifiers.append(operation["operationId"])
-            assert method in ("get", "post", "put") and re.fullmatch(r"\w+", operation["operationId"])
-            assert operation["responses"].keys() == {"200", "default"}
-            assert all("description" in answer for answer in operation["responses"].values())
-            parameters = operation.get("parameters", [])
-            in_path = {p["name"] for p in parameters if p["in"] == "path" and p["required"] is True}
-            assert in_path == set(re.findall(r"{(\w+)}", path))
-            assert all(p["schema"]["type"] for p in parameters)
-    assert len(set(identifiers)) == len(identifiers)
-    schemas = found["components"]["schemas"]
-    references = set(re.findall(r"'#/components/schemas/(\w+)'", str(found)))
-    assert references <= schemas.keys() and {"ChatRequest", "CompletionRequest", "Error"} <= references
-    assert schemas["ChatRequest"]["required"] == ["messages"]
-
-
-@pytest.mark.parametrize("path", [e.path for e in ENDPOINTS if "GET" in e.methods and not changes_engine(e.path)])
-def test_answers_have_the_described_type(path):
-    (endpoint,) = [endpoint for endpoint in ENDPOINTS if endpoint.path == path]
-    client = FakeClient()
-    client.call_one = lambda *_: None
-    response = get(client, path.replace("{model}", "tiny"), enable_metrics=True)
-    if path == "/experts/data":  # the fake engine has no experts
-        return
-    assert response.status_code == 200
-    assert response.headers.get("content-type", "").partition(";")[0] == (endpoint.content or "")
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "kind"),
-    [
-        ("/flush_cache", {}, "text/plain"),
-        ("/abort_request", {"rid": "x"}, ""),
-        ("/tokenize", {"prompt": "x"}, "application/json"),
-        ("/generate", {"text": "x"}, "application/json"),
-        ("/generate", {"text": "x", "stream": True}, "text/event-stream"),
-    ],
-)
-def test_answers_to_posts_too(path, body, kind):
-    response = post(FakeClient(), path, body)
-    assert response.headers.get("content-type", "").partition(";")[0] == kind

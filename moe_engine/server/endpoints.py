@@ -1,0 +1,72 @@
+"""All endpoints with their types: the one list for the application's routes and for the description of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moe_engine.frontend.generate_input import GenerateRequest
+from moe_engine.server import native_types as native
+from moe_engine.server import openai_answers as answers
+from moe_engine.server.control_api import ControlApi
+from moe_engine.server.experts_api import ExpertsApi
+from moe_engine.server.metrics import Metrics
+from moe_engine.server.native_api import NativeApi
+from moe_engine.server.openai_chat import ChatApi
+from moe_engine.server.openai_completions import CompletionsApi
+from moe_engine.server.openai_types import ChatRequest, CompletionRequest
+from moe_engine.server.openapi import HTML, TEXT, Endpoint
+from moe_engine.server.pages_api import PagesApi
+from moe_engine.server.parse_api import ParseApi
+from moe_engine.server.state import ServerState
+
+UNSUPPORTED_PATHS = (
+    "/update_weights", "/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor",
+    "/update_weights_from_ipc", "/update_weight_version", "/init_weights_update_group", "/destroy_weights_update_group",
+    "/begin_weight_update", "/end_weight_update", "/weights_checker", "/get_weights_by_name",
+    "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation", "/continue_generation",
+    "/start_profile", "/stop_profile", "/open_session", "/close_session", "/load_lora_adapter", "/unload_lora_adapter",
+    "/encode", "/classify", "/configure_logging", "/set_internal_state",
+    "/slow_down", "/freeze_gc", "/generate_from_file", "/clear_hicache_storage_backend", "/vertex_generate",
+    "/invocations", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/responses", "/v1/classify",
+    "/v1/audio/transcriptions", "/v1/messages", "/v1/files", "/v1/batches",
+)  # fmt: skip
+
+
+def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]:
+    chat, completions, api = ChatApi(state), CompletionsApi(state), NativeApi(state)
+    control, parse, experts, pages = ControlApi(state), ParseApi(state), ExpertsApi(state), PagesApi(state, metrics)
+    # fmt: off
+    yield Endpoint("/v1/chat/completions", chat.chat_completions, "POST", answers.ChatCompletion,
+                   body=ChatRequest, event=answers.ChatChunk)
+    yield Endpoint("/v1/completions", completions.completions, "POST", answers.Completion,
+                   body=CompletionRequest, event=answers.CompletionChunk)
+    yield Endpoint("/v1/models", pages.models, answer=answers.ModelList)
+    yield Endpoint("/v1/models/{model:path}", pages.model, answer=answers.ModelCard)
+    yield Endpoint("/generate", api.generate, "POST PUT", native.Output | list[native.Output],
+                   body=GenerateRequest, event=native.Output)
+    yield Endpoint("/abort_request", api.abort_request, "POST", body=native.AbortRequest)
+    yield Endpoint("/flush_cache", api.flush_cache, "GET POST", str, TEXT, query=native.FlushQuery)
+    yield Endpoint("/tokenize /v1/tokenize", api.tokenize, "POST", native.Tokens, body=native.TokenizeRequest)
+    yield Endpoint("/detokenize /v1/detokenize", api.detokenize, "POST", native.Texts, body=native.DetokenizeRequest)
+    yield Endpoint("/separate_reasoning", parse.separate_reasoning, "POST", native.SeparatedReasoning,
+                   body=native.SeparateReasoningRequest)
+    yield Endpoint("/parse_function_call", parse.parse_function_call, "POST", native.ParsedCalls,
+                   body=native.ParseFunctionCallRequest)
+    yield Endpoint("/health /ready /ping", control.health)
+    yield Endpoint("/health_generate", control.health_generate)
+    yield Endpoint("/model_info /get_model_info", control.model_info, answer=native.ModelInfo)
+    yield Endpoint("/server_info /get_server_info", control.server_info, answer=native.ServerInfo)
+    yield Endpoint("/v1/loads", control.loads, answer=native.Loads, query=native.LoadsQuery)
+    yield Endpoint("/get_load", control.get_load, answer=list[native.OldLoad])
+    yield Endpoint("/start_expert_distribution_record", experts.start, "GET POST", str, TEXT)
+    yield Endpoint("/stop_expert_distribution_record", experts.stop, "GET POST", str, TEXT)
+    yield Endpoint("/dump_expert_distribution_record", experts.dump, "GET POST", str, TEXT)
+    yield Endpoint("/experts", experts.page, answer=str, media=HTML)
+    yield Endpoint("/experts/data", experts.data, answer=native.ExpertView)
+    yield Endpoint("/metrics", pages.measured, answer=str, media=TEXT)
+    yield Endpoint("/", pages.root, answer=native.Root)
+    yield Endpoint("/openapi.json", pages.description, answer=native.OpenAPI)
+    yield Endpoint("/docs", pages.docs, answer=str, media=HTML)
+    # fmt: on
+    for path in UNSUPPORTED_PATHS:
+        yield Endpoint(path, control.not_implemented, "GET POST PUT", available=False)

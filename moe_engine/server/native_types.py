@@ -1,0 +1,230 @@
+"""Bodies, queries and answers of the endpoints outside OpenAI's interface; `GenerateRequest` is the frontend's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+from msgspec import Meta, Struct
+
+from moe_engine.sampling_checks import TokenId
+from moe_engine.server.openai_types import Messages, Tool
+
+MAX_FLUSH_SECONDS = 3600
+
+# -- bodies and queries
+
+
+class AbortRequest(Struct):
+    """Aborts the requests whose id starts with `rid`, or all."""
+
+    rid: str | None = None
+    abort_all: bool | None = False
+
+
+class FlushQuery(Struct):
+    timeout: Annotated[float, Meta(ge=0, le=MAX_FLUSH_SECONDS, description="seconds to wait until idle")] = 0
+
+
+class TokenizeRequest(Struct):
+    """Exactly one of `prompt` and `messages` is set."""
+
+    prompt: str | Annotated[list[str], Meta(min_length=1)] | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = False
+    add_generation_prompt: bool | None = None
+
+
+class DetokenizeRequest(Struct):
+    tokens: list[TokenId | list[TokenId]]
+    skip_special_tokens: bool | None = True
+
+
+class SeparateReasoningRequest(Struct):
+    text: str
+    reasoning_parser: Annotated[str | None, Meta(description="null: the server's --reasoning-parser")] = None
+
+
+class ParseFunctionCallRequest(Struct):
+    text: str
+    tools: list[Tool]
+    tool_call_parser: Annotated[str | None, Meta(description="null: the server's --tool-call-parser")] = None
+
+
+class LoadsQuery(Struct):
+    dp_rank: Annotated[int, Meta(ge=0)] | None = None
+    include: Annotated[str, Meta(pattern="^(core|all)(,(core|all))*$")] = "core"
+    format: Annotated[str, Meta(pattern="^json$")] = "json"
+
+
+# -- answers
+
+
+class FinishReason(TypedDict, total=False):
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None
+    length: int
+    message: str | None
+    status_code: int | None
+    err_type: None
+
+
+Logprob = tuple[float | None, int, str | None]
+"""[log-probability, token id, text]"""
+Alternatives = list[Logprob] | None
+
+
+class MetaInfo(TypedDict):
+    id: str
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    weight_version: str
+    total_retractions: int
+    num_retractions: int
+    completion_tokens: int
+    cached_tokens: int
+    queue_time: float
+    e2e_latency: NotRequired[float]
+    first_token_latency: NotRequired[float]
+    dp_rank: NotRequired[int]
+    spec_verify_ct: NotRequired[int]
+    spec_accept_length: NotRequired[float]
+    spec_accept_rate: NotRequired[float]
+    spec_num_correct_drafts: NotRequired[int]
+    spec_num_proposed_drafts: NotRequired[int]
+    spec_correct_drafts_histogram: NotRequired[list[int]]
+    input_token_logprobs: NotRequired[list[Logprob]]
+    input_top_logprobs: NotRequired[list[Alternatives]]
+    input_token_ids_logprobs: NotRequired[list[Alternatives]]
+    output_token_logprobs: NotRequired[list[Logprob]]
+    output_top_logprobs: NotRequired[list[Alternatives]]
+    output_token_ids_logprobs: NotRequired[list[Alternatives]]
+    output_token_logprobs_length: NotRequired[int]
+
+
+class Output(TypedDict):
+    text: NotRequired[str]
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: NotRequired[int]
+    """In a stream of several outputs."""
+
+
+class Tokens(TypedDict):
+    tokens: list[int | list[int]]
+    count: int | list[int]
+    max_model_len: int
+
+
+class Texts(TypedDict):
+    text: str | list[str]
+
+
+class SeparatedReasoning(TypedDict):
+    reasoning_text: str
+    text: str
+
+
+class ParsedCall(TypedDict):
+    tool_index: int
+    name: str
+    parameters: str
+
+
+class ParsedCalls(TypedDict):
+    normal_text: str
+    calls: list[ParsedCall]
+
+
+class ModelInfo(TypedDict):
+    model_path: str
+    tokenizer_path: str
+    is_generation: bool
+    preferred_sampling_params: dict[str, Any] | None
+    weight_version: str
+    served_model_name: str
+    model_type: str
+    architectures: list[str]
+    reasoning_parser: str | None
+    tool_call_parser: str | None
+    has_image_understanding: bool
+    has_audio_understanding: bool
+    max_context_length: int
+    vocab_size: int
+
+
+class ServerInfo(TypedDict):
+    """Further fields: every flag with the value in force."""
+
+    max_running_requests: int
+    status: str
+    max_total_num_tokens: int
+    max_req_input_len: int
+    last_gen_throughput: float
+    alive_dp_ranks: list[int]
+    lost_dp_ranks: dict[str, str]
+    internal_states: list[dict[str, Any]]
+    startup_time: float
+    version: str
+
+
+class RankLoad(TypedDict):
+    dp_rank: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    token_usage: float
+    max_running_requests: int
+
+
+class TotalLoad(TypedDict):
+    total_running_reqs: int
+    total_waiting_reqs: int
+    total_reqs: int
+    total_used_tokens: int
+    avg_token_usage: float
+
+
+class Loads(TypedDict):
+    timestamp: str
+    version: str
+    dp_rank_count: int
+    loads: list[RankLoad]
+    aggregate: TotalLoad
+
+
+class OldLoad(TypedDict):
+    dp_rank: int
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+
+
+ExpertView = TypedDict(
+    "ExpertView",
+    {
+        "layers": int,
+        "experts": int,
+        "counts": list[list[int]] | None,  # [layers][experts]
+        "balancedness": dict[str, float],
+        "recording": bool,
+        "pass": int,
+    },
+)
+
+
+class Root(TypedDict):
+    server: str
+    docs: str
+    endpoints: list[str]
+
+
+class OpenAPI(TypedDict):
+    openapi: str
+    info: dict[str, str]
+    paths: dict[str, Any]
+    components: dict[str, Any]
+    security: list[dict[str, list[str]]]

@@ -1,0 +1,157 @@
+"""Answers of the OpenAI endpoints. Log-probabilities are rendered as JSON by `logprob_json`."""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired, TypedDict
+
+
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: CachedTokens | None
+    """With --enable-cache-report."""
+    reasoning_tokens: int
+
+
+class Metadata(TypedDict):
+    weight_version: str
+
+
+class TopLogprob(TypedDict):
+    token: str
+    bytes: list[int]
+    logprob: float | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[TokenLogprob]
+
+
+class CalledFunction(TypedDict):
+    """A stream has the name in the call's first piece, and the arguments in parts."""
+
+    arguments: str
+    name: NotRequired[str]
+
+
+class ToolCallPiece(TypedDict):
+    index: int
+    function: CalledFunction
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+
+
+class AnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str | None
+    tool_calls: list[ToolCallPiece] | None
+
+
+class Delta(TypedDict, total=False):
+    role: Literal["assistant"]
+    content: str
+    reasoning_content: str
+    tool_calls: list[ToolCallPiece]
+
+
+class Choice(TypedDict):
+    index: int
+    finish_reason: str | None
+    matched_stop: int | str | None
+    """The stop string or token id that ended the output."""
+
+
+class ChatChoice(Choice):
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunkChoice(Choice):
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class Head(TypedDict):
+    id: str
+    created: int
+    model: str
+
+
+class ChatCompletion(Head):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    metadata: Metadata
+
+
+class ChatChunk(Head):
+    """`usage`: with stream_options."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: NotRequired[Usage]
+
+
+class CompletionLogprobs(TypedDict):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class CompletionChunk(Head):
+    """`usage`: with stream_options."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage]
+
+
+class Completion(CompletionChunk):
+    metadata: Metadata
+
+
+class ModelCard(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ErrorFields(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | int | None
+
+
+class Error(TypedDict):
+    error: ErrorFields
+
+
+class OpenAIError(ErrorFields):
+    object: Literal["error"]
+    error: ErrorFields

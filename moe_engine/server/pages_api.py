@@ -1,0 +1,72 @@
+"""The served model, metrics, and the description of the API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request, Response
+
+from moe_engine.errors import InputError
+from moe_engine.sampling_checks import parse_sampling
+from moe_engine.server.control_api import internal_states, version
+from moe_engine.server.http_io import json_response
+from moe_engine.server.metrics import Metrics
+from moe_engine.server.native_types import Root
+from moe_engine.server.openai_answers import ModelCard, ModelList
+from moe_engine.server.openapi import HTML, POLICY, docs_page, openapi
+from moe_engine.server.state import ServerState
+
+
+class PagesApi:
+    def __init__(self, state: ServerState, metrics: Metrics | None) -> None:
+        self._state = state
+        self._metrics = metrics
+
+    async def models(self, request: Request) -> Response:
+        """The served model."""
+        answer: ModelList = {"object": "list", "data": [self._card()]}
+        return json_response(answer)
+
+    async def model(self, request: Request) -> Response:
+        """The served model, by name."""
+        self._state.find_model(request.path_params["model"])
+        return json_response(self._card())
+
+    def _card(self) -> ModelCard:
+        return {
+            "id": self._state.model_name,
+            "object": "model",
+            "created": int(self._state.started_at),
+            "owned_by": "moe-engine",
+            "root": self._state.client.info.model_path,
+            "parent": None,
+            "max_model_len": self._state.client.info.context_len,
+        }
+
+    async def measured(self, request: Request) -> Response:
+        """Prometheus metrics, with --enable-metrics."""
+        if self._metrics is None:
+            raise InputError("metrics are off; start the server with --enable-metrics", status=404)
+        body = self._metrics.render(self._state.client, await internal_states(self._state))
+        return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def root(self, request: Request) -> Response:
+        """List of endpoints."""
+        paths = sorted(path for endpoint in request.app.state.endpoints for path in endpoint.shown_paths)
+        answer: Root = {"server": "moe-engine", "docs": "/docs", "endpoints": paths}
+        return json_response(answer)
+
+    async def description(self, request: Request) -> Response:
+        """OpenAPI description (JSON)."""
+        return json_response(self._described(request))
+
+    async def docs(self, request: Request) -> Response:
+        """This page."""
+        page = docs_page(self._described(request), str(request.base_url).rstrip("/"))
+        return Response(page, media_type=HTML, headers={"content-security-policy": POLICY})
+
+    def _described(self, request: Request) -> dict[str, Any]:
+        settings = self._state.settings
+        native = parse_sampling(settings.frontend.preferred_sampling_params)
+        model = parse_sampling(settings.sampling_defaults)
+        return openapi(request.app.state.endpoints, version(), native, model)

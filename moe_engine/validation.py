@@ -1,0 +1,129 @@
+"""Checks of clients' values against types, and of their text. Errors name the field, the expectation and the value."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from moe_engine.errors import InputError
+
+T = TypeVar("T")
+
+NotAvailable = Annotated[Any, msgspec.Meta(description="not available yet; leave it out")]
+"""Type of a field that is known and not implemented yet."""
+
+_WORDS = {
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
+    "object": "an object",
+}  # fmt: skip
+
+
+def refuse_unavailable(request: msgspec.Struct, where: str = "") -> None:
+    """Raises InputError for a `NotAvailable` field that is set; `where`: see `checked`."""
+    for name in _unavailable(type(request)):
+        if getattr(request, name):
+            name = f"{where}.{name}".lstrip(".")
+            raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
+
+
+@cache
+def _unavailable(kind: type[msgspec.Struct]) -> list[str]:
+    return [field.name for field in msgspec.structs.fields(kind) if field.type == NotAvailable]
+
+
+def checked(value: Any, kind: type[T], where: str = "", *, strict: bool = True) -> T:
+    """Converts decoded JSON to a type, with its constraints.
+
+    Args:
+        where: name of the value in messages; "" for a whole body.
+        strict: False: strings may hold numbers, as in a query.
+
+    Raises:
+        InputError: names the field.
+    """
+    try:
+        return msgspec.convert(value, kind, str_keys=True, strict=strict)
+    except msgspec.ValidationError as exc:
+        raise _error(str(exc), value, kind, where) from None
+
+
+def _error(message: str, value: Any, kind: Any, where: str) -> InputError:
+    """Rewrites msgspec's "Expected `int`, got `str` - at `$.n`"."""
+    what, _, place = message.partition(" - at `")
+    path = place.partition("$")[2].partition("[...]")[0].rstrip("`")
+    field = (where + path).lstrip(".")
+    name = re.search("`(.*)`", what)
+    if name and what.startswith("Object missing required field"):
+        field = f"{field}.{name[1]}".lstrip(".")
+        return InputError(f"{field}: is required", field=field)
+    if name and what.startswith("Object contains unknown field"):
+        field = f"{field}.{name[1]}".lstrip(".")
+        return InputError(f"{field}: unknown field; known ones are {', '.join(_known_fields(kind))}", field=field)
+    expected = re.sub("`(.*?)`", lambda found: _in_words(found[1]), what.partition(", got ")[0])
+    expected = re.sub(r"a string matching regex '\^\(?([\w|.]+)\)?\$'", _one_of, expected)
+    if place.startswith("key`"):
+        return InputError(f"{field}: {_start(expected)} as each key", field=field)
+    found = f", got {_at(value, path)!r:.80}" if "[...]" not in place else ""
+    return InputError(f"{field or 'the request body'}: {_start(expected)}{found}", field=field or None)
+
+
+def _start(text: str) -> str:
+    return text[0].lower() + text[1:]
+
+
+def _in_words(types: str) -> str:
+    return " or ".join(_WORDS.get(name, name) for name in types.split(" | ") if name != "null")
+
+
+def _one_of(pattern: re.Match[str]) -> str:
+    return " or ".join(repr(choice) for choice in pattern[1].split("|"))
+
+
+def _known_fields(kind: Any) -> list[str]:
+    """Fields of the type, or of those within it, that refuse unknown fields."""
+    _, schemas = msgspec.json.schema_components([kind])
+    return [name for s in schemas.values() if s.get("additionalProperties") is False for name in s["properties"]]
+
+
+def _at(value: Any, path: str) -> Any:
+    for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+        value = value[name] if name else value[int(index)]
+    return value
+
+
+def check_unicode(text: str, where: str) -> None:
+    """Raises InputError naming the field `where` if `text` cannot be encoded as UTF-8.
+
+    Lone surrogates (half of a surrogate pair) are valid in JSON escapes and impossible in UTF-8. A client that cuts a
+    string in the middle of an emoji sends one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        name = where.encode("ascii", "backslashreplace").decode()
+        raise InputError(
+            f"{name}: character {exc.start} is half of a surrogate pair; send valid Unicode", field=name
+        ) from None
+
+
+def check_unicode_within(value: Any) -> None:
+    """Checks every string and key of a decoded JSON value, at any depth.
+
+    Raises:
+        InputError: names the path, e.g. `messages[0].content`; for a key, the key itself.
+    """
+    waiting: list[tuple[str, Any]] = [("", value)]
+    while waiting:
+        where, item = waiting.pop()
+        if isinstance(item, str):
+            check_unicode(item, where or "the request body")
+        elif isinstance(item, list):
+            waiting += [(f"{where}[{i}]", entry) for i, entry in enumerate(item)]
+        elif isinstance(item, dict):
+            for key, entry in item.items():
+                path = f"{where}.{key}" if where else key
+                check_unicode(key, path)
+                waiting.append((path, entry))

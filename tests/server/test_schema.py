@@ -1,0 +1,231 @@
+"""/openapi.json: every endpoint has its types, and real answers conform to them.
+
+The oracles are msgspec, FastAPI's model of an OpenAPI document, and the models of OpenAI's client.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from fastapi.openapi.models import OpenAPI
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from moe_engine.server.native_types import ServerInfo
+from moe_engine.server.openai_answers import Error, OpenAIError
+from moe_engine.server.openapi import JSON
+from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import CHAT, events, get, make_app, post, talk
+
+ENDPOINTS = [endpoint for endpoint in make_app(FakeClient()).state.endpoints if endpoint.available]
+BY_PATH = {path: endpoint for endpoint in ENDPOINTS for path in endpoint.shown_paths}
+UNTYPED_BODY = {
+    "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
+    "/dump_expert_distribution_record",
+}  # fmt: skip
+"""POST without a body."""
+EMPTY = {"/abort_request", "/health", "/ready", "/ping", "/health_generate"}
+"""Answers without a body."""
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALLS = f'why</think>ok {CALLS_BEGIN}{CALL_BEGIN}f{SEPARATOR}{{"a": 1}}{CALL_END}{CALLS_END}'
+PARSERS = {"reasoning_parser": "deepseek-r1", "tool_call_parser": "deepseekv31"}
+LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5], "logprob_start_len": 0}
+USAGE = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+
+
+def description(**settings: Any) -> dict[str, Any]:
+    return get(FakeClient(), "/openapi.json", **settings).json()
+
+
+def operations(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in found["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def is_empty(schema: dict[str, Any]) -> bool:
+    """Whether a schema accepts anything."""
+    return not schema.keys() & {"$ref", "anyOf", "type", "enum"}
+
+
+def test_every_route_is_described_with_its_types():
+    found = description(enable_metrics=True)
+    app = make_app(FakeClient())
+    hidden = {path for endpoint in app.state.endpoints if not endpoint.available for path in endpoint.paths}
+    served = {
+        (route.path.replace(":path", ""), method)
+        for route in app.routes
+        for method in route.methods
+        if route.path not in hidden and method != "HEAD"
+    }
+    assert served == {(path, method.upper()) for path, method, _ in operations(found)}
+    for path, method, operation in operations(found):
+        answers = operation["responses"]
+        assert operation["summary"], path
+        assert ("requestBody" in operation) == (method != "get" and path not in UNTYPED_BODY), path
+        assert ("content" in answers["200"]) == (path not in EMPTY), path
+        contents = [operation.get("requestBody", {}), *answers.values()]
+        schemas = [each["schema"] for content in contents for each in content.get("content", {}).values()]
+        assert schemas and not any(map(is_empty, schemas)), path
+
+
+def test_the_description_is_openapi():
+    found = description()
+    OpenAPI.model_validate(found)
+    identifiers = [operation["operationId"] for _, _, operation in operations(found)]
+    assert len(set(identifiers)) == len(identifiers) and all(re.fullmatch(r"\w+", name) for name in identifiers)
+    for path, _, operation in operations(found):
+        parameters = operation.get("parameters", [])
+        assert {p["name"] for p in parameters if p["in"] == "path"} == set(re.findall(r"{(\w+)}", path))
+    schemas = found["components"]["schemas"]
+    references = set(re.findall(r"'#/components/schemas/(\w+)'", str(found)))
+    assert references == schemas.keys(), "no dangling and no unused schema"
+
+
+def test_bounds_and_defaults_of_this_server():
+    settings = {"preferred_sampling_params": {"temperature": 0.25}, "sampling_defaults": {"top_p": 0.5}}
+    schemas = description(**settings)["components"]["schemas"]
+    native, chat, plain = (schemas[k]["properties"] for k in ("SamplingRequest", "ChatRequest", "CompletionRequest"))
+    assert native["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 10000.0}
+    assert [fields["temperature"]["default"] for fields in (native, chat, plain)] == [0.25, 1.0, 1.0]
+    assert [fields["top_p"]["default"] for fields in (native, chat, plain)] == [1.0, 0.5, 0.5]
+    assert (native["max_new_tokens"]["default"], chat["max_tokens"]["default"]) == (128, None)
+    assert plain["max_tokens"]["default"] == 16
+    assert schemas["ChatRequest"]["required"] == ["messages"]
+    page = get(FakeClient(), "/docs").text
+    for words in ("≥ 1, ≤ 128", "not available yet; leave it out", "<td>required", "<a href=#ChatRequest>"):
+        assert words in page
+
+
+def schema_of(kind: Any) -> dict[str, Any]:
+    ((schema,), _) = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
+    return schema
+
+
+def conforms(value: Any, kind: Any) -> None:
+    """Every value has its type, and the type lacks no field of the answer."""
+    converted = json.loads(msgspec.json.encode(msgspec.convert(value, kind)))
+    if kind is not ServerInfo:  # its flags are not listed
+        assert converted == value
+
+
+def answers_of(path: str, response: httpx.Response, kind: str = JSON) -> None:
+    """Compares an answer with the type that the description has for it."""
+    endpoint = BY_PATH[path]
+    assert response.status_code == 200, response.text
+    (operation, *_) = description()["paths"][path].values()
+    content = operation["responses"]["200"].get("content", {})
+    assert response.headers.get("content-type", "").partition(";")[0] in (content or {"": None})
+    if kind == JSON:
+        assert content[JSON]["schema"] == schema_of(endpoint.answer)
+        conforms(response.json(), endpoint.answer)
+    else:
+        assert content["text/event-stream"]["schema"]["anyOf"] == [schema_of(endpoint.event), schema_of(Error)]
+        for event in events(response):
+            conforms(event, endpoint.event)
+
+
+POSTS: list[tuple[str, dict[str, Any]]] = [
+    ("/generate", {"text": "Hello"}),
+    ("/generate", {"text": ["Hello", "a"], **LOGPROBS, "return_text_in_logprobs": True}),
+    ("/generate", {"input_ids": [5], "stream": True, **LOGPROBS}),
+    ("/generate", {"text": "a", "stream": True, "sampling_params": {"n": 2, "max_new_tokens": 3}}),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2, "n": 2}),
+    ("/v1/chat/completions", {**CHAT, "tools": [TOOL]}),
+    ("/v1/chat/completions", {**CHAT, "tools": [TOOL], **USAGE}),
+    ("/v1/chat/completions", {**CHAT, "logprobs": True, "stop": "how", **USAGE}),
+    ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "logprobs": 2}),
+    ("/v1/completions", {"prompt": [5], "logprobs": 1, **USAGE}),
+    ("/tokenize", {"prompt": ["Hello", "a"]}),
+    ("/v1/tokenize", {**CHAT}),
+    ("/detokenize", {"tokens": [[5], [6]]}),
+    ("/v1/detokenize", {"tokens": [5]}),
+    ("/separate_reasoning", {"text": CALLS}),
+    ("/parse_function_call", {"text": CALLS, "tools": [TOOL]}),
+]
+OFFICIAL = {"/v1/chat/completions": (ChatCompletion, ChatCompletionChunk), "/v1/completions": (Completion, Completion)}
+
+
+@pytest.mark.parametrize(("path", "body"), POSTS)
+@pytest.mark.parametrize("text", ["Hello world, how are you today?", CALLS], ids=["text", "calls"])
+def test_answers_to_posts_conform(path, body, text):
+    streamed = body.get("stream", False)
+    assert "requestBody" in next(iter(description()["paths"][path].values()))
+    response = post(FakeClient(text), path, body, enable_cache_report=True, **PARSERS)
+    answers_of(path, response, "text/event-stream" if streamed else JSON)
+    if path in OFFICIAL and not body.get("echo"):  # OpenAI's first token has null too, which its type lacks
+        for answer in events(response) if streamed else [response.json()]:
+            OFFICIAL[path][streamed].model_validate(answer)
+
+
+READS = [path for path, endpoint in BY_PATH.items() if endpoint.methods == ["GET"]]
+
+
+@pytest.mark.parametrize("path", READS)
+def test_answers_to_gets_conform(path):
+    client = FakeClient()
+    rank = {"view": {"layers": 1, "experts": 2, "counts": [[3, 4]], "balancedness": {"current": 0.5}}}
+    if path == "/experts/data":
+        rank["view"] |= {"recording": True, "pass": 7}
+        client.state = rank
+    response = get(client, path.replace("{model}", "tiny"), enable_metrics=True)
+    if BY_PATH[path].media == JSON and path not in EMPTY:
+        answers_of(path, response)
+    else:
+        assert response.headers.get("content-type", "").partition(";")[0] == (
+            "" if path in EMPTY else BY_PATH[path].media
+        )
+    if path == "/v1/models":
+        Model.model_validate(response.json()["data"][0])
+
+
+def test_answers_of_control_endpoints_have_the_described_type():
+    for path, body in (("/flush_cache", b""), ("/abort_request", b'{"rid": "x"}')):
+        response = post(FakeClient(), path, body)
+        media = BY_PATH[path].media if path not in EMPTY else ""
+        assert (response.status_code, response.headers.get("content-type", "").partition(";")[0]) == (200, media)
+
+
+@pytest.mark.parametrize("path", sorted(BY_PATH))
+def test_errors_conform(path):
+    """The one form under /v1, the other elsewhere, whichever part of the server refuses."""
+    kind = OpenAIError if path.startswith("/v1") else Error
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+
+    async def session(http: httpx.AsyncClient) -> list[httpx.Response]:
+        key = {"Authorization": "Bearer k"}
+        found = [await http.request("DELETE", path, headers=key)]
+        if "POST" in BY_PATH[path].methods and BY_PATH[path].body is not None:
+            found += [await http.post(path, content=b"{}", headers=headers | key)]
+            found += [await http.post(path, content=b"5", headers=key)]
+        if not path.startswith(("/health", "/ready", "/ping", "/metrics")) and path not in ("/", "/docs", "/experts"):
+            found += [await http.request(BY_PATH[path].methods[0], path)] if path != "/openapi.json" else []
+        return found
+
+    (operation, *_) = description()["paths"][path].values()
+    assert operation["responses"]["default"]["content"][JSON]["schema"] == schema_of(kind)
+    for response in talk(FakeClient(), session, api_key="k"):
+        assert response.status_code >= 400
+        conforms(response.json(), kind)
+
+
+def test_errors_within_a_stream_conform():
+    client = FakeClient()
+    client.fail_after = 2
+    for path, body in (
+        ("/generate", {"text": "a"}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", CHAT),
+    ):
+        found = events(post(client, path, {**body, "stream": True}))
+        conforms(found[-1], Error)
+        for event in found[:-1]:
+            conforms(event, BY_PATH[path].event)
+        assert "SIGKILL" in json.dumps(found[-1])
