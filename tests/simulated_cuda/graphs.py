@@ -110,7 +110,7 @@ class Graph:
 
     @torch.inference_mode()
     def poison(self) -> None:
-        """What was given back is somebody else's by now."""
+        """Freed memory of the pool may belong to another graph."""
         for block in self._blocks:
             if block.managed is None:
                 block.host.fill_(POISON)

@@ -27,7 +27,7 @@ _numbers = count(1)
 
 
 class HazardError(AssertionError):
-    """What would be a race, or the use of memory that is not one's own any more, on a device."""
+    """A race, or a use of freed memory, on a device."""
 
 
 @dataclass

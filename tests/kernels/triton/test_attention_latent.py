@@ -1,4 +1,4 @@
-"""MLA in the absorbed form, under the interpreter, against float64: NaN in every slot that belongs to nobody."""
+"""MLA in the absorbed form, under the interpreter, against float64: NaN in every slot without an owner."""
 
 from __future__ import annotations
 
