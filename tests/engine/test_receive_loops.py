@@ -36,7 +36,7 @@ from tests.engine.test_request_ids import answer, asking, expected, settled
 from tests.scheduler.simulator import FakeWorker, expected_outputs, make_request
 
 CALL = messages.Call(id=3, method="flush_cache")
-DELTA = messages.RequestDelta("nobody-7", [5], {"type": "length", "length": 1}, cached_tokens=2)
+DELTA = messages.RequestDelta("unknown-7", [5], {"type": "length", "length": 1}, cached_tokens=2)
 Noise = list[bytes]
 """The frames of one ZeroMQ message."""
 

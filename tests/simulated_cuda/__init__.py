@@ -1,8 +1,8 @@
 """CUDA devices that are simulated in host memory, for tests of what the host does with a GPU.
 
 Tensors are torch's own with the device ``cuda:0``; operators run on the CPU over the same memory, Triton's kernels
-under its interpreter. Everything above the kernels runs as on a GPU: devices of tensors, streams, events, pinned memory,
-graphs. What a GPU refuses is refused; races that a GPU would not report are reported:
+under its interpreter. Everything above the kernels runs as on a GPU: devices, streams, events, pinned memory, graphs.
+What a GPU refuses is refused; races that a GPU would not report are reported:
 
 - operators over tensors of different devices raise, as torch's do;
 - memory is poisoned before it is given out and when it is given back (`memory`);

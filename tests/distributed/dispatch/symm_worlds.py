@@ -1,5 +1,5 @@
 """What a rank does in the tests of dispatch through peers' memory: the kernels that a GPU runs, interpreted, on memory
-that the processes share. Whatever the kernels have not written since is NaN, and -1 in integers."""
+that the processes share. Memory that the kernels have not written since is NaN, and -1 in integers."""
 
 from __future__ import annotations
 
