@@ -15,7 +15,7 @@ from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
-from moe_engine.types import GraphSettings, StepPlan, StepResult
+from moe_engine.types import GraphSettings, StepPlan
 from moe_engine.worker import worker
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
@@ -47,7 +47,7 @@ EDITS: list[dict[str, Any]] = [
 @dataclass
 class Run:
     answers: dict[str, Answer]
-    steps: list[tuple[StepPlan, StepResult]]
+    steps: list[tuple[StepPlan, Any]]
     waits: list[str]
     """Of the thread that launches steps."""
     num_graphs: int
@@ -75,19 +75,18 @@ def script(samplings: list[dict[str, Any]], logprob: bool = False) -> list[Scrip
 
 def watched(engine: InProcessEngine, requests: list[Scripted]) -> Run:
     runner, steps = engine.worker.runner, []
-    execute = runner.execute
+    launch = runner.launch
 
-    def noted(plan: StepPlan) -> StepResult:
-        result = execute(plan)
-        steps.append((plan, result))
-        return result
+    def noted(plan: StepPlan) -> Any:
+        steps.append((plan, launch(plan)))
+        return steps[-1][1]
 
-    runner.execute = noted  # type: ignore[method-assign]
+    runner.launch = noted  # type: ignore[method-assign]
     streams.waits.clear()
     try:
         answers = engine.run(requests)
     finally:
-        runner.execute = execute  # type: ignore[method-assign]
+        runner.launch = launch  # type: ignore[method-assign]
     waits = [f"{wait.what}: {wait.where}" for wait in streams.waits if wait.thread.startswith("worker-steps")]
     return Run(answers, steps, waits, engine.worker.info.num_graphs)
 
@@ -106,7 +105,6 @@ def check_answers(found: dict[str, Answer], expected: dict[str, Answer], toleran
         assert (got.token_ids, got.finish, got.cached_tokens) == (want.token_ids, want.finish, want.cached_tokens), rid
         got_logprobs, wanted = ([entry[1] for entry in answer.logprobs] for answer in (got, want))
         assert got_logprobs == pytest.approx(wanted, abs=tolerance), rid
-    assert len(expected) >= 3 and any(answer.cached_tokens for answer in found.values())
 
 
 def compared(path: Path, folder: Path, requests: list[Scripted], both: dict[str, Any], **flags: Any) -> Run:
@@ -118,6 +116,7 @@ def compared(path: Path, folder: Path, requests: list[Scripted], both: dict[str,
     expected = serve(path, folder, requests, device="cpu", **both)
     found = serve(path, folder, requests, device="cuda", **both, **flags)
     check_answers(found.answers, expected.answers)
+    assert any(answer.cached_tokens for answer in found.answers.values())
     return found
 
 
@@ -131,15 +130,17 @@ def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
     assert launched >= {"latent_kernel", "expanded_kernel", "gate_up_kernel", "router_select_kernel", "greedy_kernel"}
 
 
-@pytest.mark.parametrize(("flags", "num_graphs"), [(FEW | {"cuda_graph_max_bs": 2}, 4), (NONE, 0)])
-def test_chains_of_drafts_wait_once_a_step(
-    checkpoint: Path, tmp_path: Path, flags: dict[str, Any], num_graphs: int
-) -> None:
-    """For the true lengths of the rows. Log-probabilities and penalties of drafts are computed on the device."""
-    found = compared(checkpoint, tmp_path, script([GREEDY, *EDITS[1:3]], logprob=True), CHAIN, **flags)
-    assert found.num_graphs == num_graphs
-    assert all("batch/token_buffer.py" in wait for wait in found.waits_of_ours), found.waits_of_ours
-    assert len(found.waits_of_ours) == sum(plan.num_decodes > 0 for plan, _ in found.steps) > 3
+def check_one_wait_a_step(run: Run) -> None:
+    """Steps with drafts wait once: for the true lengths of the rows."""
+    waits = [wait for wait in run.waits_of_ours if "Event.synchronize" not in wait]  # of a library's page-locked plan
+    assert all("batch/token_buffer.py" in wait for wait in waits), waits
+    steps = [plan for plan, _ in run.steps if plan.num_decodes]
+    assert len(waits) == len(steps) > 3, (waits, steps)
+
+
+def test_chains_of_drafts_wait_once_a_step(checkpoint: Path, tmp_path: Path) -> None:
+    """Log-probabilities and penalties of drafts are computed on the device."""
+    check_one_wait_a_step(compared(checkpoint, tmp_path, script([GREEDY, *EDITS[1:3]], logprob=True), CHAIN, **NONE))
 
 
 def test_trees_of_drafts(checkpoint: Path, tmp_path: Path) -> None:
@@ -158,12 +159,12 @@ def test_edited_logits_and_log_probabilities_never_wait(checkpoint: Path, tmp_pa
 
 DRAFTS = 2
 LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
-PADDED, EXACT = GraphSettings((1, 3, 4)), GraphSettings((1, 2, 3), pad=False)
+PADDED, EXACT = GraphSettings((1, 3)), GraphSettings((1, 2), pad=False)
 ALL_ROWS = 1 << 30
 LIBRARIES: dict[str, tuple[str, Callable[[], Any], int, GraphSettings, int]] = {
     "flashinfer": ("mla", lambda: FlashInferMLA(flashinfer_emulator.module(9), 9), 4, PADDED, ALL_ROWS),
     "flashinfer, drafts": ("mla", lambda: FlashInferMLA(flashinfer_emulator.module(10), 10), 1, EXACT, 5),
-    "fa3, drafts": ("mla", lambda: FA3MLA(fa3_emulator.module()), 16, PADDED, 5),
+    "fa3, drafts": ("mla", lambda: FA3MLA(fa3_emulator.module()), 8, PADDED, 5),
     "flashmla, drafts": (
         "mla", lambda: FlashMLA(flash_mla_emulator.module(), expanded=TorchMLA()), 64, PADDED, ALL_ROWS,
     ),
@@ -177,9 +178,10 @@ def mixed_script(seed: int) -> list[Scripted]:
     samplings: list[dict[str, Any]] = [GREEDY, {"temperature": 0.9, "top_p": 0.9}, GREEDY | {"frequency_penalty": 0.7}]
     return [
         Scripted(
-            f"r{i}", [7, *(pick.randrange(250) for _ in range(pick.randint(1, 20)))], pick.randint(3, 9),
-            pick.randrange(5), sampling=samplings[i % 3], seed=i, logprob=i % 4 == 0,
-        ) for i in range(6)
+            f"r{i}", [pick.randrange(250) for _ in range(pick.randint(2, 10))], 6 + 2 * i, i // 3,
+            sampling=samplings[i % 3],
+            seed=i, logprob=i % 2 == 0,
+        ) for i in range(4)
     ]  # fmt: skip
 
 
@@ -193,15 +195,15 @@ def test_replayed_steps_of_libraries_make_the_same_tokens(
     choose = worker.kernels_for
     libraries.install()
     monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
-    fields: dict[str, Any] = {"head_dim": 64} if kind == "gqa" else LATENT | {"first_k_dense_replace": 3}
+    fields: dict[str, Any] = {"head_dim": 64} if kind == "gqa" else LATENT | {"first_k_dense_replace": 1}
     path = agreeing_checkpoint(
         "qwen3" if kind == "gqa" else "deepseek_v3", tmp_path / "model", 3, num_mtp_layers=int(drafts),
-        num_hidden_layers=2, **fields,
+        num_hidden_layers=1, **fields,
     )  # fmt: skip
     chain = CHAIN | {"speculative_num_steps": DRAFTS, "speculative_num_draft_tokens": DRAFTS + 1}
     engine = InProcessEngine(
-        path, tmp_path / "board", device="cuda", dtype="bfloat16", page_size=page_size, max_total_tokens=1024,
-        max_running_requests=4, context_length=64, chunked_prefill_size=16, disable_cuda_graph=True,
+        path, tmp_path / "board", device="cuda", dtype="bfloat16", page_size=page_size, max_total_tokens=512,
+        max_running_requests=3, context_length=32, chunked_prefill_size=max(8, page_size), disable_cuda_graph=True,
         moe_runner_backend="torch", **FEW, **(chain if drafts else {}),
     )  # fmt: skip
     try:
@@ -220,6 +222,7 @@ def test_replayed_steps_of_libraries_make_the_same_tokens(
     assert len(sizes) > 1 and bool(sizes - set(settings.sizes)) == settings.pad
     if drafts:
         assert {count for plan in replayed for count in plan.counts} >= {DRAFTS + 1}
+        check_one_wait_a_step(found)
     eager = [plan for plan, result in found.steps if plan.rows and not result.cuda_graph]
     assert any(len(plan.rows) > plan.num_decodes for plan in eager)  # prompts
     for layer in runner.kv_pool.layers:
