@@ -49,10 +49,12 @@ lint: $(STAMP_TEST) ## ruff
 types: $(STAMP_TEST) ## mypy
 	$(BIN)/mypy
 
+# Bytecode is kept whatever the environment says: the tests start hundreds of processes.
 unit: $(STAMP_TEST) ## the tests only
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-test: lint types unit ## everything CI checks
+test: lint ## everything CI checks
+	@$(MAKE) --no-print-directory -j 2 types unit
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache build *.egg-info

@@ -5,6 +5,7 @@ wait for each other on a busy machine are slower than one. Tests of threading se
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -18,8 +19,29 @@ from tests.random_seed import (  # noqa: F401
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the servers the tests start
 
 
+LONG = (
+    "distributed/engine/test_forms.py",
+    "simulated_cuda/test_on_device.py",
+    "distributed/elastic/test_survival.py",
+    "distributed/ranks/test_rank_group.py",
+    "distributed/engine/test_faults.py",
+    "simulated_cuda/test_ranks.py",
+    "benchmarks/test_gpu_suite_simulated.py",
+    "distributed/dispatch/test_symm_mem.py",
+    "distributed/engine/test_step_limits.py",
+    "distributed/engine/test_listening.py",
+    "e2e/test_faults.py",
+    "scheduler/test_simulation.py",
+    "soak/test_soak.py",
+)
+"""The longest files. Processes of pytest-xdist start them first, so that none of them runs alone at the end."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` skip, with the reason, where there is no CUDA device."""
+    """Orders the files. Tests marked `gpu` skip, with the reason, where there is no CUDA device."""
+    if hasattr(config, "workerinput"):
+        order = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+        items.sort(key=lambda item: order.get(item.path, len(LONG)))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

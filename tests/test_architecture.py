@@ -1,4 +1,4 @@
-"""The rules of the house, kept by reading the source: who may import whom, who may touch torch, device and environment.
+"""Rules that are checked in the source: import directions; modules that may use torch, devices and the environment.
 
 kernels <- parallel <- models <- worker <- core <- executor <- cluster <- frontend <- {server, cli}
 """

@@ -137,7 +137,7 @@ def test_summary_names_what_was_missed_and_what_failed():
 
 
 def test_all_ranks_that_wait_for_each_other_fit_on_one_gpu():
-    """Two programs of four warps fit a multiprocessor whatever registers they take: 2 * 128 threads * 255 of 65536."""
+    """Two programs of four warps fit a multiprocessor with any number of registers: 2 * 128 threads * 255 of 65536."""
     waiting = (
         V3_BESIDE.tokens * V3_BESIDE.top_k, V3_BESIDE.num_local * TILES.receive_parts,
         V3_BESIDE.tokens * -(-V3_BESIDE.hidden // TILES.sum_cols),

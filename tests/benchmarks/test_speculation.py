@@ -52,7 +52,7 @@ def test_the_drafts_of_an_agreeing_checkpoint_are_known_from_its_matrices(tmp_pa
 
 
 def test_ratios_are_those_within_a_round():
-    """The machine slowed down to half; that is nobody's gain or loss."""
+    """The machine slowed down to half, which changes no ratio."""
     sides = {
         OFF: [run(1.0, 100), run(2.0, 100), run(1.0, 100)],
         "auto": [

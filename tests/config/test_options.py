@@ -49,7 +49,7 @@ def test_every_other_field_has_a_value_of_the_configuration(fill, resolved, monk
 def test_a_resolved_value_comes_before_the_flag_as_given(resolved):
     config = resolved(dtype="auto", load_format="dummy", max_queued_requests=3)
     options, scheduler = worker_options(config), scheduler_config(config)
-    assert config.args.memory.page_size is None and options.page_size == scheduler.page_size == config.page_size
+    assert config.args.memory.page_size is None and options.kernels.page_size == scheduler.page_size == config.page_size
     assert options.dtype == config.dtype != config.args.model.dtype
     assert options.load_format == "dummy" and scheduler.max_queued_requests == 3
 

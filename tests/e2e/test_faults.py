@@ -86,13 +86,6 @@ def test_refused_configuration_is_one_message_and_exit_2(checkpoint: Path, tmp_p
     assert "--page-size" in server.log and "Traceback" not in server.log
 
 
-def test_port_in_use_is_named(checkpoint: Path, tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
-        second = ServerProcess(tmp_path, "--model-path", str(checkpoint), "--port", str(server.port))
-        assert second.process.wait(60) == 2
-        assert str(server.port) in second.log and "Traceback" not in second.log
-
-
 @pytest.mark.parametrize("asked", [False, True], ids=["idle", "with a request that never arrives"])
 def test_stopped_idle_core_is_detected(checkpoint: Path, tmp_path: Path, asked: bool) -> None:
     with ServerProcess(tmp_path, "--model-path", str(checkpoint), "--watchdog-timeout", "1") as server:

@@ -142,6 +142,12 @@ def test_start_log_lines(server: ServerProcess) -> None:
     assert "Memory ledger" in log
 
 
+def test_port_in_use_is_named(server: ServerProcess, tmp_path: Path) -> None:
+    second = ServerProcess(tmp_path, "--port", str(server.port))
+    assert second.process.wait(60) == 2
+    assert str(server.port) in second.log and "Traceback" not in second.log
+
+
 def test_checkpoint_is_as_deepseek_ships(tmp_path: Path) -> None:
     config = json.loads((CHECKPOINT_DIR / "config.json").read_text())
     index = json.loads((CHECKPOINT_DIR / "model.safetensors.index.json").read_text())["weight_map"]

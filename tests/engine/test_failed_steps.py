@@ -1,5 +1,5 @@
 """A real worker whose steps fail for some requests: these end with 500, and all others bring the tokens they bring
-without them, with the same log-probabilities, whatever the failed steps had done to the worker before they raised."""
+without them, with the same log-probabilities, for any change that a failed step made to the worker before it raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same tokens, bit for bit in float32, whatever else runs and however the steps are cut.
+"""The same tokens, bit for bit in float32, for any other requests and any division into steps.
 
 The reference is each request alone, prompt in one piece, without prefix cache or overlap. Log-probabilities are
 compared bit for bit where one form of attention serves all phases (`--enable-deterministic-inference`).

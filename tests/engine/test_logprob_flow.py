@@ -1,4 +1,4 @@
-"""Log-probabilities from the worker to the front end: packed, so that a step costs few objects whatever it asks."""
+"""Log-probabilities from the worker to the front end: packed, so that every step costs few objects."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from tests.scheduler.simulator import FakeWorker, expected_outputs, make_request
 from tests.server.fake_engine import INFO
 
 CALL = messages.Call(id=3, method="flush_cache")
-DELTA = messages.RequestDelta("nobody-7", [5], {"type": "length", "length": 1}, cached_tokens=2)
+DELTA = messages.RequestDelta("unknown-7", [5], {"type": "length", "length": 1}, cached_tokens=2)
 Noise = list[bytes]
 """The frames of one ZeroMQ message."""
 

@@ -165,7 +165,7 @@ def test_abort_matches_id_prefixes_and_waiting_copies(tmp_path: Path) -> None:
             frontend.abort(all=True, reason="last")
             await tasks[2]
             found = {rid: message for rid, (message, _) in ends.items()}
-            copies = {f"{rid}_{copy}": said for rid, said in (("a", "first"), ("ab", "third")) for copy in range(3)}
+            copies = {f"{rid}_{copy}": text for rid, text in (("a", "first"), ("ab", "third")) for copy in range(3)}
             assert found == {**copies, "b_0": "last", "b_1": "second"}
             assert len(core.aborted) == len(set(core.aborted)) == 5
 

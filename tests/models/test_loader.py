@@ -1,4 +1,4 @@
-"""Loading: what is wrong with a checkpoint is said with file, tensor, expectation and finding."""
+"""Loading: errors of a checkpoint name file, tensor, expected and actual value."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Oracle:
         self.path = path
         first = load_model_config(path).num_layers
         with pytest.MonkeyPatch.context() as patch:
-            # by this transformers tells MTP layers from others: it knows of V3's layer 61 only
+            # transformers recognizes MTP layers by this: it knows V3's layer 61 only
             patch.setattr(family, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.({first}|{first + 1})\..*"])
             self._model = family.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
             self._mtp = MtpModel.from_pretrained(self._model)

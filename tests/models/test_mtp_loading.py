@@ -1,4 +1,4 @@
-"""Loading MTP layers: which tensors are read, what is held, and what is said when they are not there."""
+"""Loading MTP layers: tensors read, memory held, errors of missing layers."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class _Choices:
         return torch.full((num_tokens, self.top_k), -7, dtype=torch.int32)
 
     def count_place(self, layer: int) -> None:
-        """Wants to be told."""
+        """Needs the notification."""
 
     def on_select(self, layer: int, ids: Tensor) -> None:
         self.found.append((layer, ids.tolist()))

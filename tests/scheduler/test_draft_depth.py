@@ -162,7 +162,7 @@ def machines(draw: st.DrawFn) -> Machine:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(machine=machines(), num_requests=st.sampled_from([1, 2, 7, 64]), seed=st.integers(0, 1000))
 def test_adaptive_depth_never_loses(machine: Machine, num_requests: int, seed: int) -> None:
     found = simulate(machine, seed).run(4000, num_requests)

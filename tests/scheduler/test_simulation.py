@@ -68,7 +68,7 @@ def play(
     sim.check_end()
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     overlap=st.booleans(),

@@ -1,7 +1,7 @@
 """An engine of two ranks on simulated GPUs, in a process of its own.
 
 ``python -m tests.simulated_cuda.engine_of_two FOLDER SEED`` prints, as JSON, how its tokens differ from those of one
-rank on the CPU, and what the death of a rank came to.
+rank on the CPU, and the error after the death of a rank.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def expected(path: Path, folder: Path, requests: list[Wanted]) -> dict[str, list
 
 
 async def after_a_death(engine: Engine, prompt: list[int]) -> str:
-    """What requests are told when the last rank is killed amid one."""
+    """The error of a request whose rank is killed."""
     ranks = [child for child in psutil.Process().children(recursive=True) if "rank_main" in " ".join(child.cmdline())]
     try:
         async with asyncio.timeout(60):

@@ -7,7 +7,7 @@ import os
 import torch
 
 BREAKS = "SIMULATED_CUDA_BREAKS"
-"""Environment: the kernel whose launches are at fault. What was launched goes on; who waits for it is told."""
+"""Environment: the kernel whose launches are at fault. Launched work continues; waits for it raise."""
 
 _broken = False
 
@@ -19,10 +19,10 @@ def launched(kernel: str) -> None:
 
 
 def raise_broken() -> None:
-    """Of every call that asks the device for something.
+    """For every call that uses the device.
 
     Raises:
-        torch.AcceleratorError: it is lost to this process.
+        torch.AcceleratorError: the device is lost to this process.
     """
     if _broken:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")

@@ -1,8 +1,8 @@
 """``torch.cuda.CUDAGraph``: launches that are recorded, and replayed over the memory they were recorded with.
 
 While a graph is recorded its launches run, so that shapes are known; afterwards all is put back: a recording computes
-nothing. Memory that it took and gave back belongs to its pool. Whatever graph of the pool is replayed next may lie
-there, so a replay poisons what others left.
+nothing. Memory that it took and gave back belongs to its pool. The next graph of the pool may use it, so a replay
+poisons the memory of the other graphs.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Graph:
 
     @torch.inference_mode()
     def poison(self) -> None:
-        """What was given back is somebody else's by now."""
+        """Freed memory of the pool may belong to another graph."""
         for block in self._blocks:
             if block.managed is None:
                 block.host.fill_(POISON)

@@ -46,6 +46,11 @@ def require() -> None:
         pytest.fail(f"simulated GPUs need {missing}; {SKIP}=1 leaves their tests out")
 
 
+def installed() -> bool:
+    """True if this process has simulated devices."""
+    return bool(_kept)
+
+
 def install() -> None:
     """Idempotent."""
     if _kept:

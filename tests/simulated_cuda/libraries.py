@@ -1,7 +1,6 @@
 """Library calls on simulated devices: emulators of `tests/kernels/vendors`, each call one launch that graphs record.
 
-What an emulator computes with is the library's own affair, as what a kernel does is: it is given the memory of its
-tensors as the host's, and may read it.
+An emulator receives its tensors as host memory and may read them, as a kernel may.
 """
 
 from __future__ import annotations
@@ -12,15 +11,19 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.kernels.vendors import library_calls
 from tests.simulated_cuda.memory import MEMORY
+from tests.simulated_cuda.operators import Launch
+from tests.simulated_cuda.streams import current
 
 
 class Calls:
-    """What `tests.kernels.vendors.tape.launched` hands the emulators' calls to."""
+    """Implements `tests.kernels.vendors.library_calls.Device`."""
+
+    def recording(self) -> bool:
+        return current().capturing is not None
 
     def launch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        from tests.simulated_cuda.operators import Launch
-
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda]
         if not given:
             return function(*args, **kwargs)
@@ -65,9 +68,4 @@ def _tensors(result: Any) -> list[Tensor]:
 
 def install() -> None:
     """From now on emulators' calls are launches."""
-    from tests.kernels.vendors import flashinfer_emulator
-    from tests.kernels.vendors.tape import Tape
-    from tests.simulated_cuda.streams import current
-
-    Tape.current = Calls()  # type: ignore[assignment]
-    flashinfer_emulator.recording = lambda: current().capturing is not None
+    library_calls.device = Calls()

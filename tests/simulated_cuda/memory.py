@@ -37,7 +37,7 @@ _capsule.restype, _capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes
 
 @dataclass(eq=False)
 class Block:
-    """An allocation. `host` [bytes] uint8 outlives the device's tensors if somebody here still needs it."""
+    """An allocation. `host` [bytes] uint8 outlives the device's tensors while the simulation needs it."""
 
     host: Tensor
     device: int

@@ -216,7 +216,7 @@ class ProcessGroupNCCL(dist.ProcessGroup):
         return _Done() if stream is None else _Work(stream, tensors, finish)
 
     def _wait(self, start: Callable[[], Any]) -> None:
-        """For what gloo does: for ever where it cannot, since a device does not notice."""
+        """Waits for gloo; without end where gloo fails, because a device does not detect that."""
         began = time.monotonic()
         try:
             start().wait()

@@ -82,7 +82,7 @@ def behind(accesses: list[Access], new: Access) -> list[Access]:
 
 def freed(block: Block) -> None:
     """A block is given back. Its stream may have it again at once, behind its own work only: where another stream may
-    still be at it, and nobody called ``record_stream``, whatever the stream takes next may lie there."""
+    still be at it without ``record_stream``, the next allocation of the stream may lie there."""
     home = block.stream
     if home is None:
         return

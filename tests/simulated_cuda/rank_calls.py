@@ -60,7 +60,7 @@ def collectives(rank: int, seed: int) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def refusals(rank: int) -> list[str]:
-    """What is said of tensors that NCCL does not take, and of a first operation while a graph is recorded."""
+    """Errors of tensors that NCCL does not take, and of a first operation during capture."""
     device = device_of(rank)
     alone = dist.new_group([0, 1], backend="nccl")
     x = torch.zeros(4, 4, device=device)
@@ -76,10 +76,10 @@ def refusals(rank: int) -> list[str]:
         lambda: dist.all_reduce(x.to(torch.int16), group=alone),
         lambda: dist.all_reduce(x.to(torch.float8_e4m3fn), group=alone),
     ]
-    return [said_by(call) for call in tried]
+    return [error_of(call) for call in tried]
 
 
-def said_by(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[[], Any]) -> str:
     try:
         call()
     except Exception as error:
@@ -114,7 +114,7 @@ def replayed(rank: int, seeds: list[int]) -> list[Tensor]:
 
 
 def not_waited_for(rank: int) -> list[str]:
-    """What is said where a stream uses, or a graph leaves, what another one is at."""
+    """Errors where a stream uses, or a graph leaves, memory that another stream uses."""
     group = group_of(rank)
     work: Any = None
     x = torch.ones(4, device=group.device)
@@ -127,9 +127,9 @@ def not_waited_for(rank: int) -> list[str]:
 
     side = torch.cuda.Stream()
     work = dist.all_reduce(x, group=group._process_group, async_op=True)
-    early = said_by(lambda: x + 1)
+    early = error_of(lambda: x + 1)
     work.wait()
-    return [early, said_by(lambda: x + 1), said_by(forked)]
+    return [early, error_of(lambda: x + 1), error_of(forked)]
 
 
 def exchanged(rank: int) -> list[list[float]]:
@@ -142,7 +142,7 @@ def exchanged(rank: int) -> list[list[float]]:
 
 
 def given_back(rank: int) -> list[str]:
-    """What is said where memory is given back that another stream reads: without more, and through a lane, which keeps
+    """Errors where memory is freed that another stream reads: without more, and through a lane, which keeps
     it for as long."""
     from moe_engine.worker.device_stream import StreamLane
 
@@ -163,9 +163,9 @@ def given_back(rank: int) -> list[str]:
         assert under_way.wait().tolist() == [2.0] * 8
         torch.zeros(8, device=device)
 
-    said = said_by(carelessly)
+    found = error_of(carelessly)
     torch.cuda.synchronize()
-    return [said, said_by(in_lane)]
+    return [found, error_of(in_lane)]
 
 
 def dispatched(rank: int) -> tuple[Tensor, Tensor, list[str]]:

@@ -2,7 +2,7 @@
 
 Work is done when it is launched, but the host does not see it until it waited: a download's destination is poisoned at
 first, and an upload's source must hold at the wait what it held at the launch. Time is counted in launches: a stream's
-clock says how far it knows every stream to be.
+clock holds the progress of every stream that is known to it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _numbers = count(1)
 
 
 class HazardError(AssertionError):
-    """What would be a race, or the use of memory that is not one's own any more, on a device."""
+    """A race, or a use of freed memory, on a device."""
 
 
 @dataclass

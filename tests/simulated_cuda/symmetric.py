@@ -1,6 +1,6 @@
 """``torch.distributed._symmetric_memory`` of simulated devices: memory that all processes of a group have mapped.
 
-Kernels reach it by addresses, which tell nobody what they touch: it is left out of what `order` checks.
+Kernels access it by address, so `order` cannot check it.
 """
 
 from __future__ import annotations

@@ -49,9 +49,9 @@ def test_operations(ranks: Ranks) -> None:
 
 def test_refusals(ranks: Ranks) -> None:
     wanted = ["communicator", "device type cpu", "contiguous", "not supported", "Float8"]
-    for said in ranks.call(rank_calls.refusals, timeout_s=SECONDS):
-        assert len(said) == len(wanted)
-        for text, part in zip(said, wanted):
+    for errors in ranks.call(rank_calls.refusals, timeout_s=SECONDS):
+        assert len(errors) == len(wanted)
+        for text, part in zip(errors, wanted):
             assert part in text
 
 

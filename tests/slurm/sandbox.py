@@ -34,7 +34,7 @@ class Sandbox:
     """`nodes` hosts node1, node2, ... with one made-up GPU each; jobs leave their logs in `folder`.
 
     Args:
-        slurmd_timeout: seconds until SLURM notices that a node is gone.
+        slurmd_timeout: seconds until SLURM reports a lost node.
     """
 
     def __init__(self, nodes: int, slurmd_timeout: int = 2) -> None:

@@ -60,7 +60,7 @@ def test_wrong_flags_end_with_code_2_and_no_restart(cluster):
 
 
 def test_a_node_rank_that_the_batch_shell_expanded_ends_the_start_on_all_nodes(cluster):
-    """As guides write it: SLURM_NODEID is 0 in the shell of the batch script, whatever it is in the tasks."""
+    """As guides write it: SLURM_NODEID is 0 in the shell of the batch script, and differs in the tasks."""
     script = cluster.folder / "guide.sbatch"
     flags = '--nnodes 2 --tp 2 --node-rank "$SLURM_NODEID" --dist-init-addr "$(hostname):20001"'
     script.write_text(f'#!/bin/bash\nsrun --ntasks-per-node=1 "$MOE_ENGINE" serve {" ".join(QUICK)} {flags}\n')

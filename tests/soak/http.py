@@ -101,7 +101,7 @@ class Connection:
         return response.status, content
 
     def drop(self, *, reset: bool = False) -> None:
-        """Closes the connection at once, whatever is under way on it; with `reset` by RST instead of FIN."""
+        """Closes the connection at once, also during a transfer; with `reset` by RST instead of FIN."""
         if self._streams is not None:
             writer = self._streams[1]
             if reset:

@@ -1,5 +1,5 @@
-"""Drafters with a model must pass it the correct context, whatever was accepted, chunked, shared or retracted: an exact
-model is then always accepted. The toy models check the contents of their KV caches."""
+"""Drafters with a model must pass it the correct context, also after rejections, chunks, sharing and retractions: an
+exact model is then always accepted. The toy models check the contents of their KV caches."""
 
 from __future__ import annotations
 

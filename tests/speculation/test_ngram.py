@@ -1,4 +1,4 @@
-"""Prompt lookup (n-grams) against a search with Python lists, on the host and as on an accelerator."""
+"""Prompt lookup (n-grams) against a search with Python lists. On a device: `simulated_cuda/on_device`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.ngram import NgramDrafter
 from tests.memory_meter import MemoryMeter
 from tests.speculation.toy_engine import ToyEngine, random_table
-from tests.worker import fake_accelerator
-from tests.worker.fake_accelerator import FakeAccelerator
 
 WIDTH = 48
-STREAMS = {"host": DeviceStream("cpu"), "device": FakeAccelerator()}
 
 
 def naive(text: list[int], min_match: int, max_match: int, depth: int) -> list[int]:
@@ -46,24 +43,30 @@ def history_of(texts: list[list[int]], stale: int, stream: DeviceStream, width: 
     return history
 
 
-def propose(
-    texts: list[list[int]], rows: list[int], depth: int, min_match: int, max_match: int, where: str, stale: int = 0
-) -> list[list[int]]:
-    stream = STREAMS[where]
+def prepared(
+    texts: list[list[int]],
+    rows: list[int],
+    depth: int,
+    min_match: int,
+    max_match: int,
+    stale: int = 0,
+    stream: DeviceStream | None = None,
+) -> tuple[NgramDrafter, DraftTask]:
+    stream = stream or DeviceStream("cpu")
     history = history_of(texts, stale, stream, max(WIDTH, *(len(text) for text in texts)))
     index = stream.from_list(rows, torch.int64)
     lengths = np.array([len(texts[row]) - 1 for row in rows])
     roots = stream.from_list([texts[row][-1] for row in rows], torch.int64)
     task = DraftTask(np.array(rows), lengths, index, roots, depth, 1, depth + 1)
-    fake_accelerator.waits.clear()
-    drafts = NgramDrafter(history, min_match, max_match, stream).propose(task)
-    assert fake_accelerator.waits == []
-    tokens = drafts.tokens.as_subclass(torch.Tensor).tolist()
+    return NgramDrafter(history, min_match, max_match, stream), task
+
+
+def check_drafts(drafts: Drafts, texts: list[list[int]], rows: list[int], expected: list[list[int]]) -> None:
+    tokens = drafts.tokens.tolist()
     assert drafts.parents is None and [row[0] for row in tokens] == [texts[row][-1] for row in rows]
-    return [row[1:] for row in tokens]
+    assert [row[1:] for row in tokens] == expected
 
 
-@pytest.mark.parametrize("where", STREAMS)
 @settings(max_examples=150, deadline=None)
 @given(
     texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=WIDTH - 8), min_size=1, max_size=5),
@@ -75,7 +78,6 @@ def propose(
     at_once=st.sampled_from([1, 4, 1000]),
 )
 def test_match_is_the_naive_search(
-    where: str,
     texts: list[list[int]],
     depth: int,
     window: tuple[int, int],
@@ -89,11 +91,11 @@ def test_match_is_the_naive_search(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngram_match, "BLOCK", block)
         patch.setattr(ngram_match, "NGRAM_PLACES", block * at_once)
-        found = propose(texts, rows, depth, min_match, max_match, where, stale)
-    assert found == [naive(texts[row], min_match, max_match, depth) for row in rows]
+        drafter, task = prepared(texts, rows, depth, min_match, max_match, stale)
+        drafts = drafter.propose(task)
+    check_drafts(drafts, texts, rows, [naive(texts[row], min_match, max_match, depth) for row in rows])
 
 
-@pytest.mark.parametrize("where", STREAMS)
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -106,8 +108,9 @@ def test_match_is_the_naive_search(
         ([1], [-1, -1, -1]),
     ],
 )
-def test_examples(text: list[int], expected: list[int], where: str) -> None:
-    assert propose([text], [0], 3, 1, 12, where) == [expected]
+def test_examples(text: list[int], expected: list[int]) -> None:
+    drafter, task = prepared([text], [0], 3, 1, 12)
+    check_drafts(drafter.propose(task), [text], [0], [expected])
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -216,7 +216,7 @@ def test_entering_a_sampled_request_ends_the_greedy_way(kernel: SamplingKernel) 
 
 
 def test_a_row_may_come_several_times(kernel: SamplingKernel) -> None:
-    """The nodes of a draft tree: each samples as its row would at that length, whatever the other rows."""
+    """The nodes of a draft tree: each samples as its row would at that length, independent of the other rows."""
     params, vocab = [SamplingParams(**p) for p in PARAMS] + [SamplingParams(temperature=0.0)], 700
     generator = np.random.default_rng(8)
     rows, lengths = generator.integers(0, len(params), 60), generator.integers(1, 30, 60)

@@ -30,7 +30,7 @@ from moe_engine.worker.sampling.step_sampling import StepSampling
 from tests.config.conftest import SMALL, V3, machine
 from tests.memory_meter import MemoryMeter
 
-VOCAB, RUNNING, DRAFTS = 32000, 120, 3
+VOCAB, RUNNING, DRAFTS = 32000, 60, 3
 HIDDEN = 8
 EDITS: dict[str, Any] = {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "logit_bias": ((5, 2.0),)}
 SAMPLINGS = {

@@ -1,11 +1,11 @@
-"""Replayed decode steps have the tokens of eager steps, for any padding; all ranks choose the same graph."""
+"""Which steps are replayed, and with which padding; all attention groups choose the same graph.
+
+Tokens of replayed steps: `simulated_cuda/on_device/test_engines.py`.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +26,6 @@ from moe_engine.types import (
     SpeculationConfig,
     StepFacts,
     StepPlan,
-    StepResult,
 )
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
@@ -36,106 +35,7 @@ from moe_engine.worker.graphs.step_graphs import CaptureError, StepGraphs, StepS
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
-from tests.engine.harness import InProcessEngine, Scripted
-from tests.speculation.agreeing import agreeing_checkpoint
-from tests.worker.fake_graphs import FakeGraphs, ReplayableTorch
-
-VOCAB = 250
-DRAFTS = 2
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("graphs")
-
-
-@pytest.fixture(scope="module", params=["deepseek_v3", "qwen3_moe", "deepseek_v3 with drafts"])
-def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[InProcessEngine]:
-    kind, _, drafts = request.param.partition(" ")
-    path = agreeing_checkpoint(kind, folder / request.param, 3, num_mtp_layers=int(bool(drafts)))
-    flags: dict[str, Any] = {}
-    if drafts:
-        flags = {"speculative_num_steps": DRAFTS, "speculative_num_draft_tokens": DRAFTS + 1}
-        flags |= {"speculative_algorithm": "NEXTN", "speculative_eagle_topk": 1}
-    made = InProcessEngine(
-        path, folder / "board", dtype="float32", attention_backend="torch", cpu_threads=1, page_size=4,
-        max_total_tokens=2048, max_running_requests=8, **flags,
-    )  # fmt: skip
-    yield made
-    made.close()
-
-
-def _script(count: int, seed: int) -> list[Scripted]:
-    pick = random.Random(seed)
-    script = []
-    for i in range(count):
-        sampling: dict[str, Any] = {"temperature": 0.0}
-        if i % 3 == 1:
-            sampling = {"temperature": 0.9, "top_p": 0.9}
-        elif i % 3 == 2:
-            sampling["frequency_penalty"] = 0.7  # edits its logits in place
-        prompt = [pick.randrange(VOCAB) for _ in range(pick.randint(1, 30))]
-        script.append(
-            Scripted(
-                f"r{i}", prompt, pick.randint(3, 20), pick.randrange(12), None, sampling, seed=i, logprob=i % 4 == 0
-            )
-        )
-    return script
-
-
-def _watched(engine: InProcessEngine) -> list[tuple[StepPlan, StepResult]]:
-    """Every further plan with its result."""
-    seen: list[tuple[StepPlan, StepResult]] = []
-    execute = engine.worker.runner.execute
-
-    def watch(plan: StepPlan) -> StepResult:
-        seen.append((plan, execute(plan)))
-        return seen[-1][1]
-
-    engine.worker.runner.execute = watch  # type: ignore[method-assign]
-    return seen
-
-
-@pytest.mark.parametrize("rows_at_once", [1 << 30, 5])
-@pytest.mark.parametrize("settings", [GraphSettings((1, 2, 4, 7)), GraphSettings((1, 2, 3, 5), pad=False)], ids=repr)
-def test_replayed_steps_make_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch, engine: InProcessEngine, settings: GraphSettings, rows_at_once: int
-) -> None:
-    """Steps with more rows of logits than allowed at once are captured without the LM head."""
-    monkeypatch.setattr(engine.worker.runner.sampler, "passes", LogitsPasses(rows_at_once))
-    runner, script = engine.worker.runner, _script(12, len(settings.sizes))
-    drafts = runner.speculation is not None
-    settings = replace(settings, counts=(1, DRAFTS + 1) if drafts else (1,))
-    expected = engine.run(script)
-    backend, attention = FakeGraphs(), ReplayableTorch(runner.attention)
-    plain, runner.attention = runner.attention, attention
-    assert capture_graphs(runner, settings, backend=backend) == settings.num_graphs == len(backend.recordings)
-    attention.renewed.clear()
-    execute, seen = runner.execute, _watched(engine)
-    try:
-        found = engine.run(script)
-    finally:
-        runner.attention, runner.execute, runner.graphs = plain, execute, None  # type: ignore[method-assign]
-    for rid, answer in expected.items():
-        assert found[rid].token_ids == answer.token_ids, rid
-        got, want = ([entry[1] for entry in a.logprobs] for a in (found[rid], answer))
-        assert got == pytest.approx(want, abs=1e-4)
-    replayed = [(plan, result) for plan, result in seen if result.cuda_graph]
-    assert len(replayed) == backend.num_replays == len(attention.renewed) > 3
-    assert all(len(plan.rows) == plan.num_decodes for plan, _ in replayed)
-    if settings.pad:
-        assert {len(plan.rows) for plan, _ in replayed} - set(settings.sizes)
-    if drafts:
-        assert {count for plan, _ in replayed for count in plan.counts} >= {DRAFTS + 1}
-    for host, device in attention.renewed:
-        assert host == device and len(host) in settings.sizes
-    ran_eagerly = [plan for plan, result in seen if plan.rows and not result.cuda_graph]
-    assert any(len(plan.rows) > plan.num_decodes for plan in ran_eagerly)  # prompts
-    for layer in runner.kv_pool.layers:
-        assert all(part[: runner.kv_pool.page_size].isfinite().all() for part in layer)
-
-
-# -- which steps are replayed
+from tests.worker.repeated_calls import RepeatedCalls, ReplayableTorch
 
 
 class Counting:
@@ -157,13 +57,13 @@ class Counting:
 
 def _runner(
     settings: GraphSettings, num_groups: int = 1, group: int = 0, rows_at_once: int = 1 << 30
-) -> tuple[ModelRunner, Counting, FakeGraphs]:
+) -> tuple[ModelRunner, Counting, RepeatedCalls]:
     stream = DeviceStream("cpu")
     pool = KVPool(KVSpec.mla(1, 4, 4, torch.float32), 256, 1, stream)
     parallel = ParallelContext()
     if num_groups > 1:
         parallel = ParallelContext(Topology(tp_size=num_groups, attn_dp_size=num_groups), group, decode_tokens=64)
-    model, attention, backend = Counting(), ReplayableTorch(StubAttention()), FakeGraphs()
+    model, attention, backend = Counting(), ReplayableTorch(StubAttention()), RepeatedCalls()
     rows = RequestRows(8, 100, 64, stream)
     passes = LogitsPasses(rows_at_once)
     runner = ModelRunner(model, pool, rows, attention, stream, parallel=parallel, passes=passes)  # type: ignore[arg-type]
@@ -280,7 +180,7 @@ def test_recorded_passes_are_not_replayed() -> None:
 def test_devices_and_backends_without_graphs_stay_eager(caplog: pytest.LogCaptureFixture) -> None:
     runner = stub_runner(max_rows=4)
     assert capture_graphs(runner, GraphSettings((1, 2))) == 0 and runner.graphs is None  # a CPU
-    assert capture_graphs(runner, GraphSettings((1, 2)), backend=FakeGraphs()) == 0 and runner.graphs is None
+    assert capture_graphs(runner, GraphSettings((1, 2)), backend=RepeatedCalls()) == 0 and runner.graphs is None
     assert "the stub attention backend cannot be replayed" in caplog.text
     assert runner.attention.capabilities.plan_in_place is None
 
@@ -297,7 +197,7 @@ def test_a_refused_capture_names_the_flag_that_helps() -> None:
 
 
 def test_the_largest_graph_is_captured_first(capsys: pytest.CaptureFixture[str]) -> None:
-    class Ordered(FakeGraphs):
+    class Ordered(RepeatedCalls):
         def capture(self, run: Any) -> Any:
             before = len(model.batches)
             run()

@@ -1,4 +1,4 @@
-"""Integer tables on the host and on a fake accelerator; `DeviceStream.arrays`."""
+"""Integer tables on the host; `DeviceStream.arrays`. On a device: `simulated_cuda/on_device/test_worker_parts.py`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from hypothesis import strategies as st
 
 from moe_engine.worker.batch.device_int_table import DeviceIntTable
 from moe_engine.worker.device_stream import DeviceStream
-from tests.worker import fake_accelerator
-from tests.worker.fake_accelerator import FakeAccelerator
 
 
-def _table(stream: DeviceStream, values: np.ndarray, dtype: torch.dtype) -> tuple[DeviceIntTable, torch.Tensor]:
+def make_table(stream: DeviceStream, values: np.ndarray, dtype: torch.dtype) -> tuple[DeviceIntTable, torch.Tensor]:
     tensor = stream.upload(torch.from_numpy(values).to(dtype))
     return DeviceIntTable(tensor, stream), tensor
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([torch.int32, torch.int64]), st.booleans())
-def test_a_table_is_its_flat_array(seed: int, dtype: torch.dtype, remote: bool) -> None:
+@given(st.integers(0, 2**32 - 1), st.sampled_from([torch.int32, torch.int64]))
+def test_a_table_is_its_flat_array(seed: int, dtype: torch.dtype) -> None:
+    check_table(seed, dtype, DeviceStream("cpu"))
+
+
+def check_table(seed: int, dtype: torch.dtype, stream: DeviceStream) -> None:
     """Reads and writes with tensors, with `arrays`, and from the host, against numpy indexing."""
     rng = np.random.default_rng(seed)
-    stream = FakeAccelerator() if remote else DeviceStream("cpu")
     expected = rng.integers(-9, 1 << 30, (rng.integers(1, 5), rng.integers(1, 7)))
-    table, tensor = _table(stream, expected, dtype)
+    table, tensor = make_table(stream, expected, dtype)
     flat = expected.ravel()
     for _ in range(4):
         shape = (1, rng.integers(0, expected.size + 1)) if rng.random() < 0.5 else (rng.integers(0, expected.size + 1),)
@@ -48,22 +49,10 @@ def test_a_table_is_its_flat_array(seed: int, dtype: torch.dtype, remote: bool) 
 
 
 def test_what_was_taken_is_memory_of_its_own() -> None:
-    table, _ = _table(DeviceStream("cpu"), np.arange(6), torch.int64)
+    table, _ = make_table(DeviceStream("cpu"), np.arange(6), torch.int64)
     taken = table.take(torch.tensor([1, 2]))
     table.put(torch.tensor([1, 2]), torch.tensor([7, 8]))
     assert taken.tolist() == [1, 2]
-
-
-def test_only_reading_waits_for_an_accelerator() -> None:
-    stream = FakeAccelerator()
-    table, _ = _table(stream, np.arange(6), torch.int32)
-    index = stream.upload(torch.tensor([0, 5]))
-    fake_accelerator.waits.clear()
-    table.put(index, table.take(index))
-    table.put_from_host(np.array([1]), np.array([4]))
-    assert fake_accelerator.waits == []
-    table.read(np.array([1]))
-    assert fake_accelerator.waits
 
 
 def test_arrays_share_memory_where_the_host_has_it() -> None:
@@ -72,7 +61,6 @@ def test_arrays_share_memory_where_the_host_has_it() -> None:
     assert all(isinstance(array, np.ndarray) for array in arrays)
     arrays[0][1] = 9
     assert tensors[0].tolist() == [0, 9, 2, 3]
-    assert FakeAccelerator().arrays(*tensors) == tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -82,4 +70,3 @@ def test_a_host_view_has_the_bits(dtype: torch.dtype) -> None:
     assert view is not None and view.tobytes() == tensor.view(torch.uint8).numpy().tobytes()
     view[1] = view[0]
     assert torch.equal(tensor[0], tensor[1])
-    assert FakeAccelerator().host_view(tensor) is None

@@ -26,7 +26,7 @@ from moe_engine.worker.graphs import compile_setup as region_setup
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
-from tests.worker.fake_graphs import FakeGraphs, ReplayableTorch
+from tests.worker.repeated_calls import RepeatedCalls, ReplayableTorch
 
 MAX_BS = 4
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,7 +83,7 @@ def test_compiled_decodes_make_the_same_tokens(
             if recorded:
                 runner.attention = ReplayableTorch(runner.attention)
                 settings = GraphSettings((1, 3, 6), counts=(1, drafts + 1))
-                assert capture_graphs(runner, settings, backend=FakeGraphs()) == settings.num_graphs
+                assert capture_graphs(runner, settings, backend=RepeatedCalls()) == settings.num_graphs
             found = engine.run(_script(5))
             assert {rid: answer.token_ids for rid, answer in found.items()} == {
                 rid: answer.token_ids for rid, answer in expected.items()

@@ -87,7 +87,7 @@ def fall_back(rank: int) -> tuple[str, float]:
 
 
 def sum_until_alone(rank: int, victim: int) -> str:
-    """Sums for ever; the victim ends its process after some. Returns what the others are told."""
+    """Endless sums; the victim exits after some. Returns the error of the other ranks."""
     group = HostGroup(DistributedGroup(dist.group.WORLD, TIMEOUT_S))
     x = torch.ones(64)
     try:

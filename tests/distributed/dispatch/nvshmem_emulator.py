@@ -1,8 +1,8 @@
 """torch's shuffles over NVSHMEM as their source has them, over gloo: they refuse what it refuses or would corrupt.
 
 Contract: torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu, all_to_all_vdev_2d and its `_offset`. Nothing is
-zeroed, rows that nobody sent stay as they were, and a rank's input must keep still until it enters the next shuffle,
-for others read it late. Plain loops over what every rank shares: none of our dispatch code.
+zeroed, rows that no rank sent keep their values, and a rank's input must stay unchanged until its next shuffle, because
+other ranks read it late. Plain loops over what every rank shares: none of our dispatch code.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `run_ranks(n, function, ...)` calls `function(rank, ...)` on n ranks and returns what each returned. `Ranks` keeps them
 for many calls, because ranks cost a moment to start. They are forked from a server that has imported torch and
-dispatch. A rank that raises, dies or hangs ends the call: the others are killed and `RanksFailed` says what each was
-doing.
+dispatch. A rank that raises, dies or hangs ends the call: the others are killed and `RanksFailed` names the position of
+each.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GRACE_S = 1.0  # between the request for a hung rank's stack and its end
 
 
 class RanksFailed(AssertionError):
-    """What became of each rank that did not return."""
+    """The fate of each rank that did not return."""
 
 
 class Ranks:
@@ -112,7 +112,7 @@ class Ranks:
         return results
 
     def _fail(self, failures: dict[int, str], pending: set[int], timeout_s: float) -> None:
-        if pending and failures:  # one raised: the others often tell why, if they are given a moment
+        if pending and failures:  # one raised: the errors of the others often name the cause
             for pipe in connection.wait([self._pipes[rank] for rank in pending], GRACE_S):
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:

@@ -1,5 +1,5 @@
 """What a rank does in the tests of dispatch through peers' memory: the kernels that a GPU runs, interpreted, on memory
-that the processes share. Whatever the kernels have not written since is NaN, and -1 in integers."""
+that the processes share. Memory that the kernels have not written since is NaN, and -1 in integers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def dispatcher_of(setup: Setup, routing: Routing) -> tuple[Any, HostSymmetricMem
 
 
 def spoil(memory: HostSymmetricMemory, group: DistributedGroup) -> None:
-    """Everything but flags becomes NaN and -1, on every rank, while nobody uses it."""
+    """Everything but flags becomes NaN and -1, on every rank, while no kernel uses it."""
     group.barrier()
     for own in memory.own:
         for slot in own.view(NUM_LIVE, -1):
@@ -101,7 +101,7 @@ def replay(rank: int, setup: Setup, routings: list[Routing]) -> list[Outcome]:
 
 
 def overflow(rank: int, setup: Setup) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-    """Every token names its expert several times, and nobody looks: more rows than there is room for."""
+    """Every token names its expert several times, unchecked: more rows than the buffers hold."""
     routing = Routing(5, 2 * dist.get_world_size(), 3, ((),) * dist.get_world_size())
     dispatcher, memory, group = dispatcher_of(setup, routing)
     spoil(memory, group)
@@ -114,7 +114,7 @@ def overflow(rank: int, setup: Setup) -> tuple[list[int], torch.Tensor, torch.Te
 
 
 def run_until_lost(rank: int, timeout_s: float, going: str) -> str:
-    """Dispatches for ever; returns the error that ends it. Rank 0 makes the file `going` after some steps."""
+    """Endless dispatches; returns the error that ends it. Rank 0 makes the file `going` after some steps."""
     group = DistributedGroup(dist.new_group(timeout=timedelta(seconds=60)), timeout_s)
     routing = Routing(1, group.size, 1, ((),) * group.size)
     shape = shape_of(Setup("symm_mem", "low_latency", hidden=16), routing.num_experts, 1)
@@ -126,7 +126,7 @@ def run_until_lost(rank: int, timeout_s: float, going: str) -> str:
             batch, handle = dispatcher.dispatch(x, ids, weights, "decode")
             dispatcher.combine(batch.x.clone(), weights, handle)
         except PeerLost as error:
-            with pytest.raises(PeerLost):  # whoever asks at the end of a replayed step learns it, too
+            with pytest.raises(PeerLost):  # the check at the end of a replayed step raises it, too
                 dispatcher.check_peers()
             return str(error)
         if step == 3 and rank == 0:

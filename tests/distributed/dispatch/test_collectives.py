@@ -47,7 +47,7 @@ def test_a_shared_segment_joins_ranks_and_leaves_no_name() -> None:
 @pytest.mark.parametrize("backend", ["all_to_all", "shared_memory"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_peer_is_an_error_that_names_the_operation(backend: str, how: signal.Signals, tmp_path: Path) -> None:
-    """Killed: told at once, long before the timeout; hung: at the timeout."""
+    """A killed rank is reported long before the timeout, a hung rank at the timeout."""
     timeout_s = 60.0 if how == signal.SIGKILL else 1.0
     with Ranks(3) as ranks:
         going = tmp_path / "going"

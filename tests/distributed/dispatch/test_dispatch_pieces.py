@@ -109,7 +109,7 @@ def test_handles_are_used_once_with_the_weights_of_their_dispatch() -> None:
 
 
 def test_low_latency_keeps_within_its_rows_even_if_experts_are_named_twice() -> None:
-    """Nobody looks at the ids there; what does not fit is left out."""
+    """No check of the ids there; rows beyond the capacity are left out."""
     x, ids, weights = choices(11, num_tokens=16)
     ids.fill_(3)
     ours = dispatcher(static=True)
@@ -130,7 +130,7 @@ def test_more_tokens_than_agreed_and_uneven_experts_are_refused() -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("exchange", [StaticAllToAll, AllGather, VariableAllToAll])
 def test_the_host_never_waits_in_low_latency(exchange: type, fp8: bool) -> None:
-    """Fake tensors have no values: whatever asks for one raises. The normal mode does: the test can fail."""
+    """Fake tensors have no values: every read of a value raises. The normal mode does: the test can fail."""
     shape = replace(SHAPE, fp8=fp8)
     with FakeTensorMode():
         group = SingleRank()

@@ -1,4 +1,4 @@
-"""The harness itself: it returns results, and tells of ranks that raise, die or hang within its limit."""
+"""The harness itself: it returns results, and reports ranks that raise, die or hang within its limit."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_slot_is_used_again_and_again(two: Ranks) -> None:
 
 
 def test_what_does_not_fit_is_left_out(two: Ranks) -> None:
-    """Nobody looks at the ids in low latency: an expert named several times gets its room, no byte beyond."""
+    """Low latency does not check ids: an expert named several times gets its capacity, no byte beyond."""
     room = 2 * MAX_TOKENS
     found = two.call(worlds.overflow, replace(PLAIN, hidden=16), timeout_s=60)
     assert [counts for counts, _, _ in found] == [[0, room], [0, 0]]

@@ -222,7 +222,7 @@ def run_counted(rank: int, setup: Setup, routing: Routing) -> list[tuple[str, st
 
 
 def run_until_broken(rank: int, backend: str, timeout_s: float, going: str) -> tuple[str, float]:
-    """Dispatches for ever, on a group of its own; returns the error that ends it, and the seconds of its last call.
+    """Endless dispatches on a group of its own; returns the error that ends it, and the seconds of its last call.
 
     Rank 0 makes the file `going` when all have dispatched a few times.
     """
@@ -248,13 +248,13 @@ def break_off(rank: int) -> list[str]:
     given_up, everybody = threading.Event(), list(range(dist.get_world_size()))
     made = [dist.new_group(everybody, timeout=timedelta(seconds=1)) for _ in range(2)]
     groups = [DistributedGroup(group, 1.0, "cpu", None, given_up) for group in made]
-    said = []
+    errors = []
     for group in (groups[0], groups[0], groups[1]) if rank == 0 else ():
         try:
             group.all_to_all(torch.zeros(2), torch.zeros(2))
         except PeerLost as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def sleep(rank: int, sleeper: int, seconds: float) -> int:

@@ -105,7 +105,7 @@ class Struck:
         return [state["alive_groups"] for state in self.engine.get_server_info()["internal_states"]]
 
     def problems(self) -> list[Any]:
-        """Of the schedulers' books."""
+        """Integrity problems of all schedulers."""
         found = self.engine._run(self.engine._frontend.client.call("check_integrity"))
         return [problem for part in found for problem in part]
 
@@ -138,4 +138,4 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def finish(streams: Sequence[Stream]) -> None:
     for stream in streams:
-        assert stream.ended.wait(WAIT_SECONDS), "a request was left in silence"
+        assert stream.ended.wait(WAIT_SECONDS), "a request never ended"

@@ -45,7 +45,7 @@ SERVE_SECONDS = 240.0
 
 
 def allowed(case: Case) -> bool:
-    """Whether a part of a case can be completed."""
+    """True if a partial case can be completed."""
     attention, experts = case.get("attention", "tp"), case.get("experts", "cut")
     tp_size = case.get("ranks", 8) // case.get("replicas", 1)
     if tp_size == 1 and (attention, experts, case.get("dense", "cut")) != ("tp", "cut", "cut"):
@@ -123,17 +123,17 @@ class Answer:
 
 @dataclass
 class Outcome:
-    """What a case came to. `differences`: by request, how it differs."""
+    """Result of a case. `differences`: description by request id."""
 
     differences: dict[str, str]
     retractions: int
     aborted: int
     used_schedulers: int
-    """Those that served anything."""
+    """Schedulers that served at least one request."""
     tokens_drafted: int
     largest_logprob_error: float
     problems: list[Any] = field(default_factory=list)
-    """Of the schedulers' books, at the end."""
+    """Integrity problems of the schedulers at the end."""
     rebalances: int = 0
 
 
@@ -211,7 +211,7 @@ def make_requests(num_prompts: int, num_tokens: int, seed: int) -> list[Wanted]:
 
 
 async def serve(engine: Engine, requests: list[Wanted]) -> dict[str, Answer]:
-    """Serves them all concurrently, the late ones afterwards."""
+    """Serves all requests concurrently, then the late ones."""
     async with asyncio.timeout(SERVE_SECONDS):
         answers: list[Answer] = []
         for late in (False, True):
@@ -244,7 +244,7 @@ def _answer(output: Any) -> Answer:
 def compare(
     requests: list[Wanted], found: dict[str, Answer], expected: dict[str, Answer]
 ) -> tuple[dict[str, str], float]:
-    """How requests differ, by id, and the largest difference of a log-probability."""
+    """Differences by request id, and the largest difference of a log-probability."""
     differences, largest = {}, 0.0
     for want in requests:
         got, right = found[want.rid], expected[want.rid]

@@ -20,7 +20,7 @@ PLAIN: dict[str, Any] = {name: values[0] for name, values in FACTORS.items()}
 FEW: dict[str, tuple[Any, ...]] = {
     **{name: (value,) for name, value in PLAIN.items()},
     "attention": ("tp", "dp"),
-    "experts": ("cut", "ep", "all_to_all", "shared_memory"),
+    "experts": ("cut", "all_to_all", "shared_memory"),
     "lm_head": ("all", "group"),
     "dense": ("cut", "whole"),
     "chunk": (-1, 16),
@@ -92,7 +92,7 @@ def test_drafting_and_the_models_experts_move_unnoticed(forms: Forms, case: dict
 
 @pytest.mark.parametrize(
     "case",
-    [{"attention": "dp", "drafts": "nextn"}, {"attention": "dp", "chunk": 16, "drafts": "ngram"}, {}],
+    [{"attention": "dp", "drafts": "nextn"}, {"chunk": 16, "drafts": "ngram"}],
     ids=name_of,
 )
 def test_few_rows_of_logits_at_once(monkeypatch: pytest.MonkeyPatch, forms: Forms, case: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Every form of --init-expert-location, and what is said of the ones that do not fit."""
+"""Every form of --init-expert-location, and the errors of unsuitable ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dead ranks: what is lost is said, what is left is planned, and the moves get there."""
+"""Lost ranks: lost experts are reported, the others are planned anew, and the moves produce that plan."""
 
 from __future__ import annotations
 

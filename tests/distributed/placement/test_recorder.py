@@ -146,7 +146,7 @@ def test_start_stop_and_passes_that_do_not_count(tmp_path, caplog):
 
 @pytest.mark.parametrize("mode", ["stat", "per_pass", "per_token"])
 def test_passes_in_inference_mode_and_commands_outside(tmp_path, mode):
-    """As in the engine: the step thread computes under inference_mode, whose tensors nobody else may change."""
+    """As in the engine: the step thread computes under inference_mode; other threads may not modify its tensors."""
     recorder = ExpertRecorder(config_for(tmp_path, mode, buffer_size=-1, report_balancedness=True))
     choices = draw_pass(torch.Generator().manual_seed(40))
     for _ in range(2):
@@ -267,7 +267,7 @@ def on_ranks(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], Any])
 
 
 def test_ranks_sum_pass_by_pass_and_one_file_holds_all(tmp_path):
-    """Also where one rank was told to start a pass later, and another one's tokens are counted by rank 0 already."""
+    """Also if one rank started a pass later, and rank 0 has already counted tokens of another rank."""
     passes = [[draw_pass(torch.Generator().manual_seed(10 * rank + i)) for i in range(3)] for rank in range(3)]
 
     def work(rank: int, all_reduce: Callable[[Tensor], Tensor]) -> Any:
@@ -405,8 +405,8 @@ def test_layers_that_count_themselves(tmp_path, mode):
 
 def test_who_must_be_told(tmp_path):
     """per_token keeps the ids themselves, stat_approx what arrives."""
-    told = [config_for(tmp_path, "per_token"), config_for(tmp_path, "stat_approx", source="dispatcher")]
-    assert [ExpertRecorder(config).count_place(1) for config in told] == [None, None]
+    configs = [config_for(tmp_path, "per_token"), config_for(tmp_path, "stat_approx", source="dispatcher")]
+    assert [ExpertRecorder(config).count_place(1) for config in configs] == [None, None]
 
 
 @pytest.mark.parametrize("mode", ["stat", "per_token"])

@@ -77,8 +77,8 @@ def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpe
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> Tensor:
-    """q [t, H, D], k [s, H, D], v [s, H, V]; the t queries are the last positions and see those before them, or each
-    other as seen [t, t] says."""
+    """q [t, H, D], k [s, H, D], v [s, H, V]; the t queries are the last positions and attend to those before them;
+    among each other as in seen [t, t]."""
     scores = torch.einsum("thd,shd->hts", q.double(), k.double()) * scale
     t, s = scores.shape[1:]
     hidden = torch.arange(s)[None, :] > torch.arange(s - t, s)[:, None]
@@ -107,7 +107,7 @@ def paged_queries(lens: list[tuple[int, int]], page_size: int = 1, shuffle: bool
 
 
 def random_trees(queries: PagedQueries) -> tuple[PagedQueries, list[Tensor]]:
-    """The same queries as draft trees, every token with a random parent before it; and who sees whom, [t, t] each."""
+    """The same queries as draft trees, every token with a random parent before it; and their masks, [t, t] each."""
     trees, bits = [], []
     for count in queries.query_lens:
         seen = torch.eye(count, dtype=torch.bool)

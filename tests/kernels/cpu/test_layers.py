@@ -182,7 +182,7 @@ def test_moe_layers_count_what_they_choose(library: Library, tokens: int) -> Non
     fused[0].run(x)
     assert counts[2].tolist() == before and int(counts[0].sum()) == tokens * router.top_k, "hidden"
     cell.point(counts.data_ptr(), counts.nbytes)
-    assert not cell.hide(), "nobody has counted"
+    assert not cell.hide(), "no step was counted"
 
 
 def test_moe_layer_declines_weights_of_other_rows(library: Library) -> None:

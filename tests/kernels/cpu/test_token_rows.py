@@ -79,7 +79,7 @@ def test_a_token_goes_once_to_each_rank_that_takes_part(kernel: TokenRows, num_t
 
 @dataclass
 class Sent:
-    """Records as they lie after `pack`: one block for each rank, with a gap before it that nobody writes."""
+    """Records as they lie after `pack`: one block for each rank, with an unwritten gap before it."""
 
     records: Records
     memory: Tensor

@@ -1,8 +1,8 @@
 """Triton kernels under Triton's interpreter: on the CPU, in this process, without a GPU and without a compiler.
 
 Triton decides it where functions are decorated: its own while it is imported, those of kernels while their modules are.
-So this file imports Triton with ``TRITON_INTERPRET=1`` before any test module does, and refuses to go on if somebody
-came first. The variable is taken back at once: processes that other tests start must compile as they do in service.
+So this file imports Triton with ``TRITON_INTERPRET=1`` before any test module does, and fails if Triton
+is already imported. The variable is removed at once: processes that other tests start must compile as in service.
 What needs the compiler in earnest (ahead-of-time compilation) runs in a process of its own, `outside.py`; what needs a
 GPU is run by ``python -m benchmarks.gpu_suite``.
 """

@@ -59,7 +59,7 @@ def _widen(x: Any) -> Any:
 
 
 def inline_asm(builder: Any, text: str, *rest: Any) -> Any:
-    """The clock in nanoseconds. Whoever asks for it waits for another process, which needs the core."""
+    """The clock in nanoseconds. Its callers wait for another process, which needs the core."""
     if "%globaltimer" not in text:
         raise NotImplementedError(f"assembly that the interpreter does not know: {text}")
     os.sched_yield()

@@ -1,4 +1,4 @@
-"""Memory that nobody wrote must show: `torch.empty` gives NaN (and the largest integer) while this is on."""
+"""Uninitialized memory becomes visible: meanwhile `torch.empty` returns NaN (and the largest integer)."""
 
 from __future__ import annotations
 

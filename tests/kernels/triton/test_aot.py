@@ -66,7 +66,7 @@ def test_every_module_with_cases_is_listed():
 
 
 def test_cases_are_what_launches_ask_for(tmp_path):
-    """The launches of the real rows find every kernel in the cache that the cases filled, whatever the token count."""
+    """The launches of the real rows find every kernel in the cache that the cases filled, for any token count."""
     done = outside("tests.kernels.triton.outside", "agreement", str(tmp_path), cache=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     num_cases, launched, num_cached = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""MLA in the absorbed form, under the interpreter, against float64: NaN in every slot that belongs to nobody."""
+"""MLA in the absorbed form, under the interpreter, against float64: NaN in every slot without an owner."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_plans_in_fixed_buffers() -> None:
 def test_plans_in_place_follow_the_queries(count: int, heads: int) -> None:
     """What a graph replays: one plan, renewed in its memory for lengths it was not made with."""
     mla = TritonMLA(num_programs=5)
-    queries, size = paged_queries([(count, 150)] * 4, 8)
+    queries, size = paged_queries([(count, 70)] * 4, 8)
     assert mla.capabilities.plan_in_place(AttentionBatch(queries, None)) is None  # nothing ran yet
     cache = filled_cache(queries, size, 96, dtype=FP32)
     q = normal(queries.num_tokens, heads, 96, dtype=FP32)
@@ -164,7 +164,7 @@ def test_plans_in_place_follow_the_queries(count: int, heads: int) -> None:
     plan = mla.plan_in_place(AttentionBatch(queries, None))
     assert plan is not None
     pointers = set()
-    for lens in ([150, count, 7, 64], [count] * 4):
+    for lens in ([70, count, 7, 64], [count] * 4):
         fresh, size = paged_queries([(count, length) for length in lens], 8)
         cache = filled_cache(fresh, size, 96, dtype=FP32)
         queries.context_lens[:] = lens

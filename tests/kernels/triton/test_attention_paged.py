@@ -1,4 +1,4 @@
-"""Grouped-query attention, under the interpreter, against float64: NaN in every slot that belongs to nobody."""
+"""Grouped-query attention, under the interpreter, against float64: NaN in every slot without an owner."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_paged(heads: int, groups: int, width: int, page_size: int, dtype: torch
 @pytest.mark.parametrize("form", [FP8_TOKEN, FP8_RANGE])
 @pytest.mark.parametrize(("heads", "width", "dtype"), [(6, 80, BF16), (2, 33, FP32)])
 def test_fp8_rows(form: int, heads: int, width: int, dtype: torch.dtype) -> None:
-    """Against what the rows say; those of nobody are NaN."""
+    """Against the unpacked rows; rows without an owner are NaN."""
     gqa = TritonGQA(num_programs=5)
     queries, size = paged_queries([(1, 130), (20, 90), (1, 3)], 8)
     mine = torch.cat([slots_of(queries, r) for r in range(3)])
@@ -71,7 +71,7 @@ def test_a_step_of_two_groups_is_planned_before_its_layers() -> None:
     gqa = TritonGQA(num_programs=6)
     groups = [paged_queries(lens, 4)[0] for lens in ([(1, 90), (1, 20)], [(17, 60)])]
     q = normal(19, 4, 32, dtype=FP32)
-    for _ in range(2):  # the first step's layers tell the shape, the second step's plan knows it
+    for _ in range(2):  # the layers of the first step give the shape to the plan of the second
         plan = gqa.plan(AttentionBatch(*groups))
         for queries, mine in zip(groups, q.split([2, 17])):
             keys, values = (filled_cache(queries, 160, 2, 32, dtype=FP32) for _ in range(2))

@@ -31,7 +31,7 @@ def choices(tokens: int, top_k: int, num_experts: int) -> Tensor:
 
 
 @both
-# one pair; several programs; groups that are aligned; an expert that nobody or everybody chose
+# one pair; several programs; groups that are aligned; an expert that no token or every token chose
 @pytest.mark.parametrize(
     ("ids", "num_experts", "align"),
     [
@@ -90,7 +90,7 @@ def test_rows_there_and_back(kernels: ModuleType, align: int) -> None:
     quantized, want = permute_quantize(x, order), reference.quantize_rows(rows)
     torch.testing.assert_close(quantized.scales, want.scales, rtol=1e-6, atol=0)
     assert (quantized.data.float() != want.data.float()).float().mean() < 0.01
-    rows[~valid] = torch.nan  # nobody reads them
+    rows[~valid] = torch.nan  # never read
     weights, add = torch.rand(tokens, top_k), torch.randn(tokens, width + 8)[:, 4:-4]
     known = (ids >= 0) & (ids < num_experts)
     total = weights.where(known, 0).double().sum(1, keepdim=True) * x.double()

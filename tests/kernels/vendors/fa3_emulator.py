@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.kernels.vendors.contract import causal as causal_mask
 from tests.kernels.vendors.contract import check_index, check_shape, everything, must, poison, softmax_rows
-from tests.kernels.vendors.tape import launched
+from tests.kernels.vendors.library_calls import launched
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.kernels.vendors.contract import causal as causal_mask
 from tests.kernels.vendors.contract import check_index, everything, must, poison, softmax_rows
-from tests.kernels.vendors.tape import launched
+from tests.kernels.vendors.library_calls import launched
 
 PAGE, LATENT, WIDTH, RECORD = 64, 512, 576, 656
 
@@ -179,7 +179,7 @@ def _older_module() -> Any:
         must(num_heads_k == 1 and not is_fp8_kvcache and topk is None, "not emulated")
         made = _older_schedule(cache_seqlens)
         schedules[id(made)] = made, num_q_tokens_per_head_k
-        return made, torch.zeros(len(cache_seqlens) + 1, dtype=torch.int32)
+        return made, cache_seqlens.new_zeros(len(cache_seqlens) + 1)
 
     def flash_mla_with_kvcache(
         q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale=None,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.vendors.contract import causal, check_index, check_shape, everything, must, poison, softmax_rows
-from tests.kernels.vendors.tape import launched, recording
+from tests.kernels.vendors.library_calls import launched, recording
 
 HALF = (torch.bfloat16, torch.float16)
 MIN_WORKSPACE = 128 << 20

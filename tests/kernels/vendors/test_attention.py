@@ -68,7 +68,7 @@ def test_absorbed_equals_float64(name, page_size, lens):
     want = absorbed_reference(q, cache, queries, scale)
     close(backend.absorbed(q, cache, queries, scale, plan), want)
     close(backend.absorbed(q, cache, queries, scale, plan, LATENT), want)  # a second layer
-    close(backend.absorbed(q, cache, queries, scale, None), want)  # a plan of nobody's
+    close(backend.absorbed(q, cache, queries, scale, None), want)  # without a plan
 
 
 @pytest.mark.parametrize("name,page_size", MLA_CASES)

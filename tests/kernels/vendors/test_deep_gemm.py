@@ -153,7 +153,7 @@ def true_mlp(parts: Parts) -> Callable[[Tensor, int], Tensor]:
 
 
 def grouped(counts: list[int], hidden: int, extra: int = 0) -> ExpertBatch:
-    """`extra` rows belong to nobody and are NaN."""
+    """`extra` rows have no expert and are NaN."""
     offsets = torch.tensor([0, *counts]).cumsum(0).int()
     x = normal(sum(counts) + extra, hidden, dtype=BF16)
     x[sum(counts) :] = NAN
@@ -226,7 +226,7 @@ def test_bf16_experts(takes_ends):
 
 
 def choose(tokens: int, top_k: int, num_experts: int) -> Tensor:
-    """Distinct experts, some of which are others' (beyond these, or nobody's)."""
+    """Distinct experts, some of which are held elsewhere (beyond these, or -1)."""
     ids = torch.rand(tokens, num_experts + 2).argsort(1)[:, :top_k]
     return torch.where(ids == num_experts + 1, -1, ids).int()
 
@@ -274,7 +274,7 @@ def test_bf16_experts_of_tokens_that_stay():
 
 @pytest.mark.parametrize("takes_ends", [True, False])
 def test_nothing_of_a_step_depends_on_what_the_device_holds(takes_ends):
-    """On a device without values whatever waits for one raises; so would a graph that is being captured."""
+    """On a device without values every read of a value raises, as during capture of a graph."""
     emulator = DeepGemmEmulator(9, takes_ends)
     silent = (lambda a, b, d, layout, use_psum_layout: None) if takes_ends else (lambda a, b, d, layout: None)
     emulator.module.m_grouped_fp8_gemm_nt_contiguous = silent

@@ -27,7 +27,7 @@ V3 = HeadWidths(128, 1, 192, 128, 512, 64)
 LLAMA = HeadWidths(32, 8, 128, 128)
 BF16 = torch.bfloat16
 
-# (table, row, change of widths that are served, what the refusal says)
+# (table, row, change of supported widths, part of the refusal)
 REFUSED: list[tuple[str, str, dict[str, int], str]] = [
     ("mla", "flashinfer", {"latent": 320}, "latents of 128 n"),
     ("mla", "flashinfer", {"rotary": 32}, "rotary widths of 64 n"),

@@ -16,9 +16,9 @@ from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.registry import Row, select
 from moe_engine.worker.device_stream import make_graphs
 from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
+from tests.kernels.vendors.static_batch import SIZE, Static, planned
 from tests.kernels.vendors.test_attention import LATENT, WIDTH, absorbed_reference
 from tests.kernels.vendors.test_deep_gemm import near, weight
-from tests.kernels.vendors.test_in_place import SIZE, Static, planned
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -115,7 +115,7 @@ def test_recorded_absorbed(name, count):
     """CUDA graphs themselves over plans in place: other lengths, rows and pages at every replay, with padding."""
     backend, heads, scale = build("attention", tables.MLA, name), 16, WIDTH**-0.5
     graphs = make_graphs(torch.device("cuda", 0))
-    static = Static(count, 64, device="cuda")
+    static = Static(count, 64)
     cache = normal(static.num_slots, WIDTH, dtype=BF16).cuda()
     q = normal(SIZE * count, heads, WIDTH, dtype=BF16).cuda()
     out = q.new_zeros(SIZE * count, heads, LATENT)
@@ -134,7 +134,7 @@ def test_recorded_absorbed(name, count):
         plan.renew()
         recording.replay()
         for i in range(SIZE):
-            tokens, keys = slice(i * count, (i + 1) * count), cache[static.slots(i)].cpu().double()[:, None]
+            tokens, keys = slice(i * count, (i + 1) * count), cache.cpu()[static.slots(i)].double()[:, None]
             keys = keys.expand(-1, heads, -1)
             close(out[tokens].cpu(), attend(q[tokens].cpu() * 0.5, keys, keys[..., :LATENT], scale), scale=3)
 

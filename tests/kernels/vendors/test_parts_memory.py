@@ -104,7 +104,7 @@ def test_a_long_prompt_holds_no_more_than_the_ledger_counts(checkpoint, monkeypa
     """Beside queries and results, which are there before; one context as long as the limit, and longer ones."""
     loaded = stepper(checkpoint, max_expanded_tokens=LIMIT, attention=make())
     attention, config = loaded.model.layers[0].attention, loaded.config
-    loaded.step([Chunk(0, [1] * before, False), Chunk(1, [3], False)])  # whatever is made once is there from now on
+    loaded.step([Chunk(0, [1] * before, False), Chunk(1, [3], False)])  # allocations that are made once
     batch = loaded.batch([Chunk(0, [2] * count, False)])
     chunks, cache = attention.chunks(batch), batch.kv[0]
     assert any(chunk.context_chunks for chunk in chunks) == (before + count > LIMIT)

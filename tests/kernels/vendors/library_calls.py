@@ -1,0 +1,38 @@
+"""Calls of an emulated library that stand for kernel launches.
+
+On the CPU they are plain calls. On simulated devices `tests.simulated_cuda.libraries` runs each one as one launch,
+which CUDA graphs record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Protocol, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Device(Protocol):
+    def launch(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+    def recording(self) -> bool: ...
+
+
+device: Device | None = None
+"""Set once per process; None: emulators run on the CPU."""
+
+
+def recording() -> bool:
+    """Whether a graph is being captured on the current stream."""
+    return device is not None and device.recording()
+
+
+def launched(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorates a function that stands for launches of a library."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Result:
+        return function(*args, **kwargs) if device is None else device.launch(function, args, kwargs)
+
+    return call

@@ -1,0 +1,232 @@
+"""Engines on a simulated GPU: answers as on the CPU, decodes replayed, no waits in the thread that launches steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
+from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
+from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
+from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
+from moe_engine.types import GraphSettings, StepPlan
+from moe_engine.worker import worker
+from moe_engine.worker.graphs.graph_setup import capture_graphs
+from moe_engine.worker.sampling.logits_passes import LogitsPasses
+from tests.engine.harness import Answer, InProcessEngine, Scripted
+from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
+from tests.simulated_cuda import kernels, libraries, streams
+from tests.speculation.agreeing import agreeing_checkpoint
+
+LIMITS: dict[str, Any] = {
+    "max_total_tokens": 128, "context_length": 24, "max_running_requests": 2, "chunked_prefill_size": 8,
+}  # fmt: skip
+GREEDY: dict[str, Any] = {"temperature": 0.0}
+FEW: dict[str, Any] = dict.fromkeys(("linear_backend", "ops_backend", "sampling_backend"), "torch")
+"""Backends without interpreted kernels; the host's part is the same."""
+NONE = FEW | {"moe_runner_backend": "torch", "attention_backend": "torch"}
+CHAIN: dict[str, Any] = {
+    "speculative_algorithm": "NEXTN", "speculative_num_steps": 1, "speculative_num_draft_tokens": 2,
+    "speculative_eagle_topk": 1,
+}  # fmt: skip
+TREE = CHAIN | {"speculative_num_steps": 2, "speculative_num_draft_tokens": 4, "speculative_eagle_topk": 2}
+EDITS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logit_bias": {"5": 3.0, "7": -100}},
+    {"temperature": 0.7, "frequency_penalty": 0.5, "presence_penalty": 0.2, "sampling_seed": 3},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "min_new_tokens": 3},
+    {"temperature": 1.0, "top_p": 0.8, "min_p": 0.05, "sampling_seed": 5},
+]
+
+
+@dataclass
+class Run:
+    answers: dict[str, Answer]
+    steps: list[tuple[StepPlan, Any]]
+    waits: list[str]
+    """Of the thread that launches steps."""
+    num_graphs: int
+
+    @property
+    def waits_of_ours(self) -> list[str]:
+        """Without those of the torch rows of kernels, which read on the host and are not for GPUs."""
+        return [wait for wait in self.waits if "reference.py" not in wait and "dispatch/local.py" not in wait]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("engines") / "model"
+    return agreeing_checkpoint("deepseek_v3", path, 5, num_hidden_layers=2, num_mtp_layers=1)
+
+
+def script(samplings: list[dict[str, Any]], logprob: bool = False) -> list[Scripted]:
+    """The prompts share a prefix: later requests find its pages in the radix cache."""
+    more = {"top_logprobs": 2, "token_ids_logprob": [3]} if logprob else {}
+    return [
+        Scripted(f"r{i}", [*range(5, 11), 20 + i, 21], 4, 4 * i, sampling=sampling, logprob=logprob, more=more)
+        for i, sampling in enumerate(samplings)
+    ]
+
+
+def watched(engine: InProcessEngine, requests: list[Scripted]) -> Run:
+    runner, steps = engine.worker.runner, []
+    launch = runner.launch
+
+    def noted(plan: StepPlan) -> Any:
+        steps.append((plan, launch(plan)))
+        return steps[-1][1]
+
+    runner.launch = noted  # type: ignore[method-assign]
+    streams.waits.clear()
+    try:
+        answers = engine.run(requests)
+    finally:
+        runner.launch = launch  # type: ignore[method-assign]
+    waits = [f"{wait.what}: {wait.where}" for wait in streams.waits if wait.thread.startswith("worker-steps")]
+    return Run(answers, steps, waits, engine.worker.info.num_graphs)
+
+
+def serve(path: Path, folder: Path, requests: list[Scripted], **flags: Any) -> Run:
+    engine = InProcessEngine(path, folder / "board", dtype="float32", **LIMITS, **flags)
+    try:
+        return watched(engine, requests)
+    finally:
+        engine.close()
+
+
+def check_answers(found: dict[str, Answer], expected: dict[str, Answer], tolerance: float = 2e-5) -> None:
+    for rid, want in expected.items():
+        got = found[rid]
+        assert (got.token_ids, got.finish, got.cached_tokens) == (want.token_ids, want.finish, want.cached_tokens), rid
+        got_logprobs, wanted = ([entry[1] for entry in answer.logprobs] for answer in (got, want))
+        assert got_logprobs == pytest.approx(wanted, abs=tolerance), rid
+
+
+def compared(path: Path, folder: Path, requests: list[Scripted], both: dict[str, Any], **flags: Any) -> Run:
+    """An engine on the device whose answers are those of an engine on the CPU.
+
+    Args:
+        both: flags of both engines. flags: of the engine on the device.
+    """
+    expected = serve(path, folder, requests, device="cpu", **both)
+    found = serve(path, folder, requests, device="cuda", **both, **flags)
+    check_answers(found.answers, expected.answers)
+    assert any(answer.cached_tokens for answer in found.answers.values())
+    return found
+
+
+def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
+    """Prompts in chunks, decodes replayed, greedy and sampled rows: no waits."""
+    requests = script([GREEDY, GREEDY | {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "sampling_seed": 2}, GREEDY])
+    found = compared(checkpoint, tmp_path, requests, {}, cuda_graph_max_bs=2)
+    assert found.num_graphs == 2 and found.waits == []
+    assert any(result.cuda_graph for _, result in found.steps)
+    launched = set(kernels.launches)
+    assert launched >= {"latent_kernel", "expanded_kernel", "gate_up_kernel", "router_select_kernel", "greedy_kernel"}
+
+
+def check_one_wait_a_step(run: Run) -> None:
+    """Steps with drafts wait once: for the true lengths of the rows."""
+    waits = [wait for wait in run.waits_of_ours if "Event.synchronize" not in wait]  # of a library's page-locked plan
+    assert all("batch/token_buffer.py" in wait for wait in waits), waits
+    steps = [plan for plan, _ in run.steps if plan.num_decodes]
+    assert len(waits) == len(steps) > 3, (waits, steps)
+
+
+def test_chains_of_drafts_wait_once_a_step(checkpoint: Path, tmp_path: Path) -> None:
+    """Log-probabilities and penalties of drafts are computed on the device."""
+    check_one_wait_a_step(compared(checkpoint, tmp_path, script([GREEDY, *EDITS[1:3]], logprob=True), CHAIN, **NONE))
+
+
+def test_trees_of_drafts(checkpoint: Path, tmp_path: Path) -> None:
+    found = compared(checkpoint, tmp_path, script([GREEDY, *EDITS[1:3]], logprob=True), TREE, **NONE)
+    reads = ("batch/token_buffer.py", "speculation/tree.py", "device_stream.py:")
+    assert all(any(read in wait for read in reads) for wait in found.waits_of_ours), found.waits_of_ours
+
+
+def test_edited_logits_and_log_probabilities_never_wait(checkpoint: Path, tmp_path: Path) -> None:
+    """Biases, penalties, minimal lengths, log-probabilities, every kind of sampling."""
+    found = compared(checkpoint, tmp_path, script(EDITS, logprob=True), {}, **NONE)
+    assert found.waits_of_ours == []
+
+
+# -- attention of vendor libraries
+
+DRAFTS = 2
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
+PADDED, EXACT = GraphSettings((1, 3)), GraphSettings((1, 2), pad=False)
+ALL_ROWS = 1 << 30
+LIBRARIES: dict[str, tuple[str, Callable[[], Any], int, GraphSettings, int]] = {
+    "flashinfer": ("mla", lambda: FlashInferMLA(flashinfer_emulator.module(9), 9), 4, PADDED, ALL_ROWS),
+    "flashinfer, drafts": ("mla", lambda: FlashInferMLA(flashinfer_emulator.module(10), 10), 1, EXACT, 5),
+    "fa3, drafts": ("mla", lambda: FA3MLA(fa3_emulator.module()), 8, PADDED, 5),
+    "flashmla, drafts": (
+        "mla", lambda: FlashMLA(flash_mla_emulator.module(), expanded=TorchMLA()), 64, PADDED, ALL_ROWS,
+    ),
+    "flashinfer, GQA": ("gqa", lambda: FlashInferGQA(flashinfer_emulator.module()), 4, EXACT, ALL_ROWS),
+    "fa3, GQA": ("gqa", lambda: FA3GQA(fa3_emulator.module()), 1, PADDED, 5),
+}  # fmt: skip
+
+
+def mixed_script(seed: int) -> list[Scripted]:
+    pick = random.Random(seed)
+    samplings: list[dict[str, Any]] = [GREEDY, {"temperature": 0.9, "top_p": 0.9}, GREEDY | {"frequency_penalty": 0.7}]
+    return [
+        Scripted(
+            f"r{i}", [pick.randrange(250) for _ in range(pick.randint(2, 10))], 6 + 2 * i, i // 3,
+            sampling=samplings[i % 3],
+            seed=i, logprob=i % 2 == 0,
+        ) for i in range(4)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_replayed_steps_of_libraries_make_the_same_tokens(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded and exact sizes. Steps with more rows of logits than allowed at once are captured without the LM head."""
+    kind, make, page_size, settings, rows_at_once = LIBRARIES[name]
+    drafts = name.endswith("drafts")
+    choose = worker.kernels_for
+    libraries.install()
+    monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
+    fields: dict[str, Any] = {"head_dim": 64} if kind == "gqa" else LATENT | {"first_k_dense_replace": 1}
+    path = agreeing_checkpoint(
+        "qwen3" if kind == "gqa" else "deepseek_v3", tmp_path / "model", 3, num_mtp_layers=int(drafts),
+        num_hidden_layers=1, **fields,
+    )  # fmt: skip
+    chain = CHAIN | {"speculative_num_steps": DRAFTS, "speculative_num_draft_tokens": DRAFTS + 1}
+    engine = InProcessEngine(
+        path, tmp_path / "board", device="cuda", dtype="bfloat16", page_size=page_size, max_total_tokens=512,
+        max_running_requests=3, context_length=32, chunked_prefill_size=max(8, page_size), disable_cuda_graph=True,
+        moe_runner_backend="torch", **FEW, **(chain if drafts else {}),
+    )  # fmt: skip
+    try:
+        runner, requests = engine.worker.runner, mixed_script(page_size)
+        monkeypatch.setattr(runner.sampler, "passes", LogitsPasses(rows_at_once))
+        expected = engine.run(requests)
+        settings = replace(settings, counts=(1, DRAFTS + 1) if drafts else (1,))
+        assert capture_graphs(runner, settings) == settings.num_graphs
+        found = watched(engine, requests)
+    finally:
+        engine.close()
+    check_answers(found.answers, expected, tolerance=1e-4)
+    replayed = [plan for plan, result in found.steps if result.cuda_graph]
+    assert len(replayed) > 3 and all(len(plan.rows) == plan.num_decodes for plan in replayed)
+    sizes = {len(plan.rows) for plan in replayed}
+    assert len(sizes) > 1 and bool(sizes - set(settings.sizes)) == settings.pad
+    if drafts:
+        assert {count for plan in replayed for count in plan.counts} >= {DRAFTS + 1}
+        check_one_wait_a_step(found)
+    eager = [plan for plan, result in found.steps if plan.rows and not result.cuda_graph]
+    assert any(len(plan.rows) > plan.num_decodes for plan in eager)  # prompts
+    for layer in runner.kv_pool.layers:
+        assert all(part[: runner.kv_pool.page_size].isfinite().all() for part in layer)
+    if name == "flashinfer":  # its page-locked plan is overwritten only after the copy has ended
+        own = [wait for wait in found.waits_of_ours if "flashinfer_emulator.py" not in wait]  # the library's own copies
+        assert all(wait.startswith("Event.synchronize: vendors/flashinfer.py") for wait in own), own

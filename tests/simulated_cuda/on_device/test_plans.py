@@ -1,0 +1,235 @@
+"""Attention of vendor libraries (emulated) in CUDA graphs: plans renewed in place, replays against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.latent_records import FP8_GROUPS, pack
+from moe_engine.kernels.attention.queries import AttentionBatch
+from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
+from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
+from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
+from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
+from moe_engine.worker.device_stream import CudaGraphs
+from tests.kernels.cpu.formulas import attend, close, normal
+from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
+from tests.kernels.vendors.contract import ContractBroken
+from tests.kernels.vendors.static_batch import SIZE, Static, planned
+from tests.simulated_cuda import libraries
+
+BF16 = torch.bfloat16
+LATENT, WIDTH = 512, 576
+
+libraries.install()
+
+
+def flash_mla(plans_itself: bool) -> FlashMLA:
+    return FlashMLA(flash_mla_emulator.module(9, plans_itself), expanded=TorchMLA())
+
+
+MLA = {
+    "flashinfer": (lambda: FlashInferMLA(flashinfer_emulator.module(9), 9), 1),
+    "flashinfer on Blackwell": (lambda: FlashInferMLA(flashinfer_emulator.module(10), 10), 16),
+    "fa3": (lambda: FA3MLA(fa3_emulator.module()), 16),
+    "flashmla": (lambda: flash_mla(True), 128),
+    "flashmla of 2025": (lambda: flash_mla(False), 64),
+}
+GQA = {
+    "flashinfer": (lambda: FlashInferGQA(flashinfer_emulator.module()), 4),
+    "fa3": (lambda: FA3GQA(fa3_emulator.module()), 1),
+}
+
+
+@pytest.fixture
+def graphs() -> CudaGraphs:
+    return CudaGraphs(torch.device("cuda", 0))
+
+
+def drawn(*shape: int) -> Tensor:
+    return normal(*shape, dtype=BF16).cuda()
+
+
+def check(out: Tensor, q: Tensor, keys: Tensor, static: Static, scale: float) -> None:
+    """Absorbed attention of every request. keys [slots, `WIDTH`], on the CPU."""
+    out, q = out.cpu(), q.cpu()
+    for i in range(static.size):
+        tokens = slice(i * static.count, (i + 1) * static.count)
+        k = keys[static.slots(i)].double()[:, None].expand(-1, q.shape[1], -1)
+        close(out[tokens], attend(q[tokens], k, k[..., :LATENT], scale))
+
+
+@pytest.mark.parametrize("name", MLA)
+@pytest.mark.parametrize("count", [1, 3])
+def test_absorbed_replayed_equals_float64(graphs: CudaGraphs, name: str, count: int) -> None:
+    backend, page_size, heads, scale = MLA[name][0](), MLA[name][1], 3, WIDTH**-0.5
+    static = Static(count, page_size)
+    cache, q = drawn(static.num_slots, WIDTH), drawn(SIZE * count, heads, WIDTH)
+    out = q.new_zeros(SIZE * count, heads, LATENT)
+
+    def layers(plan: Any) -> None:
+        for factor in (1.0, 0.5):  # two layers share a plan; `out` keeps the second layer's result
+            out.copy_(backend.absorbed(q * factor, cache, static.queries, scale, plan, LATENT))
+
+    layers(backend.plan(static.batch))
+    layers(planned(backend, static))
+    plan = planned(backend, static)
+    graph = graphs.capture(lambda: layers(plan))
+    for live in (SIZE, 1, 3, 2):
+        static.step(live)
+        q.copy_(normal(*q.shape, dtype=BF16))
+        plan.renew()
+        graph.replay()
+        check(out, q * 0.5, cache.cpu(), static, scale)
+
+
+@pytest.mark.parametrize("name", GQA)
+@pytest.mark.parametrize("count", [1, 3])
+def test_gqa_replayed_equals_float64(graphs: CudaGraphs, name: str, count: int) -> None:
+    backend, page_size, heads, groups, width = GQA[name][0](), GQA[name][1], 6, 2, 64
+    static = Static(count, page_size)
+    keys, values = (drawn(static.num_slots, groups, width) for _ in "kv")
+    q, scale = drawn(SIZE * count, heads, width), width**-0.5
+    out = torch.zeros_like(q)
+
+    def layer(plan: Any) -> None:
+        out.copy_(backend.paged(q, keys, values, static.queries, scale, plan))
+
+    layer(backend.plan(static.batch))
+    plan = planned(backend, static)
+    graph = graphs.capture(lambda: layer(plan))
+    for live in (SIZE, 1, 3):
+        static.step(live)
+        q.copy_(normal(*q.shape, dtype=BF16))
+        plan.renew()
+        graph.replay()
+        for i in range(SIZE):
+            tokens, slots = slice(i * count, (i + 1) * count), static.slots(i)
+            k, v = (x.cpu()[slots].repeat_interleave(heads // groups, 1) for x in (keys, values))
+            close(out[tokens].cpu(), attend(q[tokens].cpu(), k, v, scale), scale=2)
+
+
+@pytest.mark.parametrize("name", MLA)
+def test_smaller_graphs_share_the_buffers_of_the_largest(graphs: CudaGraphs, name: str) -> None:
+    backend, page_size, scale = MLA[name][0](), MLA[name][1], 0.04
+    made = []
+    for size in (4, 2):
+        static = Static(1, page_size, size)
+        cache, q = drawn(static.num_slots, WIDTH), drawn(size, 2, WIDTH)
+        out = q.new_zeros(size, 2, LATENT)
+
+        def layer(plan: Any, static=static, cache=cache, q=q, out=out) -> None:
+            out.copy_(backend.absorbed(q, cache, static.queries, scale, plan))
+
+        layer(backend.plan(static.batch))
+        plan = planned(backend, static)
+        made.append((static, cache, q, out, plan, graphs.capture(lambda: layer(plan))))  # noqa: B023
+    for turn in (0, 1, 0, 1, 1):
+        static, cache, q, out, plan, graph = made[turn]
+        static.step(static.size)
+        plan.renew()
+        graph.replay()
+        check(out, q, cache.cpu(), static, scale)
+
+
+@pytest.mark.parametrize("name", MLA)
+def test_a_plan_that_is_not_renewed_is_noticed(graphs: CudaGraphs, name: str) -> None:
+    """A negative control of the tests above: replays over old plans give other results."""
+    backend, page_size = MLA[name][0](), MLA[name][1]
+    static = Static(1, page_size)
+    cache, q = drawn(static.num_slots, WIDTH), drawn(SIZE, 2, WIDTH)
+    out = q.new_zeros(SIZE, 2, LATENT)
+
+    def layer(plan: Any) -> None:
+        out.copy_(backend.absorbed(q, cache, static.queries, 0.04, plan))
+
+    layer(backend.plan(static.batch))
+    plan = planned(backend, static)
+    graph = graphs.capture(lambda: layer(plan))
+    static.step(SIZE)
+    static.rows.copy_(torch.arange(1, SIZE + 1, dtype=torch.int32))
+    graph.replay()
+    keys = cache.cpu()[static.slots(3)].double()[:, None].expand(-1, 2, -1)
+    want = attend(q[3:].cpu(), keys, keys[..., :LATENT], 0.04)
+    assert (out[3:].cpu().double() - want).abs().max() > 0.05 * want.abs().max()
+
+
+def test_eager_plans_cannot_be_captured(graphs: CudaGraphs) -> None:
+    """The emulators refuse what a GPU would compute incorrectly without an error."""
+    for backend, page_size in ((MLA["flashinfer"][0](), 1), (flash_mla(True), 64)):
+        static = Static(1, page_size)
+        cache, q = drawn(static.num_slots, WIDTH), drawn(SIZE, 2, WIDTH)
+        plan = backend.plan(static.batch)
+
+        def layer(backend=backend, q=q, cache=cache, static=static, plan=plan) -> Tensor:
+            return backend.absorbed(q, cache, static.queries, 0.04, plan)
+
+        layer()
+        with pytest.raises(ContractBroken):
+            graph = graphs.capture(layer)
+            static.step(SIZE)
+            graph.replay()
+
+
+def test_layers_that_differ_are_refused_during_capture() -> None:
+    backend, static = FlashInferMLA(flashinfer_emulator.module(), 9), Static(1, 1)
+    cache, q = drawn(static.num_slots, WIDTH), drawn(SIZE, 2, WIDTH)
+    backend.absorbed(q, cache, static.queries, 0.04, backend.plan(static.batch))
+    plan = planned(backend, static)
+    with pytest.raises(RuntimeError, match="layers differ"):
+        backend.absorbed(q, cache, static.queries, 0.05, plan)
+
+
+def test_batches_without_plans_in_place() -> None:
+    """Prompts, and decodes before the first layer has run: its numbers are unknown."""
+    static = Static(1, 64)
+    prompts = AttentionBatch(None, static.queries)
+    for make, _ in (*MLA.values(), *GQA.values()):
+        backend = make()
+        assert backend.capabilities.plan_in_place(prompts) is None
+        if not isinstance(backend, (FA3MLA, FA3GQA)):
+            assert backend.capabilities.plan_in_place(static.batch) is None
+
+
+def over_records(arch: int) -> FlashMLA:
+    return FlashMLA(flash_mla_emulator.module(arch), expanded=TorchMLA(), major=arch)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_flashmla_over_fp8_records_replayed_on_blackwell(graphs: CudaGraphs, count: int) -> None:
+    """Slot lists of the maximum width: entries behind a token's length are left over from other steps."""
+    backend, heads, scale = over_records(10), 3, WIDTH**-0.5
+    made = []
+    for size in (SIZE, 2):  # the graphs share buffers
+        static = Static(count, 16, size)
+        records = pack(normal(static.num_slots, WIDTH, dtype=BF16), LATENT, FP8_GROUPS).cuda()
+        q = drawn(size * count, heads, WIDTH)
+        out = q.new_zeros(size * count, heads, LATENT)
+
+        def layers(plan: Any, static=static, records=records, q=q, out=out) -> None:
+            for factor in (1.0, 0.5):  # two layers share lists and schedule
+                out.copy_(backend.absorbed(q * factor, records, static.queries, scale, plan, LATENT))
+
+        layers(backend.plan(static.batch))
+        layers(planned(backend, static))
+        plan = planned(backend, static)
+        made.append((static, records, q, out, plan, graphs.capture(lambda: layers(plan))))  # noqa: B023
+    for turn, live in ((0, SIZE), (1, 1), (0, 2), (1, 2), (0, 3)):
+        static, records, q, out, plan, graph = made[turn]
+        static.step(live)
+        q.copy_(normal(*q.shape, dtype=BF16))
+        plan.renew()
+        graph.replay()
+        check(out, q * 0.5, flash_mla_emulator.unpack(records.cpu()), static, scale)
+
+
+def test_flashmla_over_fp8_records_stays_eager_on_hopper() -> None:
+    """Its kernel takes no lengths there: a graph would read lists of the longest possible context."""
+    backend, static = over_records(9), Static(1, 64)
+    records = torch.zeros(static.num_slots, 656, dtype=torch.uint8).cuda()
+    backend.absorbed(drawn(SIZE, 2, WIDTH), records, static.queries, 0.04, None)
+    assert backend.capabilities.plan_in_place(static.batch) is None

@@ -1,0 +1,58 @@
+"""Parts of the worker on a simulated device: the same values as on the host, without waits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_engine.worker.device_stream import DeviceStream
+from tests.simulated_cuda import streams
+from tests.speculation.test_ngram import WIDTH, check_drafts, naive, prepared
+from tests.worker.test_tables import check_table, make_table
+
+GPU = DeviceStream("cuda")
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([torch.int32, torch.int64]))
+def test_a_table_is_its_flat_array(seed: int, dtype: torch.dtype) -> None:
+    check_table(seed, dtype, GPU)
+
+
+def test_only_reads_of_a_table_wait() -> None:
+    table, _ = make_table(GPU, np.arange(6), torch.int32)
+    index = GPU.upload(torch.tensor([0, 5]))
+    streams.waits.clear()
+    table.put(index, table.take(index))
+    table.put_from_host(np.array([1]), np.array([4]))
+    assert streams.waits == []
+    table.read(np.array([1]))
+    assert len(streams.waits) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_device_memory_has_no_host_view(dtype: torch.dtype) -> None:
+    tensors = torch.arange(4, device="cuda").to(dtype), torch.zeros(2, 3, dtype=dtype, device="cuda")
+    assert GPU.arrays(*tensors) == tensors
+    assert GPU.host_view(tensors[0]) is None
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=WIDTH - 8), min_size=1, max_size=5),
+    depth=st.integers(1, 5),
+    window=st.tuples(st.integers(1, 4), st.integers(0, 8)),
+    stale=st.integers(0, 2),
+)
+def test_ngrams_are_matched_without_waits(
+    texts: list[list[int]], depth: int, window: tuple[int, int], stale: int
+) -> None:
+    rows, most = list(range(len(texts)))[::-1], sum(window)
+    drafter, task = prepared(texts, rows, depth, window[0], most, stale, GPU)
+    streams.waits.clear()
+    drafts = drafter.propose(task)
+    assert streams.waits == []
+    check_drafts(drafts, texts, rows, [naive(texts[row], window[0], most, depth) for row in rows])

@@ -1,0 +1,48 @@
+"""CUDA graphs without a device, for the logic around them: a replay calls the captured function again.
+
+Tests of what a graph records are in `simulated_cuda/on_device`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from moe_engine.kernels.attention.protocol import AttentionCapabilities
+from moe_engine.kernels.attention.queries import AttentionBatch
+
+
+class RepeatedCall:
+    """Implements `step_graphs.CapturedGraph`."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.replay = run
+
+
+class RepeatedCalls:
+    """Implements `step_graphs.GraphBackend`."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def capture(self, run: Callable[[], None]) -> RepeatedCall:
+        def replay() -> None:
+            self.num_replays += 1
+            run()
+
+        return RepeatedCall(replay)
+
+
+class ReplayableTorch:
+    """A torch row of attention with `plan_in_place`: it plans nothing, and its layers read the queries."""
+
+    def __init__(self, backend: Any) -> None:
+        self.name = backend.name
+        self.plan = backend.plan
+        self.capabilities = AttentionCapabilities(self.plan_in_place)
+
+    def plan_in_place(self, batch: AttentionBatch) -> ReplayableTorch:
+        return self
+
+    def renew(self) -> None:
+        """There is no plan."""
