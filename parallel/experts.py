@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import (
@@ -24,12 +23,13 @@ from moe_engine.kernels.experts.protocol import (
 )
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.protocol import RouterSpec
-from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, as_format, unquantized
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, as_format
 from moe_engine.parallel.context import SINGLE, ParallelContext
-from moe_engine.parallel.dispatch.layouts import GroupedLayout
-from moe_engine.parallel.dispatch.local import LocalDispatcher
-from moe_engine.parallel.dispatch.protocol import Phase, Tokens
+from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.overlap import CommStream, Pending
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.dispatch.build import PhasedDispatcher
 
 
 class RoutedExperts(Protocol):
@@ -62,47 +62,15 @@ class RoutedExperts(Protocol):
         """
 
 
-class _InSeveralCalls:
-    """Experts not fused with router and shared expert; unquantized input by default."""
-
-    input_format = UNQUANTIZED
-
-    def whole_layer(
-        self,
-        gate: Tensor,
-        bias: Tensor | None,
-        router: RouterSpec,
-        shared: tuple[PreparedLinear, PreparedLinear] | None,
-    ) -> None:
-        return None
-
-
-class Dispatches(Protocol):
-    """Common interface of `PhasedDispatcher` and the single-rank dispatcher."""
-
-    @property
-    def takes_rows(self) -> bool: ...
-
-    def dispatch(
-        self,
-        x: Activation,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        phase: Phase,
-        format: ActivationFormat = UNQUANTIZED,
-    ) -> tuple[ExpertBatch, Any]: ...
-
-    def combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Tensor: ...
-
-
-class DispatchedExperts(_InSeveralCalls):
-    """Dispatch -> grouped matrix products -> combine: any dispatcher with any kernel that supports its layout.
+class DispatchedExperts:
+    """Dispatch -> grouped matrix products -> combine: any dispatcher with any kernel that supports its layout. Not
+    fused with router and shared expert.
 
     With FP8 dispatch and a kernel that reads FP8 rows, tokens are quantized once, by the preceding norm or by dispatch,
     and stay quantized.
     """
 
-    def __init__(self, dispatcher: Dispatches, kernel: ExpertsKernel, weights: ExpertWeights) -> None:
+    def __init__(self, dispatcher: PhasedDispatcher, kernel: ExpertsKernel, weights: ExpertWeights) -> None:
         self._dispatcher = dispatcher
         self._kernel = kernel
         self._weights = weights
@@ -139,31 +107,21 @@ class DispatchedExperts(_InSeveralCalls):
             self.on_arrival(_rows_of_slots(batch))
         return stream.run(self._dispatcher.combine, self._kernel.run(batch, self._weights), topk_weights, handle)
 
+    def whole_layer(
+        self,
+        gate: Tensor,
+        bias: Tensor | None,
+        router: RouterSpec,
+        shared: tuple[PreparedLinear, PreparedLinear] | None,
+    ) -> None:
+        return None
+
 
 def _rows_of_slots(batch: ExpertBatch) -> Tensor:
     if batch.counts is not None:
         return batch.counts
     assert batch.offsets is not None
     return batch.offsets.diff()
-
-
-class HeldExperts(_InSeveralCalls):
-    """Some of the slots, for tokens replicated on every rank: choices of other ranks' slots are ignored."""
-
-    def __init__(self, kernel: ExpertsKernel, weights: ExpertWeights, first: int) -> None:
-        self._kernel = kernel
-        self._weights = weights
-        self._first = first
-
-    def run(
-        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
-    ) -> Tensor:
-        x, local = unquantized(x), topk_ids - self._first
-        ids = torch.where((local >= 0) & (local < self._weights.num_experts), local, -1)
-        layout = GroupedLayout(self._weights.num_experts, x.dtype, x.device)  # with temporary buffers
-        batch, positions = layout.expand(Tokens(x, None, ids, topk_weights), slot=0)
-        out = layout.reduce(self._kernel.run(batch, self._weights), positions, topk_weights)
-        return out if add is None else out.add_(add)
 
 
 class FusedLocalExperts:
@@ -202,12 +160,9 @@ class FusedLocalExperts:
 def make_routed_experts(
     kernel: ExpertsKernel, weights: ExpertWeights, parallel: ParallelContext = SINGLE
 ) -> RoutedExperts:
-    """The implementation for this rank: all-to-all if there is a dispatcher, else fused if the kernel supports it."""
+    """The implementation for this rank: all-to-all if there is a dispatcher, else local tokens."""
     if parallel.dispatcher is not None:
         return DispatchedExperts(parallel.dispatcher, kernel, weights)
-    first = parallel.ep_rank * weights.num_experts
-    if isinstance(kernel, FusedExperts):
-        return FusedLocalExperts(kernel, weights, first)
-    if parallel.ep_size > 1:
-        return HeldExperts(kernel, weights, first)
-    return DispatchedExperts(LocalDispatcher(weights.num_experts), kernel, weights)
+    if not isinstance(kernel, FusedExperts):
+        raise TypeError(f"the {kernel.name} experts cannot permute local tokens (run_routed)")
+    return FusedLocalExperts(kernel, weights, parallel.ep_rank * weights.num_experts)
