@@ -21,7 +21,6 @@ from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.ops.shapes import OpShape
 from moe_engine.kernels.quantization.reference import dequantize_weight, quantize_weight
 from moe_engine.kernels.sampling.protocol import Draw, SamplingParameters
-from moe_engine.parallel.dispatch.local import LocalDispatcher
 
 Call = Callable[[], Any]
 POSITIONS = 4096
@@ -158,23 +157,12 @@ def experts_case(shape: ExpertShape) -> KernelCase:
     model, count = shape.model, shape.num_experts
 
     def prepare(kernel: Any, device: str) -> Call:
-        run_routed = kernel.capabilities.run_routed
-        if run_routed is None and count < model.num_experts:
-            raise NotServed("needs a dispatcher for experts on several ranks")
         weights = load_experts(kernel, count, model.hidden, model.width, model.fp8, device)
         x = normal(shape.tokens, model.hidden, device=device)
         ids = torch.rand(shape.tokens, model.num_experts, device=device).topk(model.top_k).indices.int()
         ids = ids.masked_fill(ids >= count, -1)
         shares = torch.rand(shape.tokens, model.top_k, device=device)
-        if run_routed is not None:
-            return lambda: run_routed(x, shares, ids, weights, None)
-        dispatcher = LocalDispatcher(count)
-
-        def call() -> Tensor:
-            batch, handle = dispatcher.dispatch(x, ids, shares)
-            return dispatcher.combine(kernel.run(batch, weights), shares, handle)
-
-        return call
+        return lambda: kernel.run_routed(x, shares, ids, weights, None)
 
     return KernelCase("experts", shape.name, shape.bytes, shape.flops, model.fp8, prepare)
 

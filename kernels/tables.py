@@ -73,7 +73,7 @@ EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_unrecorded=_unrec
 MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_unrecorded=_unrecorded_torch)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_unrecorded=_unrecorded_torch)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
-PERMUTATION = _rows("permutation", "TorchTokenRows", "CpuTokenRows")
+PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 
 _FIXED = ("deterministic",)
 
@@ -95,6 +95,7 @@ def _fa3_mla_preference(device: Device, need: Need) -> int:
 # This project's GPU kernels: preferred over torch, below vendor-tuned libraries.
 OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache, _FIXED))
 LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton, _FIXED))
+PERMUTATION.append(Row("triton", "moe_engine.kernels.permutation.triton_permute:TritonPermutation", 20, _triton))
 EXPERTS.append(Row("triton", "moe_engine.kernels.experts.triton_experts:TritonExperts", 20, _triton, _FIXED))
 SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
 

@@ -7,19 +7,19 @@ Legend: T tokens, D hidden, K experts per token, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
-from moe_engine.kernels.experts.protocol import ExpertsKernel, RunRouted
-from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, as_format, unquantized
+from moe_engine.kernels.experts.protocol import ExpertsKernel
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, as_format
 from moe_engine.parallel.context import SINGLE, ParallelContext
-from moe_engine.parallel.dispatch.layouts import GroupedLayout
-from moe_engine.parallel.dispatch.local import LocalDispatcher
-from moe_engine.parallel.dispatch.protocol import Phase, Tokens
+from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.overlap import CommStream, Pending
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.dispatch.build import PhasedDispatcher
 
 
 class RoutedExperts(Protocol):
@@ -38,24 +38,6 @@ class RoutedExperts(Protocol):
         """
 
 
-class Dispatches(Protocol):
-    """Common interface of `PhasedDispatcher` and the single-rank dispatcher."""
-
-    @property
-    def takes_rows(self) -> bool: ...
-
-    def dispatch(
-        self,
-        x: Activation,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        phase: Phase,
-        format: ActivationFormat = UNQUANTIZED,
-    ) -> tuple[ExpertBatch, Any]: ...
-
-    def combine(self, rows: Tensor, topk_weights: Tensor, handle: Any) -> Tensor: ...
-
-
 class DispatchedExperts:
     """Dispatch -> grouped matrix products -> combine: any dispatcher with any kernel that supports its layout.
 
@@ -63,7 +45,7 @@ class DispatchedExperts:
     and stay quantized.
     """
 
-    def __init__(self, dispatcher: Dispatches, kernel: ExpertsKernel, weights: ExpertWeights) -> None:
+    def __init__(self, dispatcher: PhasedDispatcher, kernel: ExpertsKernel, weights: ExpertWeights) -> None:
         self._dispatcher = dispatcher
         self._kernel = kernel
         self._weights = weights
@@ -108,39 +90,16 @@ def _rows_of_slots(batch: ExpertBatch) -> Tensor:
     return batch.offsets.diff()
 
 
-class HeldExperts:
-    """Some of the slots, for tokens replicated on every rank: choices of other ranks' slots are ignored."""
-
-    input_format = UNQUANTIZED
-
-    def __init__(self, kernel: ExpertsKernel, weights: ExpertWeights, first: int) -> None:
-        self._kernel = kernel
-        self._weights = weights
-        self._first = first
-
-    def run(
-        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
-    ) -> Tensor:
-        x, local = unquantized(x), topk_ids - self._first
-        ids = torch.where((local >= 0) & (local < self._weights.num_experts), local, -1)
-        layout = GroupedLayout(self._weights.num_experts, x.dtype, x.device)  # with temporary buffers
-        batch, positions = layout.expand(Tokens(x, None, ids, topk_weights), slot=0)
-        out = layout.reduce(self._kernel.run(batch, self._weights), positions, topk_weights)
-        return out if add is None else out.add_(add)
-
-
-class FusedLocalExperts:
-    """Local tokens, with a kernel that permutes, computes and combines in one call.
+class LocalExperts:
+    """Local tokens: the kernel permutes, computes and combines in one call.
 
     Args:
         first: index of this rank's first slot; choices of other ranks' slots are ignored.
     """
 
-    def __init__(
-        self, run_routed: RunRouted, input_format: ActivationFormat, weights: ExpertWeights, first: int = 0
-    ) -> None:
-        self._run = run_routed
-        self.input_format = input_format
+    def __init__(self, kernel: ExpertsKernel, weights: ExpertWeights, first: int = 0) -> None:
+        self._run = kernel.run_routed
+        self.input_format = kernel.input_format(weights)
         self._weights = weights
         self._first = first
 
@@ -154,13 +113,7 @@ class FusedLocalExperts:
 def make_routed_experts(
     kernel: ExpertsKernel, weights: ExpertWeights, parallel: ParallelContext = SINGLE
 ) -> RoutedExperts:
-    """The implementation for this rank: all-to-all if there is a dispatcher, else fused if the kernel supports it."""
+    """The implementation for this rank: all-to-all if there is a dispatcher, else local tokens."""
     if parallel.dispatcher is not None:
         return DispatchedExperts(parallel.dispatcher, kernel, weights)
-    first = parallel.ep_rank * weights.num_experts
-    run_routed = kernel.capabilities.run_routed
-    if run_routed is not None:
-        return FusedLocalExperts(run_routed, kernel.input_format(weights), weights, first)
-    if parallel.ep_size > 1:
-        return HeldExperts(kernel, weights, first)
-    return DispatchedExperts(LocalDispatcher(weights.num_experts), kernel, weights)
+    return LocalExperts(kernel, weights, parallel.ep_rank * weights.num_experts)

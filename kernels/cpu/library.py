@@ -36,7 +36,7 @@ UNITS = (
     "linear",
     "sampling",
     "layers",
-    "token_rows",
+    "permutation",
     "decoder",
     "drafts",
     "draft_step",
@@ -88,8 +88,8 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_rows_take": (None, [P, L, P, P, L, L, L, L, L, P, P]),
     "moe_rows_localize": (None, [P, L, L, L, L, L]),
     "moe_rows_group": (None, [P, L, L, L, L, P, P]),
-    "moe_rows_spread": (None, [P, L, L, P, L, L, P]),
-    "moe_rows_sum": (None, [N, P, L, P, L, P, L, P, L, L]),
+    "moe_rows_permute": (None, [P, L, L, P, L, L, P]),
+    "moe_rows_combine": (None, [N, P, L, P, L, P, L, P, L, P, L, L]),
 }
 
 
@@ -137,8 +137,8 @@ class Library:
     moe_rows_take: Any
     moe_rows_localize: Any
     moe_rows_group: Any
-    moe_rows_spread: Any
-    moe_rows_sum: Any
+    moe_rows_permute: Any
+    moe_rows_combine: Any
 
     def __init__(self, file: Path, amx: bool) -> None:
         try:

@@ -24,7 +24,7 @@ class CpuExperts:
 
     @property
     def capabilities(self) -> ExpertsCapabilities:
-        return ExpertsCapabilities(self.run_routed, fuse_layer=partial(fuse_moe, self._lib))
+        return ExpertsCapabilities(fuse_layer=partial(fuse_moe, self._lib))
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         kind = kind_of(dtype)

@@ -23,6 +23,7 @@ from moe_engine.kernels.quantization.protocol import (
     ActivationFormat,
     BlockWeight,
     QuantizedActivation,
+    QuantizedRows,
     unquantized,
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight
@@ -83,7 +84,7 @@ class DeepGemmExperts:
     @property
     def capabilities(self) -> ExpertsCapabilities:
         blocks = BlockExperts(self.allocate_blocks, self.load_expert_blocks)
-        return ExpertsCapabilities(self.run_routed, blocks, warm_up=self.warm_up)
+        return ExpertsCapabilities(blocks, warm_up=self.warm_up)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         if dtype != torch.bfloat16:
@@ -156,26 +157,31 @@ class DeepGemmExperts:
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
     ) -> Tensor:
         """Unquantized tokens are quantized once and written directly to their aligned positions."""
-        layer, moves = weights.data, self._gemm.permutation
+        layer, permutation = weights.data, self._gemm.permutation
         width = (x.rows.data if isinstance(x, QuantizedActivation) else x).shape[1]
         if x.dtype != torch.bfloat16 or width != weights.hidden:
             raise ValueError(f"rows of {width} {x.dtype} do not fit experts of hidden size {weights.hidden}")
         if not len(x):
             return torch.empty(0, width, dtype=x.dtype, device=topk_ids.device)
-        order = moves.sort_by_expert(topk_ids, weights.num_experts, self._gemm.alignment)
+        order = permutation.sort_by_expert(topk_ids, weights.num_experts, self._gemm.alignment)
         groups = self._gemm.aligned(order)
         first: Operand | Tensor
         if layer.gate_up.scales is None:
-            first = moves.permute(unquantized(x), order)
+            tokens = unquantized(x)
+            first = tokens.new_empty(groups.num_rows, width)
+            permutation.permute(tokens, order.positions, first)
         else:
-            first = self._gemm.operand(moves.permute_rows(self._gemm.quantized(x, layer.power_of_two), order))
+            quantized = self._gemm.quantized(x, layer.power_of_two)
+            rows = QuantizedRows.empty(groups.num_rows, width, quantized.data.device)
+            permutation.permute(quantized.data, order.positions, rows.data, quantized.scales, rows.scales)
+            first = self._gemm.operand(rows)
         middle = self._first(first, weights, groups)
         second: Operand | Tensor
         if layer.down.scales is not None:
             second = self._gemm.silu_mul(middle, layer.power_of_two, order.source)
         else:
             second = self._second(middle, layer, groups)
-        return moves.combine(self._last(second, weights, groups), order.positions, topk_weights, add)
+        return permutation.combine(self._last(second, weights, groups), order.positions, topk_weights, add)
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
         x = batch.x
@@ -208,14 +214,11 @@ class DeepGemmExperts:
     def _second(self, middle: Tensor, layer: Layer, groups: Groups) -> Operand | Tensor:
         """The input of the second product, in aligned positions."""
         if groups.num_rows > ROOMY * len(groups.place):  # a decode step: most aligned rows are padding
-            return self._spread_active(middle[groups.place], layer, groups)
+            return self._gemm.spread(self._active(middle[groups.place], layer), groups)
         return self._active(middle, layer)
 
     def _spread(self, batch: ExpertBatch, layer: Layer, groups: Groups) -> Operand | Tensor:
-        x = batch.x
-        if layer.gate_up.scales is not None:
-            return self._gemm.spread(self._operand(batch, layer), groups)
-        return x.new_empty(groups.num_rows, x.shape[1]).index_copy_(0, groups.place, x)
+        return self._gemm.spread(batch.x if layer.gate_up.scales is None else self._operand(batch, layer), groups)
 
     def _operand(self, batch: ExpertBatch, layer: Layer) -> Operand:
         """Rows [M, D] and their scales."""
@@ -223,12 +226,6 @@ class DeepGemmExperts:
         if batch.scales is None:
             return self._gemm.rows(flat, layer.power_of_two)
         return flat, batch.scales.flatten(0, -2)
-
-    def _spread_active(self, middle: Tensor, layer: Layer, groups: Groups) -> Operand | Tensor:
-        rows = self._active(middle, layer)
-        if isinstance(rows, tuple):
-            return self._gemm.spread(rows, groups)
-        return rows.new_empty(groups.num_rows, rows.shape[1]).index_copy_(0, groups.place, rows)
 
     def _active(self, middle: Tensor, layer: Layer) -> Operand | Tensor:
         """silu(gate) * up of middle [rows, 2I], in the second product's input format."""

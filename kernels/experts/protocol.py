@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from moe_engine.kernels.decoder.layers import FusedMoE, MoELayer
 
 
-RunRouted = Callable[[Any, Tensor, Tensor, ExpertWeights, Tensor | None], Tensor]
-
-
 @dataclass(frozen=True)
 class BlockExperts:
     """Block-FP8 experts kept as the checkpoint stores them; `ExpertsKernel.run` quantizes its input rows."""
@@ -37,14 +34,6 @@ class BlockExperts:
 @dataclass(frozen=True)
 class ExpertsCapabilities:
     """The optional parts of an experts kernel; None: not supported."""
-
-    run_routed: RunRouted | None = None
-    """The routed part of a layer on one rank in one call, permutation and combine included: (x [T, D], topk_weights
-    float32 [T, K], topk_ids int32 [T, K], weights, add) -> add + sum_k w_k * expert_k(x) [T, D].
-
-    x may be quantized if `input_format` has rows. `add` [T, D] is the shared expert's output, or None. The sum over k
-    runs in the order of the columns (the result does not depend on the other tokens). Ids outside [0, E) contribute
-    nothing."""
 
     blocks: BlockExperts | None = None
 
@@ -78,3 +67,14 @@ class ExpertsKernel(Protocol):
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
         """Returns rows in the layout of the batch; rows beyond counts are unspecified."""
+
+    def run_routed(
+        self, x: Any, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
+    ) -> Tensor:
+        """The routed part of a layer on one rank, permutation and combine included: x [T, D], topk_weights float32
+        [T, K], topk_ids int32 [T, K] -> add + sum_k w_k * expert_k(x) [T, D].
+
+        x may be quantized if `input_format` has rows. `add` [T, D] is the shared expert's output, or None. The sum over
+        k runs in the order of the columns (the result does not depend on the other tokens). Ids outside [0, E)
+        contribute nothing.
+        """

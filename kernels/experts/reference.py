@@ -14,14 +14,17 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities
+from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
 class TorchExperts:
-    """`ExpertsKernel` for any device; supports both layouts. `data` is (gate_up [E, 2I, D], down [E, D, I])."""
+    """`ExpertsKernel`, `FusedExperts` and `MovableExperts` for any device; supports both layouts. `data` is
+    (gate_up [E, 2I, D], down [E, D, I])."""
 
     name = "torch"
     capabilities = ExpertsCapabilities()
+    _permutation = TorchPermutation()
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
@@ -48,6 +51,15 @@ class TorchExperts:
             gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
             target.copy_(F.linear(F.silu(gate).mul_(up), down[expert]))
         return out
+
+    def run_routed(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
+    ) -> Tensor:
+        """See the protocol. Synchronises with the device, as `run` does."""
+        order = self._permutation.sort_by_expert(topk_ids, weights.num_experts)
+        tokens = order.source[: int(order.offsets[-1])].div(topk_ids.shape[1], rounding_mode="floor")
+        batch = ExpertBatch("grouped", x.index_select(0, tokens), offsets=order.offsets)
+        return self._permutation.combine(self.run(batch, weights), order.positions, topk_weights, add)
 
 
 def _groups(batch: ExpertBatch, out: Tensor) -> list[tuple[int, Tensor, Tensor]]:

@@ -16,7 +16,7 @@ from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import BlockExperts, ExpertsCapabilities
 from moe_engine.kernels.experts.tiles import ExpertTiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
-from moe_engine.kernels.permutation.triton_permute import combine, sort_by_expert
+from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization.protocol import (
     FP8,
     UNQUANTIZED,
@@ -65,12 +65,13 @@ class TritonExperts:
 
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
+        self._permutation = TritonPermutation()
         self._shapes: dict[tuple[Any, ...], ExpertWeights] = {}  # one layer per shape
 
     @property
     def capabilities(self) -> ExpertsCapabilities:
         blocks = BlockExperts(self.allocate_blocks, self.load_expert_blocks)
-        return ExpertsCapabilities(self.run_routed, blocks, warm_up=self.warm_up)
+        return ExpertsCapabilities(blocks, warm_up=self.warm_up)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
@@ -149,11 +150,11 @@ class TritonExperts:
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
     ) -> Tensor:
         """Tokens are quantized once and read in place by the first product: no copy of K rows per token."""
-        order = sort_by_expert(topk_ids, weights.num_experts)
+        order = self._permutation.sort_by_expert(topk_ids, weights.num_experts)
         groups = self._grouped(order.offsets, weights, topk_ids.numel())
         rows = x.rows if isinstance(x, QuantizedActivation) else self._quantized(x.contiguous(), weights)
         out = self._products(rows, weights, groups, x.dtype, order.source, topk_ids.shape[1])
-        return combine(out, order.positions, topk_weights, add)
+        return self._permutation.combine(out, order.positions, topk_weights, add)
 
     def warm_up(self, shapes: StepShapes) -> int:
         """Runs batches in the dispatcher's layout; rows of local tokens occur in the warm-up steps themselves. An idle

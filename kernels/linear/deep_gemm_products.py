@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.permutation.expert_order import ExpertOrder, most_rows
+from moe_engine.kernels.permutation.protocol import ExpertOrder, Permutation, most_rows
+from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import (
     BLOCK,
@@ -45,23 +46,11 @@ class Quantization(Protocol):
     ) -> QuantizedRows: ...
 
 
-class Permutation(Protocol):
-    """Permute and unpermute: `kernels.permutation.expert_order`, or the Triton kernels of the same names."""
-
-    def sort_by_expert(self, topk_ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder: ...
-
-    def permute(self, x: Tensor, order: ExpertOrder) -> Tensor: ...
-
-    def permute_rows(self, x: QuantizedRows, order: ExpertOrder) -> QuantizedRows: ...
-
-    def combine(self, rows: Tensor, positions: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class Groups:
     """Positions of the rows of G groups when each group starts at a multiple of the library's alignment."""
 
-    place: Tensor  # [M] int64: aligned position of each row
+    place: Tensor  # int32 [M]: aligned position of each row
     num_rows: int  # aligned rows, the worst case: known without a device read
     layout: Tensor  # int32: [G] ends of the groups' rows, or [num_rows] the group of each row, -1 in padding
     ends: bool  # True: `layout` holds ends
@@ -155,7 +144,7 @@ class DeepGemm:
         row = torch.arange(num_rows, device=offsets.device)
         # a dispatcher that does not wait for counts passes more rows than are valid: the rest goes after the last group
         group = torch.searchsorted(offsets[1:], row, right=True).clamp_max(num_groups - 1)
-        place = row - offsets[group] + starts[group]
+        place = (row - offsets[group] + starts[group]).to(torch.int32)
         most = most_rows(num_rows, num_groups, alignment)
         if self._needs_ends:
             return Groups(place, most, (starts + counts).to(torch.int32), True)
@@ -167,23 +156,27 @@ class DeepGemm:
         """The aligned positions of pairs sorted with this alignment. Pairs without a group share the last row, which is
         padding: each missing pair leaves a spare row in the worst case."""
         most = len(order.source)
-        place = order.positions.flatten().long().remainder(most)
+        place = order.positions.flatten().remainder(most)
         if self._needs_ends:
             return Groups(place, most, order.ends, True)
         row = torch.arange(most, dtype=torch.int32, device=place.device)
         group = torch.searchsorted(order.offsets[1:], row, right=True, out_int32=True)
         return Groups(place, most, torch.where(order.source < 0, -1, group), False)
 
-    def spread(self, operand: Operand, groups: Groups) -> Operand:
+    def spread(self, rows: Operand | Tensor, groups: Groups) -> Operand | Tensor:
         """Copies rows to their aligned positions; padding rows stay uninitialized, their products are not read."""
-        data, scales = operand
-        rows = data.new_empty(groups.num_rows, data.shape[1])
-        rows.view(torch.uint8).index_copy_(0, groups.place, data.view(torch.uint8))
+        data, scales = rows if isinstance(rows, tuple) else (rows, None)
+        positions = groups.place.unsqueeze(1)
+        out = data.new_empty(groups.num_rows, data.shape[1])
+        if scales is None:
+            self.permutation.permute(data, positions, out)
+            return out
         if self.exponents:
             lines = scales.new_empty(groups.num_rows, scales.shape[1])
         else:
             lines = QuantizedRows.empty(groups.num_rows, data.shape[1], data.device).scales
-        return rows, lines.index_copy_(0, groups.place, scales)
+        self.permutation.permute(data, positions, out, scales, lines)
+        return out, lines
 
     def grouped(self, a: Operand | Tensor, b: Operand | Tensor, out: Tensor, groups: Groups) -> None:
         """out [rows, N] = a [rows, K] @ b[g].T, b [G, N, K], g each row's group; both FP8 or both bf16."""
@@ -213,7 +206,10 @@ def _quantization() -> Any:
         return reference
 
 
-def _permutation(quantization: Quantization) -> Any:
+def _permutation(quantization: Quantization) -> Permutation:
     """The permutation kernels that match `quantization` (Triton or torch)."""
-    name = "expert_order" if quantization is reference else "triton_permute"
-    return importlib.import_module(f"moe_engine.kernels.permutation.{name}")
+    if quantization is reference:
+        return TorchPermutation()
+    from moe_engine.kernels.permutation.triton_permute import TritonPermutation
+
+    return TritonPermutation()

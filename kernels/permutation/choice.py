@@ -9,20 +9,27 @@ import torch
 
 from moe_engine.kernels import tables
 from moe_engine.kernels.cpu.library import LibraryError
-from moe_engine.kernels.device import Need, cpu_device
-from moe_engine.kernels.permutation.protocol import TokenRows
+from moe_engine.kernels.device import Device, Need, cpu_device, probe
+from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.kernels.registry import select
 
 logger = logging.getLogger(__name__)
 
 
 @lru_cache
-def permutation(dtype: torch.dtype) -> TokenRows:
-    """C++ if it compiles and supports the dtype, else torch."""
+def permutation(dtype: torch.dtype, kind: str = "cpu") -> Permutation:
+    """The most preferred backend for a device of that kind: Triton, or C++ if it compiles and supports the dtype, else
+    torch."""
     need = Need(str(dtype).removeprefix("torch."))
-    choice = select("permutation", tables.PERMUTATION, "auto", cpu_device(), need)
+    device = cpu_device() if kind == "cpu" else _accelerator(kind)
+    choice = select("permutation", tables.PERMUTATION, "auto", device, need)
     try:
         return choice.build()
     except LibraryError as error:
         logger.warning("permutation: using torch kernels, because %s failed to load: %s", choice.row.name, error)
-        return select("permutation", tables.PERMUTATION, "torch", cpu_device(), need).build()
+        return select("permutation", tables.PERMUTATION, "torch", device, need).build()
+
+
+def _accelerator(kind: str) -> Device:
+    """This machine's GPU; without one, kernels are compiled for an absent GPU."""
+    return probe(kind) if torch.cuda.is_available() else Device(kind, "absent")

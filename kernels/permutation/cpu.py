@@ -1,4 +1,4 @@
-"""Permute and unpermute of token rows in C++: one call instead of ten numpy calls."""
+"""Permute and unpermute in C++: a decode step has few rows per layer, so each operation is one call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import kind_of
 from moe_engine.kernels.cpu.tensors import rows as contiguous
 from moe_engine.kernels.permutation.protocol import Part, Records
+from moe_engine.kernels.permutation.reference import TorchPermutation
 
 
-class CpuTokenRows:
-    """`TokenRows` for bfloat16 and float32."""
+class CpuPermutation(TorchPermutation):
+    """`Permutation` for bfloat16 and float32. Operations of experts kernels and devices only are torch's."""
 
     name = "cpu"
 
@@ -29,15 +30,15 @@ class CpuTokenRows:
         wide = ids.dtype == torch.int64
         return bool(self._lib.moe_rows_check(wide, ids.data_ptr(), ids.stride(0), *ids.shape, num_experts))
 
-    def route(self, ids: Tensor, num_local: int, takes_part: Tensor) -> tuple[Tensor, list[int]]:
+    def route(self, ids: Tensor, num_local: int, takes_part: Tensor) -> tuple[Tensor, Tensor]:
         ids, num_ranks = contiguous(ids), len(takes_part)
-        positions = torch.empty(len(ids), num_ranks, dtype=torch.int64)
-        counts = _words(num_ranks)()
+        positions = torch.empty(len(ids), num_ranks, dtype=torch.int32)
+        counts = torch.empty(num_ranks, dtype=torch.int64)
         self._lib.moe_rows_route(
-            ids.data_ptr(), ids.stride(0), *ids.shape, num_local, num_ranks, takes_part.data_ptr(), counts,
+            ids.data_ptr(), ids.stride(0), *ids.shape, num_local, num_ranks, takes_part.data_ptr(), counts.data_ptr(),
             positions.data_ptr(),
         )  # fmt: skip
-        return positions, list(counts)
+        return positions, counts
 
     def pack(
         self, parts: Sequence[Part], positions: Tensor, bases: Sequence[int], records: Records, out: Tensor
@@ -77,29 +78,39 @@ class CpuTokenRows:
     def group(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         ids = contiguous(ids)
         offsets = torch.empty(num_experts + 1, dtype=torch.int32)
-        positions = torch.empty(ids.shape, dtype=torch.int64)
+        positions = torch.empty(ids.shape, dtype=torch.int32)
         self._lib.moe_rows_group(
             ids.data_ptr(), ids.stride(0), *ids.shape, num_experts, offsets.data_ptr(), positions.data_ptr()
         )
         return offsets, positions
 
-    def spread(self, data: Tensor, positions: Tensor, out: Tensor) -> None:
-        data, size = contiguous(data), data.itemsize
-        self._lib.moe_rows_spread(
-            data.data_ptr(), data.stride(0) * size, data.shape[1] * size, positions.data_ptr(), *positions.shape,
-            out.data_ptr(),
-        )  # fmt: skip
+    def permute(
+        self, x: Tensor, positions: Tensor, out: Tensor, scales: Tensor | None = None, out_scales: Tensor | None = None
+    ) -> None:
+        x, size = contiguous(x), x.itemsize
+        self._lib.moe_rows_permute(
+            x.data_ptr(), x.stride(0) * size, x.shape[1] * size, positions.data_ptr(), *positions.shape, out.data_ptr()
+        )
+        if scales is not None and out_scales is not None:
+            self.permute(scales, positions, out_scales)
 
-    def sum_rows(self, rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
+    def combine(
+        self, rows: Tensor, positions: Tensor, weights: Tensor | None = None, add: Tensor | None = None
+    ) -> Tensor:
         rows = contiguous(rows)
-        weights = None if weights is None else contiguous(weights)
+        weights, add = (None if x is None else contiguous(x) for x in (weights, add))
         num_sums, width = positions.shape
         out = torch.empty(num_sums, rows.shape[1], dtype=rows.dtype)
-        self._lib.moe_rows_sum(
+        self._lib.moe_rows_combine(
             kind_of(rows.dtype), rows.data_ptr(), rows.stride(0), positions.data_ptr(), width,
-            *((None, 0) if weights is None else (weights.data_ptr(), weights.stride(0))), out.data_ptr(), *out.shape,
+            *_address(weights), *_address(add), out.data_ptr(), *out.shape,
         )  # fmt: skip
         return out
+
+
+def _address(x: Tensor | None) -> tuple[int | None, int]:
+    """Of the first element, and the row stride."""
+    return (None, 0) if x is None else (x.data_ptr(), x.stride(0))
 
 
 @lru_cache

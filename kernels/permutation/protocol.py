@@ -1,8 +1,7 @@
-"""Permute and unpermute of token rows on a CPU rank: routing, packing, sorting and summing around dispatch messages.
+"""Permute and unpermute: sort (token, choice) pairs by expert, copy rows to their positions, sum them back.
 
-A decode step calls all of this in every layer with few tokens: the number of calls dominates, not the bytes.
-Legend: T tokens of this rank, N received tokens, K choices per token, S rows per sum, R ranks, E experts of this rank,
-M rows of the experts' batch, D hidden.
+Around messages the same operations serve ranks instead of experts, and on host ranks the byte records of messages.
+Legend: T tokens, K choices per token, S positions per token, R ranks, E experts of this rank, M rows, D hidden.
 """
 
 from __future__ import annotations
@@ -26,21 +25,80 @@ class Records:
     top_k: int
 
 
-class TokenRows(Protocol):
-    """Ids are int32; positions are int64 [.., ..], -1: none. All tensors are in host memory."""
+@dataclass(frozen=True)
+class ExpertOrder:
+    """Pairs sorted by expert, then by token.
+
+    Attributes:
+        offsets: int32 [E + 1]; expert e has rows offsets[e]:offsets[e + 1], its padding included.
+        ends: int32 [E], end of expert e's valid rows, start of its padding.
+        positions: int32 [T, K], the row of each pair; -1 if its id is not one of the E experts.
+        source: int32 [M], the pair t * K + k of each row, -1 in padding; without padding between groups, rows from
+            offsets[E] on are unspecified.
+    """
+
+    offsets: Tensor
+    ends: Tensor
+    positions: Tensor
+    source: Tensor
+
+
+def most_rows(num_pairs: int, num_experts: int, align: int) -> int:
+    """M: there are at most as many non-empty groups as pairs, and each wastes less than one alignment."""
+    worst = num_pairs + min(num_experts, num_pairs) * (align - 1)
+    return -(-worst // align) * align
+
+
+class Permutation(Protocol):
+    """Ids are int32, experts counted from 0; other ids have no row. Positions are int32 [T, S], -1: none.
+
+    The first five operations never synchronise, and no shape depends on a value: a captured graph can replay them.
+    """
 
     name: str
 
-    def valid(self, ids: Tensor, num_experts: int) -> bool:
-        """True if ids [T, K], int32 or int64, are all in -1..num_experts-1, and no token repeats an expert."""
+    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder:
+        """Sorts the pairs of ids [T, K], stably; groups start at multiples of `align`."""
 
-    def route(self, ids: Tensor, num_local: int, takes_part: Tensor) -> tuple[Tensor, list[int]]:
+    def group(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+        """`offsets` and `positions` of `sort_by_expert` without alignment."""
+
+    def place(self, ids: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
+        """`group` with `capacity` rows per expert: int32 counts [E], and positions; pairs beyond have no row."""
+
+    def permute(
+        self, x: Tensor, positions: Tensor, out: Tensor, scales: Tensor | None = None, out_scales: Tensor | None = None
+    ) -> None:
+        """Copies row t of x [T, D] to rows positions[t] of out [M, D], contiguous; other rows become unspecified.
+
+        Args:
+            scales, out_scales: of quantized rows: float32 [T, B] and [M, B], copied with them.
+        """
+
+    def combine(
+        self, rows: Tensor, positions: Tensor, weights: Tensor | None = None, add: Tensor | None = None
+    ) -> Tensor:
+        """Weighted sums in float32 and in the order of the columns, rounded once to the rows' dtype: [T, D].
+
+        Args:
+            rows: [M, D]; rows without a position are never read.
+            weights: float32 [T, S], ignored without a position; None: ones.
+            add: [T, D], added to the sums.
+        """
+
+    def valid(self, ids: Tensor, num_experts: int) -> bool:
+        """True if ids [T, K], int32 or int64, are all in -1..num_experts-1, and no token repeats an expert.
+        Synchronises with the device."""
+
+    def route(self, ids: Tensor, num_local: int, takes_part: Tensor) -> tuple[Tensor, Tensor]:
         """Target ranks of each token, deduplicated: rank r, if takes_part[r], holds experts from r * num_local on.
 
         Returns:
-                positions [T, R], each token's index in the send buffer, by rank, then by token; and the number of
-                tokens sent to each rank.
+            positions [T, R], each token's index in the send buffer, by rank, then by token; and the number of tokens
+            sent to each rank, int64 [R].
         """
+
+    # -- byte records in host memory
 
     def pack(
         self, parts: Sequence[Part], positions: Tensor, bases: Sequence[int], records: Records, out: Tensor
@@ -70,17 +128,3 @@ class TokenRows(Protocol):
 
     def localize(self, ids: Tensor, experts: tuple[int, int]) -> None:
         """In place: converts ids [N, K] to local expert indices, -1 for experts of other ranks."""
-
-    def group(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-        """Rows sorted by expert, then by token, then by choice: int32 offsets [E + 1], and the positions [N, K]."""
-
-    def spread(self, data: Tensor, positions: Tensor, out: Tensor) -> None:
-        """Writes row n of data [N, D] to rows positions[n] of out [M, D]; positions [N, K]."""
-
-    def sum_rows(self, rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
-        """Sums of rows [M, D] in float32, rounded once to their dtype: [N, D]. Rows without a position are not read.
-
-        Args:
-            positions: [N, S].
-            weights: float32 [N, S]; None: ones.
-        """

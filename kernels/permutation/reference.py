@@ -1,4 +1,4 @@
-"""Permute and unpermute of token rows in numpy (a tenth of torch's call overhead), and in torch for bfloat16."""
+"""Permute and unpermute in torch, on any device; byte records of host ranks in numpy."""
 
 from __future__ import annotations
 
@@ -8,28 +8,85 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.permutation.protocol import Part, Records
+from moe_engine.kernels.permutation.protocol import ExpertOrder, Part, Records, most_rows
+from moe_engine.kernels.quantization.protocol import FP8
 
 
-class TorchTokenRows:
-    """`TokenRows`."""
+class TorchPermutation:
+    """`Permutation`."""
 
     name = "torch"
+
+    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder:
+        ordered, pairs, starts = _sort(ids, num_experts)
+        row = torch.arange(len(ordered), device=ids.device)
+        if align == 1:
+            row = torch.where(ordered < num_experts, row, -1)
+            return ExpertOrder(starts, starts[1:], _at(pairs, row, ids), pairs.to(torch.int32))
+        counts = starts.diff()
+        sizes = (counts + align - 1).div(align, rounding_mode="floor") * align
+        ends = sizes.cumsum(0)
+        groups = torch.cat((ends - sizes, ends[-1:]))  # [E + 1]
+        expert = ordered.long()
+        row = torch.where(expert < num_experts, row + (groups - starts)[expert], -1)
+        most = most_rows(len(pairs), num_experts, align)
+        source = torch.full((most + 1,), -1, dtype=torch.int32, device=ids.device)  # the last receives discarded writes
+        source[row] = torch.where(row < 0, -1, pairs).to(torch.int32)
+        offsets, valid_ends = groups.to(torch.int32), (groups[:-1] + counts).to(torch.int32)
+        return ExpertOrder(offsets, valid_ends, _at(pairs, row, ids), source[:-1])
+
+    def group(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+        order = self.sort_by_expert(ids, num_experts)
+        return order.offsets, order.positions
+
+    def place(self, ids: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
+        ordered, pairs, starts = _sort(ids, num_experts)
+        expert = ordered.long()
+        rank = torch.arange(len(ordered), device=ids.device) - starts[expert]
+        known = (expert < num_experts) & (rank < capacity)
+        positions = _at(pairs, torch.where(known, expert * capacity + rank, -1), ids)
+        return starts.diff().clamp_max_(capacity), positions
+
+    def permute(
+        self, x: Tensor, positions: Tensor, out: Tensor, scales: Tensor | None = None, out_scales: Tensor | None = None
+    ) -> None:
+        if not len(x) or not len(out):
+            return
+        tokens = torch.arange(positions.numel(), device=x.device).div_(positions.shape[1], rounding_mode="floor")
+        # position -1 becomes the entry after the last row
+        source = tokens.new_zeros(len(out) + 1).scatter_(0, positions.flatten().long().remainder(len(out) + 1), tokens)
+        if x.dtype == FP8:  # torch copies bytes only
+            x, out = x.view(torch.uint8), out.view(torch.uint8)
+        torch.index_select(x, 0, source[:-1], out=out)
+        if scales is not None and out_scales is not None:
+            out_scales.copy_(scales.index_select(0, source[:-1]))
+
+    def combine(
+        self, rows: Tensor, positions: Tensor, weights: Tensor | None = None, add: Tensor | None = None
+    ) -> Tensor:
+        if not len(rows):
+            rows = rows.new_zeros(1, rows.shape[1])
+        terms = rows[positions.clamp_min(0).long()].float()  # [T, S, D], a copy
+        if weights is not None:
+            terms.mul_(weights.unsqueeze(2))
+        total = terms.masked_fill_((positions < 0).unsqueeze(2), 0.0).sum(1)
+        return (total if add is None else total.add_(add)).to(rows.dtype)
 
     def valid(self, ids: Tensor, num_experts: int) -> bool:
         if not ids.numel():
             return True
-        ordered = np.sort(ids.numpy(), axis=1)
-        twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-        return bool(ordered[:, 0].min() >= -1 and ordered[:, -1].max() < num_experts and not twice.any())
+        ordered = ids.sort(dim=1).values
+        outside = (ordered[:, 0] < -1) | (ordered[:, -1] >= num_experts)
+        twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1)
+        return not bool((outside | twice).any())
 
-    def route(self, ids: Tensor, num_local: int, takes_part: Tensor) -> tuple[Tensor, list[int]]:
-        wanted = np.zeros((len(ids), len(takes_part) + 1), dtype=bool)
-        wanted[np.arange(len(ids))[:, None], ids.numpy() // num_local] = True  # -1 // num_local: last column, dropped
-        mask = wanted[:, :-1] & takes_part.numpy()
+    def route(self, ids: Tensor, num_local: int, takes_part: Tensor) -> tuple[Tensor, Tensor]:
+        ranks = torch.arange(len(takes_part), dtype=ids.dtype, device=ids.device)
+        owners = torch.div(ids, num_local, rounding_mode="floor").unsqueeze(2)
+        mask = (owners == ranks).any(1).logical_and_(takes_part)  # [T, R]
         counts = mask.sum(0)
-        positions = np.where(mask, mask.cumsum(0) - 1 + counts.cumsum() - counts, -1)
-        return torch.from_numpy(positions), counts.tolist()
+        positions = mask.cumsum(0).add_(counts.cumsum(0).sub_(counts).sub_(1))
+        return torch.where(mask, positions, -1).to(torch.int32), counts
 
     def pack(
         self, parts: Sequence[Part], positions: Tensor, bases: Sequence[int], records: Records, out: Tensor
@@ -74,43 +131,20 @@ class TorchTokenRows:
         found = ids.numpy()
         found[:] = _local(found, *experts)
 
-    def group(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-        flat = ids.numpy().ravel()
-        order = flat.argsort(kind="stable")  # [N * K], -1 first
-        ends = np.bincount(flat + 1, minlength=num_experts + 1).cumsum()  # [E + 1], -1 first
-        num_absent = int(ends[0])
-        positions = np.empty(len(flat), dtype=np.int64)
-        positions[order] = np.arange(-num_absent, len(flat) - num_absent).clip(-1)
-        offsets = (ends - num_absent).astype(np.int32)
-        return torch.from_numpy(offsets), torch.from_numpy(positions).view(ids.shape)
 
-    def spread(self, data: Tensor, positions: Tensor, out: Tensor) -> None:
-        found = positions.numpy()
-        tokens, choices = (found >= 0).nonzero()
-        sources = np.empty(len(out), dtype=np.int64)
-        sources[found[tokens, choices]] = tokens
-        torch.index_select(data, 0, torch.from_numpy(sources), out=out)
-
-    def sum_rows(self, rows: Tensor, positions: Tensor, weights: Tensor | None = None) -> Tensor:
-        found = positions.numpy()
-        valid = found >= 0
-        chosen = found[valid]
-        offsets = np.zeros(len(found) + 1, dtype=np.int64)
-        np.cumsum(valid.sum(1), out=offsets[1:])
-        scale = None if weights is None else torch.from_numpy(weights.numpy()[valid])
-        if scale is not None and rows.dtype != torch.float32:
-            # the weights must have the rows' dtype: each row is listed twice, with the weight's high and low half
-            chosen, offsets, scale = chosen.repeat(2), offsets * 2, halves(scale, rows.dtype).flatten()
-        # F.embedding_bag without its checks: scale_grad_by_freq, mode (0: sum), sparse, weights, include_last_offset
-        return torch.embedding_bag(
-            rows, torch.from_numpy(chosen), torch.from_numpy(offsets), False, 0, False, scale, True
-        )[0]
+def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The pairs' experts in ascending order, E for none; the pairs in that order; int32 [E + 1] where each begins."""
+    ids = ids.flatten()
+    ordered, pairs = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts).sort(stable=True)
+    experts = torch.arange(num_experts + 1, dtype=ordered.dtype, device=ids.device)
+    return ordered, pairs, torch.searchsorted(ordered, experts, out_int32=True)
 
 
-def halves(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights in a narrower dtype: float32 [...] -> [..., 2] whose sum is the weight to twice the dtype's precision."""
-    high = weights.to(dtype)
-    return torch.stack((high, (weights - high.float()).to(dtype)), dim=-1)
+def _at(pairs: Tensor, row: Tensor, ids: Tensor) -> Tensor:
+    """int32 in the shape of ids: the row of each of the pairs."""
+    positions = torch.empty(len(pairs), dtype=torch.int32, device=ids.device)
+    positions[pairs] = row.to(torch.int32)
+    return positions.view(ids.shape)
 
 
 def _bytes(x: Tensor) -> np.ndarray:

@@ -14,14 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_engine.kernels.permutation.expert_order import ExpertOrder, most_rows
-from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
-from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile
+from moe_engine.kernels.permutation.protocol import ExpertOrder, most_rows
+from moe_engine.kernels.permutation.reference import TorchPermutation
+from moe_engine.kernels.quantization.protocol import BLOCK, FP8
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.launch import with_contiguous_rows
 
+_BLOCK = tl.constexpr(BLOCK)
 _STEP = 64  # pairs that a program ranks at once, by all-pairs comparison
 _MAX_CHUNKS = 128  # counting programs; every placing program reads all their counts
 _COMBINE_TILE = 1024
+_PERMUTE_BYTES = 2048  # of a row, per program
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_steps"], do_not_specialize_on_alignment=["ids"])
@@ -37,12 +40,17 @@ def count_kernel(ids, counts, num_pairs, num_steps, EXPERTS: tl.constexpr, STEP:
     tl.store(counts + chunk * EXPERTS + experts, total)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_steps", "num_chunks"], do_not_specialize_on_alignment=["ids"])
+@triton.jit(
+    do_not_specialize=["num_pairs", "num_steps", "num_chunks", "capacity"], do_not_specialize_on_alignment=["ids"]
+)
 def place_kernel(
-    ids, counts, offsets, ends_out, positions, source, num_pairs, num_steps, num_chunks,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr,
+    ids, counts, offsets, ends_out, positions, source, num_pairs, num_steps, num_chunks, capacity,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """A pair's row = start of its expert's group + earlier pairs of that expert, in previous chunks and in its own."""
+    """A pair's row = start of its expert's group + earlier pairs of that expert, in previous chunks and in its own.
+
+    PADDED: groups start at multiples of `capacity`, pairs beyond it have no row, and ends_out receives counts.
+    """
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -51,13 +59,18 @@ def place_kernel(
         count = tl.load(counts + other * EXPERTS + experts)
         total += count
         before += tl.where(other < chunk, count, 0)
-    size = tl.where(experts < NUM_EXPERTS, tl.cdiv(total, ALIGN) * ALIGN, 0)
-    ends = tl.cumsum(size, 0)
-    if chunk == 0:
-        tl.store(offsets + experts, ends - size, mask=experts < NUM_EXPERTS)
-        tl.store(ends_out + experts, ends - size + total, mask=experts < NUM_EXPERTS)
-        tl.store(offsets + NUM_EXPERTS, tl.sum(size, 0))
-    start = ends - size + before
+    if PADDED:
+        first = experts * capacity
+        if chunk == 0:
+            tl.store(ends_out + experts, tl.minimum(total, capacity), mask=experts < NUM_EXPERTS)
+    else:
+        size = tl.where(experts < NUM_EXPERTS, tl.cdiv(total, ALIGN) * ALIGN, 0)
+        first = tl.cumsum(size, 0) - size
+        if chunk == 0:
+            tl.store(offsets + experts, first, mask=experts < NUM_EXPERTS)
+            tl.store(ends_out + experts, first + total, mask=experts < NUM_EXPERTS)
+            tl.store(offsets + NUM_EXPERTS, tl.sum(size, 0))
+    start = first + before
     lane = tl.arange(0, STEP)
     for step in range(num_steps):
         pairs = (chunk * num_steps + step) * STEP + lane
@@ -66,46 +79,47 @@ def place_kernel(
         named = chosen[:, None] == experts[None, :]
         earlier = (chosen[:, None] == chosen[None, :]) & (lane[None, :] < lane[:, None])
         row = tl.sum(tl.where(named, start[None, :], 0), axis=1) + tl.sum(earlier.to(tl.int32), axis=1)
+        if PADDED:
+            known = known & (row < (chosen + 1) * capacity)
+        else:
+            tl.store(source + row, pairs, mask=known)
         tl.store(positions + pairs, tl.where(known, row, -1), mask=pairs < num_pairs)
-        tl.store(source + row, pairs, mask=known)
         start += tl.sum(named.to(tl.int32), axis=0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "x_scale_stride", "scale_stride"], do_not_specialize_on_alignment=["end"])
+@triton.jit(do_not_specialize=["x_scale_row", "x_scale_column", "scale_row", "scale_column"])
 def permute_kernel(
-    x, x_scales, source, end, out, scales, num_rows, x_scale_stride, scale_stride,
-    TOP_K: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CARRIES: tl.constexpr,
+    x, positions, out, x_scales, scales, x_scale_row, x_scale_column, scale_row, scale_column,
+    SLOTS: tl.constexpr, WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, TILE: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """out [M, WIDTH] = x[source // TOP_K], zeros in padding and from row *end on; with FP8 quantized in the same pass.
-
-    CARRIES: x is already quantized (bytes), and its scales are copied too; 1 in padding.
-    """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    inside = rows < num_rows
-    pair = tl.load(source + rows, mask=rows < tl.minimum(num_rows, tl.load(end)), other=-1)
-    token = (pair // TOP_K).to(tl.int64)
-    mask = (pair >= 0)[:, None] & (cols < WIDTH)[None, :]
-    tile = tl.load(x + token[:, None] * X_STRIDE + cols[None, :], mask=mask, other=0)
-    place = out + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
-    mask = inside[:, None] & (cols < WIDTH)[None, :]
-    if FP8:
-        numbers, scale = quantize_tile(tile.to(tl.float32), POWER_OF_TWO)
-        tl.store(place, numbers, mask=mask)
-        tl.store(scales + tl.program_id(1) * scale_stride + rows, scale, mask=inside)
-    else:
-        tl.store(place, tile, mask=mask)
-    if CARRIES:
-        token_scales = x_scales + tl.program_id(1) * x_scale_stride + token
-        scale = tl.load(token_scales, mask=pair >= 0, other=1.0)
-        tl.store(scales + tl.program_id(1) * scale_stride + rows, scale, mask=inside)
+    """out[positions[t, s]] [WIDTH] = x[t] for every s < SLOTS with a position; with scales per 128 channels."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    places = positions + token * SLOTS
+    most = tl.load(places)
+    for slot in tl.static_range(1, SLOTS):
+        most = tl.maximum(most, tl.load(places + slot))
+    read = tl.where(most >= 0, WIDTH, 0)  # a token without positions is not read
+    cols = tile * TILE + tl.arange(0, TILE)
+    value = tl.load(x + token * X_STRIDE + cols, mask=cols < read, other=0)
+    for slot in tl.static_range(SLOTS):
+        row = tl.load(places + slot).to(tl.int64)
+        tl.store(out + row * WIDTH + cols, value, mask=cols < tl.where(row >= 0, WIDTH, 0))
+    if HAS_SCALES:
+        blocks = tile * (TILE // _BLOCK) + tl.arange(0, TILE // _BLOCK)
+        begins = blocks * _BLOCK
+        scale = tl.load(x_scales + token * x_scale_row + blocks * x_scale_column, mask=begins < read, other=0.0)
+        for slot in tl.static_range(SLOTS):
+            row = tl.load(places + slot).to(tl.int64)
+            inside = begins < tl.where(row >= 0, WIDTH, 0)
+            tl.store(scales + row * scale_row + blocks * scale_column, scale, mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["weights"])
 def combine_kernel(
     rows, positions, weights, add, out,
-    TOP_K: tl.constexpr, WIDTH: tl.constexpr, ADD_STRIDE: tl.constexpr, TILE: tl.constexpr, HAS_ADD: tl.constexpr,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, W_STRIDE: tl.constexpr, ADD_STRIDE: tl.constexpr, TILE: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, HAS_ADD: tl.constexpr,
 ):  # fmt: skip
     """out[t] = add[t] + sum_k weights[t, k] * rows[positions[t, k]], in float32 and in the order of k."""
     token = tl.program_id(0).to(tl.int64)
@@ -113,146 +127,148 @@ def combine_kernel(
     total = tl.zeros((TILE,), tl.float32)
     for k in tl.static_range(TOP_K):
         row = tl.load(positions + token * TOP_K + k).to(tl.int64)
-        weight = tl.load(weights + token * TOP_K + k)
         width = tl.where(row >= 0, WIDTH, 0)
         value = tl.load(rows + row * WIDTH + cols, mask=cols < width, other=0.0).to(tl.float32)
-        total += tl.where(row >= 0, weight, 0.0) * value
+        if HAS_WEIGHTS:
+            weight = tl.load(weights + token * W_STRIDE + k)
+            value *= tl.where(row >= 0, weight, 0.0)
+        total += value
     inside = cols < WIDTH
     if HAS_ADD:
         total += tl.load(add + token * ADD_STRIDE + cols, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * WIDTH + cols, total.to(out.dtype.element_ty), mask=inside)
 
 
-def sort_by_expert(topk_ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder:
-    """Sorts the pairs of topk_ids int32 [T, K] by expert, stably; groups start at multiples of `align`.
+class TritonPermutation(TorchPermutation):
+    """`Permutation` on a GPU. `valid` and `route`, which serve normal-mode dispatch only, are torch's."""
 
-    `source` has room for all pairs and, with `align` > 1, for the padding of every group.
-    """
-    ids = topk_ids.to(torch.int32).contiguous()
-    num_pairs, device = ids.numel(), ids.device
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    ends = torch.empty(num_experts, dtype=torch.int32, device=device)
-    if not num_pairs:
-        return ExpertOrder(offsets.zero_(), ends.zero_(), torch.empty_like(ids), ids.new_empty(0))
-    experts = triton.next_power_of_2(num_experts)
+    name = "triton"
+
+    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder:
+        ids = ids.to(torch.int32).contiguous()
+        num_pairs, device = ids.numel(), ids.device
+        offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+        ends = torch.empty(num_experts, dtype=torch.int32, device=device)
+        if not num_pairs:
+            return ExpertOrder(offsets.zero_(), ends.zero_(), torch.empty_like(ids), ids.new_empty(0))
+        if align == 1:
+            source = torch.empty(num_pairs, dtype=torch.int32, device=device)
+        else:
+            source = torch.full((most_rows(num_pairs, num_experts, align),), -1, dtype=torch.int32, device=device)
+        positions = _place(ids, offsets, ends, source, num_experts, align)
+        return ExpertOrder(offsets, ends, positions, source)
+
+    def place(self, ids: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
+        ids = ids.to(torch.int32).contiguous()
+        counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+        if not ids.numel():
+            return counts.zero_(), torch.empty_like(ids)
+        return counts, _place(ids, None, counts, None, num_experts, capacity=capacity)
+
+    def permute(
+        self, x: Tensor, positions: Tensor, out: Tensor, scales: Tensor | None = None, out_scales: Tensor | None = None
+    ) -> None:
+        (tokens, slots), width = positions.shape, out.shape[1]
+        if not tokens:
+            return
+        if x.dtype == FP8:
+            x, out = x.view(torch.uint8), out.view(torch.uint8)
+        x = with_contiguous_rows(x)
+        constants = _permute_constants(slots, width, x.itemsize, _row_stride(x), scales is not None)
+        strides: tuple[int, ...] = (0, 0, 0, 0)
+        if scales is not None and out_scales is not None:
+            strides = (*scales.stride(), *out_scales.stride())
+        permute_kernel[(tokens, triton.cdiv(width, constants["TILE"]))](
+            x, positions, out, scales, out_scales, *strides, **constants, num_warps=4
+        )
+
+    def combine(
+        self, rows: Tensor, positions: Tensor, weights: Tensor | None = None, add: Tensor | None = None
+    ) -> Tensor:
+        (tokens, top_k), width = positions.shape, rows.shape[1]
+        out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
+        if not tokens:
+            return out
+        weights = None if weights is None else with_contiguous_rows(weights.float())
+        add = None if add is None else with_contiguous_rows(add)
+        combine_kernel[(tokens, triton.cdiv(width, _COMBINE_TILE))](
+            rows, positions, weights, add, out, TOP_K=top_k, WIDTH=width,
+            W_STRIDE=0 if weights is None else _row_stride(weights), ADD_STRIDE=0 if add is None else _row_stride(add),
+            TILE=_COMBINE_TILE, HAS_WEIGHTS=weights is not None, HAS_ADD=add is not None, num_warps=4,
+        )  # fmt: skip
+        return out
+
+
+def _place(
+    ids: Tensor,
+    offsets: Tensor | None,
+    ends: Tensor,
+    source: Tensor | None,
+    num_experts: int,
+    align: int = 1,
+    capacity: int = 0,
+) -> Tensor:
+    """Fills the other tensors; returns the positions of ids int32 [T, K], contiguous and not empty."""
+    num_pairs = ids.numel()
     num_steps = triton.cdiv(triton.cdiv(num_pairs, _STEP), _MAX_CHUNKS)
     num_chunks = triton.cdiv(num_pairs, _STEP * num_steps)
-    counts = torch.empty(num_chunks, experts, dtype=torch.int32, device=device)
-    if align == 1:
-        source = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    else:
-        source = torch.full((most_rows(num_pairs, num_experts, align),), -1, dtype=torch.int32, device=device)
+    constants = _place_constants(num_experts, align, capacity > 0)
+    counts = torch.empty(num_chunks, constants["EXPERTS"], dtype=torch.int32, device=ids.device)
     positions = torch.empty_like(ids)
-    count_kernel[(num_chunks,)](ids, counts, num_pairs, num_steps, EXPERTS=experts, STEP=_STEP, num_warps=4)
-    place_kernel[(num_chunks,)](
-        ids, counts, offsets, ends, positions, source, num_pairs, num_steps, num_chunks,
-        **_place_constants(num_experts, align), num_warps=4,
+    grid = (num_chunks,)
+    count_kernel[grid](ids, counts, num_pairs, num_steps, EXPERTS=constants["EXPERTS"], STEP=_STEP, num_warps=4)
+    place_kernel[grid](
+        ids, counts, offsets, ends, positions, source, num_pairs, num_steps, num_chunks, capacity, **constants,
+        num_warps=4,
     )  # fmt: skip
-    return ExpertOrder(offsets, ends, positions, source)
+    return positions
 
 
-def permute(x: Tensor, order: ExpertOrder) -> Tensor:
-    """x [T, D] -> [M, D]: each row is its pair's token, zeros in padding."""
-    out = torch.empty(len(order.source), x.shape[1], dtype=x.dtype, device=x.device)
-    _permute(x, None, order, out, None)
-    return out
+def _row_stride(x: Tensor) -> int:
+    """That of a single row is arbitrary and must not compile a new kernel."""
+    return x.stride(0) if len(x) > 1 else x.shape[1]
 
 
-def permute_quantize(x: Tensor, order: ExpertOrder, power_of_two: bool = False) -> QuantizedRows:
-    """`permute`, quantized to FP8 in the same pass."""
-    rows = QuantizedRows.empty(len(order.source), x.shape[1], x.device)
-    _permute(x, None, order, rows.data, rows, power_of_two)
-    return rows
-
-
-def permute_rows(x: QuantizedRows, order: ExpertOrder) -> QuantizedRows:
-    """`permute` of quantized tokens; the scales of padding are 1."""
-    rows = QuantizedRows.empty(len(order.source), x.data.shape[1], x.data.device)
-    _permute(x.data.view(torch.uint8), x, order, rows.data.view(torch.uint8), rows)
-    return rows
-
-
-def _permute(
-    x: Tensor,
-    scaled: QuantizedRows | None,
-    order: ExpertOrder,
-    out: Tensor,
-    quantized: QuantizedRows | None,
-    power_of_two: bool = False,
-) -> None:
-    """`quantized`: output of the scales, copied from `scaled` or, without it, computed here."""
-    x = x.contiguous()
-    num_rows, width = out.shape
-    if not num_rows:
-        return
-    fp8 = quantized is not None and scaled is None
-    grid = (triton.cdiv(num_rows, TILE_ROWS), triton.cdiv(width, BLOCK))
-    permute_kernel[grid](
-        x, None if scaled is None else scaled.scales, order.source, order.offsets[-1:], out,
-        None if quantized is None else quantized.scales, num_rows,
-        0 if scaled is None else scaled.scale_stride, 0 if quantized is None else quantized.scale_stride,
-        **_permute_constants(order.positions.shape[1], width, fp8, power_of_two, scaled is not None), num_warps=4,
-    )  # fmt: skip
-
-
-def combine(rows: Tensor, positions: Tensor, weights: Tensor, add: Tensor | None = None) -> Tensor:
-    """rows [M, D], positions int32 [T, K] (-1: none), weights float32 [T, K], add [T, D] -> [T, D] in rows' dtype."""
-    (tokens, top_k), width = positions.shape, rows.shape[1]
-    out = torch.empty(tokens, width, dtype=rows.dtype, device=rows.device)
-    if add is not None and add.stride(-1) != 1:
-        add = add.contiguous()
-    if tokens:
-        stride = width if add is None or tokens == 1 else add.stride(0)
-        combine_kernel[(tokens, triton.cdiv(width, _COMBINE_TILE))](
-            rows, positions, weights.float().contiguous(), add, out, TOP_K=top_k, WIDTH=width, ADD_STRIDE=stride,
-            TILE=_COMBINE_TILE, HAS_ADD=add is not None, num_warps=4,
-        )  # fmt: skip
-    return out
-
-
-def _place_constants(num_experts: int, align: int) -> dict[str, Any]:
+def _place_constants(num_experts: int, align: int, padded: bool = False) -> dict[str, Any]:
     experts = triton.next_power_of_2(num_experts)
-    return {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "STEP": _STEP, "ALIGN": align}
+    return {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "STEP": _STEP, "ALIGN": align, "PADDED": padded}
 
 
-def _permute_constants(
-    top_k: int, width: int, fp8: bool, power_of_two: bool = False, carries: bool = False
-) -> dict[str, Any]:
+def _permute_constants(slots: int, width: int, item_bytes: int, stride: int, has_scales: bool) -> dict[str, Any]:
     return {
-        "TOP_K": top_k, "WIDTH": width, "X_STRIDE": width, "ROWS": TILE_ROWS, "COLS": BLOCK, "FP8": fp8,
-        "POWER_OF_TWO": power_of_two, "CARRIES": carries,
+        "SLOTS": slots, "WIDTH": width, "X_STRIDE": stride, "TILE": _PERMUTE_BYTES // item_bytes,
+        "HAS_SCALES": has_scales,
     }  # fmt: skip
 
 
 def aot_cases() -> list[AotCase]:
-    """DeepSeek V3's 256 experts, V2-Lite's 64, and the 16 per rank of EP 16."""
+    """DeepSeek V3's 256 experts, V2-Lite's 64, and the 16 per rank of EP 16, which also serves padded batches."""
     cases = []
     ints = {"num_pairs": "i32", "num_steps": "i32"}
     for experts in (256, 64, 16):
-        constants: dict[str, Any] = {"EXPERTS": experts, "STEP": _STEP}
         signature = {"ids": "*i32:1", "counts": "*i32", **ints}
-        cases.append(AotCase(f"expert_count_{experts}", count_kernel, signature, constants, 4, 3, False))
-        signature = signature | {
-            "offsets": "*i32",
-            "ends_out": "*i32",
-            "positions": "*i32",
-            "source": "*i32",
-            "num_chunks": "i32",
-        }
+        counting: dict[str, Any] = {"EXPERTS": experts, "STEP": _STEP}
+        cases.append(AotCase(f"expert_count_{experts}", count_kernel, signature, counting, 4, 3, False))
+        signature |= {"ends_out": "*i32", "positions": "*i32", "num_chunks": "i32", "capacity": "i32"}
+        grouped = signature | {"offsets": "*i32", "source": "*i32"}
         constants = _place_constants(experts, 1)
-        cases.append(AotCase(f"expert_place_{experts}", place_kernel, signature, constants, 4, 3, False))
-    for width, top_k, what in ((7168, 8, "fp8"), (7168, 8, "bytes"), (7168, 8, "bf16"), (2048, 6, "bf16")):
-        x, out = {"fp8": ("*bf16", "*fp8e4nv"), "bytes": ("*u8", "*u8"), "bf16": ("*bf16", "*bf16")}[what]
-        signature = {"x": x, "source": "*i32", "end": "*i32:1", "out": out, "num_rows": "i32"}
-        signature |= {"x_scale_stride": "i32", "scale_stride": "i32"}
-        constants = _permute_constants(top_k, width, what == "fp8", carries=what == "bytes")
-        for scales, given in (("x_scales", what == "bytes"), ("scales", what != "bf16")):
-            signature |= {scales: "*fp32"} if given else {}
-            constants |= {} if given else {scales: None}
-        name = f"expert_permute_{width}{'' if what == 'bf16' else '_' + what}"
+        cases.append(AotCase(f"expert_place_{experts}", place_kernel, grouped, constants, 4, 3, False))
+    constants = _place_constants(16, 1, padded=True) | {"offsets": None, "source": None}
+    cases.append(AotCase("expert_place_padded_16", place_kernel, signature, constants, 4, 3, False))
+    strides = dict.fromkeys(("x_scale_row", "x_scale_column", "scale_row", "scale_column"), "i32")
+    for width, top_k, quantized in ((7168, 8, True), (7168, 8, False), (2048, 6, False)):
+        element = "*u8" if quantized else "*bf16"
+        signature = {"x": element, "positions": "*i32", "out": element, **strides}
+        constants = _permute_constants(top_k, width, 1 if quantized else 2, width, quantized)
+        if quantized:
+            signature |= {"x_scales": "*fp32", "scales": "*fp32"}
+        else:
+            constants |= {"x_scales": None, "scales": None}
+        name = f"expert_permute_{width}{'_fp8' if quantized else ''}"
         cases.append(AotCase(name, permute_kernel, signature, constants, 4, 3, False))
     for width, top_k in ((7168, 8), (2048, 6)):
         signature = {"rows": "*bf16", "positions": "*i32", "weights": "*fp32:1", "add": "*bf16", "out": "*bf16"}
-        constants = {"TOP_K": top_k, "WIDTH": width, "ADD_STRIDE": width, "TILE": _COMBINE_TILE, "HAS_ADD": True}
+        constants = {"TOP_K": top_k, "WIDTH": width, "W_STRIDE": top_k, "ADD_STRIDE": width, "TILE": _COMBINE_TILE}
+        constants |= {"HAS_WEIGHTS": True, "HAS_ADD": True}
         cases.append(AotCase(f"expert_combine_{width}", combine_kernel, signature, constants, 4, 3, False))
     return cases

@@ -11,19 +11,17 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.permutation.choice import permutation
-from moe_engine.kernels.permutation.protocol import TokenRows
+from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
 from moe_engine.parallel.dispatch.allgather import AllGather
 from moe_engine.parallel.dispatch.deepep import generation, legacy
 from moe_engine.parallel.dispatch.deepep.expanded import ElasticDispatcher, EPBufferDispatcher
-from moe_engine.parallel.dispatch.exchanged import CheckChoices, ExchangedDispatcher
+from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher, LocalExchange
 from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
 from moe_engine.parallel.dispatch.host_memory import ROOM_TOKENS
-from moe_engine.parallel.dispatch.host_rows import HostChecks, HostLayout
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
-from moe_engine.parallel.dispatch.local import LocalExchange
 from moe_engine.parallel.dispatch.protocol import (
     Dispatcher,
     DispatchShape,
@@ -32,7 +30,6 @@ from moe_engine.parallel.dispatch.protocol import (
     Mode,
     Phase,
 )
-from moe_engine.parallel.dispatch.rows import check_choices
 from moe_engine.parallel.dispatch.shared_memory import SharedMemory
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.dispatch.two_hop import TwoHop
@@ -54,7 +51,7 @@ class Groups:
         symm_mem: symmetric memory provider of symm_mem; None: torch's.
         shuffles: NVSHMEM's operations; None: torch's.
         on_host: True if the host permutes rows itself and may wait in every mode; None: as for the group of `experts`.
-        token_rows: permute/unpermute kernels of the host; None: this machine's best.
+        permutation: permute/unpermute kernels; None: this machine's best.
     """
 
     experts: Group
@@ -65,14 +62,14 @@ class Groups:
     symm_mem: SymmetricMemory | None = None
     shuffles: Shuffles | None = None
     on_host: bool | None = None
-    token_rows: TokenRows | None = None
+    permutation: Permutation | None = None
 
     @property
     def host_arranges(self) -> bool:
         return self.experts.on_host if self.on_host is None else self.on_host
 
-    def rows(self, shape: DispatchShape) -> TokenRows:
-        return self.token_rows or permutation(shape.dtype)
+    def permutation_of(self, shape: DispatchShape) -> Permutation:
+        return self.permutation or permutation(shape.dtype, "cpu" if self.experts.device.type == "cpu" else "cuda")
 
 
 def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, groups: Groups) -> PhasedDispatcher:
@@ -150,28 +147,28 @@ def _exchanged(make_exchange: Callable[[Groups, DispatchShape, bool], Exchange])
         made: list[Dispatcher] = []
         for mode, shape in shapes.items():
             static = mode == "low_latency"
-            layout, check = _arrangement(groups, shape, static)
-            made.append(ExchangedDispatcher(shape, make_exchange(groups, shape, static), layout, check))
+            made.append(_with_layout(groups, shape, make_exchange(groups, shape, static), static))
         return made
 
     return make
 
 
-def _arrangement(groups: Groups, shape: DispatchShape, static: bool) -> tuple[Layout, CheckChoices | None]:
-    """The batch layout of the experts, and the check of the router's choices."""
-    device = groups.experts.device
-    if groups.host_arranges:
-        rows = groups.rows(shape)
-        return HostLayout(shape.num_local, shape.hidden, shape.dtype, rows), None if static else HostChecks(rows)
-    if static:
-        return PaddedLayout(shape.num_local, shape.num_ranks * shape.max_tokens, shape.dtype, device), None
-    return GroupedLayout(shape.num_local, shape.dtype, device), check_choices
+def _with_layout(groups: Groups, shape: DispatchShape, exchange: Exchange, static: bool) -> ExchangedDispatcher:
+    """With the batch layout of the experts, and in normal mode a check of the router's choices."""
+    rows, device = groups.permutation_of(shape), groups.experts.device
+    padded = static and not groups.host_arranges
+    layout: Layout = PaddedLayout(shape, rows, device) if padded else GroupedLayout(shape, rows, device)
+    return ExchangedDispatcher(shape, exchange, layout, checks=None if static else rows)
 
 
 def _all_to_all(groups: Groups, group: Group, shape: DispatchShape, static: bool) -> Exchange:
     if groups.host_arranges:
-        return HostAllToAll(group, shape, shape.max_tokens if static else ROOM_TOKENS, groups.rows(shape))
-    return StaticAllToAll(group, shape) if static else VariableAllToAll(group, shape)
+        return HostAllToAll(group, shape, shape.max_tokens if static else ROOM_TOKENS, groups.permutation_of(shape))
+    return StaticAllToAll(group, shape) if static else VariableAllToAll(group, shape, groups.permutation_of(shape))
+
+
+def _shared_memory(groups: Groups, shape: DispatchShape) -> Exchange:
+    return SharedMemory(groups.experts, shape, groups.permutation_of(shape))
 
 
 def _two_hop(groups: Groups, shape: DispatchShape, static: bool) -> Exchange:
@@ -198,7 +195,7 @@ def _deepep(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
     made: list[Dispatcher] = []
     for mode, shape in shapes.items():
         buffer = cls.make_buffer(library, groups.process_group, shape)
-        made.append(cls(library, buffer, shape, low_latency=mode == "low_latency"))
+        made.append(cls(library, buffer, shape, mode == "low_latency", groups.permutation_of(shape)))
     return made
 
 
@@ -212,8 +209,7 @@ def _legacy(library: ModuleType, groups: Groups, shapes: Shapes) -> list[Dispatc
             made.append(legacy.LegacyLowLatency(library, buffer, shape))
             continue
         exchange = legacy.LegacyExchange(library, buffer, shape, cleans=low_latency)
-        layout, check = _arrangement(groups, shape, static=False)
-        made.append(ExchangedDispatcher(shape, exchange, layout, check))
+        made.append(_with_layout(groups, shape, exchange, static=False))
     return made
 
 
@@ -235,7 +231,10 @@ def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
     shuffles = groups.shuffles or TorchShuffles(groups.process_group)
     nodes = groups.node is not None and groups.node.size > 1 and groups.rails is not None and groups.rails.size > 1
     prefill = "two_hop" if nodes else "all_to_all"
-    return _with_low_latency(groups, shapes, prefill, lambda shape: NvshmemDispatcher(groups.experts, shape, shuffles))
+    return _with_low_latency(
+        groups, shapes, prefill,
+        lambda shape: NvshmemDispatcher(groups.experts, shape, shuffles, groups.permutation_of(shape)),
+    )  # fmt: skip
 
 
 def _with_low_latency(
@@ -253,7 +252,7 @@ _MAKERS: dict[str, Maker] = {
     "deepep": _deepep,
     "all_to_all": _exchanged(lambda groups, shape, static: _all_to_all(groups, groups.experts, shape, static)),
     "allgather": _exchanged(lambda groups, shape, static: AllGather(groups.experts, shape, static)),
-    "shared_memory": _exchanged(lambda groups, shape, static: SharedMemory(groups.experts, shape, groups.rows(shape))),
+    "shared_memory": _exchanged(lambda groups, shape, static: _shared_memory(groups, shape)),
     "symm_mem": _symm_mem,
     "nvshmem": _nvshmem,
     "two_hop": _exchanged(_two_hop),

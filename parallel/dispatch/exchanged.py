@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
+from moe_engine.parallel.dispatch.buffers import Slots
+from moe_engine.parallel.dispatch.expert_ids import check_choices
 from moe_engine.parallel.dispatch.payload import encode
-from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Exchange, Layout
-from moe_engine.parallel.dispatch.workspace import Slots
-
-CheckChoices = Callable[[Tensor, int], None]
-"""Type of `rows.check_choices`: physical ids [T, K] and the number of experts."""
+from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Exchange, Layout, Tokens
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,14 @@ class ExchangedDispatcher(Dispatcher):
     """`Dispatcher`: the exchange delivers tokens, the layout permutes them.
 
     Args:
-        check: rejects invalid ids before they are sent; synchronises with the device, so None in low latency.
+        checks: rejects invalid ids before they are sent; synchronises with the device, so None in low latency.
     """
 
-    def __init__(self, shape: DispatchShape, exchange: Exchange, layout: Layout, check: CheckChoices | None) -> None:
+    def __init__(self, shape: DispatchShape, exchange: Exchange, layout: Layout, checks: Permutation | None) -> None:
         self._shape = shape
         self._exchange = exchange
         self._layout = layout
-        self._check = check
+        self._checks = checks
         self._slots = Slots()
         self.takes_rows = shape.fp8
 
@@ -49,15 +47,12 @@ class ExchangedDispatcher(Dispatcher):
     ) -> tuple[ExpertBatch, ExchangedHandle]:
         if len(x) > self._shape.max_tokens:
             raise ValueError(f"{len(x)} tokens in one dispatch; this dispatcher was made for {self._shape.max_tokens}")
-        if self._check is not None:
-            self._check(topk_ids, self._shape.num_experts)
+        if self._checks is not None:
+            check_choices(self._checks, topk_ids, self._shape.num_experts)
         slot = self._slots.take()
         sent = encode(x, topk_ids, topk_weights, self._shape.fp8, format)
         arrived, handle = self._exchange.deliver(sent, slot)
-        if format.rows and arrived.scales is not None:
-            batch, positions = self._layout.expand_rows(arrived, slot)
-        else:
-            batch, positions = self._layout.expand(arrived, slot)
+        batch, positions = self._layout.expand(arrived, format.rows, slot)
         return batch, ExchangedHandle(slot, topk_weights, arrived.weights, positions, handle)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExchangedHandle) -> Tensor:
@@ -66,3 +61,13 @@ class ExchangedDispatcher(Dispatcher):
         self._slots.release(handle.slot)
         partial = self._layout.reduce(rows, handle.positions, handle.weights)
         return self._exchange.collect(partial, handle.handle)
+
+
+class LocalExchange:
+    """The exchange of a single rank with all experts: the reference for layouts and multi-rank tests."""
+
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, None]:
+        return tokens, None
+
+    def collect(self, partial: Tensor, handle: None) -> Tensor:
+        return partial

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.permutation.protocol import TokenRows
+from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.parallel.collectives import Group
-from moe_engine.parallel.dispatch.host_rows import GrowingRecords, GrowingRows, taking_part
+from moe_engine.parallel.dispatch.buffers import RecordBuffer, RowBuffer
+from moe_engine.parallel.dispatch.expert_ids import live_ranks
 from moe_engine.parallel.dispatch.payload import RecordFormat
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
 
@@ -31,7 +32,7 @@ class Handle:
     """Combine handle: the rows sent to and received from each rank, and their tokens."""
 
     slot: int
-    positions: Tensor  # int64 [T, R] each token's row in the send buffer, by rank, then by token; -1: none
+    positions: Tensor  # int32 [T, R] each token's row in the send buffer, by rank, then by token; -1: none
     num_sent: list[int]
     num_received: list[int]
 
@@ -43,18 +44,18 @@ class HostAllToAll:
         room_tokens: max tokens per rank for a single message.
     """
 
-    def __init__(self, group: Group, shape: DispatchShape, room_tokens: int, rows: TokenRows) -> None:
+    def __init__(self, group: Group, shape: DispatchShape, room_tokens: int, permutation: Permutation) -> None:
         self._group = group
-        self._rows = rows
-        self._takes_part = taking_part(group)
-        self._away = [rank for rank in self._takes_part.nonzero().flatten().tolist() if rank != group.rank]  # [A]
+        self._permutation = permutation
+        self._live = live_ranks(group)
+        self._away = [rank for rank in self._live.nonzero().flatten().tolist() if rank != group.rank]  # [A]
         self._experts = group.rank * shape.num_local, shape.num_local
         self._room_tokens = min(room_tokens, shape.max_tokens)
         self._form = form = RecordFormat.of(shape)
         self._records = form.records
-        self._leaving = GrowingRecords(form)
-        self._arrived = [GrowingRecords(form) for _ in range(NUM_LIVE)]
-        self._returned = [GrowingRows(shape.hidden, shape.dtype) for _ in range(NUM_LIVE)]
+        self._leaving = RecordBuffer(form, group.device)
+        self._arrived = [RecordBuffer(form, group.device) for _ in range(NUM_LIVE)]
+        self._returned = [RowBuffer(shape.hidden, shape.dtype, group.device) for _ in range(NUM_LIVE)]
 
         # one block: send buffers, receive buffers, and local rows
         room, num_away = HEAD_BYTES + self._room_tokens * form.num_bytes, len(self._away)
@@ -69,12 +70,13 @@ class HostAllToAll:
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Handle]:
         group, num_tokens = self._group, len(tokens.ids)
-        positions, num_sent = self._rows.route(tokens.ids, self._experts[1], self._takes_part)
+        positions, counts = self._permutation.route(tokens.ids, self._experts[1], self._live)
+        num_sent: list[int] = counts.tolist()
         parts = self._form.parts(tokens)
         fits = num_tokens <= self._room_tokens
         sizes, bases = self._address(num_sent, num_tokens, fits)
         if fits:
-            self._rows.pack(parts, positions, bases, self._records, self._memory)
+            self._permutation.pack(parts, positions, bases, self._records, self._memory)
         group.all_to_all(self._received, self._sent[: sum(sizes)], self._room_bytes, sizes)
         num_received = [0] * group.size
         num_received[group.rank] = num_sent[group.rank]
@@ -84,18 +86,18 @@ class HostAllToAll:
 
         records, arrived = self._arrived[slot].take(sum(num_received))
         if fits:
-            self._rows.take(self._memory, self._begins, num_received, self._records, self._experts, records)
+            self._permutation.take(self._memory, self._begins, num_received, self._records, self._experts, records)
         else:
             leaving, _ = self._leaving.take(sum(num_sent))
-            self._rows.pack(parts, positions, [0] * group.size, self._records, leaving)
+            self._permutation.pack(parts, positions, [0] * group.size, self._records, leaving)
             group.all_to_all(records, leaving, num_received, num_sent)
-            self._rows.localize(arrived.ids, self._experts)
+            self._permutation.localize(arrived.ids, self._experts)
         return arrived, Handle(slot, positions, num_sent, num_received)
 
     def collect(self, partial: Tensor, handle: Handle) -> Tensor:
         returned = self._returned[handle.slot].take(sum(handle.num_sent))
         self._group.all_to_all(returned, partial, handle.num_sent, handle.num_received)
-        return self._rows.sum_rows(returned, handle.positions)
+        return self._permutation.combine(returned, handle.positions)
 
     def _address(self, num_sent: list[int], num_tokens: int, fits: bool) -> tuple[list[int], list[int]]:
         """Writes the message headers; rows follow if they fit.

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from moe_engine.kernels.permutation.protocol import Part, Records
 from moe_engine.kernels.quantization.protocol import (
+    BLOCK,
+    FP8,
+    FP8_MAX,
     UNQUANTIZED,
     Activation,
     ActivationFormat,
@@ -21,11 +24,6 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.kernels.quantization.reference import power_of_two_above
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
-from moe_engine.parallel.dispatch.workspace import Workspace
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-BLOCK = 128  # channels that share a scale
 
 
 def encode(x: Activation, ids: Tensor, weights: Tensor, fp8: bool, format: ActivationFormat = UNQUANTIZED) -> Tokens:
@@ -101,32 +99,11 @@ class RecordFormat:
         ids = records[:, weights_end : weights_end + 4 * self.top_k].view(torch.int32)
         return Tokens(data, scales, ids, weights)
 
-    def write(self, tokens: Tokens, records: Tensor) -> None:
-        """Packs tokens into the same number of records."""
-        write_parts(tokens, self.view(records))
-
 
 def write_parts(tokens: Tokens, into: Tokens) -> None:
-    """`RecordFormat.write` into the view of the records."""
+    """Packs tokens into the fields of as many records."""
     into.data.copy_(tokens.data)
     into.weights.copy_(tokens.weights)
     into.ids.copy_(tokens.ids)
     if into.scales is not None and tokens.scales is not None:
         into.scales.copy_(tokens.scales)
-
-
-class RecordBuffers:
-    """Buffers of records by name and slot, with cached field views: views cost more than copying a few tokens."""
-
-    def __init__(self, form: RecordFormat, workspace: Workspace) -> None:
-        self._format = form
-        self._workspace = workspace
-        self._parts: dict[tuple[str, int], tuple[Tensor, Tokens]] = {}
-
-    def take(self, name: str, slot: int, num_rows: int) -> tuple[Tensor, Tokens]:
-        """uint8 [num_rows, bytes] and its fields; same validity as `Workspace.take`."""
-        buffer = self._workspace.take(name, slot, (num_rows, self._format.num_bytes), torch.uint8)
-        known = self._parts.get((name, slot))
-        if known is None or known[0] is not buffer:
-            known = self._parts[name, slot] = buffer, self._format.view(buffer)
-        return known

@@ -64,7 +64,7 @@ class Tokens:
     Attributes:
         data: [N, D] in the activation dtype, or float8_e4m3fn with `scales`.
         scales: float32 [N, D / 128], or None.
-        ids: int32 [N, K], counted from the receiving side's first expert; -1: none, or not on the receiving side.
+        ids: int32 [N, K], counted from the receiving side's first expert; outside its experts: none there.
         weights: float32 [N, K] router weights.
     """
 
@@ -78,12 +78,15 @@ class Tokens:
         scales = None if self.scales is None else self.scales[:count]
         return Tokens(self.data[:count], scales, self.ids[:count], self.weights[:count])
 
+    def with_ids(self, ids: Tensor) -> Tokens:
+        return Tokens(self.data, self.scales, ids, self.weights)
+
 
 class Exchange(Protocol):
     """Sends tokens to their experts' ranks, and sums back. `slot` (0, 1) separates two pending results."""
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Any]:
-        """Collective. Returns the tokens with a local expert (and maybe others, with ids -1), and the combine handle.
+        """Collective. Returns the tokens with a local expert (and maybe others), and the combine handle.
 
         Static exchanges return the same number of rows in every call and leave rows without expert unspecified.
         The result is valid until the slot's next use.
@@ -96,12 +99,9 @@ class Exchange(Protocol):
 class Layout(Protocol):
     """Permutes received tokens into an `ExpertBatch`, and sums its rows back (unpermute)."""
 
-    def expand(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
-        """Returns the batch and, for each (token, choice), its row of the batch: int64 [N, K], -1 if none."""
-
-    def expand_rows(self, tokens: Tokens, slot: int) -> tuple[ExpertBatch, Tensor]:
-        """`expand` of tokens with scales, for experts that read FP8 rows: a batch with scales, unless the layout always
-        dequantizes."""
+    def expand(self, tokens: Tokens, keeps_fp8: bool, slot: int) -> tuple[ExpertBatch, Tensor]:
+        """Returns the batch, with scales if the tokens have them and `keeps_fp8`, and for each (token, choice) its row
+        of the batch: int32 [N, K], -1 if none."""
 
     def reduce(self, rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
         """rows from the kernel -> [N, D]: sum_k weights[n, k] * rows[positions[n, k]], 0 without any."""

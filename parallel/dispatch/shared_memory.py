@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.permutation.protocol import TokenRows
+from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.parallel.collectives import Group
-from moe_engine.parallel.dispatch.host_rows import GrowingRecords, taking_part
+from moe_engine.parallel.dispatch.buffers import RecordBuffer
+from moe_engine.parallel.dispatch.expert_ids import live_ranks
 from moe_engine.parallel.dispatch.payload import RecordFormat
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Tokens
 from moe_engine.parallel.shared_segment import SharedSegment
@@ -27,7 +28,7 @@ TOKENS, SUMS = 0, 1  # the two flags of a slot
 @dataclass(frozen=True)
 class Handle:
     slot: int
-    positions: Tensor  # int64 [T, R]: each token's index among all ranks' rows, by rank, then by token; -1: none
+    positions: Tensor  # int32 [T, R]: each token's index among all ranks' rows, by rank, then by token; -1: none
     firsts: np.ndarray  # int64 [R]: the first index of each rank
     starts: np.ndarray  # int64 [R]: start of the sums for each rank's tokens in this rank's sums
 
@@ -49,13 +50,13 @@ class _Region:
 class SharedMemory:
     """Reads and writes a `SharedSegment`. The constructor is collective."""
 
-    def __init__(self, group: Group, shape: DispatchShape, rows: TokenRows) -> None:
+    def __init__(self, group: Group, shape: DispatchShape, permutation: Permutation) -> None:
         self._group = group
-        self._rows = rows
+        self._permutation = permutation
         self._max_sums = group.size * shape.max_tokens  # max sums of a rank
         self._experts = group.rank * shape.num_local, shape.num_local
-        self._takes_part = taking_part(group)
-        self._numbers = torch.arange(shape.max_tokens).unsqueeze(1)
+        self._live = live_ranks(group)
+        self._numbers = torch.arange(shape.max_tokens, dtype=torch.int32).unsqueeze(1)
         self._form = form = RecordFormat.of(shape)
         self._records = form.records
         self._begins = [rank * shape.max_tokens * form.num_bytes for rank in range(group.size)]
@@ -66,24 +67,24 @@ class SharedMemory:
         self._segment = SharedSegment(group, NUM_LIVE * one, num_flags=2 * NUM_LIVE)
         parts = self._segment.bytes.split([one] * NUM_LIVE)
         self._regions = [_Region(part, sizes, shape, group.rank) for part in parts]
-        self._taken = [GrowingRecords(form) for _ in range(NUM_LIVE)]
+        self._taken = [RecordBuffer(form, group.device) for _ in range(NUM_LIVE)]
         self._turn = [0] * NUM_LIVE
         group.barrier()
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Handle]:
         region, num_tokens = self._regions[slot], len(tokens.ids)
-        self._rows.pack(self._form.parts(tokens), self._numbers[:num_tokens], [0], self._records, region.own)
+        self._permutation.pack(self._form.parts(tokens), self._numbers[:num_tokens], [0], self._records, region.own)
         region.counts[self._group.rank] = num_tokens
         self._turn[slot] += 1
         self._raise_flag(slot, TOKENS)
-        positions, num_rows = self._rows.route(tokens.ids, self._experts[1], self._takes_part)
+        positions, num_rows = self._permutation.route(tokens.ids, self._experts[1], self._live)
         self._wait(slot, TOKENS, "dispatch through shared memory")
 
         counts: list[int] = region.counts.tolist()  # 0 for a lost rank, which never wrote
         records, _ = self._taken[slot].take(sum(counts))
-        taken = self._rows.take(region.records, self._begins, counts, self._records, self._experts, records)
+        taken = self._permutation.take(region.records, self._begins, counts, self._records, self._experts, records)
         _, arrived = self._taken[slot].take(sum(taken))
-        return arrived, Handle(slot, positions, _firsts(num_rows), _firsts(taken))
+        return arrived, Handle(slot, positions, _firsts(num_rows.tolist()), _firsts(taken))
 
     def collect(self, partial: Tensor, handle: Handle) -> Tensor:
         region, rank = self._regions[handle.slot], self._group.rank
@@ -94,8 +95,8 @@ class SharedMemory:
 
         shifts = np.arange(self._group.size) * self._max_sums + region.starts[:, rank] - handle.firsts
         numbers = handle.positions.numpy()
-        positions = np.where(numbers >= 0, numbers + shifts, -1)
-        return self._rows.sum_rows(region.sums, torch.from_numpy(positions))
+        positions = np.where(numbers >= 0, numbers + shifts, -1).astype(np.int32)
+        return self._permutation.combine(region.sums, torch.from_numpy(positions))
 
     def _raise_flag(self, slot: int, flag: int) -> None:
         """Raises this rank's flag of the slot."""

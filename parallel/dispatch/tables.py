@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from moe_engine.parallel import host_support
 from moe_engine.parallel.dispatch import symm_mem
-from moe_engine.parallel.dispatch.deepep import FIRST_GENERATION_TOKENS, is_first_generation
-from moe_engine.parallel.dispatch.deepep import why_not as deepep_why_not
+from moe_engine.parallel.dispatch.deepep import generation as deepep
 
 if TYPE_CHECKING:  # the protocol imports torch; selection does not need it
     from moe_engine.parallel.dispatch.protocol import Mode, Phase
@@ -92,13 +91,13 @@ def _shared_memory(place: Place) -> str | None:
 
 
 def _deepep(place: Place) -> str | None:
-    return _many(place) or deepep_why_not(place.device_kind)
+    return _many(place) or deepep.why_not(place.device_kind)
 
 
 def _deepep_sizes(num_ranks: int) -> FixedSizes:
-    if not is_first_generation():
+    if not deepep.is_first_generation():
         return FixedSizes()
-    return FixedSizes(4 // gcd(4, num_ranks), FIRST_GENERATION_TOKENS, "the kernels of DeepEP 1")
+    return FixedSizes(4 // gcd(4, num_ranks), deepep.FIRST_GENERATION_TOKENS, "the kernels of DeepEP 1")
 
 
 def _symm_mem(place: Place) -> str | None:

@@ -171,17 +171,19 @@ def given_back(rank: int) -> list[str]:
 def dispatched(rank: int) -> tuple[Tensor, Tensor, list[str]]:
     """A prompt's tokens to experts and back, their weighted sums where expert e multiplies by e + 1, and what the host
     waited for."""
+    from moe_engine.kernels.permutation.choice import permutation
     from moe_engine.parallel.dispatch.all_to_all import VariableAllToAll
     from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
     from moe_engine.parallel.dispatch.layouts import GroupedLayout
     from moe_engine.parallel.dispatch.protocol import DispatchShape
-    from moe_engine.parallel.dispatch.rows import check_choices
     from tests.simulated_cuda import streams
 
     group = group_of(rank)
     shape = DispatchShape(8, 2, 3, 128, 32, torch.float32)
-    layout = GroupedLayout(shape.num_local, shape.dtype, group.device)
-    dispatcher = ExchangedDispatcher(shape, VariableAllToAll(group, shape), layout, check_choices)
+    rows = permutation(shape.dtype, "cuda")
+    assert rows.name == "triton"
+    layout = GroupedLayout(shape, rows, group.device)
+    dispatcher = ExchangedDispatcher(shape, VariableAllToAll(group, shape, rows), layout, rows)
     count = 5 + 4 * rank
     x = torch.randn(count, shape.hidden, device=group.device)
     ids = torch.rand(count, 8, device=group.device).topk(3).indices.to(torch.int32)

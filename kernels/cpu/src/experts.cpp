@@ -6,6 +6,7 @@
 // threads take in order; a hidden row is complete before any task of the second pass reads it.
 #include "api.h"
 #include "dense.h"
+#include "permutation.h"
 
 namespace moe {
 
@@ -99,7 +100,7 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
 
 // Rows [source, source + rows) of x, in place if the kernel can read them.
 template <class T>
-static INLINE const void* own_rows(const T* x, int64_t ldx, const int64_t* index, int64_t rows, int64_t k,
+static INLINE const void* own_rows(const T* x, int64_t ldx, const int32_t* index, int64_t rows, int64_t k,
                                    int64_t* stride) {
   const int64_t padded = padded_k<T>(k);
   if (padded == k && (!index || rows == 1)) {
@@ -145,25 +146,14 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
                    const Shape& s, const uint32_t* weights, const T* sum, int64_t lds, T* out) {
   const int64_t entries = tokens * top_k;
   if (entries == 0 || s.hidden == 0) return;
-  int64_t* starts = scratch<int64_t>(SHARED_INDEX, s.experts + 1 + 3 * entries);
-  int64_t *token_of = starts + s.experts + 1, *entry_of = token_of + entries, *place = entry_of + entries;
-  std::fill(starts, starts + s.experts + 1, 0);
-  for (int64_t i = 0; i < entries; i++)
-    if (ids[i] >= 0 && ids[i] < s.experts) starts[ids[i] + 1]++;
-  for (int64_t e = 0; e < s.experts; e++) starts[e + 1] += starts[e];
-  const int64_t rows = starts[s.experts];
+  int32_t* offsets = scratch<int32_t>(SHARED_INDEX, 2 * s.experts + 1 + 2 * entries);
+  int32_t *next = offsets + s.experts + 1, *positions = next + s.experts, *token_of = positions + entries;
+  sort_pairs(ids, top_k, tokens, top_k, s.experts, offsets, next, positions, token_of);
+  const int64_t rows = offsets[s.experts];
   Unit* units = scratch<Unit>(SHARED_UNITS, rows / UNIT_ROWS + s.experts + 1);
   int64_t count = 0;
   for (int64_t e = 0; e < s.experts; e++)
-    count = add_units(units, count, e, starts[e], starts[e + 1] - starts[e], starts[e]);
-  for (int64_t i = 0; i < entries; i++) {
-    place[i] = -1;
-    if (ids[i] < 0 || ids[i] >= s.experts) continue;
-    const int64_t at = starts[ids[i]]++;
-    token_of[at] = i / top_k;
-    entry_of[at] = i;
-    place[i] = at;
-  }
+    count = add_units(units, count, e, offsets[e], offsets[e + 1] - offsets[e], offsets[e]);
   const int64_t stride = padded_k<T>(s.width) + 64 / int64_t(sizeof(T));
   T* hidden = scratch<T>(SHARED_HIDDEN, rows * stride);
   T* partial = scratch<T>(SHARED_OUT, rows * s.hidden);
@@ -173,22 +163,7 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
         return own_rows<T>(x, ldx, token_of + unit.begin, unit.rows, s.hidden, apart);
       },
       [&](const Unit& unit, int64_t i) { return partial + (unit.begin + i) * s.hidden; });
-  parallel_ranges(tokens, double(top_k * s.hidden) * 0.1, [&](int64_t from, int64_t to) {
-    for (int64_t t = from; t < to; t++) {
-      const int64_t *mine = place + t * top_k, *next = t + 1 < to ? mine + top_k : mine;
-      for (int64_t d = 0; d < s.hidden; d += LANES) {
-        F16 total = zero();
-        for (int64_t k = 0; k < top_k; k++) {
-          if (next[k] >= 0) __builtin_prefetch(partial + next[k] * s.hidden + d);  // rows are in expert order
-          if (mine[k] < 0) continue;
-          F16 value = load_some(partial + mine[k] * s.hidden + d, s.hidden - d);
-          total = fma(value, set1(topk[t * top_k + k]), total);
-        }
-        if (sum) total = round_to(total, T{}) + load_some(sum + t * lds + d, s.hidden - d);
-        store_some(out + t * s.hidden + d, total, s.hidden - d);
-      }
-    }
-  });
+  combine_rows<T>(partial, s.hidden, positions, top_k, topk, top_k, sum, lds, out, tokens, s.hidden);
 }
 
 // A dense gated MLP from the packed weights of two linear layers, gate_up [2I, D] with I a multiple of 16.

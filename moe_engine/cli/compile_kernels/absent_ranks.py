@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.permutation.choice import permutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import dispatch_shape
 from moe_engine.parallel.collectives import Group, SingleRank
 from moe_engine.parallel.context import ParallelContext, with_dispatcher
+from moe_engine.parallel.dispatch.all_to_all import VariableAllToAll, VariableHandle
 from moe_engine.parallel.dispatch.build import PhasedDispatcher
-from moe_engine.parallel.dispatch.payload import encode
-from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Mode, Phase
+from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
+from moe_engine.parallel.dispatch.layouts import GroupedLayout
+from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Mode, Phase, Tokens
 from moe_engine.parallel.dispatch.symm_mem.memory import SharedBytes
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from moe_engine.parallel.topology import RankLists, Topology
@@ -90,30 +93,35 @@ def first_rank(topology: Topology, device: torch.device) -> ParallelContext:
     )
 
 
-class EvenRoutes(Dispatcher):
-    """A normal-mode `Dispatcher` of ranks that do not exist. The number of received rows is unknown without tensor
-    values, so it equals the number of sent rows."""
+class _EvenAllToAll(VariableAllToAll):
+    """The number of received rows is unknown without tensor values, so it equals the number of sent rows."""
 
-    def __init__(self, shape: DispatchShape) -> None:
-        self._shape = shape
-        self.takes_rows = shape.fp8
+    def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, VariableHandle]:
+        self._num_tokens = len(tokens.ids)
+        return super().deliver(tokens, slot)
 
-    def dispatch(
-        self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
-    ) -> tuple[ExpertBatch, Tensor]:
-        shape, rows = self._shape, topk_ids.numel()
-        sent = encode(x, topk_ids, topk_weights, shape.fp8, format)
-        data, scales = sent.data.new_empty(rows, shape.hidden), None
-        if sent.scales is not None and format.rows:
-            scales = sent.scales.new_empty(rows, sent.scales.shape[1])
-        elif sent.scales is not None:
-            data = data.new_empty(data.shape, dtype=shape.dtype)
-        offsets = torch.empty(shape.num_local + 1, dtype=torch.int32, device=data.device)
-        out = data.new_empty(len(x), shape.hidden, dtype=shape.dtype)
-        return ExpertBatch("grouped", data, offsets=offsets, scales=scales, dtype=shape.dtype), out
+    def _exchange_sizes(self, num_sent: Tensor) -> tuple[list[int], list[int]]:
+        sizes = [self._num_tokens] + [0] * (len(num_sent) - 1)
+        return sizes, sizes
 
-    def combine(self, rows: Tensor, topk_weights: Tensor, handle: Tensor) -> Tensor:
-        return torch.empty_like(handle)
+
+class _EvenLayout(GroupedLayout):
+    """As if every choice were of this rank's experts."""
+
+    def expand(self, tokens: Tokens, keeps_fp8: bool, slot: int) -> tuple[ExpertBatch, Tensor]:
+        self._num_pairs = tokens.ids.numel()
+        return super().expand(tokens, keeps_fp8, slot)
+
+    def _count(self, offsets: Tensor) -> int:
+        return self._num_pairs
+
+
+def even_routes(group: Group, shape: DispatchShape) -> Dispatcher:
+    """A normal-mode `Dispatcher` of ranks that do not exist, with the kernels of all_to_all."""
+    rows = permutation(shape.dtype, "cuda")
+    return ExchangedDispatcher(
+        shape, _EvenAllToAll(group, shape, rows), _EvenLayout(shape, rows, group.device), checks=None
+    )
 
 
 class _Phase(Dispatcher):
@@ -139,11 +147,11 @@ def with_exchange(
     max_tokens: int,
     decode_tokens: int,
 ) -> ParallelContext:
-    """The context with the chosen dispatcher. Only low-latency mode has kernels of its own; normal mode has none.
-    Propagates errors of libraries that need a real GPU."""
+    """The context with the chosen dispatcher; normal mode launches the kernels of all_to_all. Propagates errors of
+    libraries that need a real GPU."""
     shape = dispatch_shape(model, parallel, dtype, max_tokens)
     fixed: dict[Phase, Mode] = {phase: mode for phase, mode in choice.modes.items() if mode == "low_latency"}
-    by_phase: dict[Phase, Dispatcher] = {phase: EvenRoutes(shape) for phase in choice.modes}
+    by_phase: dict[Phase, Dispatcher] = {phase: even_routes(parallel.ep, shape) for phase in choice.modes}
     if fixed:
         made = with_dispatcher(parallel, replace(choice, modes=fixed), shape, decode_tokens, AbsentSymmetricMemory())
         assert made.dispatcher is not None

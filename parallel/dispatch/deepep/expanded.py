@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
+from moe_engine.parallel.dispatch.buffers import Slots
+from moe_engine.parallel.dispatch.expert_ids import check_choices
 from moe_engine.parallel.dispatch.payload import decode, encode
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Tokens
-from moe_engine.parallel.dispatch.rows import check_choices
-from moe_engine.parallel.dispatch.workspace import Slots
 
 MAX_TOP_K, MAX_EXPERTS, MAX_LOCAL, MAX_RANKS = 32, 2048, 256, 1024
 
@@ -57,8 +58,11 @@ class ExpandedDispatcher(Dispatcher):
     buffer_class = ""
     dispatch_options: dict[str, Any] = {}  # noqa: RUF012
 
-    def __init__(self, deep_ep: ModuleType, buffer: Any, shape: DispatchShape, low_latency: bool) -> None:
+    def __init__(
+        self, deep_ep: ModuleType, buffer: Any, shape: DispatchShape, low_latency: bool, permutation: Permutation
+    ) -> None:
         self._buffer = buffer
+        self._permutation = permutation
         self._shape = shape
         self._wait = not low_latency
         self._ids_dtype = deep_ep.topk_idx_t
@@ -87,7 +91,7 @@ class ExpandedDispatcher(Dispatcher):
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, ExpandedHandle]:
         if self._wait:
-            check_choices(topk_ids, self._shape.num_experts)
+            check_choices(self._permutation, topk_ids, self._shape.num_experts)
         slot = self._slots.take()
         sent = encode(x, topk_ids, topk_weights, self._shape.fp8, format)
         received, _, row_weights, lib_handle, _ = self._buffer.dispatch(

@@ -12,19 +12,21 @@ Generation = Literal["EPBuffer", "ElasticBuffer", "Buffer"]
 NEWEST_FIRST: tuple[Generation, ...] = ("EPBuffer", "ElasticBuffer", "Buffer")
 
 
-def generation_of(deep_ep: ModuleType, asked: str = "auto") -> Generation:
-    """The newest generation in the module, or the requested one.
+QUEUE_DEPTH = 1024  # NVSHMEM_QP_DEPTH as set by `Buffer`
+FIRST_GENERATION_TOKENS = QUEUE_DEPTH // 2 - 1
+"""Max tokens of a rank in a low-latency dispatch of the first generation, by the library's NVSHMEM queue depth."""
+
+
+def generation_of(deep_ep: ModuleType) -> Generation:
+    """The newest generation in the module.
 
     Raises:
-        ValueError: the module lacks it; the message lists its generations.
+        ValueError: the module has none.
     """
-    present = [name for name in NEWEST_FIRST if hasattr(deep_ep, name)]
-    if asked == "auto" and present:
-        return present[0]
-    if asked in present:
-        return NEWEST_FIRST[NEWEST_FIRST.index(asked)]  # type: ignore[arg-type]
-    wanted = "any of " + ", ".join(NEWEST_FIRST) if asked == "auto" else asked
-    raise ValueError(f"{deep_ep.__name__} has no {wanted}; it has {', '.join(present) or 'none of the known classes'}")
+    for name in NEWEST_FIRST:
+        if hasattr(deep_ep, name):
+            return name
+    raise ValueError(f"{deep_ep.__name__} has none of the known classes: {', '.join(NEWEST_FIRST)}")
 
 
 def load() -> ModuleType:

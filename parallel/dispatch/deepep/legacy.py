@@ -15,13 +15,13 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, unquantized
+from moe_engine.parallel.dispatch.buffers import Slots
+from moe_engine.parallel.dispatch.deepep.generation import FIRST_GENERATION_TOKENS, QUEUE_DEPTH
 from moe_engine.parallel.dispatch.payload import decode
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Tokens
-from moe_engine.parallel.dispatch.workspace import Slots
 
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LOW_LATENCY_TOP_K = 11
-QUEUE_DEPTH = 1024  # NVSHMEM_QP_DEPTH as set by the library
 PRESET_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)  # rank counts with a library configuration
 
 
@@ -35,8 +35,8 @@ def why_not_low_latency(shape: DispatchShape) -> str | None:
         return f"top-{shape.top_k} is more than {LOW_LATENCY_TOP_K}"
     if shape.num_ranks * shape.max_tokens % 4:
         return f"{shape.num_ranks} ranks x {shape.max_tokens} tokens is not a multiple of 4"
-    if 2 * (shape.max_tokens + 1) > QUEUE_DEPTH:
-        return f"{shape.max_tokens} tokens per rank; NVSHMEM's queue of {QUEUE_DEPTH} holds {QUEUE_DEPTH // 2 - 1}"
+    if shape.max_tokens > FIRST_GENERATION_TOKENS:
+        return f"{shape.max_tokens} tokens per rank; NVSHMEM's queue of {QUEUE_DEPTH} holds {FIRST_GENERATION_TOKENS}"
     return None
 
 

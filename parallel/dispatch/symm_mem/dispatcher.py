@@ -19,9 +19,9 @@ from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, Ac
 from moe_engine.kernels.symm_mem.exchange import SymmMemExchange
 from moe_engine.kernels.symm_mem.regions import Regions
 from moe_engine.parallel.collectives import Group, PeerLost
+from moe_engine.parallel.dispatch.buffers import Slots
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Dispatcher, DispatchShape
 from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
-from moe_engine.parallel.dispatch.workspace import Slots
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_BYTES = 1 << 31  # rows and pairs have 32-bit indices

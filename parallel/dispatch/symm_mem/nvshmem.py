@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
+from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.kernels.symm_mem.triton_copy import copy_rows
 from moe_engine.parallel.collectives import Group
-from moe_engine.parallel.dispatch.payload import RecordFormat, decode, encode
+from moe_engine.parallel.dispatch.buffers import RecordBuffer, Slots
+from moe_engine.parallel.dispatch.payload import RecordFormat, decode, encode, write_parts
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, Dispatcher, DispatchShape, Tokens
-from moe_engine.parallel.dispatch.rows import sum_rows_static
 from moe_engine.parallel.dispatch.symm_mem.availability import MAX_NVSHMEM_LOCAL, MAX_NVSHMEM_RANKS
-from moe_engine.parallel.dispatch.workspace import Slots
 
 
 def why_not(shape: DispatchShape) -> str | None:
@@ -106,7 +106,7 @@ class SlotBuffers:
 @dataclass(frozen=True)
 class NvshmemHandle:
     slot: int
-    positions: Tensor  # int64 [T, K] row of `returned`, -1: not sent
+    positions: Tensor  # int32 [T, K] row of `returned`, -1: not sent
     end: Tensor  # int32 [1] rows in use
 
 
@@ -117,7 +117,7 @@ class NvshmemDispatcher(Dispatcher):
         ValueError: the shuffles do not support these sizes.
     """
 
-    def __init__(self, group: Group, shape: DispatchShape, shuffles: Shuffles) -> None:
+    def __init__(self, group: Group, shape: DispatchShape, shuffles: Shuffles, permutation: Permutation) -> None:
         reason = why_not(shape)
         if reason:
             raise ValueError(f"nvshmem does not support this model: {reason}")
@@ -125,7 +125,8 @@ class NvshmemDispatcher(Dispatcher):
         self.takes_rows = shape.fp8
         self._shuffles = shuffles
         self._format = replace(RecordFormat.of(shape), top_k=0)  # choices are not sent: weights are applied here
-        self._experts = torch.arange(shape.num_experts + 1, dtype=torch.int32, device=group.device)
+        self._permutation = permutation
+        self._packed = RecordBuffer(self._format, group.device)
         self._slots = Slots()
         self._buffers = [self._make_buffers(group.device) for _ in range(NUM_LIVE)]
 
@@ -176,20 +177,14 @@ class NvshmemDispatcher(Dispatcher):
         return batch, NvshmemHandle(slot, positions, offsets[-1:])
 
     def _sort(self, tokens: Tokens, buffers: SlotBuffers) -> Tensor:
-        """Fills the send buffer: rows by expert, then by token; choices without expert last, outside the splits."""
-        num_tokens, top_k = tokens.ids.shape
-        num_experts = self._shape.num_experts
-        ids = tokens.ids.flatten()
-        known = (ids >= 0) & (ids < num_experts)
-        ordered, order = torch.where(known, ids, num_experts).sort(stable=True)
-        buffers.splits.copy_(torch.searchsorted(ordered, self._experts).diff())
-        records = buffers.sent.new_empty(num_tokens, self._format.num_bytes)
+        """Fills the send buffer: rows by expert, then by token; returns their positions."""
+        offsets, positions = self._permutation.group(tokens.ids, self._shape.num_experts)
+        torch.sub(offsets[1:], offsets[:-1], out=buffers.splits)
+        records, parts = self._packed.take(len(tokens.ids))
         nothing = tokens.ids[:, :0]
-        self._format.write(replace(tokens, ids=nothing, weights=nothing), records)
-        torch.index_select(records, 0, order // top_k, out=buffers.sent[: len(order)])
-        positions = torch.empty_like(order)
-        positions[order] = torch.arange(len(order), device=order.device)
-        return torch.where(known, positions, -1).view(num_tokens, top_k)
+        write_parts(replace(tokens, ids=nothing, weights=nothing), parts)
+        self._permutation.permute(records, positions, buffers.sent)
+        return positions
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: NvshmemHandle) -> Tensor:
         if len(topk_weights) != len(handle.positions):
@@ -200,4 +195,4 @@ class NvshmemDispatcher(Dispatcher):
         self._shuffles.all_to_all_vdev_2d_offset(
             buffers.results, buffers.returned, buffers.arrived_splits, buffers.returned_splits
         )
-        return sum_rows_static(buffers.returned, handle.positions, topk_weights.float())
+        return self._permutation.combine(buffers.returned, handle.positions, topk_weights)

@@ -15,7 +15,7 @@ def check_row_sums(
     that no token names are never read."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(20, hidden, generator=generator).to(dtype)
-    positions = torch.randint(-1, 19, (30, top_k), generator=generator)
+    positions = torch.randint(-1, 19, (30, top_k), generator=generator, dtype=torch.int32)
     positions[4] = -1
     rows[19] = float("nan")
     weights = torch.rand(30, top_k + 2, generator=generator)[:, :top_k] if weighted else None

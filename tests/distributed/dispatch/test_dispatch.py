@@ -40,6 +40,7 @@ def uncompiled() -> list[Setup]:
     made = [
         Setup(b, m, "bfloat16", m == "normal", compiled=False) for b in ("all_to_all", "shared_memory") for m in MODES
     ]
+    made += [Setup("all_to_all", m, "bfloat16", m == "normal", as_device=True, compiled=False) for m in MODES]
     return [*made, Setup("all_to_all", "normal", "float32", room_tokens=1, compiled=False)]
 
 

@@ -68,10 +68,7 @@ def test_the_generation_is_told_by_attribute() -> None:
     buffer, elastic, newest = emulator.Buffer, emulator.ElasticBuffer, emulator.EPBuffer
     assert generation_of(emulator.module(buffer)) == "Buffer"
     assert generation_of(emulator.module(buffer, elastic)) == "ElasticBuffer"  # 2.1.0 has both
-    assert generation_of(emulator.module(buffer, elastic), "Buffer") == "Buffer"
     assert generation_of(emulator.module(newest)) == "EPBuffer"
-    with pytest.raises(ValueError, match="deep_ep has no Buffer; it has EPBuffer"):
-        generation_of(emulator.module(newest), "Buffer")
     with pytest.raises(ValueError, match="none of the known classes"):
         generation_of(ModuleType("deep_ep"))
 

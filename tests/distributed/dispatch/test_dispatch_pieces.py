@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,20 +9,17 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from moe_engine.kernels.permutation.choice import permutation
+from moe_engine.kernels.permutation.protocol import Permutation
+from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.parallel.collectives import SingleRank
 from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
 from moe_engine.parallel.dispatch.allgather import AllGather
-from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
-from moe_engine.parallel.dispatch.host_rows import HostChecks, HostLayout
+from moe_engine.parallel.dispatch.buffers import Slots
+from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher, LocalExchange
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
-from moe_engine.parallel.dispatch.local import LocalDispatcher, LocalExchange
-from moe_engine.parallel.dispatch.payload import RecordFormat, decode, encode, quantize
-from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
-from moe_engine.parallel.dispatch.rows import check_choices, sum_rows, sum_rows_static
-from moe_engine.parallel.dispatch.workspace import Slots
-from tests.distributed.dispatch.row_sums import check_row_sums
+from moe_engine.parallel.dispatch.payload import RecordFormat, decode, encode, quantize, write_parts
+from moe_engine.parallel.dispatch.protocol import DispatchShape, Layout, Tokens
 
-RowSums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 SHAPE = DispatchShape(8, 1, 3, 256, 16, torch.bfloat16)
 
 
@@ -32,13 +28,6 @@ def choices(seed: int, num_tokens: int = 10, hidden: int = 256) -> tuple[torch.T
     x = torch.randn(num_tokens, hidden, generator=generator).bfloat16()
     ids = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(num_tokens)]).int()
     return x, ids, torch.rand(num_tokens, 3, generator=generator)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sums", [sum_rows, sum_rows_static])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_sums_of_rows_are_rounded_once(dtype: torch.dtype, sums: RowSums, weighted: bool) -> None:
-    check_row_sums(sums, dtype, 64, 5, weighted)
 
 
 def test_fp8_is_within_half_a_step_of_its_block() -> None:
@@ -58,7 +47,7 @@ def test_records_hold_a_token_and_its_choices(fp8: bool, dtype: torch.dtype, hid
     sent = encode(x.to(dtype), ids, weights, fp8)
     form = RecordFormat.of(DispatchShape(8, 1, 3, hidden, 16, dtype, fp8))
     records = torch.full((10, form.num_bytes), 0xEE, dtype=torch.uint8)
-    form.write(sent, records)
+    write_parts(sent, form.view(records))
     found = form.view(records.clone())
     assert torch.equal(found.data.float(), sent.data.float()) and torch.equal(found.weights, weights)
     assert torch.equal(found.ids, ids)
@@ -66,35 +55,32 @@ def test_records_hold_a_token_and_its_choices(fp8: bool, dtype: torch.dtype, hid
     assert found.scales is None or torch.equal(found.scales, sent.scales)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("on_host", [True, False])
-def test_one_rank_agrees_with_the_local_dispatcher(on_host: bool) -> None:
+@pytest.mark.parametrize("rows", ["torch", "cpu"])
+def test_one_rank_gives_the_weighted_sums_of_its_experts(rows: str) -> None:
     x, ids, weights = choices(6)
-    batch, handle = LocalDispatcher(8).dispatch(x, ids, weights)
-    ours = dispatcher(on_host=on_host)
-    our_batch, our_handle = ours.dispatch(x, ids, weights)
-    assert torch.equal(batch.x, our_batch.x) and torch.equal(batch.offsets, our_batch.offsets)  # type: ignore[arg-type]
-    local = LocalDispatcher(8).combine(batch.x, weights, handle)
-    torch.testing.assert_close(ours.combine(batch.x, weights, our_handle), local, rtol=2**-8, atol=1e-6)
+    batch, handle = (ours := dispatcher(rows)).dispatch(x, ids, weights)
+    assert batch.offsets is not None
+    assert torch.equal(batch.offsets.diff(), ids.flatten().bincount(minlength=8).int())
+    expert = torch.arange(8).repeat_interleave(batch.offsets.diff())
+    want = (x.double().unsqueeze(1) * (weights * (ids + 1)).double().unsqueeze(2)).sum(1)
+    got = ours.combine(batch.x * (expert + 1).unsqueeze(1).bfloat16(), weights, handle)
+    torch.testing.assert_close(got.double(), want, rtol=2**-7, atol=2**-6)
 
 
-def dispatcher(static: bool = False, on_host: bool = False) -> ExchangedDispatcher:
+def dispatcher(rows: str = "torch", static: bool = False) -> ExchangedDispatcher:
+    kernels: Permutation = TorchPermutation() if rows == "torch" else permutation(torch.bfloat16)
     device = torch.device("cpu")
-    if on_host:
-        rows = permutation(torch.bfloat16)
-        layout = HostLayout(8, SHAPE.hidden, torch.bfloat16, rows)
-        return ExchangedDispatcher(SHAPE, LocalExchange(), layout, HostChecks(rows))
-    if static:
-        return ExchangedDispatcher(SHAPE, LocalExchange(), PaddedLayout(8, 16, torch.bfloat16, device), None)
-    return ExchangedDispatcher(SHAPE, LocalExchange(), GroupedLayout(8, torch.bfloat16, device), check_choices)
+    layout: Layout = PaddedLayout(SHAPE, kernels, device) if static else GroupedLayout(SHAPE, kernels, device)
+    return ExchangedDispatcher(SHAPE, LocalExchange(), layout, None if static else kernels)
 
 
-@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("rows", ["torch", "cpu"])
 @pytest.mark.parametrize("wrong", [[0, 5, 5], [0, 1, 8], [0, 1, -2]])
-def test_wrong_choices_are_refused(wrong: list[int], on_host: bool) -> None:
+def test_wrong_choices_are_refused(wrong: list[int], rows: str) -> None:
     x, ids, weights = choices(7)
     ids[4] = torch.tensor(wrong)
     with pytest.raises(ValueError, match="repeated expert" if wrong[1] == wrong[2] else r"outside 0\.\.7"):
-        dispatcher(on_host=on_host).dispatch(x, ids, weights)
+        dispatcher(rows).dispatch(x, ids, weights)
 
 
 def test_handles_are_used_once_with_the_weights_of_their_dispatch() -> None:
@@ -134,8 +120,10 @@ def test_the_host_never_waits_in_low_latency(exchange: type, fp8: bool) -> None:
     shape = replace(SHAPE, fp8=fp8)
     with FakeTensorMode():
         group = SingleRank()
-        made = exchange(group, shape, True) if exchange is AllGather else exchange(group, shape)
-        padded = PaddedLayout(8, 16, torch.bfloat16, torch.device("cpu"))
+        rows = TorchPermutation()
+        option = {AllGather: (True,), VariableAllToAll: (rows,)}.get(exchange, ())
+        made = exchange(group, shape, *option)
+        padded = PaddedLayout(shape, rows, torch.device("cpu"))
         ours = ExchangedDispatcher(shape, made, padded, None)
         x = torch.empty(10, 256, dtype=torch.bfloat16)
         ids = torch.empty(10, 3, dtype=torch.int32)

@@ -49,7 +49,7 @@ def held(value: Any, seen: set[int]) -> Iterator[int]:
     elif isinstance(value, list):
         for item in value:
             yield from held(item, seen)
-    elif type(value).__module__.endswith(("host_all_to_all", "host_rows", "shared_memory")):
+    elif type(value).__module__.endswith(("host_all_to_all", "buffers", "shared_memory")):
         for item in vars(value).values():
             yield from held(item, seen)
 

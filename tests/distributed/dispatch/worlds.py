@@ -18,14 +18,14 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.permutation.choice import permutation
-from moe_engine.kernels.permutation.reference import TorchTokenRows
+from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 from moe_engine.parallel.collectives import DistributedGroup, Group, PeerLost
 from moe_engine.parallel.dispatch.build import Groups, PhasedDispatcher, build
 from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
 from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
-from moe_engine.parallel.dispatch.host_rows import HostChecks, HostLayout
+from moe_engine.parallel.dispatch.layouts import GroupedLayout
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Mode, Phase
 from moe_engine.parallel.dispatch.tables import ROWS, DispatchChoice, DispatchRow
 from moe_engine.parallel.host_group import HostGroup
@@ -104,14 +104,14 @@ def dispatcher_of(setup: Setup, num_experts: int, top_k: int) -> Any:
     if key not in made:
         choice = DispatchChoice(row_of(setup.backend), {"decode": setup.mode}, "a test's")
         shape = shape_of(setup, num_experts, top_k)
-        rows = permutation(shape.dtype) if setup.compiled else TorchTokenRows()
-        groups = replace(groups_of(setup.num_nodes, setup.library), on_host=not setup.as_device, token_rows=rows)
+        rows = permutation(shape.dtype) if setup.compiled else TorchPermutation()
+        groups = replace(groups_of(setup.num_nodes, setup.library), on_host=not setup.as_device, permutation=rows)
         if setup.room_tokens is None:
             made[key] = build(choice, shape, MAX_TOKENS, groups)
         else:
             exchange = HostAllToAll(groups.experts, shape, setup.room_tokens, rows)
-            layout = HostLayout(shape.num_local, shape.hidden, shape.dtype, rows)
-            dispatcher = ExchangedDispatcher(shape, exchange, layout, HostChecks(rows))
+            layout = GroupedLayout(shape, rows, groups.experts.device)
+            dispatcher = ExchangedDispatcher(shape, exchange, layout, rows)
             of_phase: dict[Phase, Dispatcher] = {"decode": dispatcher}
             made[key] = PhasedDispatcher(lambda: of_phase)
     return made[key]

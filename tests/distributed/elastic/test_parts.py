@@ -28,7 +28,7 @@ from moe_engine.executor import messages as rank_messages
 from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.executor.progress import Position
 from moe_engine.parallel.collectives import POLL_INTERVAL, Group, SingleRank
-from moe_engine.parallel.dispatch.rows import without_lost
+from moe_engine.parallel.dispatch.expert_ids import without_lost
 from moe_engine.parallel.elastic import ElasticWorld, SurvivorGroup
 from moe_engine.parallel.placement.coverage import Coverage
 from moe_engine.parallel.recording.balance_windows import BalanceWindows

@@ -18,6 +18,7 @@ from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.linear.triton_block_gemm import cases_of
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.permutation import triton_permute
+from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization import triton_rows
 from moe_engine.kernels.quantization.protocol import BlockWeight
 from moe_engine.kernels.triton.absent_device import absent_device
@@ -33,6 +34,9 @@ def there(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def launch(tokens: int, capacity: int) -> None:
     """A shared expert's product, V3's experts of one rank on a padded batch, and V2-Lite's routed experts."""
+    permutation = TritonPermutation()
+    _, positions = permutation.place(there(tokens, 8, dtype=torch.int32), RANK, capacity)
+    permutation.permute(there(tokens, HIDDEN), positions, there(RANK * capacity, HIDDEN))
     linear, experts = TritonLinear(), TritonExperts()
     x = there(tokens, HIDDEN)
     linear.run(x, linear.prepare_blocks(BlockWeight.empty(2 * WIDTH, HIDDEN, "meta")))
@@ -54,8 +58,10 @@ def expected(tokens: int, capacity: int) -> list[AotCase]:
     found = cases_of(LinearShape("gate_up", tokens, 2 * WIDTH, HIDDEN, True))
     found += triton_grouped_gemm.cases_of(DEEPSEEK_V3, RANK, capacity, True)
     found += triton_grouped_gemm.cases_of(DEEPSEEK_V2_LITE, 64, mean, False)
-    names = (f"fp8_quantize_{HIDDEN}", f"fp8_quantize_counted_{HIDDEN}", "expert_count_64", "expert_place_64")
-    return found + [named[name] for name in (*names, "expert_combine_2048")]
+    names = [f"fp8_quantize_{HIDDEN}", f"fp8_quantize_counted_{HIDDEN}", f"expert_permute_{HIDDEN}"]
+    names += [f"expert_count_{RANK}", f"expert_place_padded_{RANK}"]
+    names += ["expert_count_64", "expert_place_64", "expert_combine_2048"]
+    return found + [named[name] for name in names]
 
 
 def main(cache: str) -> None:

@@ -13,7 +13,7 @@ from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.quantization import reference
 from moe_engine.parallel.expert_tables import ExpertTables
 from moe_engine.parallel.expert_transfer import ExpertTransfer, SlotMemory
-from moe_engine.parallel.experts import FusedLocalExperts
+from moe_engine.parallel.experts import LocalExperts
 from moe_engine.parallel.overlap import CommThread
 from moe_engine.parallel.placement.moves import plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
@@ -88,7 +88,7 @@ def test_no_token_notices_that_experts_move(kind: str) -> None:
         for rank, (table, own) in enumerate(zip(tables, weights)):
             slots = table.to_physical(0, ids)
             assert torch.equal(torch.tensor(table.placement.physical_to_logical[0])[slots.long()], ids)
-            experts = FusedLocalExperts(kernel.run_routed, kernel.input_format(own), own, rank * SLOTS)
+            experts = LocalExperts(kernel, own, rank * SLOTS)
             found += experts.run(x, topk_weights, slots).float()
         torch.testing.assert_close(found, want, rtol=0, atol=1e-2 * float(want.abs().max()))
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.permutation import expert_order as torch_order
 from moe_engine.kernels.permutation import triton_permute
-from moe_engine.kernels.permutation.triton_permute import permute_quantize
+from moe_engine.kernels.permutation.protocol import Permutation
+from moe_engine.kernels.permutation.reference import TorchPermutation
+from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization import reference
+from moe_engine.kernels.quantization.protocol import QuantizedRows
+from tests.distributed.dispatch.row_sums import check_row_sums
 from tests.kernels.triton.poison import poisoned_memory
 
 
@@ -22,7 +24,7 @@ def poison() -> Iterator[None]:
         yield
 
 
-both = pytest.mark.parametrize("kernels", [triton_permute, torch_order], ids=["triton", "torch"])
+both = pytest.mark.parametrize("kernels", [TritonPermutation(), TorchPermutation()], ids=lambda kernels: kernels.name)
 
 
 def choices(tokens: int, top_k: int, num_experts: int) -> Tensor:
@@ -44,7 +46,7 @@ def choices(tokens: int, top_k: int, num_experts: int) -> Tensor:
         (choices(3, 4, 60).long()[:, :2], 60, 1),
     ],
 )
-def test_sort_by_expert(kernels: ModuleType, ids: Tensor, num_experts: int, align: int) -> None:
+def test_sort_by_expert(kernels: Permutation, ids: Tensor, num_experts: int, align: int) -> None:
     order = kernels.sort_by_expert(ids, num_experts, align)
     flat, start = ids.flatten(), 0
     for expert in range(num_experts):
@@ -65,32 +67,47 @@ def test_sort_by_expert(kernels: ModuleType, ids: Tensor, num_experts: int, alig
 
 def test_many_pairs_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_permute, "_MAX_CHUNKS", 2)  # as 8192 tokens would, at the size of a test
-    test_sort_by_expert(triton_permute, choices(150, 2, 6), 6, 1)
+    test_sort_by_expert(TritonPermutation(), choices(150, 2, 6), 6, 1)
+
+
+@both
+@pytest.mark.parametrize("capacity", [40, 5])  # of which the second is too small for some experts
+def test_places_in_padded_groups(kernels: Permutation, capacity: int) -> None:
+    ids = choices(40, 3, 6)
+    counts, positions = kernels.place(ids, 6, capacity)
+    flat = positions.flatten()
+    for expert in range(6):
+        pairs = (ids.flatten() == expert).nonzero().flatten()
+        kept = pairs[:capacity]
+        assert int(counts[expert]) == len(kept)
+        assert torch.equal(flat[kept].long(), expert * capacity + torch.arange(len(kept)))
+        assert (flat[pairs[capacity:]] == -1).all()
+    assert (flat[((ids < 0) | (ids >= 6)).flatten()] == -1).all()
+    counts, positions = kernels.place(ids[:0], 6, capacity)
+    assert counts.tolist() == [0] * 6 and positions.shape == (0, 3)
 
 
 @both
 @pytest.mark.parametrize("align", [1, 8])
-def test_rows_there_and_back(kernels: ModuleType, align: int) -> None:
+@pytest.mark.parametrize("columns", [True, False])  # scales as products read them, or as records carry them
+def test_rows_there_and_back(kernels: Permutation, align: int, columns: bool) -> None:
     tokens, top_k, num_experts, width = 29, 3, 6, 200
-    ids, x = choices(tokens, top_k, num_experts), torch.randn(tokens, width)
+    ids, wide = choices(tokens, top_k, num_experts), torch.randn(tokens, width + 8)
+    x = wide[:, :width]
     order = kernels.sort_by_expert(ids, num_experts, align)
-    rows = kernels.permute(x, order)
     source = order.source.long()
     valid = (source >= 0) & (torch.arange(len(source)) < order.offsets[-1])
-    assert torch.equal(rows[valid], x[source[valid] // top_k]) and (rows[source < 0] == 0).all()
-    before = reference.quantize_rows(x)
-    carried = kernels.permute_rows(before, order)
-    for ours, theirs in (
-        (carried.data.view(torch.uint8), before.data.view(torch.uint8)),
-        (carried.scales, before.scales),
-    ):
+    rows = torch.empty(len(source), width)
+    kernels.permute(x, order.positions, rows)
+    assert torch.equal(rows[valid], x[source[valid] // top_k])
+
+    before, carried = reference.quantize_rows(x), QuantizedRows.empty(len(source), width, "cpu")
+    scales = carried.scales if columns else torch.empty(carried.scales.shape)
+    kernels.permute(before.data, order.positions, carried.data, before.scales, scales)
+    for ours, theirs in ((carried.data.view(torch.uint8), before.data.view(torch.uint8)), (scales, before.scales)):
         assert torch.equal(ours[valid], theirs[source[valid] // top_k])
-    assert (carried.scales[source < 0] == 1).all()
-    rows[~valid] = 0
-    quantized, want = permute_quantize(x, order), reference.quantize_rows(rows)
-    torch.testing.assert_close(quantized.scales, want.scales, rtol=1e-6, atol=0)
-    assert (quantized.data.float() != want.data.float()).float().mean() < 0.01
-    rows[~valid] = torch.nan  # never read
+
+    rows[~valid] = torch.nan  # nobody reads them
     weights, add = torch.rand(tokens, top_k), torch.randn(tokens, width + 8)[:, 4:-4]
     known = (ids >= 0) & (ids < num_experts)
     total = weights.where(known, 0).double().sum(1, keepdim=True) * x.double()
@@ -100,10 +117,29 @@ def test_rows_there_and_back(kernels: ModuleType, align: int) -> None:
     torch.testing.assert_close(got.double(), total + add.double(), rtol=1e-5, atol=1e-5)
 
 
+def test_rows_without_a_position_stay_as_they_are() -> None:
+    """Padding is not written: a batch with room for every token costs only its tokens."""
+    ids = choices(20, 2, 4)
+    counts, positions = TritonPermutation().place(ids, 4, 20)
+    out = torch.full((80, 64), 7.0)
+    TritonPermutation().permute(torch.randn(20, 64), positions, out)
+    written = (out != 7.0).any(1).view(4, 20)
+    assert torch.equal(written, torch.arange(20) < counts.unsqueeze(1))
+
+
 @both
-def test_no_tokens(kernels: ModuleType) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_sums_are_rounded_once(kernels: Permutation, dtype: torch.dtype, weighted: bool) -> None:
+    check_row_sums(kernels.combine, dtype, 64, 5, weighted)
+
+
+@both
+def test_no_tokens_and_no_rows(kernels: Permutation) -> None:
     order = kernels.sort_by_expert(torch.empty(0, 4, dtype=torch.int32), 6)
     assert order.offsets.tolist() == [0] * 7 and len(order.source) == 0
-    assert kernels.permute(torch.empty(0, 64), order).shape == (0, 64)
-    assert kernels.permute_rows(reference.quantize_rows(torch.empty(0, 64)), order).data.shape == (0, 64)
+    kernels.permute(torch.empty(0, 64), order.positions, torch.empty(0, 64))
     assert kernels.combine(torch.empty(0, 64), order.positions, torch.empty(0, 4)).shape == (0, 64)
+    nowhere = torch.full((3, 2), -1, dtype=torch.int32)
+    kernels.permute(torch.randn(3, 64), nowhere, torch.empty(0, 64))
+    assert torch.equal(kernels.combine(torch.empty(0, 64), nowhere, torch.rand(3, 2)), torch.zeros(3, 64))

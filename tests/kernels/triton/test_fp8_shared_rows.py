@@ -13,6 +13,7 @@ from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.ops.protocol import OpsCapabilities
 from moe_engine.kernels.ops.triton_ops import TritonOps
+from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
@@ -27,9 +28,8 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers.linear import Linear
 from moe_engine.models.loader import load_model
 from moe_engine.parallel.dispatch.build import PhasedDispatcher
-from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
+from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher, LocalExchange
 from moe_engine.parallel.dispatch.layouts import GroupedLayout, PaddedLayout
-from moe_engine.parallel.dispatch.local import LocalExchange
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Layout
 from moe_engine.parallel.experts import DispatchedExperts
 from tests.kernels.triton.launches import launches
@@ -120,9 +120,8 @@ def test_tokens_that_travel_in_fp8_are_quantised_once(layout: str) -> None:
         parts = (reference.quantize_weight(torch.randn(*shape) * shape[1] ** -0.5) for shape in shapes)
         kernel.load_expert_blocks(weights, expert, *parts)
     shape = DispatchShape(num, 1, top_k, hidden, tokens, torch.bfloat16, fp8=True)
-    arranged: Layout = GroupedLayout(num, torch.bfloat16, torch.device("cpu"))
-    if layout == "padded":
-        arranged = PaddedLayout(num, tokens, torch.bfloat16, torch.device("cpu"))
+    made_of = shape, TritonPermutation(), torch.device("cpu")
+    arranged: Layout = PaddedLayout(*made_of) if layout == "padded" else GroupedLayout(*made_of)
     dispatcher = ExchangedDispatcher(shape, LocalExchange(), arranged, None)
     experts = DispatchedExperts(PhasedDispatcher(lambda: {"prefill": dispatcher}), kernel, weights)
     assert experts.input_format == ActivationFormat.fp8(False)

@@ -1,20 +1,14 @@
-// Token rows of dispatch and combine between ranks and experts: routing, packed copies, and weighted sums.
+// Permute and unpermute of token rows between ranks and experts: routing, packed copies, and weighted sums.
 //
 // A decode step has few rows per layer, so each function is one call.
 // Legend: T tokens of this rank, N tokens received, K choices per token, S positions per sum, R ranks, E local experts,
 // D hidden, M rows of the experts' batch.
-#include "vec.h"
+#include "permutation.h"
 
 namespace moe {
 namespace {
 
-constexpr double COPIED = 0.1, SUMMED = 0.15;  // nanoseconds per byte and per element
-
-// Counted from the first local expert; -1 for experts of other ranks, and for none.
-INLINE int32_t local_id(int32_t id, int64_t first, int64_t num_local) {
-  const int64_t local = int64_t(id) - first;
-  return uint64_t(local) < uint64_t(num_local) ? int32_t(local) : -1;
-}
+constexpr double COPIED = 0.1;  // nanoseconds per byte
 
 // Writes the ids counted from `first`; returns whether any is local. `to` may be `from`.
 INLINE bool localize(const int32_t* from, int32_t* to, int64_t top_k, int64_t first, int64_t num_local) {
@@ -25,45 +19,6 @@ INLINE bool localize(const int32_t* from, int32_t* to, int64_t top_k, int64_t fi
     any |= local >= 0;
   }
   return any;
-}
-
-// One sum: out [D] of `count` rows, weighted if weights are given.
-template <class T>
-void sum_row(const T* const* rows, const float* weights, int64_t count, T* out, int64_t hidden) {
-  constexpr int64_t STEP = 4 * LANES;
-  int64_t i = 0;
-  for (; i + STEP <= hidden; i += STEP) {
-    F16 sums[4] = {zero(), zero(), zero(), zero()};
-    for (int64_t s = 0; s < count; s++) {
-      const F16 weight = set1(weights[s]);
-      for (int j = 0; j < 4; j++) sums[j] = fma(load(rows[s] + i + j * LANES), weight, sums[j]);
-    }
-    for (int j = 0; j < 4; j++) store(out + i + j * LANES, sums[j]);
-  }
-  for (; i < hidden; i += LANES) {
-    F16 total = zero();
-    for (int64_t s = 0; s < count; s++) total = fma(load_some(rows[s] + i, hidden - i), set1(weights[s]), total);
-    store_some(out + i, total, hidden - i);
-  }
-}
-
-template <class T>
-void sum_rows(const T* rows, int64_t ld, const int64_t* positions, int64_t width, const float* weights,
-              int64_t ld_weights, T* out, int64_t count, int64_t hidden) {
-  parallel_ranges(count, double(hidden * width) * SUMMED, [&](int64_t from, int64_t to) {
-    const T** found = scratch<const T*>(ROWS, width);
-    float* scales = scratch<float>(WEIGHTS, width);
-    for (int64_t n = from; n < to; n++) {
-      int64_t valid = 0;
-      for (int64_t s = 0; s < width; s++) {
-        const int64_t position = positions[n * width + s];
-        if (position < 0) continue;
-        found[valid] = rows + position * ld;
-        scales[valid++] = weights == nullptr ? 1.f : weights[n * ld_weights + s];
-      }
-      sum_row(found, scales, valid, out + n * hidden, hidden);
-    }
-  });
 }
 
 }  // namespace
@@ -89,19 +44,19 @@ API int moe_rows_check(int wide, const void* ids, int64_t ld, int64_t tokens, in
 
 // counts [R]: tokens per target rank; positions [T, R]: row index in the send buffer, by rank, then by token.
 API void moe_rows_route(const int32_t* ids, int64_t ld, int64_t tokens, int64_t top_k, int64_t num_local, int64_t ranks,
-                        const uint8_t* takes_part, int64_t* counts, int64_t* positions) {
-  std::fill(positions, positions + tokens * ranks, int64_t(-1));
+                        const uint8_t* takes_part, int64_t* counts, int32_t* positions) {
+  std::fill(positions, positions + tokens * ranks, int32_t(-1));
   std::fill(counts, counts + ranks, int64_t(0));
   for (int64_t t = 0; t < tokens; t++)
     for (int64_t k = 0; k < top_k; k++) {
       const int64_t id = ids[t * ld + k], rank = id / num_local;
       if (id < 0 || rank >= ranks || !takes_part[rank] || positions[t * ranks + rank] >= 0) continue;
-      positions[t * ranks + rank] = counts[rank]++;
+      positions[t * ranks + rank] = int32_t(counts[rank]++);
     }
   for (int64_t rank = 0, before = 0; rank < ranks; before += counts[rank++])
     for (int64_t t = 0; t < tokens; t++) {
-      int64_t& position = positions[t * ranks + rank];
-      if (position >= 0) position += before;
+      int32_t& position = positions[t * ranks + rank];
+      if (position >= 0) position += int32_t(before);
     }
 }
 
@@ -111,7 +66,7 @@ struct RecordPart {
 };
 
 // Token t's record begins at bases[r] + positions[t, r] * record_bytes of `out`, for every target rank r.
-API void moe_rows_pack(const RecordPart* parts, int64_t num_parts, int64_t tokens, const int64_t* positions,
+API void moe_rows_pack(const RecordPart* parts, int64_t num_parts, int64_t tokens, const int32_t* positions,
                        int64_t ranks, const int64_t* bases, int64_t record_bytes, char* out) {
   parallel_ranges(tokens, double(record_bytes * ranks) * COPIED, [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t++)
@@ -151,42 +106,31 @@ API void moe_rows_localize(int32_t* ids, int64_t ld, int64_t rows, int64_t top_k
   for (int64_t n = 0; n < rows; n++) localize(ids + n * ld, ids + n * ld, top_k, first, num_local);
 }
 
-// Rows sorted by expert, then by token, then by choice: offsets [E + 1], positions [N, K] with -1 for no expert.
 API void moe_rows_group(const int32_t* ids, int64_t ld, int64_t tokens, int64_t top_k, int64_t experts,
-                        int32_t* offsets, int64_t* positions) {
-  int64_t* next = scratch<int64_t>(SHARED_INDEX, experts + 1);
-  std::fill(next, next + experts + 1, int64_t(0));
-  for (int64_t n = 0; n < tokens; n++)
-    for (int64_t k = 0; k < top_k; k++)
-      if (ids[n * ld + k] >= 0) next[ids[n * ld + k] + 1]++;
-  for (int64_t e = 0; e < experts; e++) next[e + 1] += next[e];
-  for (int64_t e = 0; e <= experts; e++) offsets[e] = int32_t(next[e]);
-  for (int64_t n = 0; n < tokens; n++)
-    for (int64_t k = 0; k < top_k; k++) {
-      const int32_t id = ids[n * ld + k];
-      positions[n * top_k + k] = id >= 0 ? next[id]++ : -1;
-    }
+                        int32_t* offsets, int32_t* positions) {
+  int32_t* next = scratch<int32_t>(SHARED_INDEX, experts);
+  sort_pairs(ids, ld, tokens, top_k, experts, offsets, next, positions, nullptr);
 }
 
-// Row n of data is copied to every row in positions [N, K].
-API void moe_rows_spread(const char* data, int64_t ld_bytes, int64_t row_bytes, const int64_t* positions, int64_t tokens,
-                         int64_t top_k, char* out) {
-  parallel_ranges(tokens, double(row_bytes * top_k) * COPIED, [&](int64_t from, int64_t to) {
+// Row n of data is copied to every row in positions [N, S].
+API void moe_rows_permute(const char* data, int64_t ld_bytes, int64_t row_bytes, const int32_t* positions,
+                          int64_t tokens, int64_t width, char* out) {
+  parallel_ranges(tokens, double(row_bytes * width) * COPIED, [&](int64_t from, int64_t to) {
     for (int64_t n = from; n < to; n++)
-      for (int64_t k = 0; k < top_k; k++) {
-        const int64_t position = positions[n * top_k + k];
+      for (int64_t s = 0; s < width; s++) {
+        const int64_t position = positions[n * width + s];
         if (position >= 0) std::memcpy(out + position * row_bytes, data + n * ld_bytes, size_t(row_bytes));
       }
   });
 }
 
-// out [N, D]: sum over s of weights[n, s] * rows[positions[n, s]]; null weights mean 1.
-API void moe_rows_sum(int is_bf16, const void* rows, int64_t ld, const int64_t* positions, int64_t width,
-                      const float* weights, int64_t ld_weights, void* out, int64_t count, int64_t hidden) {
+API void moe_rows_combine(int is_bf16, const void* rows, int64_t ld, const int32_t* positions, int64_t width,
+                          const float* weights, int64_t ld_weights, const void* sum, int64_t lds, void* out,
+                          int64_t tokens, int64_t hidden) {
   auto run = [&](auto a) {
     using T = decltype(a);
-    sum_rows<T>(static_cast<const T*>(rows), ld, positions, width, weights, ld_weights, static_cast<T*>(out), count,
-                hidden);
+    combine_rows(static_cast<const T*>(rows), ld, positions, width, weights, ld_weights, static_cast<const T*>(sum),
+                 lds, static_cast<T*>(out), tokens, hidden);
   };
   is_bf16 ? run(bf16()) : run(float());
 }
