@@ -46,16 +46,18 @@ def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]
                    body=GenerateRequest, event=native.Output)
     yield Endpoint("/abort_request", api.abort_request, "POST", body=native.AbortRequest)
     yield Endpoint("/flush_cache", api.flush_cache, "GET POST", str, TEXT, query=native.FlushQuery)
-    yield Endpoint("/tokenize /v1/tokenize", api.tokenize, "POST", native.Tokens, body=native.TokenizeRequest)
-    yield Endpoint("/detokenize /v1/detokenize", api.detokenize, "POST", native.Texts, body=native.DetokenizeRequest)
+    yield Endpoint("/tokenize", api.tokenize, "POST", native.Tokens,
+                   body=native.TokenizeRequest, aliases=("/v1/tokenize",))
+    yield Endpoint("/detokenize", api.detokenize, "POST", native.Texts,
+                   body=native.DetokenizeRequest, aliases=("/v1/detokenize",))
     yield Endpoint("/separate_reasoning", parse.separate_reasoning, "POST", native.SeparatedReasoning,
                    body=native.SeparateReasoningRequest)
     yield Endpoint("/parse_function_call", parse.parse_function_call, "POST", native.ParsedCalls,
                    body=native.ParseFunctionCallRequest)
-    yield Endpoint("/health /ready /ping", control.health)
+    yield Endpoint("/health", control.health, aliases=("/ready", "/ping"))
     yield Endpoint("/health_generate", control.health_generate)
-    yield Endpoint("/model_info /get_model_info", control.model_info, answer=native.ModelInfo)
-    yield Endpoint("/server_info /get_server_info", control.server_info, answer=native.ServerInfo)
+    yield Endpoint("/model_info", control.model_info, answer=native.ModelInfo, aliases=("/get_model_info",))
+    yield Endpoint("/server_info", control.server_info, answer=native.ServerInfo, aliases=("/get_server_info",))
     yield Endpoint("/v1/loads", control.loads, answer=native.Loads, query=native.LoadsQuery)
     yield Endpoint("/get_load", control.get_load, answer=list[native.OldLoad])
     yield Endpoint("/start_expert_distribution_record", experts.start, "GET POST", str, TEXT)

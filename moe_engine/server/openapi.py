@@ -28,7 +28,8 @@ class Endpoint:
     """An endpoint with the types of what it reads and answers.
 
     Args:
-        names: its paths, separated by blanks; the first is the current one.
+        aliases: further paths.
+        verbs: HTTP methods, separated by blanks.
         handler: its docstring's first line describes the endpoint.
         answer: type of the whole answer; None: an empty body.
         media: media type of the whole answer.
@@ -38,7 +39,7 @@ class Endpoint:
         available: False: answers 501 and is not described.
     """
 
-    names: str
+    path: str
     handler: Handler
     verbs: str = "GET"
     answer: Any = None
@@ -47,10 +48,11 @@ class Endpoint:
     event: Any = None
     query: Any = None
     available: bool = True
+    aliases: tuple[str, ...] = ()
 
     @property
     def paths(self) -> list[str]:
-        return self.names.split()
+        return [self.path, *self.aliases]
 
     @property
     def shown_paths(self) -> list[str]:
