@@ -67,17 +67,19 @@ class FixedDepth:
 
 KEEP = 3
 """Steps of each choice: one to be planned while the step before runs, and two measurements."""
+MARGIN = 1.02
+"""Factor by which drafting must be faster than plain steps."""
 PATIENCE = 2
 """Choices in a row that find drafting slower than plain steps, after which drafting is disabled."""
-FIRST_BACKOFF, LONGEST_BACKOFF = 256, 4096
+FIRST_BACKOFF, LONGEST_BACKOFF = 256, 2048
 """Steps without drafting before the next trial."""
 MAX_UNMEASURED = 3
 """Choices without a measured step (all steps had prompts too) after which a single draft token is used."""
 WINDOW = 64
 """Measurements of a mean."""
 OUTLIER = 2.0
-"""Factor to the expected seconds above which a measurement is reduced."""
-OPTIMISM = 0.998
+"""Factor to the mean: a longer measurement counts as this long; after one shorter by this factor the mean restarts."""
+OPTIMISM = 0.999
 """Factor of the mean seconds of a depth at each choice of another depth."""
 DISCOUNT = 0.98
 """Factor of older steps in the acceptance rates."""
@@ -94,7 +96,7 @@ class MeanSeconds:
     def add(self, seconds: float) -> None:
         if self.weight:
             seconds = min(seconds, OUTLIER * self.mean)
-        if OUTLIER * seconds < self.mean:  # the mean is of outliers, as of first steps that compile a kernel
+        if OUTLIER * seconds < self.mean:  # the mean was of outliers: first steps, which compile kernels
             self.weight = 0.0
         self.weight = min(self.weight + 1, WINDOW)
         self.mean += (seconds - self.mean) / self.weight
@@ -162,7 +164,7 @@ class DepthTable:
     def _drafts_pay(self, seconds: list[float], tokens: list[float]) -> bool:
         """Whether a depth is faster than a plain step, if all requests get drafts."""
         plain = min((self._plain if self._plain.weight else self._model).mean, seconds[0])
-        return max(t / s for t, s in zip(tokens, seconds)) * plain > 1
+        return max(t / s for t, s in zip(tokens, seconds)) * plain > MARGIN
 
     def _disable(self) -> None:
         self.enabled = False
