@@ -257,7 +257,7 @@ class StoredExperts:
     def __init__(
         self, kernel: ExpertsKernel, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames, part: Share = WHOLE
     ) -> None:
-        self._kernel, self._prefix, self._names = kernel, prefix, names
+        self.kernel, self._prefix, self._names = kernel, prefix, names
         self._num_experts, self._hidden, self._whole = moe.num_experts, hidden, moe.width
         self._width, self._cut = part.width(moe.width), part.cut(moe.width)
 
@@ -267,12 +267,12 @@ class StoredExperts:
         for slot, expert in enumerate(held):
             slots.setdefault(expert, []).append(slot)
         if self._keeps_blocks(reader, held[0]):
-            assert isinstance(self._kernel, BlockScaledExperts)
-            weights = self._kernel.allocate_blocks(
+            assert isinstance(self.kernel, BlockScaledExperts)
+            weights = self.kernel.allocate_blocks(
                 len(held), self._hidden, self._width, reader.device, reader.power_of_two
             )
         else:
-            weights = self._kernel.allocate(len(held), self._hidden, self._width, reader.dtype, reader.device)
+            weights = self.kernel.allocate(len(held), self._hidden, self._width, reader.dtype, reader.device)
         self.fill(reader, weights, slots)
         for expert in sorted(set(range(self._num_experts)).difference(slots)):
             for projection in self._projections(expert):
@@ -281,7 +281,7 @@ class StoredExperts:
 
     def fill(self, reader: WeightSource, weights: ExpertWeights, slots: Mapping[int, Sequence[int]]) -> None:
         """Reads experts into their slots, by expert."""
-        experts, kernel, width, hidden = list(slots), self._kernel, self._width, self._hidden
+        experts, kernel, width, hidden = list(slots), self.kernel, self._width, self._hidden
 
         def scratch() -> tuple[Tensor, Tensor, Tensor]:
             flat = torch.empty(3, width * hidden, dtype=reader.dtype, device=reader.device)
@@ -305,7 +305,7 @@ class StoredExperts:
             for_each(len(experts), scratch, load)
 
     def _keeps_blocks(self, reader: WeightSource, expert: int) -> bool:
-        return isinstance(self._kernel, BlockScaledExperts) and all(
+        return isinstance(self.kernel, BlockScaledExperts) and all(
             reader.keeps_blocks(*projection) for projection in self._projections(expert)
         )
 

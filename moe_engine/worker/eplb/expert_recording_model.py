@@ -64,6 +64,10 @@ class ExpertRecordingModel:
         self._model.passes = passes
 
     @property
+    def moes(self) -> Sequence[Any]:
+        return getattr(self._model, "moes", ())
+
+    @property
     def at_layer(self) -> int | None:
         return getattr(self._model, "at_layer", None)
 
