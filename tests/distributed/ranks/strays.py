@@ -20,7 +20,7 @@ encode = msgspec.msgpack.Encoder().encode
 MESSAGES: list[Any] = [
     messages.Hello(1, "host", 7, "print", "ipc://x"),
     messages.Beat(1, Position(3, 4, 5, "model", "sum"), [1.0, 2.0]),
-    messages.Loaded(1, {"ops": "torch"}, "ipc://a", "ipc://b", {"x": 1}),
+    messages.Loaded(1, {"ops": "torch"}, "ipc://a", "ipc://b"),
     messages.Failed(1, "broken"),
     messages.Died(1, "was killed"),
     messages.Answer(1, 0, [1]),
