@@ -6,8 +6,6 @@ it in the same order. Tensors are sent as bytes, so that every dtype works (gloo
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -19,8 +17,6 @@ from torch import Tensor
 from moe_engine.errors import EngineDeadError
 
 Observer = Callable[[str, list[int]], None]
-POLL_INTERVAL = timedelta(milliseconds=50)
-"""Poll interval of an abortable wait."""
 
 
 class PeerLost(EngineDeadError):
@@ -35,7 +31,7 @@ class Group(Protocol):
     timeout_s: float
     device: torch.device
     alive: Tensor | None
-    """bool [size] on the device: live ranks, the others are lost; None: all live."""
+    """bool [size] on the device: ranks that take part, the others send nothing; None: all."""
     on_host: bool
     """True if the host moves the bytes (gloo): operations block, and tensors are in host memory."""
 
@@ -67,7 +63,7 @@ class Group(Protocol):
         """Returns when every rank has entered the barrier."""
 
     def check(self) -> None:
-        """Raises `PeerLost` if the group's pending operations were aborted because ranks were lost."""
+        """Raises `PeerLost` if the group's pending operations were aborted."""
 
 
 class SingleRank:
@@ -116,8 +112,6 @@ class DistributedGroup:
         process_group: created with `timeout_s`; torch's default timeout (half an hour) would hide a dead peer.
         device: device of the communicated tensors.
         observe: called with the name of every operation and its bytes for each rank (its own included).
-        given_up: when set, pending operations abort, and a failing operation sets it; None: operations cannot be
-            aborted.
     """
 
     alive: Tensor | None = None
@@ -128,7 +122,6 @@ class DistributedGroup:
         timeout_s: float,
         device: torch.device | str = "cpu",
         observe: Observer | None = None,
-        given_up: threading.Event | None = None,
     ) -> None:
         self.size: int = process_group.size()
         self.rank: int = process_group.rank()
@@ -137,7 +130,6 @@ class DistributedGroup:
         self.on_host = dist.get_backend(process_group) == "gloo"
         self._process_group = process_group
         self._observe = observe
-        self._given_up = given_up
 
     @classmethod
     def of(
@@ -187,8 +179,7 @@ class DistributedGroup:
         self._run("barrier", dist.barrier)
 
     def check(self) -> None:
-        if self._given_up is not None and self._given_up.is_set():
-            raise PeerLost(f"rank {self.rank} of {self.size} aborts: other ranks were lost")
+        return None
 
     def report(self, operation: str, num_bytes: list[int]) -> None:
         """Reports the bytes about to be sent to each rank to the observer."""
@@ -197,21 +188,15 @@ class DistributedGroup:
 
     def _run(self, operation: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         try:
-            if self._given_up is None:
-                call(*args, group=self._process_group, **kwargs)
-            else:
-                self.check()
-                work = call(*args, group=self._process_group, async_op=True, **kwargs)
-                wait_unless(self._given_up, work, self.timeout_s)
+            call(*args, group=self._process_group, **kwargs)
         except RuntimeError as error:  # gloo raises only this type; torch's errors derive from it
-            if self._given_up is not None:
-                # A step may be queued after this one. A peer still in an operation of this step would take that step's
-                # first message for this one's, and gloo would crash it: no later operation may start.
-                self._given_up.set()
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise PeerLost(
-                f"{operation} failed on rank {self.rank} of {self.size} (timeout {self.timeout_s:g} s): {reason}"
-            ) from error
+            raise self._peer_lost(operation, error) from error
+
+    def _peer_lost(self, operation: str, error: RuntimeError) -> PeerLost:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return PeerLost(
+            f"{operation} failed on rank {self.rank} of {self.size} (timeout {self.timeout_s:g} s): {reason}"
+        )
 
 
 def exchange_ints(group: Group, values: Sequence[int]) -> list[int]:
@@ -220,31 +205,6 @@ def exchange_ints(group: Group, values: Sequence[int]) -> list[int]:
     received = torch.empty_like(sent)
     group.all_to_all(received, sent)
     return received.tolist()
-
-
-def wait_unless(given_up: threading.Event, work: Any, timeout_s: float) -> None:
-    """Waits for an operation of torch.distributed, which is abandoned once `given_up` is set: its output buffers must
-    then not be used any more.
-
-    Raises:
-        RuntimeError: the operation failed, was aborted, or took longer than `timeout_s`.
-    """
-    deadline = time.monotonic() + timeout_s
-    while True:
-        began = time.monotonic()
-        try:
-            work.wait(POLL_INTERVAL)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                work.wait()  # re-raises the operation's own error
-                return
-            if time.monotonic() - began < POLL_INTERVAL.total_seconds():
-                raise  # not a timeout
-            if given_up.is_set():
-                raise RuntimeError("aborted: other ranks were lost") from None
-            if time.monotonic() > deadline:
-                raise
 
 
 # torch 2.13 renames both

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moe_engine.parallel.collectives import DistributedGroup, Group, Observer, SingleRank
-from moe_engine.parallel.elastic import ElasticWorld
+from moe_engine.parallel.expert_transfer import Link, PeerLink
 from moe_engine.parallel.host_group import through_shared_memory
 from moe_engine.parallel.topology import RankLists, Topology
 
@@ -35,7 +35,6 @@ class ParallelContext:
             experts. ep: ranks with the other experts. node: ranks of this host; rails: ranks with the same local rank.
         dispatcher: dispatches tokens to their experts' ranks; set if `topology.travels`, see `with_dispatcher`.
         decode_tokens: max tokens of a rank in its decode mode.
-        elastic: owns the groups if ranks may be lost; None: fixed groups.
         experts: the expert in each slot; None: rank r of G holds experts r * E/G and on, once each.
     """
 
@@ -54,12 +53,15 @@ class ParallelContext:
     """Computation that overlaps dispatch and combine; None: no overlap."""
     process_group: Any = None
     """torch's process group of the world, for libraries."""
-    elastic: ElasticWorld | None = None
 
     def check_peers(self) -> None:
         """Raises `PeerLost` if a kernel timed out on a peer during a finished step (see `Dispatcher.check_peers`)."""
         if self.dispatcher is not None:
             self.dispatcher.check_peers()
+
+    def expert_link(self) -> Link:
+        """A new link that moves experts between the ranks of `ep`. Collective."""
+        return PeerLink(self.topology.ep_groups(), self.world_rank, self.world.timeout_s, self.world.device)
 
     @property
     def world_size(self) -> int:
@@ -166,20 +168,6 @@ def join(
         rails=group(topology.rail_groups(), use="experts"),
         process_group=process_group(all_ranks, "experts"),
     )
-
-
-def join_elastic(
-    topology: Topology,
-    rank: int,
-    timeout_s: float,
-    device: torch.device | str = "cpu",
-    observe: Observer | None = None,
-) -> ParallelContext:
-    """As `join`, for ranks that may be lost: each has its own requests and whole layers, so that ranks communicate only
-    in dispatch and combine."""
-    elastic = ElasticWorld(topology.tp_size, rank, timeout_s, device, ("world", "experts"), observe)
-    groups = elastic.groups
-    return ParallelContext(topology, rank, world=groups["world"], ep=groups["experts"], elastic=elastic)
 
 
 def with_dispatcher(

@@ -207,7 +207,7 @@ class ExpertTransfer:
         return prepared
 
     def give_up(self) -> None:
-        """After ranks were lost: waits until pending messages have failed or arrived."""
+        """Drops the transfer: waits until its messages have failed or arrived."""
         with suppress(PeerLost):
             if self._under_way is not None:
                 self._under_way.wait()

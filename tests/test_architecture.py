@@ -1,12 +1,13 @@
 """Rules that are checked in the source: import directions; modules that may use torch, devices and the environment.
 
-kernels <- parallel <- models <- worker <- core <- executor <- cluster <- frontend <- {server, cli}
+kernels <- parallel <- models <- worker <- core <- executor <- cluster <- elastic <- frontend <- {server, cli}
 """
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": BASE | MODEL | PLAN | {"logs", "processes", "scheduler", "worker"},
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
-    "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster"},
+    "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
+    "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic"},
     "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend"},
     "cli": BASE | MODEL | PLAN | {"logs", "frontend", "server"},
     "launch_server": {"cli"},
@@ -71,8 +73,20 @@ READS_ENVIRONMENT = {
     "moe_engine/cluster/core_main.py",
     "moe_engine/processes/addresses.py",
     "moe_engine/cluster/rank_main.py",
+    "moe_engine/elastic/rendezvous.py",
     "moe_engine/executor/process_groups.py",
     "moe_engine/processes/runtime_dir.py",
+}
+
+
+# --elastic-ep lives in moe_engine/elastic; the seam is moe_engine/cluster/rank_loss.py, which does not name it
+ELASTIC = re.compile(r"(?<!torch)elastic(?!ity|buffer|dispatcher)|survivor|survival|regroup", re.IGNORECASE)
+MAY_NAME_ELASTIC = {
+    "moe_engine/config/parallel.py",  # the flag
+    "moe_engine/config/unsupported_flags.py",
+    "moe_engine/frontend/start.py",  # injects the policy
+    "moe_engine/planning/resolve_elastic.py",
+    "moe_engine/planning/resolve_parallel.py",
 }
 
 
@@ -254,6 +268,18 @@ def test_the_short_lists_hold_nothing_superfluous():
     ):
         for path in listed:
             assert words in (ROOT / path).read_text(), f"{path} needs no place in the list for {words}"
+
+
+def test_the_normal_path_does_not_name_elastic_ep():
+    found = {
+        path: f"{path}:{number}: {line.strip()}"
+        for path in sources()
+        if package_of(path) != "elastic"
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1)
+        if ELASTIC.search(line)
+    }
+    complain([line for path, line in found.items() if path not in MAY_NAME_ELASTIC])
+    assert set(found) == MAY_NAME_ELASTIC, "a file needs no place in MAY_NAME_ELASTIC"
 
 
 def test_threads_report_their_failure():

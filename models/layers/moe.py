@@ -260,7 +260,7 @@ class StoredExperts:
     def __init__(
         self, kernel: ExpertsKernel, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames, part: Share = WHOLE
     ) -> None:
-        self._kernel, self._blocks = kernel, kernel.capabilities.blocks
+        self.kernel, self._blocks = kernel, kernel.capabilities.blocks
         self._prefix, self._names = prefix, names
         self._num_experts, self._hidden, self._whole = moe.num_experts, hidden, moe.width
         self._width, self._cut = part.width(moe.width), part.cut(moe.width)
@@ -274,7 +274,7 @@ class StoredExperts:
             assert self._blocks is not None
             weights = self._blocks.allocate(len(held), self._hidden, self._width, reader.device, reader.power_of_two)
         else:
-            weights = self._kernel.allocate(len(held), self._hidden, self._width, reader.dtype, reader.device)
+            weights = self.kernel.allocate(len(held), self._hidden, self._width, reader.dtype, reader.device)
         self.fill(reader, weights, slots)
         for expert in sorted(set(range(self._num_experts)).difference(slots)):
             for projection in self._projections(expert):
@@ -283,7 +283,7 @@ class StoredExperts:
 
     def fill(self, reader: WeightSource, weights: ExpertWeights, slots: Mapping[int, Sequence[int]]) -> None:
         """Reads experts into their slots, by expert."""
-        experts, kernel, blocks, width, hidden = list(slots), self._kernel, self._blocks, self._width, self._hidden
+        experts, kernel, blocks, width, hidden = list(slots), self.kernel, self._blocks, self._width, self._hidden
 
         def scratch() -> tuple[Tensor, Tensor, Tensor]:
             flat = torch.empty(3, width * hidden, dtype=reader.dtype, device=reader.device)

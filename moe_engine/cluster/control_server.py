@@ -18,7 +18,6 @@ import zmq
 from moe_engine.cluster.failure_detector import TICK_SECONDS, FailureDetector
 from moe_engine.cluster.liveness_echo import echo_of, echoed
 from moe_engine.cluster.peers import Peers
-from moe_engine.core.executor import Survivors
 from moe_engine.errors import EngineDeadError, MoeEngineError
 from moe_engine.executor import messages
 from moe_engine.executor.options import RankGroupOptions
@@ -48,10 +47,13 @@ class ControlServer:
     Args:
         address: bind address: ``ipc://PATH`` or ``tcp://HOST:PORT``.
         on_status: called with group and values when a scheduler on another node has sent its shared status.
+        first_rank: lowest rank outside this process.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
+
+    decode: Callable[[bytes], Any] = staticmethod(messages.decode_to_leader)
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class ControlServer:
         options: RankGroupOptions,
         detector: FailureDetector,
         on_status: Callable[[int, list[float]], None] = lambda group, values: None,
+        first_rank: int = 1,
     ) -> None:
         self._options = options
         self._on_status = on_status
@@ -68,15 +71,13 @@ class ControlServer:
         self._socket.setsockopt(zmq.LINGER, 500)
         self._monitor = HandshakeMonitor(self._socket)
         self.address = bind(self._socket, address, options.keys, options.leader_flag)
-        self._reader = FrameReader("control channel of the ranks", messages.decode_to_leader)
-        self._peers = Peers(options)
+        self._reader = FrameReader("control channel of the ranks", self.decode)
+        self._peers = Peers(options, first_rank)
         self._pinged = 0.0
         self._asked: queue.SimpleQueue[tuple[str, Future[list[Any]], int]] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[tuple[int, messages.Answers]] = queue.SimpleQueue()
         self._calls: dict[int, RankCall] = {}
         self._call_ids = itertools.count()
         detector.on_failure(self._fail_calls)
-        detector.on_survivors(self._regroup)
         self._welcome: messages.Welcome | None = None
         self._uninvited: set[int] = set()  # ranks that wait for `Welcome`
         self._closing = threading.Event()
@@ -88,7 +89,7 @@ class ControlServer:
 
     def call_all(self, method: str, asking: int = 0) -> Future[list[Any]]:
         """Runs one of `worker.calls` on every rank except `asking`; replies in rank order. Fails with `RankLost` if a
-        rank is lost; if the others continue, the result has only their replies."""
+        rank is lost."""
         future: Future[list[Any]] = Future()
         self._asked.put((method, future, asking))
         return future
@@ -117,8 +118,6 @@ class ControlServer:
             self._ping(now)
             self._send_welcomes()
             self._begin_calls()
-            while not self._answers.empty():
-                self._send_rank(*self._answers.get())
             if self._detector.all_loaded and not released:
                 released = True
                 self._send_all(messages.Go(self._detector.step_addresses))
@@ -194,21 +193,13 @@ class ControlServer:
             if message.status:
                 self._on_status(self._options.places[message.rank].group, message.status)
         elif isinstance(message, messages.Loaded):
-            detector.loaded(
-                message.rank, message.kernels, message.core_address, message.step_address, info=message.info
-            )
+            detector.loaded(message.rank, message.kernels, message.core_address, message.step_address)
         elif isinstance(message, messages.Failed):
             detector.failed(
-                message.rank,
-                message.message,
-                peer_lost=message.peer_lost,
-                config_error=message.config_error,
-                generation=message.generation,
+                message.rank, message.message, peer_lost=message.peer_lost, config_error=message.config_error
             )
         elif isinstance(message, messages.Answer):
             self._answered(message)
-        elif isinstance(message, messages.Ask):
-            self._relay_ask(message)
         elif isinstance(message, messages.Ended):
             detector.end()
         elif isinstance(message, messages.NodeRefused):
@@ -228,21 +219,11 @@ class ControlServer:
     def _begin_calls(self) -> None:
         while not self._asked.empty():
             method, future, asking = self._asked.get()
-            number, asked = next(self._call_ids), [rank for rank in self._alive if rank != asking]
+            number, asked = next(self._call_ids), [rank for rank in self._detector.ranks if rank != asking]
             self._calls[number] = RankCall(future, asked)
             for rank in asked:
                 self._send_rank(rank, messages.Run(number, method))
             self._end_if_answered(number)
-
-    def _relay_ask(self, ask: messages.Ask) -> None:
-        """Relays a call from a rank to all others."""
-
-        def answered(done: Future[list[Any]]) -> None:
-            error = done.exception()
-            values, why = (done.result(), "") if error is None else ([], str(error))
-            self._answers.put((ask.rank, messages.Answers(ask.id, values, why)))
-
-        self.call_all(ask.method, ask.rank).add_done_callback(answered)
 
     def _answered(self, answer: messages.Answer) -> None:
         call = self._calls.get(answer.id)
@@ -262,17 +243,6 @@ class ControlServer:
         if self._calls.pop(number, None) is not None:  # else already failed by another thread
             call.future.set_result([call.answers[rank] for rank in call.asked])
 
-    @property
-    def _alive(self) -> list[int]:
-        return [rank for rank, alive in enumerate(self._detector.survivors.alive) if alive]
-
-    def _regroup(self, survivors: Survivors) -> None:
-        for rank in self._alive:
-            self._send_rank(rank, messages.Regroup(survivors))
-        for number, call in list(self._calls.items()):  # do not wait for lost ranks; keep their replies
-            call.asked = [rank for rank in call.asked if survivors.alive[rank] or rank in call.answers]
-            self._end_if_answered(number)
-
     def _fail_calls(self, error: MoeEngineError) -> None:
         calls, self._calls = self._calls, {}
         for call in calls.values():
@@ -289,13 +259,13 @@ class ControlServer:
                 self._uninvited.discard(rank)
                 self._send_rank(rank, msgspec.structs.replace(self._welcome, plan_address=address))
 
-    def _send_all(self, message: messages.ToRank) -> None:
+    def _send_all(self, message: messages.RankMessage) -> None:
         for identity in self._peers.all:
             self._send(identity, message)
 
-    def _send_rank(self, rank: int, message: messages.ToRank) -> None:
+    def _send_rank(self, rank: int, message: messages.RankMessage) -> None:
         if (identity := self._peers.identity_of(rank)) is not None:
             self._send(identity, message)
 
-    def _send(self, identity: bytes, message: messages.ToRank) -> None:
+    def _send(self, identity: bytes, message: messages.RankMessage) -> None:
         self._socket.send_multipart([identity, messages.encode(message)])

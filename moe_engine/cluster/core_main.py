@@ -1,5 +1,4 @@
-"""Engine core process: builds worker and scheduler from the resolved configuration and serves until shutdown. With
---elastic-ep it only supervises the rank processes.
+"""Engine core process: builds worker and scheduler from the resolved configuration and serves until shutdown.
 
 Run as ``python -m moe_engine.cluster.core_main`` by `core_process`, with the specification on standard input.
 """
@@ -13,16 +12,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
 
 import zmq
 
 from moe_engine import logs
 from moe_engine.cluster.core_spec import CoreSpec
-from moe_engine.cluster.multiproc_executor import MultiprocExecutor
-from moe_engine.cluster.rank_supervisor import RankSupervisor
+from moe_engine.cluster.multiproc_executor import Serving
+from moe_engine.cluster.rank_loss import RankParent, policy_of
 from moe_engine.core import messages
-from moe_engine.core.loop import EngineCore
 from moe_engine.core.setup import engine_info, make_core
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.transport import ZmqTransport
@@ -48,41 +45,25 @@ def main() -> int:
         registry.register(*architecture)
     ready: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     connect(ready, spec.ready_address)
-    ranks: MultiprocExecutor | RankSupervisor | None = None
+    ranks: RankParent | None = None
     try:
-        ranks = _ranks(spec)
-        if isinstance(ranks, RankSupervisor):
-            started = ranks.start()
-            transport = ZmqTransport(spec.to_core_of("supervisor"), spec.from_core_address)
-            run: Callable[[], None] = partial(ranks.run, transport.send)
-        else:
-            core, transport, started = _build(spec, ranks)
-            run = core.run
+        ranks = policy_of(spec.ranks).make_parent(spec, spec.ranks) if spec.ranks is not None else None
+        serving = ranks.serve() if ranks is not None else _single(spec)
     except Exception as error:
         kind = "ConfigError" if isinstance(error, ConfigError) else type(error).__name__
         text = str(error) if isinstance(error, ConfigError) else f"engine core failed to start: {kind}: {error}"
         ready.send(messages.encode(messages.CoreFailed(text, kind, _details(error))))
         ready.close(5000)
         return _leave(ranks, 1)
-    ready.send(messages.encode(started))
+    ready.send(messages.encode(serving.ready))
     ready.close(5000)
     # Objects created at startup live as long as the process: keep the garbage collector from scanning them in a step.
     gc.collect()
     gc.freeze()
-    return _leave(ranks, _serve(run, transport))
+    return _leave(ranks, _serve(serving.run, serving.transport))
 
 
-def _ranks(spec: CoreSpec) -> MultiprocExecutor | RankSupervisor | None:
-    """Starts the ranks of this process's model; None with a single rank."""
-    config, options = spec.config, spec.ranks
-    if options is None:
-        return None
-    level, supervised = config.logging.log_level, options.coverage is not None
-    logs.setup_logging(level, "supervisor" if supervised else options.places[0].name)
-    return (RankSupervisor if supervised else MultiprocExecutor)(config, options, spec, level)
-
-
-def _leave(ranks: MultiprocExecutor | RankSupervisor | None, code: int) -> int:
+def _leave(ranks: RankParent | None, code: int) -> int:
     """Stops the other ranks, if any, and exits this process: one of its threads may hang in a collective."""
     if ranks is None:
         return code
@@ -109,22 +90,14 @@ def _serve(run: Callable[[], None], transport: ZmqTransport) -> int:
     return 0
 
 
-def _build(spec: CoreSpec, group: MultiprocExecutor | None) -> tuple[EngineCore, ZmqTransport, messages.CoreReady]:
-    config: ResolvedConfig = spec.config
-    status = SharedStatus(spec.status_path)
-    if group is None:
-        worker = make_worker(config)
-        transport = ZmqTransport(spec.to_core_address, spec.from_core_address, keys=spec.keys)
-        core = make_core(config, worker, worker, transport, status)
-        addresses = [transport.address]
-    else:
-        driver, worker = group.start()
-        dp_sync = group.dp_sync()
-        transport = ZmqTransport(spec.to_core_address, spec.from_core_address, group.exchange_socket, spec.keys)
-        core = make_core(config, driver, worker, transport, status, check=group.check, dp_sync=dp_sync)
-        addresses = [transport.address, *group.detector.core_addresses[1:]]
+def _single(spec: CoreSpec) -> Serving:
+    """The core of a single rank."""
+    config, status = spec.config, SharedStatus(spec.status_path)
+    worker = make_worker(config)
+    transport = ZmqTransport(spec.to_core_address, spec.from_core_address, keys=spec.keys)
+    core = make_core(config, worker, worker, transport, status)
     status.write(ready=1, last_turn=time.monotonic())
-    return core, transport, messages.CoreReady(engine_info(config, worker), addresses)
+    return Serving(core.run, transport, messages.CoreReady(engine_info(config, worker), [transport.address]))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,5 @@ class CoreSpec:
     def status_path_of(self, group: int) -> Path:
         return self.status_path.with_name(f"status-{group}") if group else self.status_path
 
-    def to_core_of(self, group: int | str) -> str:
-        """Address of a group's core; with a name, of the process that supervises the cores."""
+    def to_core_of(self, group: int) -> str:
         return f"{self.to_core_address}-{group}" if group else self.to_core_address

@@ -12,18 +12,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from moe_engine.core.engine_info import EngineInfo
-from moe_engine.core.executor import RankLost, Survivors
+from moe_engine.core.executor import RankLost
 from moe_engine.executor.options import DetectorLimits, RankPlace
 from moe_engine.executor.progress import Position
-from moe_engine.parallel.placement.coverage import Coverage
 
 logger = logging.getLogger("moe_engine")
 
 TICK_SECONDS = 0.1
 RECENT_STEPS = 32
-GATHER_SECONDS = 0.15
-"""After a loss, wait this long for simultaneous losses, so that the survivors regroup only once."""
 NO_FOLLOWERS = 1 << 60
 SUSPECT_SILENT_SECONDS = 0.8
 """Silence limit once a collective has failed, which means that some rank is lost."""
@@ -53,7 +49,6 @@ class RankState:
     plan_address: str = ""
     core_address: str = ""
     step_address: str = ""
-    info: EngineInfo | None = None
     position: Position = field(default_factory=Position)
     silence: Silence = field(default_factory=Silence)
     still: Silence = field(default_factory=Silence)
@@ -71,7 +66,6 @@ class FailureDetector:
     Args:
         position: position of rank 0 if this process is rank 0; None if rank 0 is monitored like any other.
         own: (host, pid) of rank 0 if this process is rank 0.
-        coverage: if set, ranks may be lost without failing the group as long as it covers the survivors.
     """
 
     def __init__(
@@ -80,19 +74,14 @@ class FailureDetector:
         limits: DetectorLimits,
         position: Callable[[], Position] | None = None,
         own: tuple[str, int] = ("", 0),
-        coverage: Coverage | None = None,
     ) -> None:
         self.failure: RankLost | None = None
-        self.survivors = Survivors((True,) * len(places))
-        self._coverage = coverage
-        self._newly_lost: dict[int, str] = {}  # ranks lost since the last announcement, with causes
-        self._gathering = Silence()
-        self._on_survivors: list[Callable[[Survivors], None]] = []
         self.config_error = False
         """Whether the failure is a user error: a flag or a checkpoint."""
         self._limits = limits
         self._position = position
         self._ranks = [RankState(place) for place in places]
+        self._watched = list(self._ranks)
         self._ranks[0].host, self._ranks[0].pid = own
         self._lock = threading.RLock()
         self._listeners: list[Callable[[RankLost], None]] = []
@@ -123,19 +112,11 @@ class FailureDetector:
         if not self.armed:
             state.reported = False
 
-    def loaded(
-        self,
-        rank: int,
-        kernels: Mapping[str, str],
-        core_address: str = "",
-        step_address: str = "",
-        info: EngineInfo | None = None,
-    ) -> None:
+    def loaded(self, rank: int, kernels: Mapping[str, str], core_address: str = "", step_address: str = "") -> None:
         """Fails if ranks chose different kernels: results would differ in the last bits and eventually in a token."""
         with self._lock:
             state = self._ranks[rank]
-            state.core_address, state.step_address, state.info = core_address, step_address, info
-            state.kernels = kernels
+            state.core_address, state.step_address, state.kernels = core_address, step_address, kernels
             expected = self._ranks[0].kernels
             for other in self._ranks:
                 if None not in (expected, other.kernels) and other.kernels != expected:
@@ -151,13 +132,8 @@ class FailureDetector:
         if not self.ending:
             self._lose([rank], f"{how} ({self._last_position(rank)})")
 
-    def failed(
-        self, rank: int, message: str, *, peer_lost: bool = False, config_error: bool = False, generation: int = 0
-    ) -> None:
-        """A rank failed. With `peer_lost` another rank is at fault, which the detector then waits to identify. Failures
-        in process groups that were abandoned since are ignored."""
-        if generation != self.survivors.generation or self._newly_lost:
-            return
+    def failed(self, rank: int, message: str, *, peer_lost: bool = False, config_error: bool = False) -> None:
+        """A rank failed. With `peer_lost` another rank is at fault, which the detector then waits to identify."""
         if not peer_lost:
             self._fail(f"{self.describe(rank)} failed: {message}", config_error)
             return
@@ -184,11 +160,6 @@ class FailureDetector:
         return [state.core_address for state in self._ranks if state.place.leads]
 
     @property
-    def info(self) -> EngineInfo | None:
-        """Sent by rank 0, if that schedules in another process."""
-        return self._ranks[0].info
-
-    @property
     def step_addresses(self) -> list[str]:
         return [state.step_address for state in self._ranks if state.place.leads]
 
@@ -196,8 +167,9 @@ class FailureDetector:
         return next(state for state in self._ranks if state.place.leads and state.place.group == group)
 
     @property
-    def _alive(self) -> list[RankState]:
-        return [state for state in self._ranks if self.survivors.alive[state.place.rank]]
+    def ranks(self) -> list[int]:
+        """The ranks of the group."""
+        return [state.place.rank for state in self._watched]
 
     def slowest_steps_done(self) -> int:
         return min((state.position.steps_done for state in self._ranks[1:]), default=NO_FOLLOWERS)
@@ -225,10 +197,6 @@ class FailureDetector:
         if failure is not None:
             listener(failure)
 
-    def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
-        """Calls `listener` whenever ranks were lost and the others continue."""
-        self._on_survivors.append(listener)
-
     # -- time
 
     def arm(self) -> None:
@@ -252,16 +220,11 @@ class FailureDetector:
         if self._position is not None:
             self._moved(self._ranks[0], self._position())
             self._ranks[0].silence.reset()
-        if self._newly_lost:
-            self._gathering.add(elapsed)
-            if self._gathering.seconds >= GATHER_SECONDS:
-                self._announce()
-            return
         if self._suspected is not None:
             self._suspected_time.add(elapsed)
             if self._suspected_time.seconds > self._limits.silent + 1:
                 self._fail_suspected(*self._suspected)
-        for state in self._alive:
+        for state in self._watched:
             state.silence.add(elapsed)
             state.still.add(elapsed)
         if self.armed:
@@ -279,7 +242,7 @@ class FailureDetector:
 
     def _find_silent(self) -> None:
         limit = self._limits.silent if self._suspected is None else min(self._limits.silent, SUSPECT_SILENT_SECONDS)
-        self._lose_silent([state for state in self._alive if state.silence.seconds > limit])
+        self._lose_silent([state for state in self._watched if state.silence.seconds > limit])
 
     def _find_silent_start(self) -> None:
         """Checks ranks that have joined; `waited_for` lists the others."""
@@ -300,20 +263,20 @@ class FailureDetector:
 
     def _report_late(self) -> None:
         """Logs ranks that are stuck behind others; or the step, if all ranks are stuck at the same position."""
-        limit, alive = max(self._limits.late, self._limits.late_factor * max(self._seconds)), self._alive
-        front = max(state.position.order for state in alive)
-        if all(state.position.step < 0 and state.position.order == front for state in alive):
-            for state in alive:
+        limit, watched = max(self._limits.late, self._limits.late_factor * max(self._seconds)), self._watched
+        front = max(state.position.order for state in watched)
+        if all(state.position.step < 0 and state.position.order == front for state in watched):
+            for state in watched:
                 state.still.reset()  # idle
             return
-        still = [state for state in alive if state.still.seconds > limit]
+        still = [state for state in watched if state.still.seconds > limit]
         for state in still:
             if state.position.order < front and not state.reported:
                 state.reported = True
                 name, where = self.describe(state.place.rank), state.position.describe()
                 logger.warning("%s is late: %s, %.1f s", name, where, state.still.seconds)
-        leader = alive[0].position
-        together = len(still) == len(alive) and all(state.position.order == front for state in still)
+        leader = watched[0].position
+        together = len(still) == len(watched) and all(state.position.order == front for state in still)
         if together and leader.step >= 0 and self._slow_reported != leader.step:
             self._slow_reported = leader.step
             seconds = min(state.still.seconds for state in still)
@@ -321,8 +284,8 @@ class FailureDetector:
 
     def _fail_suspected(self, rank: int, message: str) -> None:
         """A collective failed and no rank died or fell silent: the rank furthest behind never entered it."""
-        last = min(self._alive, key=lambda state: state.position.order)
-        if last.position.order < max(state.position.order for state in self._alive):
+        last = min(self._watched, key=lambda state: state.position.order)
+        if last.position.order < max(state.position.order for state in self._watched):
             name, where = self.describe(last.place.rank), last.position.describe()
             self._fail(f"{name} never entered the collective: {where}; on {self._ranks[rank].place.name}: {message}")
         else:
@@ -335,40 +298,8 @@ class FailureDetector:
         state.position = position
 
     def _lose(self, ranks: Sequence[int], message: str) -> None:
-        """Ranks are lost: fails the group unless the others can continue."""
-        with self._lock:
-            new = [rank for rank in ranks if self.survivors.alive[rank] and rank not in self._newly_lost]
-            if not new:
-                return
-            left = sum(self.survivors.alive) - len(self._newly_lost) - len(new)
-            if self._coverage is None or not self.armed:
-                self._fail(message)
-            elif left == 0 or not self._coverage.covers(left):
-                lost = "; ".join(dict.fromkeys([*self._newly_lost.values(), message]))
-                self._fail(f"{lost}; {self._uncovered(self._coverage, left)}")
-            else:
-                self._newly_lost |= dict.fromkeys(new, message)
-                self._gathering.reset()
-
-    def _uncovered(self, coverage: Coverage, left: int) -> str:
-        needed = coverage.redundant_needed(left, len(self._ranks))
-        return (
-            f"{left} of {len(self._ranks)} ranks cannot hold {coverage.num_experts} experts in {coverage.slots} slots "
-            f"each: --ep-num-redundant-experts {needed} would have covered the loss"
-        )
-
-    def _announce(self) -> None:
-        """Announces all recent losses to the survivors at once."""
-        with self._lock:
-            alive = tuple(lives and rank not in self._newly_lost for rank, lives in enumerate(self.survivors.alive))
-            lost = "; ".join(dict.fromkeys(self._newly_lost.values()))
-            self._newly_lost, self._suspected, self._suspected_time = {}, None, Silence()
-            self.survivors = Survivors(alive, (*self.survivors.losses, lost))
-            for state in self._alive:
-                state.position, state.reported = Position(), False
-                state.still.reset()
-        for listener in list(self._on_survivors):
-            listener(self.survivors)
+        """Ranks are lost: fails the group."""
+        self._fail(message)
 
     def _fail(self, message: str, config_error: bool = False) -> None:
         with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import queue
@@ -18,8 +17,6 @@ import zmq
 
 from moe_engine.cluster.failure_detector import Silence
 from moe_engine.cluster.liveness_echo import start_echo
-from moe_engine.core.executor import Survivors
-from moe_engine.errors import EngineDeadError
 from moe_engine.executor import messages
 from moe_engine.executor.leader_worker import Failure
 from moe_engine.executor.options import DetectorLimits
@@ -32,8 +29,6 @@ MAX_RECEIVED = 1024
 """Max messages read in one iteration, so that a flood of them cannot delay beats."""
 LEAVE_SECONDS = 10.0
 """Time for the leader to stop this process after a reported failure."""
-ACK_SECONDS = 5.0
-"""Time for the leader to acknowledge the last message of a process that shuts down."""
 
 logger = logging.getLogger("moe_engine")
 
@@ -54,7 +49,6 @@ class HeartbeatClient:
         leave: called once, from this client's thread, with the reason why this process must exit now.
         run: begins a call that the leader requests; its future holds the reply.
         keys: CURVE keys of sockets between nodes.
-        regroup: called from this client's thread when ranks were lost and the others continue.
     """
 
     decode: Callable[[bytes], Any] = staticmethod(messages.decode_to_rank)
@@ -68,7 +62,6 @@ class HeartbeatClient:
         limits: DetectorLimits,
         leave: Callable[[str], None],
         run: Callable[[str], Future[Any]] | None = None,
-        regroup: Callable[[Survivors], None] = lambda survivors: None,
         keys: JobKeys | None = None,
     ) -> None:
         self.welcome: Future[messages.Welcome] = Future()
@@ -76,19 +69,16 @@ class HeartbeatClient:
         self.address = address
         self._identity, self._hello, self._make_beat = identity, hello, make_beat
         self._limits, self._leave = limits, leave
-        self._run_call, self._regroup = run, regroup
+        self._run_call = run
         self._keys = keys
         self._leader = f"the leader at {address}"
-        self._asked: dict[int, Future[list[Any]]] = {}
-        self._ask_ids = itertools.count()
         self._outbox: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
         self._wake = threading.Event()
         self.met = threading.Event()
         """Set once the leader has replied."""
         self.refused_since: float | None = None
         """When the leader first refused this connection's handshake; None if it never did."""
-        self._closing = self._wait_for_acks = False
-        self._unacknowledged = 0  # messages without an acknowledgement
+        self._closing = False
         if isinstance(hello, messages.Hello):
             start_echo(address, identity, keys)
         self._reader = FrameReader(f"{identity}, from the leader", self.decode)
@@ -105,25 +95,15 @@ class HeartbeatClient:
             logger.error("%s", "".join(traceback.format_exception(error)))
         self.send(messages.Failed(rank, failure.message, failure.peer_lost, failure.config_error))
 
-    def ask_others(self, rank: int, method: str) -> Future[list[Any]]:
-        """Runs one of `worker.calls` on every other rank, through the leader; replies in rank order."""
-        future: Future[list[Any]] = Future()
-        number = next(self._ask_ids)
-        self._asked[number] = future
-        self.send(messages.Ask(rank, number, method))
-        return future
-
     def beat_now(self) -> None:
         """Sends the next beat now."""
         self._wake.set()
 
-    def close(self, *, acknowledged: bool = False) -> None:
-        """Stops after sending queued messages; with `acknowledged`, after the leader has acknowledged them, so that it
-        does not take the exit for a failure."""
-        self._wait_for_acks = acknowledged
+    def close(self, timeout: float = 1.0) -> None:
+        """Stops after sending queued messages."""
         self._closing = True
         self._wake.set()
-        self._thread.join(ACK_SECONDS if acknowledged else 1.0)
+        self._thread.join(timeout)
 
     def _run(self) -> None:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
@@ -154,11 +134,13 @@ class HeartbeatClient:
                 why = "stopped, or its machine or link is down"
                 self._leave(f"{self._leader} silent for {silence.seconds:.1f} s ({why})")
                 return
-        self._flush(socket)
-        while self._wait_for_acks and self._unacknowledged and socket.poll(int(ACK_SECONDS * 1000)):
-            self._receive(socket)
+        self._end(socket)
         monitor.close()
         socket.close()
+
+    def _end(self, socket: zmq.Socket[bytes]) -> None:
+        """Sends the last messages."""
+        self._flush(socket)
 
     def _flush(self, socket: zmq.Socket[bytes]) -> None:
         while not self._outbox.empty():
@@ -166,15 +148,12 @@ class HeartbeatClient:
 
     def _send(self, socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
         socket.send(messages.encode(message))
-        self._unacknowledged += 1
 
     def _receive(self, socket: zmq.Socket[bytes]) -> bool:
         """Handles one frame; whether it was a valid message."""
         message = self._reader.take(socket.recv_multipart())
         if message is None:
             return False
-        if isinstance(message, messages.Alive):  # acknowledges one message
-            self._unacknowledged -= 1
         self._take(message)
         return True
 
@@ -186,16 +165,6 @@ class HeartbeatClient:
             self.go.set_result(message)
         elif isinstance(message, messages.Run):
             self._begin(message)
-        elif isinstance(message, messages.Answers):
-            asked = self._asked.pop(message.id, None)
-            if asked is None:
-                self._reader.drop(f"replies to unknown call {message.id}")
-            elif message.error:
-                asked.set_exception(EngineDeadError(message.error))
-            else:
-                asked.set_result(message.values)
-        elif isinstance(message, messages.Regroup):
-            self._regroup(message.survivors)
         elif isinstance(message, messages.Leave):
             self._leave(message.reason)
 

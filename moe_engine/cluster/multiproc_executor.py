@@ -1,6 +1,4 @@
-"""Multi-process executor on rank 0 for a world that needs all of its ranks: starts them, provides the leader worker of
-rank 0's group, stops them. With --elastic-ep a `RankSupervisor` replaces it.
-"""
+"""Multi-process executor on rank 0: starts the other ranks, builds the core of rank 0's group, stops the ranks."""
 
 from __future__ import annotations
 
@@ -9,17 +7,19 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-import zmq
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moe_engine.cluster.control_server import ControlServer
 from moe_engine.cluster.failure_detector import FailureDetector
 from moe_engine.cluster.rank_process import LocalRanks
 from moe_engine.core.dp_sync import DPSync, StepExchange
 from moe_engine.core.executor import RankLost
+from moe_engine.core.messages import CoreReady
+from moe_engine.core.setup import engine_info, make_core
 from moe_engine.core.shared_status import SharedStatus
+from moe_engine.core.transport import ZmqTransport
 from moe_engine.errors import ConfigError
 from moe_engine.executor import messages
 from moe_engine.executor.leader_worker import Failure, LeaderWorker, kernels_of
@@ -42,6 +42,14 @@ LEAVE_SECONDS = 0.6
 """Time for followers to receive the reason and log it."""
 
 
+class Serving(NamedTuple):
+    """A ready core. `run` serves until shutdown; `ready`: the message for the front end."""
+
+    run: Callable[[], None]
+    transport: ZmqTransport
+    ready: CoreReady
+
+
 class MultiprocExecutor:
     """The ranks of one model replica. After a `RankLost` the owning process must exit by `os._exit`: one of its threads
     may hang in a collective.
@@ -52,7 +60,7 @@ class MultiprocExecutor:
 
     def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
         quieten_torch()
-        self._config = config
+        self._config, self._spec = config, spec
         self._options = options
         self._progress = Progress(lambda: "starting")
         host = socket.gethostname()
@@ -107,17 +115,25 @@ class MultiprocExecutor:
         self._worker = LeaderWorker(own, self._sender, self.detector, self._progress, self._control.call_all)
         return self._worker, own
 
+    def serve(self) -> Serving:
+        """Starts the ranks and builds the core of rank 0's group. Raises like `start`."""
+        spec, config = self._spec, self._config
+        driver, worker = self.start()
+        dp_sync = self.dp_sync()
+        wake = self._exchange.socket if self._exchange is not None else None
+        transport = ZmqTransport(spec.to_core_address, spec.from_core_address, wake, spec.keys)
+        status = SharedStatus(spec.status_path)
+        core = make_core(config, driver, worker, transport, status, check=driver.check, dp_sync=dp_sync)
+        status.write(ready=1, last_turn=time.monotonic())
+        addresses = [transport.address, *self.detector.core_addresses[1:]]
+        return Serving(core.run, transport, CoreReady(engine_info(config, worker), addresses))
+
     def dp_sync(self) -> DPSync | None:
         """Step sync with the schedulers of the other groups, after `start`; None with a single group."""
         if self._exchange is None:
             return None
         self._exchange.connect(self.detector.step_addresses)
         return DPSync(self._exchange, self.check)
-
-    @property
-    def exchange_socket(self) -> zmq.Socket[bytes] | None:
-        """Readable when another scheduler has begun a step."""
-        return None if self._exchange is None else self._exchange.socket
 
     def check(self) -> None:
         """Raises `RankLost` if a rank is lost."""

@@ -22,13 +22,13 @@ class Peers:
     """Not thread-safe.
 
     Args:
-        options: of the group. Without `coverage` rank 0 is the leader's own process and cannot be joined.
+        options: of the group.
+        first_rank: lowest rank that another process may join as.
     """
 
-    def __init__(self, options: RankGroupOptions) -> None:
-        first = 1 if options.coverage is None else 0
+    def __init__(self, options: RankGroupOptions, first_rank: int) -> None:
         self._places = {place.rank: place for place in options.places}
-        self._ranks_to_come = range(first, options.size)
+        self._ranks_to_come = range(first_rank, options.size)
         self._nodes_to_come = range(options.num_nodes)
         self._ranks: dict[bytes, int] = {}
         self._nodes: dict[bytes, int] = {}

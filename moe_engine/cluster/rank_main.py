@@ -56,9 +56,9 @@ def main() -> NoReturn:
 
 
 def _scheduling(spec: RankSpec) -> SchedulingRank:
-    from moe_engine.cluster.dp_rank import SchedulingRank
+    from moe_engine.cluster.rank_loss import policy_of
 
-    return SchedulingRank(spec)
+    return policy_of(spec.options).make_scheduling_rank(spec)
 
 
 class Follower:

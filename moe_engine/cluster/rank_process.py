@@ -1,4 +1,4 @@
-"""Parent-side handles of this node's rank processes. The parent is rank 0 or, with --elastic-ep, the supervisor."""
+"""Parent-side handles of this node's rank processes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class RankSpec:
 
 
 class LocalRanks:
-    """Starts this node's ranks and monitors them; rank 0 only with --elastic-ep, otherwise it is the parent.
+    """Starts this node's ranks and monitors them.
 
     Args:
         front: specification of the leading core, on its node.
         on_exit: called from a watcher thread with the rank and a sentence: its process and how it ended.
+        first_rank: lowest rank to start; rank 0 is the parent by default.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class LocalRanks:
         on_exit: Callable[[int, str], None],
         log_level: str = "info",
         front: CoreSpec | None = None,
+        first_rank: int = 1,
     ) -> None:
-        of_others = options.local_places if options.coverage else [p for p in options.local_places if p.rank]
         self._silent = options.limits.silent
         self._children: dict[int, ChildProcess] = {}
-        for place in of_others:
+        for place in options.local_places:
+            if place.rank < first_rank:
+                continue
             spec = RankSpec(config, options, place, control_address, log_level, registry.added(), list(sys.path), front)
             self._children[place.rank] = ChildProcess(place.name, RANK_MODULE, spec, partial(on_exit, place.rank))
         self._held = {rank: StoppedProcessDetector(child) for rank, child in self._children.items()}
@@ -83,7 +86,7 @@ class LocalRanks:
             child.stop(max(0.0, deadline - time.monotonic()))
 
     def end(self, ranks: Iterable[int]) -> None:
-        """Kills lost ranks: a process that was only stopped must not resume."""
+        """Kills these ranks."""
         for rank in ranks:
             if rank in self._children:
                 self._children[rank].kill()

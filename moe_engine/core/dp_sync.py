@@ -8,7 +8,7 @@ construction. Steps are numbered; a message of a later step is kept until that s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -21,17 +21,14 @@ from moe_engine.types import StepFacts, StepPlan
 POLL_MS = 50
 MAX_EARLY = 2
 """Max distance of a peer from the last complete step: it cannot pass a step before this group has sent its facts."""
-LOST = StepFacts(leaving=True)
-"""Facts of a lost group."""
 
 
 class StepFactsMessage(msgspec.Struct, array_like=True):
-    """Facts of group `group` for step `number`. A loss of groups starts a new generation with step numbers from 1."""
+    """Facts of group `group` for step `number`, counted from 1."""
 
     number: int
     group: int
     facts: StepFacts
-    generation: int = 0
 
 
 class StepExchange:
@@ -48,13 +45,11 @@ class StepExchange:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self._keys = keys
         self.address = bind(self.socket, address, keys)
-        self._generation = 0
-        self._alive = [True] * num_groups
         self._peers: dict[int, zmq.Socket[bytes]] = {}
         self._encode = msgspec.msgpack.Encoder().encode
         self._reader = FrameReader(f"steps of group {group}", msgspec.msgpack.Decoder(StepFactsMessage).decode)
-        self._complete = 0  # last complete step of this generation
-        self._facts: dict[tuple[int, int], dict[int, StepFacts]] = {}  # (generation, step) -> group -> facts
+        self._complete = 0  # last complete step
+        self._facts: dict[int, dict[int, StepFacts]] = {}  # step -> group -> facts
 
     def connect(self, addresses: list[str]) -> None:
         """Connects to all other schedulers; `addresses` by group."""
@@ -67,39 +62,30 @@ class StepExchange:
             connect(peer, address, self._keys)
             self._peers[group] = peer
 
-    def regroup(self, generation: int, alive: Sequence[bool]) -> None:
-        """Continues with the groups alive. Drops facts of earlier generations; keeps facts that already arrived for
-        this one."""
-        self._generation, self._alive, self._complete = generation, list(alive), 0
-        self._facts = {key: facts for key, facts in self._facts.items() if key[0] >= generation}
-        for group in [group for group in self._peers if not alive[group]]:
-            self._peers.pop(group).close(0)
-
     def send(self, number: int, facts: StepFacts) -> None:
-        self._facts.setdefault((self._generation, number), {})[self.group] = facts
-        message = self._encode(StepFactsMessage(number, self.group, facts, self._generation))
+        self._facts.setdefault(number, {})[self.group] = facts
+        message = self._encode(StepFactsMessage(number, self.group, facts))
         for peer in self._peers.values():
             peer.send(message)
 
     def begun(self, number: int) -> bool:
         """Whether facts of another scheduler for this step have arrived."""
         self._receive(0)
-        return bool(self._facts.get((self._generation, number)))
+        return bool(self._facts.get(number))
 
     def gather(self, number: int, check: Callable[[], None]) -> tuple[StepFacts, ...]:
-        """Waits for the facts of all groups; returns them by group, `LOST` for a lost one.
+        """Waits for the facts of all groups; returns them by group.
 
         Args:
             check: polled while waiting; raises if a rank is lost.
         """
-        key = (self._generation, number)
-        facts = self._facts.setdefault(key, {})
-        while len(facts) < sum(self._alive):
+        facts = self._facts.setdefault(number, {})
+        while len(facts) < self.num_groups:
             if not self._receive(POLL_MS):
                 check()
-        del self._facts[key]
+        del self._facts[number]
         self._complete = number
-        return tuple(facts.get(group, LOST) for group in range(self.num_groups))
+        return tuple(facts[group] for group in range(self.num_groups))
 
     @property
     def num_dropped(self) -> int:
@@ -114,25 +100,22 @@ class StepExchange:
         if not self.socket.poll(timeout_ms):
             return False
         for message in self._reader.drain(self.socket):
-            if message.generation < self._generation:
-                continue  # from before a loss
-            facts = self._facts.setdefault((message.generation, message.number), {}) if self._is_due(message) else None
-            if facts is None or message.group in facts:
-                self._reader.drop(
-                    f"group {message.group}'s part of step {message.number}, generation {message.generation}, after "
-                    f"step {self._complete} of generation {self._generation}"
-                )
-            else:
-                facts[message.group] = message.facts
+            self._take(message)
         return True
 
+    def _take(self, message: StepFactsMessage) -> None:
+        facts = self._facts.setdefault(message.number, {}) if self._is_due(message) else None
+        if facts is None or message.group in facts:
+            self._reader.drop(f"group {message.group}'s part of step {message.number}, after step {self._complete}")
+        else:
+            facts[message.group] = message.facts
+
     def _is_due(self, message: StepFactsMessage) -> bool:
-        """Whether another group can be at this step. Each new generation means the loss of at least one group."""
-        group = message.group
-        if not 0 <= group < self.num_groups or group == self.group or not self._alive[group]:
-            return False
-        complete = self._complete if message.generation == self._generation else 0
-        return message.generation < self.num_groups and complete < message.number <= complete + MAX_EARLY
+        """Whether another group can be at this step."""
+        return self._is_peer(message.group) and self._complete < message.number <= self._complete + MAX_EARLY
+
+    def _is_peer(self, group: int) -> bool:
+        return 0 <= group < self.num_groups and group != self.group
 
 
 class PrefillTurns:
@@ -166,15 +149,7 @@ class DPSync:
         self._number = 0
         self._turns = PrefillTurns()
         self.last: tuple[StepFacts, ...] = ()
-        self.generation = 0
-        self.alive = [True] * exchange.num_groups
-        """By group: not lost."""
-
-    def regroup(self, generation: int, alive: Sequence[bool]) -> None:
-        """Continues with the groups alive; step numbers restart at 1."""
-        self._exchange.regroup(generation, alive)
-        self._number, self._turns, self.last = 0, PrefillTurns(), ()
-        self.generation, self.alive = generation, list(alive)
+        self.num_groups = exchange.num_groups
 
     def may_prefill(self) -> bool:
         """Whether the next step may contain prefills; equal on all schedulers."""
@@ -194,7 +169,7 @@ class DPSync:
         self._number += 1
         self._exchange.send(self._number, facts)
         self.last = self._exchange.gather(self._number, self._check)
-        self._turns.after(tuple(facts for facts, alive in zip(self.last, self.alive) if alive))
+        self._turns.after(self.last)
         return replace(plan, dp_facts=self.last)
 
     def all_leave(self) -> bool:

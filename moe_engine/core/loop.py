@@ -12,13 +12,13 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from moe_engine.core import messages
 from moe_engine.core.dp_sync import DPSync
-from moe_engine.core.executor import RanksChanged, StepWorker, Survivors
+from moe_engine.core.executor import StepWorker
 from moe_engine.core.expert_calls import ExpertCalls
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
@@ -34,12 +34,6 @@ from moe_engine.types import (
     StepPlan,
     StepResult,
 )
-
-if TYPE_CHECKING:
-    from moe_engine.worker.eplb.expert_recovery import Recovered
-
-Regroup = Callable[[Callable[[], None]], "tuple[Survivors, Recovered]"]
-"""After `RanksChanged`: regroups the surviving ranks. Polls its argument while waiting."""
 
 logger = logging.getLogger("moe_engine")
 
@@ -80,18 +74,15 @@ class EngineCore:
         problem_of: Callable[[StepPlan], str | None] = lambda plan: None,
         experts: ExpertCalls | None = None,
         group: int = 0,
-        regroup: Regroup | None = None,
     ) -> None:
         """
         Args:
-            check: called every iteration; raises `EngineDeadError` if a rank behind the worker is lost, `RanksChanged`
-                if the other ranks continue without it.
+            check: called every iteration; raises `EngineDeadError` if a rank behind the worker is lost.
             first_half: tokens of a plan's first half for two-batch overlap; 0: not split.
             problem_of: why a plan must not run, or None; such a plan fails before any rank has begun it.
             dp_sync: step sync with the schedulers of the other attention groups; None with a single group.
             experts: handles expert-recording calls.
             group: attention group that this core serves.
-            regroup: set if the engine survives lost ranks.
         """
         self._scheduler = scheduler
         self._worker = worker
@@ -106,64 +97,35 @@ class EngineCore:
         self._first_half = first_half
         self._problem_of = problem_of
         self._experts = experts
-        self._group, self._regroup_ranks = group, regroup
+        self._group = group
         self._calls: list[tuple[int, Future[Any]]] = []  # begun, without a reply yet
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
         self._stopping: messages.Shutdown | None = None
-        self._ended = False
-        self._last_turn = time.monotonic()
         self._busy = False
         self._step_number = 0
         self._status_written = 0.0
 
     def run(self) -> None:
         """Serves until a `Shutdown`. Raises unrecoverable errors; the front end then fails all requests."""
-        while not self._ended:
-            try:
-                self._loop()
-            except RanksChanged:
-                self._regroup()
-
-    def _regroup(self) -> None:
-        """Ranks were lost: running requests return to the queue and resume once the survivors have regrouped."""
-        dp_sync, since = self._dp_sync, self._last_turn
-        assert dp_sync is not None and self._regroup_ranks is not None
-        known = dp_sync.generation
-        self._in_flight = None
-        self._publish(self._scheduler.start_over())
-        self._reporter.restart()
-        survivors, recovered = self._regroup_ranks(lambda: self._status.write(last_turn=time.monotonic()))
-        dp_sync.regroup(survivors.generation, survivors.alive)
-        if self._group != survivors.alive.index(True):
-            return
-        logger.warning(
-            "%s. Serving paused for %.2f s and goes on with %d of %d ranks: %d experts copied, %d read from the "
-            "checkpoint, balancedness of the placement %.3f",
-            "; ".join(survivors.losses[known:]),
-            time.monotonic() - since,
-            sum(survivors.alive),
-            len(survivors.alive),
-            recovered.copied,
-            recovered.read,
-            recovered.balancedness,
-        )
-
-    def _loop(self) -> None:
         while True:
             self._check()
             idle = self._in_flight is None and self._scheduler.is_idle()
             if self._has_ended(idle):
-                self._ended = True
                 return
             self._note_busy(not idle)
-            self._last_turn = time.monotonic()
-            self._status.write(last_turn=self._last_turn)
+            self._status.write(last_turn=time.monotonic())
             may_wait = idle and not self._stopping
             timeout = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
             for message in self._transport.receive(timeout if may_wait else 0.0):
                 self._handle(message)
             self._answer_calls()
             self._step()
+
+    def start_over(self) -> None:
+        """After `run` has raised: running requests return to the queue and are computed again by the next `run`."""
+        self._in_flight = None
+        self._publish(self._scheduler.start_over())
+        self._reporter.restart()
 
     def _has_ended(self, idle: bool) -> bool:
         """Whether shutdown was requested and no work is left, in the other attention groups either."""
@@ -226,7 +188,7 @@ class EngineCore:
             self._in_flight = None
             try:
                 result = future.result()
-            except (EngineDeadError, RanksChanged):
+            except EngineDeadError:
                 raise
             except Exception as error:
                 self._step_failed(plan, error, behind[1] if behind is not None else None)
@@ -247,7 +209,7 @@ class EngineCore:
         if behind is not None:
             try:
                 behind.result()
-            except (EngineDeadError, RanksChanged):
+            except EngineDeadError:
                 raise
             except Exception as echo:
                 logger.debug("Step %d, planned behind it, failed too: %s", plan.number + 1, echo)
@@ -340,7 +302,7 @@ class EngineCore:
             stats = self._scheduler.stats()
             state = asdict(stats) | self._reporter.state() | self._worker_stats()
             if self._dp_sync is not None:
-                state["alive_groups"] = sum(self._dp_sync.alive)
+                state["alive_groups"] = self._dp_sync.num_groups
             if stats.speculation is not None:
                 state["avg_spec_accept_length"] = stats.speculation.accept_length
                 state["spec_accept_rates"] = stats.speculation.accept_rates

@@ -13,7 +13,7 @@ from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.expert_calls import ExpertCalls
-from moe_engine.core.loop import CoreTransport, EngineCore, Regroup
+from moe_engine.core.loop import CoreTransport, EngineCore
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.planning.ledger import GRAPHS_ROW
@@ -40,7 +40,6 @@ def make_core(
     check: Callable[[], None] = lambda: None,
     dp_sync: DPSync | None = None,
     group: int = 0,
-    regroup: Regroup | None = None,
 ) -> EngineCore:
     """
     Args:
@@ -77,7 +76,6 @@ def make_core(
         check=check,
         dp_sync=dp_sync,
         group=group,
-        regroup=regroup,
         first_half=partial(_first_half, config.args.parallel),
         problem_of=lambda plan: config.limits.problem_of(plan.num_tokens, len(plan.rows)),
     )

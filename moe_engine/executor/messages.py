@@ -10,8 +10,6 @@ from typing import Any
 
 import msgspec
 
-from moe_engine.core.engine_info import EngineInfo
-from moe_engine.core.executor import Survivors
 from moe_engine.executor.progress import Position
 
 
@@ -49,15 +47,13 @@ class Beat(RankMessage, tag="beat"):
 class Loaded(RankMessage, tag="loaded"):
     """A rank has loaded its weights and accepts plans. `kernels`: chosen backend by family; must be equal on all ranks.
 
-    From a rank that schedules: `core_address` for the front end, `step_address` for the other schedulers; `info` if no
-    core process sends it.
+    From a rank that schedules: `core_address` for the front end, `step_address` for the other schedulers.
     """
 
     rank: int
     kernels: dict[str, str] = {}
     core_address: str = ""
     step_address: str = ""
-    info: EngineInfo | None = None
 
 
 class Failed(RankMessage, tag="failed"):
@@ -67,8 +63,6 @@ class Failed(RankMessage, tag="failed"):
     message: str
     peer_lost: bool = False
     config_error: bool = False
-    generation: int = 0
-    """Generation of process groups in which it failed."""
 
 
 class Died(RankMessage, tag="died"):
@@ -85,14 +79,6 @@ class Answer(RankMessage, tag="answer"):
     id: int
     value: Any = None
     error: str = ""
-
-
-class Ask(RankMessage, tag="ask"):
-    """A rank requests that all others run `method` of `worker.calls`. Answered by `Answers` with the same id."""
-
-    rank: int
-    id: int
-    method: str
 
 
 class Ended(RankMessage, tag="ended"):
@@ -147,20 +133,6 @@ class Run(RankMessage, tag="run"):
     method: str
 
 
-class Answers(RankMessage, tag="answers"):
-    """The other ranks' replies to `Ask`, in rank order; `error` if one failed."""
-
-    id: int
-    values: list[Any] = []
-    error: str = ""
-
-
-class Regroup(RankMessage, tag="regroup"):
-    """Ranks were lost; the survivors continue."""
-
-    survivors: Survivors
-
-
 class Alive(RankMessage, tag="alive"):
     """The leader's process is alive."""
 
@@ -171,8 +143,8 @@ class Leave(RankMessage, tag="leave"):
     reason: str
 
 
-ToLeader = Hello | Beat | Loaded | Failed | Died | Answer | Ask | Ended | NodeHere | NodeRefused
-ToRank = Welcome | Go | Run | Answers | Regroup | Alive | Leave
+ToLeader = Hello | Beat | Loaded | Failed | Died | Answer | Ended | NodeHere | NodeRefused
+ToRank = Welcome | Go | Run | Alive | Leave
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_leader = msgspec.msgpack.Decoder(ToLeader).decode

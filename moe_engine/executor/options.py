@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_engine.errors import ConfigError
-from moe_engine.parallel.placement.coverage import Coverage
 from moe_engine.processes.addresses import LOOPBACK
 from moe_engine.processes.rendezvous_address import RendezvousAddress
 from moe_engine.processes.zmq_sockets import JobKeys
@@ -72,7 +71,7 @@ class RankGroupOptions:
             rank that died or fell silent much earlier.
         fingerprint: equal on all nodes started with the same flags.
         keys: CURVE keys of the sockets between nodes; None without a job secret.
-        coverage: set if the engine survives lost ranks (``--elastic-ep``).
+        on_rank_lost: the `cluster.rank_loss.RankLossPolicy`; None: a lost rank ends the replica.
     """
 
     size: int
@@ -87,7 +86,7 @@ class RankGroupOptions:
     collective_timeout: float = 300.0
     fingerprint: str = ""
     keys: JobKeys | None = None
-    coverage: Coverage | None = None
+    on_rank_lost: Any = None
     device: str = "cpu"
     base_device: int = 0
     """GPU of the node's first rank; the next ranks' GPUs follow at intervals of `device_step`."""

@@ -71,7 +71,7 @@ class Progress:
         self._operations += 1
 
     def restart(self) -> None:
-        """Resets to zero after a regroup: the steps in flight were abandoned."""
+        """Resets to zero after the steps in flight were abandoned."""
         with self._lock:
             self._in_work.clear()
             self._steps_done = self._operations = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +43,6 @@ def rank_group_options(config: ResolvedConfig, replica: int = 0) -> RankGroupOpt
         collective_timeout=COLLECTIVE_SECONDS,
         fingerprint=fingerprint(config),
         keys=job_keys(plan.secret),
-        coverage=plan.coverage,
         device=config.device,
         base_device=flags.base_gpu_id + flags.gpu_id_step * first_local,
         device_step=flags.gpu_id_step,
@@ -55,7 +55,6 @@ def fingerprint(config: ResolvedConfig) -> str:
     shared = (
         plan.topology,
         plan.num_replicas,
-        plan.coverage,
         plan.dispatch.row.name if plan.dispatch is not None else "",
         config.model.architecture,
         sizes.num_parameters(config.model),
@@ -70,24 +69,41 @@ def fingerprint(config: ResolvedConfig) -> str:
     return repr(shared)
 
 
-def sharded_worker(config: ResolvedConfig, place: RankPlace, progress: Progress) -> Worker:
-    """This rank's shard of the model; collective over the ranks."""
+def join_groups(config: ResolvedConfig, place: RankPlace, progress: Progress) -> ParallelContext:
+    """The groups of this rank; collective over the ranks."""
+    from moe_engine.parallel.context import join
+
+    return join(
+        config.parallel.topology,
+        place.rank,
+        COLLECTIVE_SECONDS,
+        place.device,
+        observe=progress.observe,
+        share_memory=not config.args.parallel.disable_custom_all_reduce,
+    )
+
+
+def sharded_worker(
+    config: ResolvedConfig,
+    place: RankPlace,
+    progress: Progress,
+    join: Callable[[ResolvedConfig, RankPlace, Progress], ParallelContext] = join_groups,
+) -> Worker:
+    """This rank's shard of the model; collective over the ranks.
+
+    Args:
+        join: creates the rank's groups.
+    """
     import torch
 
-    from moe_engine.parallel.context import SINGLE, join, join_elastic
+    from moe_engine.parallel.context import SINGLE
     from moe_engine.worker.eplb.expert_setup import with_experts
 
     torch.manual_seed(config.random_seed)
     progress.phase = lambda: "loading"
     parallel = SINGLE
     if place.size > 1:
-        topology = config.parallel.topology
-        who, observe = (topology, place.rank, COLLECTIVE_SECONDS, place.device), progress.observe
-        if config.parallel.coverage is None:
-            share_memory = not config.args.parallel.disable_custom_all_reduce
-            parallel = join(*who, observe=observe, share_memory=share_memory)
-        else:
-            parallel = join_elastic(*who, observe=observe)
+        parallel = join(config, place, progress)
         parallel = with_experts(parallel, config.model, config.experts, place.device)
         parallel = _with_dispatcher(config, parallel)
     worker = make_worker(config, device=place.device, parallel=parallel, progress=place.rank == 0)

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from moe_engine.elastic.policy import surviving
+from moe_engine.executor.options import RankGroupOptions
 from moe_engine.executor.sharded_worker import rank_group_options
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.core_process import CoreProcess
@@ -33,11 +35,15 @@ def start_cores(config: ResolvedConfig) -> list[CoreProcess]:
     if plan.num_nodes > 1 and plan.secret is None:
         logger.warning("%s", _open_ports(plan))
     if plan.num_replicas == 1:
-        return [CoreProcess(config, ranks=rank_group_options(config))]
-    return [
-        CoreProcess(config, name=f"engine core DP{i}", ranks=rank_group_options(config, i))
-        for i in range(plan.num_replicas)
-    ]
+        return [CoreProcess(config, ranks=_ranks(config))]
+    return [CoreProcess(config, name=f"engine core DP{i}", ranks=_ranks(config, i)) for i in range(plan.num_replicas)]
+
+
+def _ranks(config: ResolvedConfig, replica: int = 0) -> RankGroupOptions | None:
+    options, coverage = rank_group_options(config, replica), config.parallel.coverage
+    if options is None or coverage is None:
+        return options
+    return surviving(options, coverage)
 
 
 def _open_ports(plan: ParallelPlan) -> str:

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.dispatch.tables import DispatchChoice
-from moe_engine.parallel.placement.coverage import Coverage
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.resolution_log import Record
 
 BACKENDS = ("all_to_all", "allgather", "shared_memory")
 """Dispatchers that can be rebuilt for the surviving ranks."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Losses that the spare expert slots can absorb.
+
+    `slots`: expert slots per rank and layer.
+    """
+
+    num_experts: int
+    slots: int
+
+    def covers(self, num_ranks: int) -> bool:
+        """True if `num_ranks` ranks have slots for every expert."""
+        return num_ranks * self.slots >= self.num_experts
+
+    def redundant_needed(self, num_left: int, num_ranks: int) -> int:
+        """Value of ``--ep-num-redundant-experts`` with which `num_left` of the ranks suffice."""
+        return -(-self.num_experts // num_left) * num_ranks - self.num_experts
 
 
 def resolve_elastic(

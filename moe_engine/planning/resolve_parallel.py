@@ -10,11 +10,10 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.dispatch.tables import DispatchChoice, Place, choose
-from moe_engine.parallel.placement.coverage import Coverage
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.resolution_log import Record
-from moe_engine.planning.resolve_elastic import resolve_elastic
+from moe_engine.planning.resolve_elastic import Coverage, resolve_elastic
 from moe_engine.processes.dist_secret import DistSecret
 
 ONE_RANK = Topology()

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import psutil
@@ -31,8 +30,7 @@ from moe_engine.worker.batch.mla_form import form_policy
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.eplb.expert_control import ExpertControl
-from moe_engine.worker.eplb.expert_recovery import RankRecovery
-from moe_engine.worker.eplb.expert_setup import attach_experts, make_recovery, with_experts
+from moe_engine.worker.eplb.expert_setup import attach_experts, with_experts
 from moe_engine.worker.graphs.compile_setup import finish_regions, start_regions
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
@@ -69,7 +67,6 @@ class Worker:
 
     Args:
         experts: expert recording and EPLB.
-        recovery: recovery after the loss of other ranks (--elastic-ep).
     """
 
     def __init__(
@@ -78,12 +75,10 @@ class Worker:
         thread: ThreadPoolExecutor | None = None,
         info: WorkerInfo | None = None,
         experts: ExpertControl | None = None,
-        recovery: RankRecovery | None = None,
     ) -> None:
         self.runner = runner
         self.info = info or WorkerInfo(kv_bytes=runner.kv_pool.num_bytes)
         self.experts = experts or ExpertControl()
-        self.recovery = recovery
         self._thread = thread or step_thread(runner.stream, None)
         self._collector = ThreadPoolExecutor(1, "worker-results") if runner.stream.asynchronous else None
 
@@ -106,11 +101,11 @@ class Worker:
         stream = DeviceStream(options.device)
         thread = step_thread(stream, options.cpu_threads)
         try:
-            runner, info, experts, recovery = thread.submit(_prepare, options, stream, parallel, progress).result()
+            runner, info, experts = thread.submit(_prepare, options, stream, parallel, progress).result()
         except BaseException:
             thread.shutdown(wait=False)
             raise
-        return cls(runner, thread, info, experts, recovery)
+        return cls(runner, thread, info, experts)
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """A future of the step's result, or of its `StepError`."""
@@ -186,10 +181,10 @@ def _prepare(
     stream: DeviceStream,
     parallel: ParallelContext,
     progress: bool,
-) -> tuple[ModelRunner, WorkerInfo, ExpertControl, RankRecovery | None]:
+) -> tuple[ModelRunner, WorkerInfo, ExpertControl]:
     """Startup of the worker before READY; runs on the step thread."""
     from moe_engine.models.layers.decoder import Decoder
-    from moe_engine.models.loader import load_model, open_again
+    from moe_engine.models.loader import load_model
 
     began = time.perf_counter()
     guard.reset()
@@ -237,12 +232,7 @@ def _prepare(
     _warm(runner, backends, options)
     finish_regions(runner, regions)
     num_graphs = capture_graphs(runner, options.graphs, progress=progress)
-    mtp = mtp_layers(runner)
-    experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp)
-    open_weights = partial(
-        open_again, options.model_path, config, dtype, stream.device, options.load_format, options.dummy_seed
-    )
-    recovery = make_recovery(model, mtp, config, options.experts, parallel, backends.experts, experts, open_weights)
+    experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp_layers(runner))
     info = WorkerInfo(
         choices=backends.choices,
         weight_bytes=model.weight_bytes
@@ -256,7 +246,7 @@ def _prepare(
         warmup_seconds=time.perf_counter() - loaded,
     )
     guard.ready()
-    return runner, info, experts, recovery
+    return runner, info, experts
 
 
 def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> None:

@@ -55,7 +55,7 @@ def plan_moves(
     Layers that do not change have no chunk.
 
     Args:
-        old: the current placement; slots of lost ranks are empty (`ExpertPlacement.without_ranks`).
+        old: the current placement; slots of absent ranks are empty (`ExpertPlacement.without_ranks`).
         new: of the same sizes.
         chunk_size: spare slots of each rank.
         num_nodes: sources on the receiver's node are preferred.

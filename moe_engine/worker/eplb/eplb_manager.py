@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,9 +33,9 @@ from moe_engine.parallel.placement.balance import balancedness
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import Chunk, plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
+from moe_engine.parallel.placement.policies import plan_placement
 from moe_engine.parallel.placement.program import decode_moves, encode_moves
 from moe_engine.parallel.placement.replicas import LayerChoice
-from moe_engine.parallel.placement.survivors import plan_for_survivors
 from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
 from moe_engine.worker.eplb.eplb_throttle import EPLBThrottle
@@ -64,27 +64,31 @@ class Planner:
     """Plans placements concurrently with steps, on the planning rank. `close` waits for the running plan."""
 
     def __init__(self, layout: ExpertLayout, policy: str, executor: Executor) -> None:
-        self.alive = (True,) * layout.num_ranks
-        """Ranks alive, which plans use."""
+        self.executor = executor
         self._layout = layout
         self._policy = policy
-        self._executor = executor
 
     def submit(self, counts: NDArray[np.int64], current: ExpertPlacement, enough: float) -> Future[Plan]:
         """A plan for counts [L, E]; `NO_MOVES` if the balancedness is already above `enough`."""
-        return self._executor.submit(self.plan, counts, current, enough)
+        return self.executor.submit(self.plan, counts, current, enough)
 
     def plan(self, counts: NDArray[np.int64], current: ExpertPlacement, enough: float) -> Plan:
-        alive = self.alive
-        before = balancedness(current.of_ranks(alive), counts)
+        before = self.balancedness(current, counts)
         if not counts.any() or before > enough:
             return NO_MOVES
-        new = plan_for_survivors(counts, self._layout, alive, current, self._policy, MIN_GAIN).placement
+        new = self.place(counts, current)
         moves = plan_moves(current, new, num_nodes=self._layout.num_nodes)
-        return Plan(encode_moves(moves), before, balancedness(new.of_ranks(alive), counts))
+        return Plan(encode_moves(moves), before, self.balancedness(new, counts))
+
+    def balancedness(self, placement: ExpertPlacement, counts: NDArray[np.int64]) -> float:
+        return balancedness(placement, counts)
+
+    def place(self, counts: NDArray[np.int64], current: ExpertPlacement) -> ExpertPlacement:
+        """The new placement."""
+        return plan_placement(counts, self._layout, self._policy, current, MIN_GAIN)
 
     def close(self) -> None:
-        self._executor.shutdown(cancel_futures=True)
+        self.executor.shutdown(cancel_futures=True)
 
 
 @dataclass
@@ -119,7 +123,7 @@ class EPLBManager:
         recorder: expert counts, whose window this takes.
         make_transfer: with one spare slot per layer that moves at once; collective.
         world: all ranks of the model. Its collectives run between passes, so they cannot interleave with a step's.
-        planner: used on the planning rank only, the first rank alive.
+        planner: used on the planning rank only, rank 0 until `restart`.
         drafts: counts of MTP layers, which are then planned and moved like the model's own layers.
         clock: seconds.
     """
@@ -142,7 +146,7 @@ class EPLBManager:
         self._make_transfer = make_transfer
         self._transfer = make_transfer()
         self._world = world
-        self._planner = planner
+        self.planner = planner
         self._planning_rank = 0
         self._drafts = drafts
         self._clock = clock
@@ -162,13 +166,13 @@ class EPLBManager:
         self._stage()
 
     def close(self) -> None:
-        self._planner.close()
+        self.planner.close()
 
-    # -- after the loss of ranks
+    # -- with other ranks
 
     def reset(self) -> NDArray[np.int64]:
-        """Aborts the current stage, as ranks may be at different passes of it. Returns the counts [L, E] since the last
-        plan, summed over the surviving ranks; collective among them."""
+        """Aborts the current stage; ranks may be at different passes of it. Returns the counts [L, E] since the last
+        plan, summed over the ranks of the world; collective."""
         self._planning = None
         self._transfer.give_up()
         self._pending.clear()
@@ -176,10 +180,9 @@ class EPLBManager:
         self._enter(self._count)
         return self._take_counts()
 
-    def restart(self, alive: Sequence[bool], balancedness: float) -> None:
-        """Restarts EPLB among the ranks alive, whose placement has this balancedness; collective among them."""
-        self._planner.alive = tuple(alive)
-        self._planning_rank = self._planner.alive.index(True)
+    def restart(self, planner: Planner, planning_rank: int, balancedness: float) -> None:
+        """Continues after `reset`, with a placement of this balancedness; collective."""
+        self.planner, self._planning_rank = planner, planning_rank
         self.stats.after = balancedness
         self._transfer = self._make_transfer()
 
@@ -194,7 +197,7 @@ class EPLBManager:
         self._log("[EPLBManager] rebalance start")
         counts = self._take_counts()
         if self._is_planning_rank:
-            self._planning = self._planner.submit(counts, self._placement, self._settings.enough)
+            self._planning = self.planner.submit(counts, self._placement, self._settings.enough)
         self._enter(self._plan)
 
     def _take_counts(self) -> NDArray[np.int64]:

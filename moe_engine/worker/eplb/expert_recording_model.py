@@ -49,7 +49,7 @@ class ExpertRecordingModel:
         self.logits = model.logits
         self.counts_in_layers = False
         """Whether all layers count their own experts, so that a fused pass is recorded too."""
-        self._model = model
+        self.model = model
         self._recorder = recorder
         self._balance = balance
         self._log = log
@@ -58,15 +58,15 @@ class ExpertRecordingModel:
     @property
     def passes(self) -> int:
         """Passes begun so far: the number of the last one, the same on all ranks."""
-        return self._model.passes
+        return self.model.passes
 
     @passes.setter
     def passes(self, passes: int) -> None:
-        self._model.passes = passes
+        self.model.passes = passes
 
     @property
     def at_layer(self) -> int:
-        return self._model.at_layer
+        return self.model.at_layer
 
     @property
     def is_watching(self) -> bool:
@@ -82,7 +82,7 @@ class ExpertRecordingModel:
             recorder.begin_pass(self.passes + 1)
         result = run()
         if result is not None:
-            self._model.passes += 1
+            self.model.passes += 1
             recorder.end_pass()
             if self._log:
                 self._log_balancedness()
@@ -91,7 +91,7 @@ class ExpertRecordingModel:
         return result
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        recorder, model = self._recorder, self._model
+        recorder, model = self._recorder, self.model
         if self._balance is not None:
             self._balance.between_passes()
         if recorder.counting:
@@ -109,10 +109,10 @@ class ExpertRecordingModel:
         if self._balance is not None:
             self._balance.between_passes()
         if self._recorder.counting:
-            self._recorder.begin_pass(self._model.passes + 1)
+            self._recorder.begin_pass(self.model.passes + 1)
             if self._recorder.wants_batches:
                 self._describe(batches)
-        hidden = self._model.forward_overlapped(batches)
+        hidden = self.model.forward_overlapped(batches)
         self._recorder.end_pass()
         if self._log:
             self._log_balancedness()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -14,11 +13,10 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.mtp import MTPLayers
-from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.parallel.expert_tables import ExpertTables
-from moe_engine.parallel.expert_transfer import ExpertTransfer, Link, PeerLink, SlotMemory
+from moe_engine.parallel.expert_transfer import ExpertTransfer, SlotMemory
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.sources import from_any
 from moe_engine.parallel.recording.config import RecorderConfig
@@ -28,7 +26,6 @@ from moe_engine.worker.device_stream import make_lane
 from moe_engine.worker.eplb.eplb_manager import EPLBManager, Planner
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
-from moe_engine.worker.eplb.expert_recovery import RankRecovery
 from moe_engine.worker.model_runner import ModelRunner
 
 
@@ -79,7 +76,7 @@ def attach_experts(
     balance = None
     if settings.rebalance is not None and parallel.ep_size > 1:
         recorder.watch()
-        balance = _balance(config, settings, parallel, layers, _drafting(mtp), kernel, recorder)
+        balance = _balance(config, settings, parallel, layers, mtp_moe_layers(mtp), kernel, recorder)
         recorder.start()  # as SGLang does: can be dumped at any time
     model.passes = 0  # without warm-up passes, whose number may differ between ranks
     observed = ExpertRecordingModel(
@@ -95,30 +92,7 @@ def attach_experts(
     return ExpertControl(recorder, balance, observed, observe)
 
 
-def make_recovery(
-    model: Model,
-    mtp: MTPLayers | None,
-    config: ModelConfig,
-    settings: ExpertSettings,
-    parallel: ParallelContext,
-    kernel: ExpertsKernel,
-    control: ExpertControl,
-    open_weights: Callable[[], WeightSource],
-) -> RankRecovery | None:
-    """The recovery after a loss of ranks; None without --elastic-ep.
-
-    Args:
-        model: the model without recording wrapper; `mtp`: its drafting layers.
-        open_weights: opens its checkpoint again.
-    """
-    if parallel.elastic is None:
-        return None
-    layers = {**moe_layers(model), **_drafting(mtp)}
-    layout = _layout(config, settings, parallel)
-    return RankRecovery(parallel, layers, kernel, layout, settings.policy, open_weights, control)
-
-
-def _drafting(mtp: MTPLayers | None) -> dict[int, MoE]:
+def mtp_moe_layers(mtp: MTPLayers | None) -> dict[int, MoE]:
     """MoE layers of MTP, by index."""
     return {layer.layer_index: layer for layer in mtp.feed_forwards if isinstance(layer, MoE)} if mtp else {}
 
@@ -179,16 +153,11 @@ def _balance(
         for layer in drafting.values():
             layer.count(drafts)
     weights = {index: layer.weights for index, layer in {**layers, **drafting}.items()}
-    groups, world = parallel.topology.ep_groups(), parallel.world
 
     def transfer() -> ExpertTransfer:
         memory = SlotMemory(kernel, weights, num_spare=rebalance.layers_at_once)
-        link: Link
-        if parallel.elastic is not None:
-            link = parallel.elastic.link()
-        else:
-            link = PeerLink(groups, parallel.world_rank, world.timeout_s, world.device)
-        return ExpertTransfer(memory, link, parallel.ep_rank, tables.slots_per_rank, make_lane(recorder.config.device))
+        lane = make_lane(recorder.config.device)
+        return ExpertTransfer(memory, parallel.expert_link(), parallel.ep_rank, tables.slots_per_rank, lane)
 
     return EPLBManager(
         rebalance,

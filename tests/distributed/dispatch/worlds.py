@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -241,20 +240,6 @@ def run_until_broken(rank: int, backend: str, timeout_s: float, going: str) -> t
         except PeerLost as error:
             return str(error), time.monotonic() - start
     raise AssertionError
-
-
-def break_off(rank: int) -> list[str]:
-    """Rank 0 waits in one group for the other, in vain, and then asks more of this group and of another of its set."""
-    given_up, everybody = threading.Event(), list(range(dist.get_world_size()))
-    made = [dist.new_group(everybody, timeout=timedelta(seconds=1)) for _ in range(2)]
-    groups = [DistributedGroup(group, 1.0, "cpu", None, given_up) for group in made]
-    errors = []
-    for group in (groups[0], groups[0], groups[1]) if rank == 0 else ():
-        try:
-            group.all_to_all(torch.zeros(2), torch.zeros(2))
-        except PeerLost as error:
-            errors.append(str(error))
-    return errors
 
 
 def sleep(rank: int, sleeper: int, seconds: float) -> int:

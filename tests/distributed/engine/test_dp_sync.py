@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.core.dp_sync import LOST, DPSync, PrefillTurns, StepExchange
+from moe_engine.core.dp_sync import DPSync, PrefillTurns, StepExchange
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError
 from moe_engine.types import Speculation, StepFacts, StepPlan
@@ -137,39 +137,6 @@ def test_turns_of_prompts() -> None:
     assert not turns.open  # no prompts wait while they decode
     turns.after((StepFacts(), StepFacts(num_waiting=2), StepFacts()))
     assert turns.open  # no group decodes
-
-
-def test_a_message_that_arrives_before_regroup_is_kept(meshes: Callable[[int], list[StepExchange]]) -> None:
-    """A peer that regroups first begins the new generation while this rank is still in the old one."""
-    here, peer, _ = meshes(3)
-    alive = [True, True, False]
-    peer.regroup(1, alive)
-    peer.send(1, StepFacts(num_tokens=21))
-    assert here.socket.poll(30_000)
-    assert not here.begun(1)  # reads the message: it belongs to no step of the old generation
-    steps = DPSync(here, lost)  # a wait for a message that was dropped ends at `lost`
-    steps.regroup(1, alive)
-    assert steps.is_due()
-    assert steps.sync_step(StepPlan(1), StepFacts(num_tokens=11)).dp_facts == (
-        StepFacts(num_tokens=11),
-        StepFacts(num_tokens=21),
-        LOST,
-    )
-
-
-def test_turns_of_prompts_count_the_groups_that_are_alive(meshes: Callable[[int], list[StepExchange]]) -> None:
-    """One of two groups alive is half of them, however many were lost."""
-    here, peer, *_ = meshes(5)
-    alive = [True, True, False, False, False]
-    steps = DPSync(here, lambda: None)
-    steps.regroup(1, alive)
-    peer.regroup(1, alive)
-    for number, (facts, may_prefill) in enumerate(
-        [(StepFacts(num_running=3), False), (StepFacts(num_running=3, num_waiting=1), True)], 1
-    ):
-        peer.send(number, facts)
-        steps.sync_step(StepPlan(number), StepFacts(num_running=3))
-        assert steps.may_prefill() is may_prefill
 
 
 def test_facts_of_a_plan() -> None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.core.executor import RanksChanged
 from moe_engine.core.expert_calls import ExpertCalls
+from moe_engine.errors import EngineDeadError
 from moe_engine.executor.make_worker import worker_options
 from moe_engine.models.layers.moe import MoE
 from moe_engine.planning.prepare import prepare
@@ -280,7 +280,7 @@ def test_a_take_aborted_by_a_lost_rank_is_a_loss_and_no_error(tmp_path: Path) ->
     class Losing:
         def call_all(self, method: str) -> Future[list[Any]]:
             answer: Future[list[Any]] = Future()
-            answer.set_exception(RanksChanged("DP1 was killed"))
+            answer.set_exception(EngineDeadError("DP1 was killed"))
             return answer
 
     calls = ExpertCalls(Losing(), tmp_path)

@@ -10,7 +10,6 @@ import msgspec
 
 from moe_engine.core import messages as core_messages
 from moe_engine.core.dp_sync import StepFactsMessage
-from moe_engine.core.executor import Survivors
 from moe_engine.executor import messages
 from moe_engine.executor.plan_broadcast import Step, Stop
 from moe_engine.executor.progress import Position
@@ -21,19 +20,16 @@ encode = msgspec.msgpack.Encoder().encode
 MESSAGES: list[Any] = [
     messages.Hello(1, "host", 7, "print", "ipc://x"),
     messages.Beat(1, Position(3, 4, 5, "model", "sum"), [1.0, 2.0]),
-    messages.Loaded(1, {"ops": "torch"}, "ipc://a", "ipc://b", {"x": 1}),
+    messages.Loaded(1, {"ops": "torch"}, "ipc://a", "ipc://b"),
     messages.Failed(1, "broken"),
     messages.Died(1, "was killed"),
     messages.Answer(1, 0, [1]),
-    messages.Ask(1, 0, "view"),
     messages.Ended(1),
     messages.NodeHere(1, "host", 7),
     messages.NodeRefused("host", 7, "why"),
     messages.Welcome("ipc://x", "host", 1, "leader"),
     messages.Go(["a", "b"]),
     messages.Run(0, "view"),
-    messages.Answers(0, [1]),
-    messages.Regroup(Survivors((True, False), ("lost",))),
     messages.Alive(),
     messages.Leave("why"),
     StepFactsMessage(1, 1, StepFacts(num_tokens=3)),

@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
-from moe_engine.core.executor import RankLost, Survivors
-from moe_engine.errors import CheckpointError, EngineDeadError, StepError, StepNotRun
+from moe_engine.core.executor import RankLost
+from moe_engine.errors import EngineDeadError, StepError, StepNotRun
 from moe_engine.executor.leader_worker import MAX_AHEAD, LeaderWorker
 from moe_engine.executor.plan_broadcast import PlanReceiver, PlanSender, Step, Stop
 from moe_engine.executor.progress import Progress
@@ -86,24 +83,19 @@ class Detector:
 
     def __init__(self) -> None:
         self.failure: RankLost | None = None
-        self.survivors = Survivors((True,))
         self.done = 0
         self.failures: list[tuple[int, str, bool]] = []
-        self.regroup: Callable[[Survivors], None] = lambda survivors: None
 
     def slowest_steps_done(self) -> int:
         return self.done
 
-    def failed(self, rank: int, message: str, *, peer_lost: bool, generation: int = 0) -> None:
+    def failed(self, rank: int, message: str, *, peer_lost: bool) -> None:
         self.failures.append((rank, message, peer_lost))
 
     def stepped(self, seconds: float) -> None: ...
 
     def on_failure(self, listener: object) -> None:
         self.listener = listener
-
-    def on_survivors(self, listener: Callable[[Survivors], None]) -> None:
-        self.regroup = listener
 
     def lose(self) -> None:
         self.failure = RankLost("TP1 is lost")
@@ -176,16 +168,3 @@ def test_failed_step_waits_for_the_detector(sender: PlanSender) -> None:
     for future in futures:
         with pytest.raises(RankLost):
             future.result(0)
-
-
-def test_failed_regroup_names_the_lost_rank(sender: PlanSender) -> None:
-    detector, formed = Detector(), Future[Any]()
-    formed.set_exception(CheckpointError("/models/m: holds no *.safetensors file"))
-    regroups = Mock(go_on=lambda survivors: formed)
-    worker = LeaderWorker(LocalWorker(), sender, detector, Progress(), regroups=regroups)
-    detector.survivors = Survivors((True, False), ("TP1 (pid 7) was killed by SIGKILL",))
-    with pytest.raises(RankLost):
-        worker.regroup(lambda: detector.lose() if detector.failures else None)
-    ((_, message, peer_lost),) = detector.failures
-    assert message.startswith("/models/m: holds no *.safetensors file; ") and not peer_lost
-    assert "TP1 (pid 7) was killed by SIGKILL" in message

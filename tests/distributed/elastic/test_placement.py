@@ -1,4 +1,4 @@
-"""Lost ranks: lost experts are reported, the others are planned anew, and the moves produce that plan."""
+"""Placements on the surviving ranks: lost experts are named, and the moves reach the plan."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from moe_engine.elastic.placement import plan_for_survivors
 from moe_engine.errors import ConfigError
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import plan_moves
 from moe_engine.parallel.placement.placement import EMPTY, ExpertPlacement
 from moe_engine.parallel.placement.policies import plan_placement
-from moe_engine.parallel.placement.survivors import plan_for_survivors
 from tests.distributed.placement.drawn import counts_for, layouts
 from tests.distributed.placement.test_placement_moves import arrived, by_rank, follow
 

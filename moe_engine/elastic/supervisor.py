@@ -1,4 +1,4 @@
-"""Rank supervisor of --elastic-ep: parent process of all ranks, without a model, so that any rank may be lost.
+"""Rank supervisor: parent process of all ranks, without a model, so that any rank may be lost.
 
 It holds everything the world depends on: failure detector, control channel, rendezvous store. Every rank is a child
 process with its own scheduler, which the front end reaches directly.
@@ -11,22 +11,28 @@ import os
 import queue
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 from moe_engine.cluster.control_server import ControlServer
-from moe_engine.cluster.failure_detector import FailureDetector
+from moe_engine.cluster.core_spec import CoreSpec
+from moe_engine.cluster.multiproc_executor import Serving
 from moe_engine.cluster.rank_process import LocalRanks
-from moe_engine.core.executor import RankLost, Survivors
+from moe_engine.core.engine_info import EngineInfo
+from moe_engine.core.executor import RankLost
 from moe_engine.core.messages import CoreReady, GroupsLost
+from moe_engine.core.transport import ZmqTransport
+from moe_engine.elastic.detector import ElasticDetector
+from moe_engine.elastic.messages import Answers, Ask, Ready, Regroup, StepFailed, decode_to_supervisor
+from moe_engine.elastic.survivors import Survivors
 from moe_engine.errors import ConfigError
 from moe_engine.executor import messages as rank_messages
 from moe_engine.executor.options import RankGroupOptions
 from moe_engine.executor.process_groups import open_store, quieten_torch
+from moe_engine.planning.resolve_elastic import Coverage
 from moe_engine.processes.addresses import LOOPBACK
 from moe_engine.processes.watched_thread import start_watched
-
-if TYPE_CHECKING:
-    from moe_engine.cluster.core_spec import CoreSpec
 
 logger = logging.getLogger("moe_engine")
 
@@ -37,27 +43,84 @@ LEAVE_SECONDS = 0.6
 LOOK_SECONDS = 0.01
 
 
+class SupervisorControl(ControlServer):
+    """The control channel of a process that is no rank."""
+
+    decode = staticmethod(decode_to_supervisor)
+
+    def __init__(self, address: str, options: RankGroupOptions, detector: ElasticDetector) -> None:
+        self.info: EngineInfo | None = None
+        """As sent by rank 0's core."""
+        self._elastic = detector
+        self._relayed: queue.SimpleQueue[tuple[int, Answers]] = queue.SimpleQueue()
+        super().__init__(address, options, detector, first_rank=0)
+        detector.on_survivors(self._regroup)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, StepFailed):
+            self._elastic.failed(
+                message.rank, message.message, peer_lost=message.peer_lost, generation=message.generation
+            )
+        elif isinstance(message, Ready):
+            self.info = message.info if message.rank == 0 else self.info
+        elif isinstance(message, Ask):
+            self._relay(message)
+        else:
+            super()._take(message)
+
+    def _relay(self, ask: Ask) -> None:
+        """Relays a call from a rank to all others."""
+
+        def answered(done: Future[list[Any]]) -> None:
+            error = done.exception()
+            values, why = (done.result(), "") if error is None else ([], str(error))
+            self._relayed.put((ask.rank, Answers(ask.id, values, why)))
+
+        self.call_all(ask.method, ask.rank).add_done_callback(answered)
+
+    def _begin_calls(self) -> None:
+        super()._begin_calls()
+        while not self._relayed.empty():
+            self._send_rank(*self._relayed.get())
+
+    def _regroup(self, survivors: Survivors) -> None:
+        for rank in self._elastic.ranks:
+            self._send_rank(rank, Regroup(survivors))
+        for number, call in list(self._calls.items()):  # do not wait for lost ranks; keep their replies
+            call.asked = [rank for rank in call.asked if survivors.alive[rank] or rank in call.answers]
+            self._end_if_answered(number)
+
+
 class RankSupervisor:
     """The ranks of one model on one node, each an attention group.
 
     Args:
         spec: of this process; its folder holds the sockets and status files.
+        coverage: of the ranks that may be lost.
     """
 
-    def __init__(self, config: Any, options: RankGroupOptions, spec: CoreSpec, log_level: str = "info") -> None:
+    def __init__(
+        self, config: Any, options: RankGroupOptions, spec: CoreSpec, coverage: Coverage, log_level: str = "info"
+    ) -> None:
         quieten_torch()
-        self._options = options
+        self._options, self._spec = options, spec
         self._events: queue.SimpleQueue[RankLost | Survivors] = queue.SimpleQueue()
-        self._detector = FailureDetector(options.places, options.limits, coverage=options.coverage)
+        self._detector = ElasticDetector(options.places, options.limits, coverage)
         self._detector.on_failure(self._events.put)
         self._detector.on_survivors(self._events.put)
         control = f"ipc://{spec.status_path.parent}/ranks"
-        self._control = ControlServer(control, options, self._detector)
-        self._ranks = LocalRanks(config, options, control, self._detector.died, log_level, spec)
-        self._detector.on_survivors(
+        self._control = SupervisorControl(control, options, self._detector)
+        self._ranks = LocalRanks(config, options, control, self._detector.died, log_level, spec, first_rank=0)
+        self._detector.on_survivors(  # kills them: a process that was only stopped must not resume
             lambda survivors: self._ranks.end(rank for rank, alive in enumerate(survivors.alive) if not alive)
         )
         self._served = False
+
+    def serve(self) -> Serving:
+        """Starts the ranks. Raises like `start`."""
+        info = self.start()
+        transport = ZmqTransport(f"{self._spec.to_core_address}-supervisor", self._spec.from_core_address)
+        return Serving(partial(self.run, transport.send), transport, info)
 
     def start(self) -> CoreReady:
         """Blocks until every rank is ready; returns the message for the front end.
@@ -77,8 +140,8 @@ class RankSupervisor:
             time.sleep(LOOK_SECONDS)
         self._detector.arm()
         logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
-        assert self._detector.info is not None
-        return CoreReady(self._detector.info, self._detector.core_addresses)
+        assert self._control.info is not None
+        return CoreReady(self._control.info, self._detector.core_addresses)
 
     def run(self, report: Callable[[GroupsLost], None]) -> None:
         """Blocks until the orderly shutdown of the ranks.

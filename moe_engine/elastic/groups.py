@@ -1,4 +1,4 @@
-"""Elastic EP: groups that keep their size after the loss of ranks.
+"""Process groups that keep their size after the loss of ranks.
 
 Users of a group always see R ranks. A lost rank sends zeros, receives nothing and adds nothing; `alive` lists the live
 ranks for users that must not interpret these zeros (dispatchers: id 0 is an expert). Internally each loss ends one set
@@ -10,8 +10,9 @@ Legend: R ranks, S live ranks, C columns.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,8 +21,68 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_engine.parallel.collectives import DistributedGroup, Group, Observer, SingleRank, wait_unless
+from moe_engine.parallel.collectives import DistributedGroup, Group, Observer, PeerLost, SingleRank
+from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.expert_transfer import lost_while_moving
+from moe_engine.parallel.topology import Topology
+
+POLL_INTERVAL = timedelta(milliseconds=50)
+"""Poll interval of an abortable wait."""
+
+
+def wait_unless(given_up: threading.Event, work: Any, timeout_s: float) -> None:
+    """Waits for an operation of torch.distributed, which is abandoned once `given_up` is set: its output buffers must
+    then not be used any more.
+
+    Raises:
+        RuntimeError: the operation failed, was aborted, or took longer than `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        began = time.monotonic()
+        try:
+            work.wait(POLL_INTERVAL)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                work.wait()  # re-raises the operation's own error
+                return
+            if time.monotonic() - began < POLL_INTERVAL.total_seconds():
+                raise  # not a timeout
+            if given_up.is_set():
+                raise RuntimeError("aborted: other ranks were lost") from None
+            if time.monotonic() > deadline:
+                raise
+
+
+class AbortableGroup(DistributedGroup):
+    """A process group whose pending operations abort when `given_up` is set. A failing operation sets it."""
+
+    def __init__(
+        self,
+        process_group: Any,
+        timeout_s: float,
+        device: torch.device | str,
+        observe: Observer | None,
+        given_up: threading.Event,
+    ) -> None:
+        super().__init__(process_group, timeout_s, device, observe)
+        self._given_up = given_up
+
+    def check(self) -> None:
+        if self._given_up.is_set():
+            raise PeerLost(f"rank {self.rank} of {self.size} aborts: other ranks were lost")
+
+    def _run(self, operation: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        try:
+            self.check()
+            work = call(*args, group=self._process_group, async_op=True, **kwargs)
+            wait_unless(self._given_up, work, self.timeout_s)
+        except RuntimeError as error:
+            # A step may be queued after this one. A peer still in an operation of this step would take that step's
+            # first message for this one's, and gloo would crash it: no later operation may start.
+            self._given_up.set()
+            raise self._peer_lost(operation, error) from error
 
 
 class SurvivorGroup:
@@ -225,4 +286,24 @@ class ElasticWorld:
         if dist.get_world_size() == 1:
             return SingleRank(self._device)
         group = self._new_group()
-        return DistributedGroup(group, self._timeout_s, self._device, self._observe, self._given_up)
+        return AbortableGroup(group, self._timeout_s, self._device, self._observe, self._given_up)
+
+
+@dataclass(frozen=True)
+class ElasticContext(ParallelContext):
+    """Each rank has its own requests and whole layers, so that ranks communicate only in dispatch and combine."""
+
+    elastic: ElasticWorld = field(kw_only=True)
+    """Owns the groups."""
+
+    def expert_link(self) -> SurvivorLink:
+        return self.elastic.link()
+
+
+def join(
+    topology: Topology, rank: int, timeout_s: float, device: torch.device | str, observe: Observer | None = None
+) -> ElasticContext:
+    """As `parallel.context.join`, for ranks that may be lost."""
+    elastic = ElasticWorld(topology.tp_size, rank, timeout_s, device, ("world", "experts"), observe)
+    groups = elastic.groups
+    return ElasticContext(topology, rank, world=groups["world"], ep=groups["experts"], elastic=elastic)

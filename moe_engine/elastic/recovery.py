@@ -1,4 +1,4 @@
-"""Recovery of a rank after the loss of other ranks (elastic EP): new groups, and a placement on surviving ranks.
+"""Recovery of a rank after the loss of other ranks: new groups, and a placement on surviving ranks.
 
 The surviving ranks exchange their physical experts, compute the same plan, and copy experts from slot to slot; an
 expert without a remaining replica is read from the checkpoint by its new rank.
@@ -8,26 +8,28 @@ Legend: L layers, MTP layers included; E experts, P physical experts (slots), G 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from moe_engine.elastic.groups import ElasticContext
+from moe_engine.elastic.placement import plan_for_survivors
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.models.layers.moe import MoE
+from moe_engine.models.loader import open_again
 from moe_engine.models.weights import WeightSource
-from moe_engine.parallel.context import ParallelContext
-from moe_engine.parallel.elastic import ElasticWorld
-from moe_engine.parallel.expert_tables import ExpertTables
 from moe_engine.parallel.expert_transfer import ExpertTransfer, Link, SlotMemory
 from moe_engine.parallel.placement.balance import balancedness
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import Chunk, plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
-from moe_engine.parallel.placement.survivors import plan_for_survivors
-from moe_engine.worker.eplb.expert_control import ExpertControl
+from moe_engine.worker.eplb.eplb_manager import MIN_GAIN, Planner
+from moe_engine.worker.eplb.expert_setup import moe_layers, mtp_moe_layers
+from moe_engine.worker.speculation.build import mtp_layers
+from moe_engine.worker.worker import Worker, WorkerOptions
 
 
 @dataclass(frozen=True)
@@ -42,36 +44,40 @@ class Recovered:
     balancedness: float
 
 
+class SurvivorPlanner(Planner):
+    """Plans EPLB of the live ranks, on the thread of the planner before it."""
+
+    def __init__(self, layout: ExpertLayout, policy: str, before: Planner, alive: Sequence[bool]) -> None:
+        super().__init__(layout, policy, before.executor)
+        self._alive = tuple(alive)
+
+    def balancedness(self, placement: ExpertPlacement, counts: NDArray[np.int64]) -> float:
+        return super().balancedness(placement.of_ranks(self._alive), counts)
+
+    def place(self, counts: NDArray[np.int64], current: ExpertPlacement) -> ExpertPlacement:
+        return plan_for_survivors(counts, self._layout, self._alive, current, self._policy, MIN_GAIN).placement
+
+
 class RankRecovery:
     """Recovers a rank. `give_up` may be called from any thread, `go_on` runs on the worker's thread like a step.
 
     Args:
-        parallel: with an elastic world, a dispatcher and tables.
-        layers: MoE layers, MTP layers included, by index.
-        kernel: of the experts.
-        layout: of the whole world.
-        policy: EPLB algorithm, as for `plan_placement`.
-        open_weights: opens the checkpoint again.
-        control: has the recorder and EPLB manager, which use the tables.
+        worker: ready; on several ranks of an `ElasticWorld`.
+        options: that it was created with.
     """
 
-    def __init__(
-        self,
-        parallel: ParallelContext,
-        layers: Mapping[int, MoE],
-        kernel: ExpertsKernel,
-        layout: ExpertLayout,
-        policy: str,
-        open_weights: Callable[[], WeightSource],
-        control: ExpertControl,
-    ) -> None:
-        assert parallel.elastic is not None and parallel.experts is not None and parallel.dispatcher is not None
-        self.elastic: ElasticWorld = parallel.elastic
-        self._world, self._dispatcher = parallel.world, parallel.dispatcher
-        self._tables: ExpertTables = parallel.experts
-        self._layers, self._kernel = layers, kernel
-        self._layout, self._policy = layout, policy
-        self._open_weights = open_weights
+    def __init__(self, worker: Worker, options: WorkerOptions) -> None:
+        runner, config, control = worker.runner, options.model, worker.experts
+        parallel = runner.shared.parallel
+        self._layers: Mapping[int, MoE] = {**moe_layers(model), **mtp_moe_layers(mtp_layers(runner))}
+        kernel = next(iter(self._layers.values())).stored.kernel
+        assert isinstance(parallel, ElasticContext) and config.moe is not None
+        assert parallel.experts is not None and parallel.dispatcher is not None
+        self.elastic = parallel.elastic
+        self._world, self._dispatcher, self._tables = parallel.world, parallel.dispatcher, parallel.experts
+        self._kernel, self._options, self._device = kernel, options, runner.stream.device
+        self._layout = options.experts.layout(config.moe.num_experts, config.moe.num_groups, parallel.topology)
+        self._policy = options.experts.policy
         self._recorder, self._balance, self._observed = control.recorder, control.balance, control.observed
 
     def give_up(self) -> None:
@@ -98,7 +104,8 @@ class RankRecovery:
         copied, read = self._move(current, plan.placement)
         recovered = Recovered(copied, read, balancedness(plan.placement.of_ranks(alive), counts))
         if self._balance is not None:
-            self._balance.restart(alive, recovered.balancedness)
+            planner = SurvivorPlanner(self._layout, self._policy, self._balance.planner, alive)
+            self._balance.restart(planner, self.elastic.places[0], recovered.balancedness)
         self._restart_counting(alive)
         self._world.barrier()
         return recovered
@@ -140,6 +147,13 @@ class RankRecovery:
                         layer.stored.fill(weights, layer.weights, {copy.expert: [slot]})
             self._update(chunk.layer, chunk.table)
         return copied, read
+
+    def _open_weights(self) -> WeightSource:
+        options = self._options
+        return open_again(
+            options.model_path, options.model_config, getattr(torch, options.dtype), self._device,
+            options.load_format, options.dummy_seed,
+        )  # fmt: skip
 
     def _update(self, layer: int, table: Sequence[int]) -> None:
         if self._balance is not None:

@@ -1,0 +1,160 @@
+"""A scheduling rank that continues without lost ranks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import zmq
+
+from moe_engine.cluster.dp_rank import SchedulingRank
+from moe_engine.cluster.heartbeat_client import HeartbeatClient
+from moe_engine.cluster.rank_process import RankSpec
+from moe_engine.core.loop import EngineCore
+from moe_engine.core.setup import engine_info
+from moe_engine.core.transport import ZmqTransport
+from moe_engine.elastic.leader_worker import Membership, SurvivingRank, SurvivingWorker
+from moe_engine.elastic.messages import Answers, Ask, Ready, Regroup, StepFailed, decode_to_rank
+from moe_engine.elastic.rendezvous import SurvivorWorld
+from moe_engine.elastic.steps import SurvivorExchange, SurvivorSync
+from moe_engine.elastic.survivors import RanksChanged
+from moe_engine.errors import EngineDeadError
+from moe_engine.executor import messages
+from moe_engine.executor.make_worker import worker_options
+
+if TYPE_CHECKING:
+    from moe_engine.core.shared_status import SharedStatus
+    from moe_engine.executor.leader_worker import LeaderWorker
+
+logger = logging.getLogger("moe_engine")
+
+ACK_SECONDS = 5.0
+"""Time for the supervisor to acknowledge the last message of a rank that shuts down."""
+
+
+class RankHeartbeat(HeartbeatClient):
+    """Passes announcements of survivors on, and calls other ranks. `close` waits for acknowledgements: the supervisor
+    outlives its ranks and must not take their exits for failures."""
+
+    decode = staticmethod(decode_to_rank)
+
+    def __init__(self, members: Membership, *args: Any, **named: Any) -> None:
+        self._members = members
+        self._unacknowledged = 0  # messages without an acknowledgement
+        self._asked: dict[int, Future[list[Any]]] = {}
+        self._ask_ids = itertools.count()
+        super().__init__(*args, **named)
+
+    def ask_others(self, rank: int, method: str) -> Future[list[Any]]:
+        """Runs one of `worker.calls` on every other rank, through the supervisor; replies in rank order."""
+        future: Future[list[Any]] = Future()
+        number = next(self._ask_ids)
+        self._asked[number] = future
+        self.send(Ask(rank, number, method))
+        return future
+
+    def close(self, timeout: float = ACK_SECONDS) -> None:
+        super().close(timeout)
+
+    def _end(self, socket: zmq.Socket[bytes]) -> None:
+        super()._end(socket)
+        while self._unacknowledged and socket.poll(int(ACK_SECONDS * 1000)):
+            self._receive(socket)
+
+    def _send(self, socket: zmq.Socket[bytes], message: Any) -> None:
+        super()._send(socket, message)
+        self._unacknowledged += 1
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, messages.Alive):  # acknowledges one message
+            self._unacknowledged -= 1
+        elif isinstance(message, Regroup):
+            self._members.announce(message.survivors)
+        elif isinstance(message, Answers):
+            self._answered(message)
+        else:
+            super()._take(message)
+
+    def _answered(self, answers: Answers) -> None:
+        asked = self._asked.pop(answers.id, None)
+        if asked is None:
+            self._reader.drop(f"replies to unknown call {answers.id}")
+        elif answers.error:
+            asked.set_exception(EngineDeadError(answers.error))
+        else:
+            asked.set_result(answers.values)
+
+
+class ElasticRank(SchedulingRank):
+    """An attention group of one rank, whose parent is a `RankSupervisor`."""
+
+    world_class = SurvivorWorld
+    exchange_class = SurvivorExchange
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._members = Membership(spec.place.size, self._report_failure)
+        super().__init__(spec)
+
+    def _report_failure(self, message: str, peer_lost: bool, generation: int) -> None:
+        self._heartbeat.send(StepFailed(self._place.rank, message, peer_lost, generation=generation))
+
+    def _make_heartbeat(self, *args: Any) -> HeartbeatClient:
+        return RankHeartbeat(self._members, *args)
+
+    def _prepare(self, welcome: messages.Welcome) -> Any:
+        from moe_engine.elastic.recovery import RankRecovery
+
+        own = super()._prepare(welcome)
+        assert isinstance(self._world, SurvivorWorld)
+        recovery = RankRecovery(own, worker_options(self._spec.config, self._place.device))
+        self._regroups = SurvivingRank(self._world, own, recovery)
+        return own
+
+    def _report_loaded(self, loaded: messages.Loaded, own: Any) -> None:
+        self._heartbeat.send(Ready(self._place.rank, engine_info(self._spec.config, own)))
+        super()._report_loaded(loaded, own)
+
+    def _make_worker(self, own: Any) -> LeaderWorker:
+        rank = self._place.rank
+        assert isinstance(self._heartbeat, RankHeartbeat)
+        ask_others = partial(self._heartbeat.ask_others, rank)
+        return SurvivingWorker(own, self._sender, self._members, self._progress, ask_others, rank, self._regroups)
+
+    def _serve(self, worker: LeaderWorker, own: Any, port: ZmqTransport) -> None:
+        assert isinstance(worker, SurvivingWorker) and isinstance(self._exchange, SurvivorExchange)
+        dp_sync = SurvivorSync(self._exchange, worker.check)
+        core = self._make_core(worker, own, port, dp_sync)
+        serve_across_losses(core, worker, dp_sync, self._status, self._place.group)
+
+
+def serve_across_losses(
+    core: EngineCore, worker: SurvivingWorker, dp_sync: SurvivorSync, status: SharedStatus, group: int
+) -> None:
+    """Runs the core until its orderly shutdown. After a loss of ranks, running requests return to the queue and resume
+    once the survivors have regrouped."""
+    known = 0  # losses logged
+    while True:
+        try:
+            return core.run()
+        except RanksChanged:
+            since = time.monotonic() - status.read().silence
+        core.start_over()
+        survivors, recovered = worker.regroup(lambda: status.write(last_turn=time.monotonic()))
+        dp_sync.regroup(survivors.generation, survivors.alive)
+        losses, known = survivors.losses[known:], len(survivors.losses)
+        if group == survivors.first:
+            logger.warning(
+                "%s. Serving paused for %.2f s and goes on with %d of %d ranks: %d experts copied, %d read from the "
+                "checkpoint, balancedness of the placement %.3f",
+                "; ".join(losses),
+                time.monotonic() - since,
+                sum(survivors.alive),
+                len(survivors.alive),
+                recovered.copied,
+                recovered.read,
+                recovered.balancedness,
+            )
