@@ -69,7 +69,7 @@ class RankRecovery:
     def __init__(self, worker: Worker, options: WorkerOptions) -> None:
         runner, config, control = worker.runner, options.model, worker.experts
         parallel = runner.shared.parallel
-        self._layers: Mapping[int, MoE] = {**moe_layers(model), **mtp_moe_layers(mtp_layers(runner))}
+        self._layers: Mapping[int, MoE] = {**moe_layers(runner.model), **mtp_moe_layers(mtp_layers(runner))}
         kernel = next(iter(self._layers.values())).stored.kernel
         assert isinstance(parallel, ElasticContext) and config.moe is not None
         assert parallel.experts is not None and parallel.dispatcher is not None
@@ -151,7 +151,7 @@ class RankRecovery:
     def _open_weights(self) -> WeightSource:
         options = self._options
         return open_again(
-            options.model_path, options.model_config, getattr(torch, options.dtype), self._device,
+            options.model_path, options.model, getattr(torch, options.dtype), self._device,
             options.load_format, options.dummy_seed,
         )  # fmt: skip
 

@@ -99,7 +99,8 @@ def mtp_moe_layers(mtp: MTPLayers | None) -> dict[int, MoE]:
 
 def moe_layers(model: Model) -> dict[int, MoE]:
     """The model's own MoE layers by index, without MTP layers."""
-    return {layer.layer_index: layer for layer in model.moes} if isinstance(model, Decoder) else {}
+    inner = model.model if isinstance(model, ExpertRecordingModel) else model
+    return {layer.layer_index: layer for layer in inner.moes} if isinstance(inner, Decoder) else {}
 
 
 def _layout(config: ModelConfig, settings: ExpertSettings, parallel: ParallelContext) -> ExpertLayout:
