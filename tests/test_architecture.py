@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
     "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster"},
     "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend"},
-    "cli": BASE | MODEL | PLAN | {"logs", "frontend", "server"},
+    "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server"},
     "launch_server": {"cli"},
     "__main__": {"cli"},
     "__init__": {"frontend", "models"},
