@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
     "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic"},
     "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend"},
-    "cli": BASE | MODEL | PLAN | {"logs", "frontend", "server"},
+    "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server"},
     "launch_server": {"cli"},
     "__main__": {"cli"},
     "__init__": {"frontend", "models"},

@@ -50,6 +50,7 @@ def main(argv: Sequence[str], prog: str) -> int:
     if place.local_rank:
         print(f"node {place.node_rank}: local rank 0 checks this node, local rank {place.local_rank} exits")
         return 0
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the check reports lost connections itself
     engine_seconds = 0.0 if options.no_engine else options.engine_timeout
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # also stops this node's engine process
     limit = 2 * options.join_timeout + engine_seconds + REST_SECONDS

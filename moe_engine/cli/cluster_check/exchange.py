@@ -13,12 +13,13 @@ import msgspec
 from moe_engine.cli.cluster_check.links import TRY_SECONDS, reason_of
 from moe_engine.cli.cluster_check.report import Finding
 from moe_engine.errors import ConfigError
-from moe_engine.executor.process_groups import STORE_BACKLOG, quieten_torch
 from moe_engine.processes.rendezvous_address import RendezvousAddress
 
 PROGRESS_SECONDS = 5.0
 POLL_SECONDS = 0.1
 STORE_SECONDS = 30
+STORE_BACKLOG = 2048
+"""Listen backlog: nodes that may connect to the store simultaneously."""
 
 T = TypeVar("T")
 
@@ -45,7 +46,6 @@ class Exchange:
         self._expected = set(range(len(names)))
         self.ip, node_0, listener = _listen(address) if rank == 0 else _reach(address, seconds, log)
         port = int(address.port) if listener is None else listener.getsockname()[1]
-        quieten_torch()
         import torch.distributed as dist
 
         self._store = dist.TCPStore(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import socketserver
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from moe_engine.cli.cluster_check.report import Finding
+from moe_engine.processes.watched_thread import start_watched
 
 BLOCK_BYTES = 1 << 16
 """Larger than any network's packet: detects paths that connect but drop full-sized packets (MTU problems)."""
@@ -35,7 +35,7 @@ class EchoListener(socketserver.ThreadingTCPServer):
     def __init__(self, ip: str) -> None:
         super().__init__((ip, 0), _Echo)
         self.address = f"{ip}:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        start_watched("link echo", self.serve_forever, lambda message: None)  # other nodes report the broken links
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """The connecting node reports the error."""
