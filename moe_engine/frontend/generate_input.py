@@ -249,7 +249,7 @@ def _logprobs(inp: GenerateInput, index: int, count: int, is_batch: bool) -> Log
     if not _pick(inp.return_logprob, index, count, is_batch, "return_logprob"):
         return None
     start = _pick(inp.logprob_start_len, index, count, is_batch, "logprob_start_len")
-    asked = inp.token_ids_logprob
+    asked: Any = inp.token_ids_logprob
     if any(isinstance(ids, list) for ids in asked or ()):
         asked = _pick(asked, index, count, is_batch, "token_ids_logprob")
     if not isinstance(asked, list | None):

@@ -114,7 +114,7 @@ def decode_body(body: bytes | bytearray, kind: type[T]) -> T:
         InputError: not JSON, not an object, or not of the type; names the field.
     """
     try:
-        decoded: T = _decoder(kind).decode(body)
+        decoded: T = _decoder(kind).decode(body)  # type: ignore[arg-type]  # types are hashable
         return decoded
     except _REFUSALS:
         return checked(_decode_leniently(body), kind)
