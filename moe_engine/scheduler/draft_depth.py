@@ -144,9 +144,9 @@ class DepthTable:
         if not self._seconds[0].weight:
             self._unmeasured += 1
             return 0 if self._unmeasured <= MAX_UNMEASURED else 1
-        for depth, seconds in enumerate(self._seconds):
+        for depth, measured in enumerate(self._seconds):
             if depth != self._depth:
-                seconds.age(OPTIMISM)
+                measured.age(OPTIMISM)
         self._plain.age(1.0)
         seconds, tokens = self._expected_seconds(), self._expected_tokens()
         if self._drafts_pay(seconds, tokens):
