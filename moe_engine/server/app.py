@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Match
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from moe_engine.frontend.client_api import EngineClient
 from moe_engine.frontend.frontend import Frontend, Observer
@@ -15,7 +16,7 @@ from moe_engine.server.body_work import body_work
 from moe_engine.server.control_api import version
 from moe_engine.server.edge import EdgeCheck
 from moe_engine.server.endpoints import endpoints
-from moe_engine.server.errors import Problem, error_format_of, error_response, guarded
+from moe_engine.server.errors import Handler, Problem, error_format_of, error_response, guarded
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.metrics_http import StatusCount
 from moe_engine.server.observers import Observers, RequestLog
@@ -24,6 +25,19 @@ from moe_engine.server.state import ServerState
 from moe_engine.server.text_processes import TextProcesses, TextSpec
 from moe_engine.tokenizer.chat_template import ChatTemplate, load_chat_template
 from moe_engine.tokenizer.tokenizer import Tokenizer
+
+
+class _EndpointRoute(Route):
+    """A plain route: FastAPI's reads parameters and bodies, which these endpoints do themselves."""
+
+    def __init__(self, path: str, handler: Handler, methods: list[str]) -> None:
+        super().__init__(path, handler, methods=methods)
+        if self.methods is not None and "POST" in methods:  # POST has side effects, HEAD must not
+            self.methods.discard("HEAD")
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        return match, {**child, "route": self}  # for the metrics
 
 
 def create_app(frontend: Frontend, client: EngineClient, settings: ServerSettings) -> FastAPI:
@@ -42,10 +56,7 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     for endpoint in app.state.endpoints:
         for path in endpoint.paths:
             handler = guarded(endpoint.handler, error_format_of(path))
-            for method in endpoint.methods:
-                app.add_api_route(path, handler, methods=[method])
-            if endpoint.methods == ["GET"]:  # not for endpoints with POST, which have side effects
-                app.add_api_route(path, handler, methods=["HEAD"])  # uvicorn omits the body
+            app.router.routes.append(_EndpointRoute(path, handler, methods=endpoint.methods))
     app.add_exception_handler(HTTPException, _no_such_route)
     keys = settings.args.server
     if keys.api_key or keys.admin_api_key:
