@@ -155,8 +155,8 @@ def test_drafts_are_not_recorded_and_change_nothing(
     assert isinstance(worker.runner.model, ExpertRecordingModel)
     run(worker, plans(PROMPTS, 2))
     counts = dump(worker, tmp_path)["logical_count"]
-    num_layers = worker.runner.model._model.config.num_layers  # type: ignore[attr-defined]
-    moe = moe_layers(worker.runner.model._model)  # type: ignore[attr-defined]
+    num_layers = worker.runner.model.model.config.num_layers  # type: ignore[attr-defined]
+    moe = moe_layers(worker.runner.model.model)  # type: ignore[attr-defined]
     assert counts.shape[1:] == (num_layers, EXPERTS)
     assert counts.sum((1, 2))[:4].tolist() == [sum(PROMPTS) * TOP_K * len(moe), *[3 * TOP_K * len(moe)] * 2, 0]
     worker.close()
@@ -168,7 +168,7 @@ Attached = tuple[Any, list[Any], bool]
 def attached(worker: Worker) -> Attached:
     """Everything on a step's path: the model, each layer's recorder and counter, the stack's recording."""
     model: Any = worker.runner.model
-    decoder = model._model if isinstance(model, ExpertRecordingModel) else model
+    decoder = model.model if isinstance(model, ExpertRecordingModel) else model
     layers = [(moe._recorder, moe._counted_at, moe._routed.__dict__.get("on_arrival")) for moe in decoder.moes]
     return type(model), layers, decoder.stack is not None and decoder.stack.records_experts
 
@@ -246,7 +246,7 @@ def test_the_layer_of_a_pass_is_visible_through_the_recorder(
     worker = make_worker(checkpoint, tmp_path, "torch", monkeypatch, expert_distribution_recorder_mode="stat")
     worker.call_all("start_experts").result()
     phases = []
-    layers = worker.runner.model._model.layers  # type: ignore[attr-defined]
+    layers = worker.runner.model.model.layers  # type: ignore[attr-defined]
     for layer in layers:
 
         def forward(*args: Any, whole: Any = layer.forward) -> Tensor:
