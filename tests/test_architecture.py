@@ -83,7 +83,6 @@ READS_ENVIRONMENT = {
 ELASTIC = re.compile(r"(?<!torch)elastic(?!ity|buffer|dispatcher)|survivor|survival|regroup", re.IGNORECASE)
 MAY_NAME_ELASTIC = {
     "moe_engine/config/parallel.py",  # the flag
-    "moe_engine/config/unsupported_flags.py",
     "moe_engine/frontend/start.py",  # injects the policy
     "moe_engine/planning/resolve_elastic.py",
     "moe_engine/planning/resolve_parallel.py",
