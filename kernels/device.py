@@ -86,6 +86,14 @@ def probe(kind: str) -> Device:
     return Device("cuda", properties.name, (properties.major, properties.minor), compiler=shutil.which("g++"))
 
 
+def probe_or_absent(kind: str) -> Device:
+    """As `probe`; a device to compile for if this machine has none of that kind."""
+    try:
+        return probe(kind)
+    except ValueError:
+        return Device(kind, "absent")
+
+
 def multiplies_fp8(kind: str) -> bool:
     """Whether a device of that kind has e4m3 matrix products: CUDA from compute capability 8.9 on."""
     if kind != "cuda":

@@ -69,13 +69,17 @@ def parse_sampling(
     Raises:
         InputError: names `where`.field ("" for the top level).
     """
-    if isinstance(values, Mapping):  # as in JSON, 2.0 is an integer
-        values = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in values.items()}
-    request = values if isinstance(values, SamplingRequest) else checked(values, SamplingRequest, where)
-    base = given(checked(defaults, SamplingRequest, where)) if defaults else {}
-    if request.max_new_tokens is None:
+    request = values if isinstance(values, SamplingRequest) else checked(plain_numbers(values), SamplingRequest, where)
+    preferred = checked(plain_numbers(defaults), SamplingRequest, where) if defaults else SamplingRequest()
+    base = given(preferred)
+    if request.max_new_tokens is None or (request.max_new_tokens is UNSET and preferred.max_new_tokens is None):
         base["max_new_tokens"] = None
     return build_sampling(request, base, where)
+
+
+def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As in JSON, 2.0 is an integer; subclasses of float (numpy's) become floats."""
+    return {k: (int(v) if v.is_integer() else float(v)) if isinstance(v, float) else v for k, v in values.items()}
 
 
 def given(request: SamplingFields) -> dict[str, Any]:

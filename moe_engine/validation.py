@@ -13,7 +13,10 @@ from moe_engine.errors import InputError
 T = TypeVar("T")
 
 NotAvailable = Annotated[Any, msgspec.Meta(description="not available yet; leave it out")]
-"""Type of a field that is known and not implemented yet."""
+"""Type of a field that is known and not implemented yet: null only."""
+
+OffOnly = Annotated[Any, msgspec.Meta(description="not available yet; leave it out or empty")]
+"""Like `NotAvailable`, for fields that clients send empty or false by default."""
 
 _WORDS = {
     "int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
@@ -22,16 +25,18 @@ _WORDS = {
 
 
 def refuse_unavailable(request: msgspec.Struct, where: str = "") -> None:
-    """Raises InputError for a `NotAvailable` field that is set; `where`: see `checked`."""
-    for name in _unavailable(type(request)):
-        if getattr(request, name):
+    """Raises InputError for a `NotAvailable` or `OffOnly` field that is set; `where`: see `checked`."""
+    for name, may_be_empty in _unavailable(type(request)):
+        value = getattr(request, name)
+        if value if may_be_empty else value is not None:
             name = f"{where}.{name}".lstrip(".")
             raise InputError(f"{name}: not available yet in moe-engine; leave it out", field=name)
 
 
 @cache
-def _unavailable(kind: type[msgspec.Struct]) -> list[str]:
-    return [field.name for field in msgspec.structs.fields(kind) if field.type == NotAvailable]
+def _unavailable(kind: type[msgspec.Struct]) -> list[tuple[str, bool]]:
+    fields = msgspec.structs.fields(kind)
+    return [(field.name, field.type == OffOnly) for field in fields if field.type in (NotAvailable, OffOnly)]
 
 
 def checked(value: Any, kind: type[T], where: str = "", *, strict: bool = True) -> T:

@@ -9,7 +9,7 @@ import torch
 
 from moe_engine.kernels import tables
 from moe_engine.kernels.cpu.library import LibraryError
-from moe_engine.kernels.device import Device, Need, cpu_device, probe
+from moe_engine.kernels.device import Need, probe_or_absent
 from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.kernels.registry import select
 
@@ -21,15 +21,10 @@ def permutation(dtype: torch.dtype, kind: str = "cpu") -> Permutation:
     """The most preferred backend for a device of that kind: Triton, or C++ if it compiles and supports the dtype, else
     torch."""
     need = Need(str(dtype).removeprefix("torch."))
-    device = cpu_device() if kind == "cpu" else _accelerator(kind)
+    device = probe_or_absent(kind)
     choice = select("permutation", tables.PERMUTATION, "auto", device, need)
     try:
         return choice.build()
     except LibraryError as error:
         logger.warning("permutation: using torch kernels, because %s failed to load: %s", choice.row.name, error)
         return select("permutation", tables.PERMUTATION, "torch", device, need).build()
-
-
-def _accelerator(kind: str) -> Device:
-    """This machine's GPU; without one, kernels are compiled for an absent GPU."""
-    return probe(kind) if torch.cuda.is_available() else Device(kind, "absent")

@@ -225,8 +225,8 @@ def _place(
 
 
 def _row_stride(x: Tensor) -> int:
-    """That of a single row is arbitrary and must not compile a new kernel."""
-    return x.stride(0) if len(x) > 1 else x.shape[1]
+    """An arbitrary stride of a single row must not compile a new kernel; that of a view into records is theirs."""
+    return max(x.stride(0), x.shape[1])
 
 
 def _place_constants(num_experts: int, align: int, padded: bool = False) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def aot_cases() -> list[AotCase]:
         signature = {"ids": "*i32:1", "counts": "*i32", **ints}
         counting: dict[str, Any] = {"EXPERTS": experts, "STEP": _STEP}
         cases.append(AotCase(f"expert_count_{experts}", count_kernel, signature, counting, 4, 3, False))
-        signature |= {"ends_out": "*i32", "positions": "*i32", "num_chunks": "i32", "capacity": "i32"}
+        signature = signature | {"ends_out": "*i32", "positions": "*i32", "num_chunks": "i32", "capacity": "i32"}
         grouped = signature | {"offsets": "*i32", "source": "*i32"}
         constants = _place_constants(experts, 1)
         cases.append(AotCase(f"expert_place_{experts}", place_kernel, grouped, constants, 4, 3, False))

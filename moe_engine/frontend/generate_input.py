@@ -14,7 +14,7 @@ from moe_engine.errors import InputError
 from moe_engine.frontend.logprob_format import LogprobOptions
 from moe_engine.sampling_checks import MAX_COUNT, Count, SamplingRequest, TokenId, parse_sampling
 from moe_engine.types import SamplingParams
-from moe_engine.validation import NotAvailable, check_unicode
+from moe_engine.validation import OffOnly, check_unicode
 
 Text = Annotated[str, Meta(min_length=1)]
 Ids = Annotated[list[TokenId], Meta(min_length=1)]
@@ -47,19 +47,19 @@ class GenerateRequest(Struct, kw_only=True):
     extra_key: str | list[str | None] | None = None
     routed_dp_rank: DpRank | None = None
     data_parallel_rank: Annotated[DpRank, Meta(description="older name of routed_dp_rank")] | None = None
-    input_embeds: NotAvailable = None
-    image_data: NotAvailable = None
-    video_data: NotAvailable = None
-    audio_data: NotAvailable = None
-    lora_path: NotAvailable = None
-    session_params: NotAvailable = None
-    custom_logit_processor: NotAvailable = None
-    bootstrap_host: NotAvailable = None
-    bootstrap_room: NotAvailable = None
-    return_hidden_states: NotAvailable = None
-    return_routed_experts: NotAvailable = None
-    max_thinking_tokens: NotAvailable = None
-    cache_salt: NotAvailable = None
+    input_embeds: OffOnly = None
+    image_data: OffOnly = None
+    video_data: OffOnly = None
+    audio_data: OffOnly = None
+    lora_path: OffOnly = None
+    session_params: OffOnly = None
+    custom_logit_processor: OffOnly = None
+    bootstrap_host: OffOnly = None
+    bootstrap_room: OffOnly = None
+    return_hidden_states: OffOnly = None
+    return_routed_experts: OffOnly = None
+    max_thinking_tokens: OffOnly = None
+    cache_salt: OffOnly = None
 
 
 class GenerateInput(GenerateRequest, kw_only=True):

@@ -12,6 +12,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.needs import need_of_model
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.validate import attention_groups
 
 FLAGS = {
     "attention": "--attention-backend",
@@ -57,7 +58,8 @@ def resolve_kernels(
         record.note("page_size", page, reason)
     drafts = None
     if draft is not None:
-        drafts = _plan(machine, need_of_model(draft, dtype, kv_dtype, page, deterministic), asked, (page,), captured)
+        need = need_of_model(draft, dtype, kv_dtype, page, deterministic)
+        drafts = _plan(machine, need, asked, (page,), captured=False)  # drafting is eager
     return LaunchKernels(plan, drafts, uncaptured or plan.refuses_capture)
 
 
@@ -78,8 +80,8 @@ def _fits(args: EngineArgs, page: int) -> bool:
     memory, chunk = args.memory, args.memory.chunked_prefill_size
     whole = chunk is None or chunk == -1 or chunk % page == 0
     pool, prefill = memory.max_total_tokens, memory.max_prefill_tokens
-    requests = page * (memory.max_running_requests or 1)
-    return page == 1 or (whole and prefill >= page and (pool is None or pool >= requests))
+    requests = page * ((memory.max_running_requests or 1) // attention_groups(args))
+    return page == 1 or (whole and prefill >= page and (pool is None or pool >= max(page, requests)))
 
 
 def _plan(machine: Machine, need: Need, asked: Mapping[str, str], pages: tuple[int, ...], captured: bool) -> KernelPlan:

@@ -104,6 +104,12 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
         yield "--enable-mixed-chunk mixes decodes into chunks, and --chunked-prefill-size -1 disables them; drop one"
 
 
+def attention_groups(args: EngineArgs) -> int:
+    """Attention groups that the flags request; each has its own KV pool."""
+    flags = args.parallel
+    return max(1, flags.dp_size if flags.enable_dp_attention else flags.attn_dp_size)
+
+
 def _memory(args: EngineArgs) -> Iterator[str]:
     memory = args.memory
     page = memory.page_size or 1
@@ -122,8 +128,7 @@ def _memory(args: EngineArgs) -> Iterator[str]:
             yield f"{option} {tokens} is smaller than --page-size {page}"
     if memory.max_total_tokens == 1:
         yield "--max-total-tokens 1: a request needs 2 (one prompt token, one output token); use at least 2"
-    running, total, flags = memory.max_running_requests, memory.max_total_tokens, args.parallel
-    groups = max(1, flags.dp_size if flags.enable_dp_attention else flags.attn_dp_size)  # each has its own KV pool
+    running, total, groups = memory.max_running_requests, memory.max_total_tokens, attention_groups(args)
     if running is not None and total is not None and running // groups * page > total:
         yield (
             f"--max-running-requests {running} with --max-total-tokens {total}: each request holds at least a page "

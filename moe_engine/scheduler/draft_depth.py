@@ -1,39 +1,22 @@
-"""Adaptive draft depth: chooses the number of draft tokens of each step by the expected tokens per second.
+"""Adaptive draft depth: chooses the number of draft tokens of each step by the expected tokens a second.
 
-For each batch size (in powers of two) a table of the mean seconds of a step by depth and the mean acceptance rate of
-each draft position are learned while serving. A step of depth d yields 1 + a1 + a1 a2 + ... tokens per request. The
-depth with the most tokens per second is chosen. Unknown values are optimistic, and values that are not measured any
-more become optimistic slowly, so each depth is tried again in time, the worse ones less often.
+Two estimates are learned while serving. The acceptance rate of each draft position gives the expected tokens of a
+request in a step of depth d, 1 + a1 + a1 a2 + ...; `step_cost_model` gives the cost of such a step. Both extrapolate to
+depths that were never tried: the best estimate is used, but at most twice the depth tried so far. Periodically a step
+uses the second-best depth, to keep its cost estimate current.
 
-If a plain step, without the drafter's overhead, is faster than every depth, drafting is disabled for this batch size:
-the drafter runs no draft extend and costs nothing. Drafting is tried again after a backoff, doubled after each failure.
+If no depth beats a plain step, drafting is disabled: the drafter runs no draft extend and costs nothing. Drafting is
+enabled again after a backoff (doubled after each failed attempt), or when fewer requests run than when it was disabled;
+it then drafts for new requests only. If the cost of a plain step is still unknown, drafting is disabled for a few steps
+to measure it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from typing import Protocol
 
+from moe_engine.scheduler.step_cost_model import StepCost, StepCostModel
 from moe_engine.types import SpeculationConfig
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """Result of a step with decodes.
-
-    `plain`: the step was planned without speculation. `seconds` is 0 if unknown, or if the step had prompts too;
-    `model_seconds` is the part of the model's forward, a lower bound of a plain step.
-    """
-
-    num_requests: int
-    depth: int
-    accepted: list[tuple[int, int]]
-    """Of each request with drafts: (drafts verified, drafts accepted)."""
-    seconds: float = 0.0
-    model_seconds: float = 0.0
-    plain: bool = False
 
 
 class DepthPolicy(Protocol):
@@ -46,8 +29,13 @@ class DepthPolicy(Protocol):
     def choose(self, num_requests: int, num_draftable: int) -> int:
         """Depth of a step of `num_requests` decodes, of which `num_draftable` can get drafts."""
 
-    def observe(self, step: StepOutcome) -> None:
-        """Takes in the result of a step with decodes."""
+    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
+        """Takes in the result of a step with decodes.
+
+        Args:
+            accepted: of each request with drafts, (drafts verified, drafts accepted).
+            cost: cost of the step; None if unknown, or if the step had prompts too.
+        """
 
 
 class FixedDepth:
@@ -61,192 +49,206 @@ class FixedDepth:
     def choose(self, num_requests: int, num_draftable: int) -> int:
         return self._depth
 
-    def observe(self, step: StepOutcome) -> None:
+    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
         return None
 
 
-KEEP = 3
-"""Steps of each choice: one to be planned while the step before runs, and two measurements."""
+KEEP, MAX_KEEP = 4, 32
+"""Steps that reuse a choice while the batch size stays the same, doubled each time the same depth is chosen again: a
+choice costs about as much as a small operator."""
+FIRST_TRIALS = 3
+"""First steps with drafts, each with a single draft token."""
+MAX_UNMEASURED = 8
+"""Max consecutive steps without a cost measurement (all of them had prompts too). Then a single draft token is used
+anyway: in a step with a prompt it costs little."""
+RETRY_EVERY, MAX_RETRY_EVERY = 96, 768
+"""Steps between two trials of the second-best depth, doubled each time the max depth is best: then deeper drafts give
+no further information."""
 MARGIN = 1.02
-"""Factor by which drafting must be faster than plain steps."""
-PATIENCE = 2
-"""Choices in a row that find drafting slower than plain steps, after which drafting is disabled."""
-FIRST_BACKOFF, LONGEST_BACKOFF = 256, 2048
-"""Steps without drafting before the next trial."""
-MAX_UNMEASURED = 3
-"""Choices without a measured step (all steps had prompts too) after which a single draft token is used."""
-WINDOW = 64
-"""Measurements of a mean."""
-OUTLIER = 2.0
-"""Factor to the mean: a longer measurement counts as this long; after one shorter by this factor the mean restarts."""
-OPTIMISM = 0.999
-"""Factor of the mean seconds of a depth at each choice of another depth."""
-DISCOUNT = 0.98
-"""Factor of older steps in the acceptance rates."""
-PRIOR_RATE, PRIOR_TRIES = 0.7, 2.0
-"""Acceptance rate of the first position without measurements, and its weight."""
+"""Drafting must be faster than a plain step by this factor."""
+PATIENCE = 4
+"""Steps without a gain after which drafting is disabled; half as many for a clear loss."""
+CLEAR_LOSS = 0.8
+WORTH_ENABLING = 1.3
+"""Expected tokens of a single-draft step above which a smaller batch enables drafting again."""
+FIRST_BACKOFF, LONGEST_BACKOFF = 512, 1 << 14
+"""Steps."""
+CLEAR_LOSS_FACTOR = 4
+"""Factor of the backoff after a clear loss."""
 
 
-class MeanSeconds:
-    """Mean seconds of the recent steps of one kind."""
+class Acceptance:
+    """Acceptance rate of each draft position, given that the drafts before it were accepted; recent steps count more.
 
-    def __init__(self) -> None:
-        self.mean = self.weight = 0.0
+    The rate of a rarely reached position defaults to that of the position before it.
+    """
 
-    def add(self, seconds: float) -> None:
-        if self.weight:
-            seconds = min(seconds, OUTLIER * self.mean)
-        if OUTLIER * seconds < self.mean:  # the mean was of outliers: first steps, which compile kernels
-            self.weight = 0.0
-        self.weight = min(self.weight + 1, WINDOW)
-        self.mean += (seconds - self.mean) / self.weight
+    def __init__(self, max_depth: int, decay: float = 0.97, prior: float = 0.7, weight: float = 2.0) -> None:
+        self._decay = decay
+        self._prior = prior
+        self._weight = weight
+        self._hits = [0.0] * max_depth
+        self._tries = [0.0] * max_depth
+        self.num_seen = 0
 
-    def age(self, factor: float) -> None:
-        """For a time without measurements: the next one counts more."""
-        self.mean *= factor
-        self.weight *= 0.9
-
-
-class DepthTable:
-    """Estimates and choices for one batch size."""
-
-    def __init__(self, max_depth: int) -> None:
-        self.enabled = True
-        self._max = max_depth
-        self._plain = MeanSeconds()
-        self._model = MeanSeconds()
-        self._backoff = FIRST_BACKOFF
-        self._steps = self._next_choice = 0
-        self._measuring_plain = False
-        self._forget()
-
-    def _forget(self) -> None:
-        """Drops all estimates except of plain steps."""
-        self._seconds = [MeanSeconds() for _ in range(self._max + 1)]
-        self._hits, self._tries = [0.0] * self._max, [0.0] * self._max
-        self._depth = self._deepest = self._losses = self._unmeasured = 0
-        self._enabled_at = self._steps
-
-    # -- choices
-
-    def choose(self, share: float) -> int:
-        """Depth of a step in which this share of the requests can get drafts."""
-        self._steps += 1
-        if self._steps >= self._next_choice:
-            if not self.enabled:
-                self._retry()
-            if self.enabled and share:
-                self._next_choice = self._steps + KEEP
-                self._depth = self._best_depth(share)
-        return self._depth if self.enabled and share else 0
-
-    def _best_depth(self, share: float) -> int:
-        if not self._seconds[0].weight:
-            self._unmeasured += 1
-            return 0 if self._unmeasured <= MAX_UNMEASURED else 1
-        for depth, measured in enumerate(self._seconds):
-            if depth != self._depth:
-                measured.age(OPTIMISM)
-        self._plain.age(1.0)
-        seconds, tokens = self._expected_seconds(), self._expected_tokens()
-        if self._drafts_pay(seconds, tokens):
-            self._losses = 0
-            if self._steps - self._enabled_at > FIRST_BACKOFF:
-                self._backoff = FIRST_BACKOFF
-        else:
-            self._losses += 1
-            if self._losses >= PATIENCE:
-                self._disable()
-                return 0
-        speeds = [(1 - share + share * t) / s for t, s in zip(tokens, seconds[: max(1, 2 * self._deepest) + 1])]
-        return speeds.index(max(speeds))
-
-    def _drafts_pay(self, seconds: list[float], tokens: list[float]) -> bool:
-        """Whether a depth is faster than a plain step, if all requests get drafts."""
-        plain = min((self._plain if self._plain.weight else self._model).mean, seconds[0])
-        return max(t / s for t, s in zip(tokens, seconds)) * plain > MARGIN
-
-    def _disable(self) -> None:
-        self.enabled = False
-        self._measuring_plain = self._plain.weight < 1
-        if self._measuring_plain:
-            self._next_choice = self._steps + 2 * KEEP
+    def add(self, accepted: list[tuple[int, int]]) -> None:
+        if not accepted:
             return
-        self._next_choice = self._steps + self._backoff
-        self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
+        judged, right = [0] * len(self._hits), [0] * len(self._hits)
+        for depth, good in accepted:
+            for i in range(min(depth, good + 1)):
+                judged[i] += 1
+            for i in range(min(depth, good)):
+                right[i] += 1
+        for i, tries in enumerate(judged):
+            if tries:
+                self._tries[i] = self._tries[i] * self._decay + tries
+                self._hits[i] = self._hits[i] * self._decay + right[i]
+        self.num_seen += len(accepted)
 
-    def _retry(self) -> None:
-        """Enables drafting after a backoff, or after plain steps were measured, if drafts pay."""
-        if not self._measuring_plain:
-            self._forget()
-        elif not self._drafts_pay(self._expected_seconds(), self._expected_tokens()):
-            self._disable()
-            return
-        self.enabled, self._losses = True, 0
-
-    def observe(self, step: StepOutcome) -> None:
-        if step.accepted:
-            self._hits = [DISCOUNT * hits for hits in self._hits]
-            self._tries = [DISCOUNT * tries for tries in self._tries]
-            for verified, good in step.accepted:
-                for i in range(good):
-                    self._hits[i] += 1
-                for i in range(min(verified, good + 1)):
-                    self._tries[i] += 1
-        if not step.seconds:
-            return
-        if step.plain:
-            self._plain.add(step.seconds)
-        else:
-            self._seconds[step.depth].add(step.seconds)
-            self._deepest = max(self._deepest, step.depth)
-            if not step.depth:
-                self._model.add(step.model_seconds)
-
-    # -- estimates
-
-    def _expected_seconds(self) -> list[float]:
-        """Seconds of a step by depth: at most those of a deeper one; of an unknown depth those of the one before it."""
-        found: list[float] = []
-        for seconds in self._seconds:
-            found.append(seconds.mean if seconds.weight else found[-1])
-        return list(accumulate(reversed(found), min))[::-1]
-
-    def _expected_tokens(self) -> list[float]:
-        """Tokens of a request by depth. An unknown rate is that of the position before it."""
-        rates, rate = [1.0], PRIOR_RATE
-        for hits, tries in zip(self._hits, self._tries):
-            rate = (hits + PRIOR_TRIES * rate) / (tries + PRIOR_TRIES)
-            rates.append(rate)
-        return list(accumulate(accumulate(rates, mul)))
+    def expected(self, depth: int) -> float:
+        """Expected tokens of a request in a step of this depth, the target model's own included."""
+        tokens, chance, rate = 1.0, 1.0, self._prior
+        for hits, tries in zip(self._hits[:depth], self._tries):
+            rate = (hits + self._weight * rate) / (tries + self._weight)
+            chance *= rate
+            tokens += chance
+        return tokens
 
 
 class AutoDepth:
     """The adaptive policy of the module docstring."""
 
-    def __init__(self, max_depth: int) -> None:
-        self._max = max_depth
-        self._tables: dict[int, DepthTable] = {}
-        self._current = self._table(1)
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._config = config
+        self._max = config.num_steps
+        self._acceptance = Acceptance(self._max)
+        self._costs = StepCostModel(config)
+        self._enabled = True
+        self._measuring_plain = False
+        """Disabled only until the cost of a plain step is known."""
+        self._losses = 0
+        self._backoff = FIRST_BACKOFF
+        self._num_drafted = 0
+        """Steps with drafts since drafting was enabled."""
+        self._unmeasured = 0
+        self._kept, self._kept_for, self._keep_until = 0, (0, 0), 0
+        self._keep = KEEP
+        self._retry_at = self._retry_every = RETRY_EVERY
+        self._steps = 0
+        self._enable_at = 0
+        self._enable_below = 0
+        """Number of requests below which drafting is enabled again."""
 
     @property
     def enabled(self) -> bool:
-        return self._current.enabled
+        return self._enabled
 
     def choose(self, num_requests: int, num_draftable: int) -> int:
-        self._current = self._table(num_requests)
-        return self._current.choose(num_draftable / num_requests)
+        self._steps += 1
+        if not self._enabled and self._should_enable(num_requests):
+            self._enable()
+        if not self._enabled or not num_draftable:
+            return 0
+        if not self._costs.knows(num_requests):  # the baseline of every comparison
+            self._unmeasured += 1
+            return 0 if self._unmeasured <= MAX_UNMEASURED else min(1, self._max)
+        self._unmeasured = 0
+        if self._num_drafted < FIRST_TRIALS or not self._costs.knows_drafting:
+            return min(1, self._max)
+        if self._kept_for == (num_requests, num_draftable) and self._steps < self._keep_until:
+            return self._kept
+        depths = range(self._max + 1)
+        speeds = [self._speed(num_requests, num_draftable, depth) for depth in depths]
+        best = max(depths, key=speeds.__getitem__)
+        drafting = speeds[best] if best else 0.0
+        trial = self._worth_a_trial(num_requests, num_draftable, drafting)
+        if trial:
+            return trial
+        self._disable_if_slower(drafting, num_requests)
+        if not self._enabled:
+            return 0
+        if self._steps >= self._retry_at:
+            self._retry_every = min(2 * self._retry_every, MAX_RETRY_EVERY) if best == self._max else RETRY_EVERY
+            self._retry_at = self._steps + self._retry_every
+            best = max((depth for depth in depths if depth != best), key=speeds.__getitem__)
+            return min(best, 2 * self._costs.max_depth_tried)
+        if best <= self._costs.max_depth_tried:
+            again = best == self._kept > 0 and self._kept_for == (num_requests, num_draftable)
+            self._keep = min(2 * self._keep, MAX_KEEP) if again and self._is_sure else KEEP
+            self._kept, self._kept_for = best, (num_requests, num_draftable)
+            self._keep_until = self._steps + self._keep
+        return min(best, 2 * self._costs.max_depth_tried)
 
-    def observe(self, step: StepOutcome) -> None:
-        self._table(step.num_requests).observe(step)
+    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
+        self._acceptance.add(accepted)
+        self._num_drafted += bool(accepted)
+        if cost is not None:
+            self._costs.add(cost)
 
-    def _table(self, num_requests: int) -> DepthTable:
-        size = (num_requests - 1).bit_length()
-        table = self._tables.get(size)
-        if table is None:
-            table = self._tables[size] = DepthTable(self._max)
-        return table
+    @property
+    def _is_sure(self) -> bool:
+        """Whether enough drafts were verified to trust the acceptance rates."""
+        return self._acceptance.num_seen > 16 * PATIENCE
+
+    def _speed(self, num_requests: int, num_draftable: int, depth: int) -> float:
+        return self._tokens(num_requests, num_draftable, depth) / self._costs.of(num_requests, num_draftable, depth)
+
+    def _tokens(self, num_requests: int, num_draftable: int, depth: int) -> float:
+        """Expected tokens of a step."""
+        return num_requests - num_draftable + num_draftable * self._acceptance.expected(depth)
+
+    def _worth_a_trial(self, num_requests: int, num_draftable: int, best: float) -> int:
+        """A depth that might pay off although no depth does by the current costs, which for this batch size are
+        extrapolated; else 0."""
+        _, most = self._costs.plain(num_requests)
+        goal = MARGIN * num_requests / most
+        if best > goal:
+            return 0
+        for depth in range(1, self._max + 1):
+            seconds = self._costs.at_best(num_requests, num_draftable, depth)
+            if seconds is not None and self._tokens(num_requests, num_draftable, depth) > goal * seconds:
+                return depth
+        return 0
+
+    def _disable_if_slower(self, best: float, num_requests: int) -> None:
+        """Disables drafting after `PATIENCE` steps in which no depth paid off; `best`: speed of the best depth."""
+        least, most = self._costs.plain(num_requests)
+        if best * least > MARGIN * num_requests:
+            self._losses = 0
+            if self._is_sure:
+                self._backoff = FIRST_BACKOFF
+            return
+        clear = best * most < CLEAR_LOSS * num_requests
+        self._losses += PATIENCE // 2 if clear else 1
+        if self._losses < PATIENCE:
+            return
+        self._enabled = False
+        self._losses = 0
+        if best * most > MARGIN * num_requests:
+            self._measuring_plain = True
+            return
+        useful = self._acceptance.expected(1) > WORTH_ENABLING
+        self._enable_below = (num_requests + 1) // 2 if useful else 0
+        backoff = CLEAR_LOSS_FACTOR * self._backoff if clear else self._backoff
+        self._enable_at = self._steps + min(backoff, LONGEST_BACKOFF)
+        self._backoff = min(2 * self._backoff, LONGEST_BACKOFF)
+
+    def _should_enable(self, num_requests: int) -> bool:
+        """Whether the backoff is over."""
+        if not self._measuring_plain:
+            return self._steps >= self._enable_at or num_requests < self._enable_below
+        self._unmeasured += 1
+        return self._costs.knows_plain(num_requests) or self._unmeasured > MAX_UNMEASURED
+
+    def _enable(self) -> None:
+        self._enabled, self._measuring_plain = True, False
+        self._losses = self._num_drafted = self._unmeasured = 0
+        self._acceptance = Acceptance(self._max)
+        self._costs.forget_drafting()
 
 
 def make_policy(config: SpeculationConfig) -> DepthPolicy:
-    return AutoDepth(config.num_steps) if config.auto_depth else FixedDepth(config.num_steps)
+    if config.auto_depth:
+        return AutoDepth(config)
+    return FixedDepth(config.num_steps)

@@ -5,11 +5,12 @@ Acceptance and rollback only change counts. A request keeps the slots of its rej
 
 from __future__ import annotations
 
-from moe_engine.scheduler.draft_depth import StepOutcome, make_policy
+from moe_engine.scheduler.draft_depth import make_policy
 from moe_engine.scheduler.events import SpecStats
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
 from moe_engine.scheduler.request_table import RequestTable
+from moe_engine.scheduler.step_cost_model import StepCost
 from moe_engine.types import Request, SpeculationConfig, StepResult
 
 
@@ -70,10 +71,10 @@ class Speculator:
         return draft.add_speculative(requests, depths, [self._config.num_nodes(d) for d in depths], reserved)
 
     def observe(self, record: StepRecord, result: StepResult, draft_outcomes: list[tuple[int, int]]) -> None:
-        """Takes in the result of a step.
+        """Takes in the result of a step with decodes.
 
         Args:
-            draft_outcomes: of its requests with drafts, as `StepOutcome.accepted`.
+            draft_outcomes: of its requests with drafts, as in `DepthPolicy.observe`.
         """
         for judged, good in draft_outcomes:
             self._verified += 1
@@ -83,8 +84,7 @@ class Speculator:
                 self._proposed[i] += 1
             for i in range(good):
                 self._accepted[i] += 1
-        if record.num_decodes:
-            self._policy.observe(_outcome(record, result, draft_outcomes))
+        self._policy.observe(draft_outcomes, _cost(record, result))
 
     def take_accept_length(self) -> float | None:
         """Mean tokens per request and step with drafts since the last call; None if there were no drafts."""
@@ -97,12 +97,14 @@ class Speculator:
         return SpecStats(self._depth, following, self._verified, list(self._proposed), list(self._accepted))
 
 
-def _outcome(record: StepRecord, result: StepResult, draft_outcomes: list[tuple[int, int]]) -> StepOutcome:
-    seconds = 0.0 if record.prefilled else result.seconds
+def _cost(record: StepRecord, result: StepResult) -> StepCost | None:
+    """Cost of a decode-only step; None for other steps, and if the worker does not report it."""
+    if record.prefilled or not result.seconds:
+        return None
+    drafting = sum(1 for depth in record.depths if depth)
     depth = max(record.depths, default=0)
-    return StepOutcome(
-        record.num_decodes, depth, draft_outcomes, seconds, result.model_seconds, plain=not record.depths
-    )
+    seconds = (result.seconds, result.draft_seconds, result.follow_seconds, result.model_seconds)
+    return StepCost(len(record.sampled), drafting, depth, *seconds, plain=not record.depths)
 
 
 def _prompts_may_join(table: RequestTable) -> bool:

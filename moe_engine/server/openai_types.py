@@ -11,7 +11,7 @@ from msgspec import Meta
 from moe_engine.errors import InputError
 from moe_engine.frontend.generate_input import DpRank, GenerateInput, Priority, Rid, Text
 from moe_engine.sampling_checks import Count, SamplingFields, TokenId, build_sampling
-from moe_engine.validation import NotAvailable
+from moe_engine.validation import OffOnly
 
 DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions. Chat answers may use the whole context."""
@@ -38,13 +38,13 @@ class CommonRequest(SamplingFields, kw_only=True):
     routed_dp_rank: DpRank | None = None
     data_parallel_rank: Annotated[DpRank, Meta(description="older name of routed_dp_rank")] | None = None
     response_format: Annotated[dict[str, Any] | None, Meta(description='{"type": "text"}')] = None
-    lora_path: NotAvailable = None
-    session_params: NotAvailable = None
-    return_hidden_states: NotAvailable = None
-    return_routed_experts: NotAvailable = None
-    bootstrap_host: NotAvailable = None
-    bootstrap_room: NotAvailable = None
-    cache_salt: NotAvailable = None
+    lora_path: OffOnly = None
+    session_params: OffOnly = None
+    return_hidden_states: OffOnly = None
+    return_routed_experts: OffOnly = None
+    bootstrap_host: OffOnly = None
+    bootstrap_room: OffOnly = None
+    cache_salt: OffOnly = None
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
@@ -52,7 +52,7 @@ class CompletionRequest(CommonRequest, kw_only=True):
     echo: bool | None = False
     logprobs: Count | None = None
     best_of: int | None = None
-    suffix: NotAvailable = None
+    suffix: OffOnly = None
 
 
 class TextPart(TypedDict):

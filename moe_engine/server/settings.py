@@ -12,7 +12,8 @@ import msgspec
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.frontend.frontend import FrontendSettings
-from moe_engine.sampling_checks import parse_sampling
+from moe_engine.sampling_checks import SamplingRequest, given, parse_sampling, plain_numbers
+from moe_engine.validation import checked
 
 DEFAULT_MAX_BODY_BYTES = 64 * 2**20
 
@@ -61,6 +62,6 @@ def load_sampling_defaults(model_dir: str | Path) -> dict[str, Any]:
         if values.get("top_k") == 0:  # in transformers: the whole vocabulary
             values["top_k"] = -1
         parse_sampling(values, "")
+        return given(checked(plain_numbers(values), SamplingRequest))
     except (msgspec.MsgspecError, InputError) as exc:
         raise ConfigError(f"{path}: {exc}; fix the file, or start with --sampling-defaults openai") from None
-    return values

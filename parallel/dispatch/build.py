@@ -69,7 +69,7 @@ class Groups:
         return self.experts.on_host if self.on_host is None else self.on_host
 
     def permutation_of(self, shape: DispatchShape) -> Permutation:
-        return self.permutation or permutation(shape.dtype, "cpu" if self.experts.device.type == "cpu" else "cuda")
+        return self.permutation or permutation(shape.dtype, self.experts.device.type)
 
 
 def build(choice: DispatchChoice, shape: DispatchShape, decode_tokens: int, groups: Groups) -> PhasedDispatcher:

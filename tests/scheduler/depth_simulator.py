@@ -9,15 +9,15 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from moe_engine.scheduler.draft_depth import DepthPolicy, StepOutcome
+from moe_engine.scheduler.draft_depth import DepthPolicy
+from moe_engine.scheduler.step_cost_model import StepCost
 
 
 @dataclass(frozen=True)
 class Machine:
     """Seconds of a step, in any unit: a constant and a part per token, of the target model, of a draft level and of the
     draft extend. `overhead`: of a step that is not plain, `host_overhead`: the part of `base` in which the model does
-    not run. `noise`: relative standard deviation of each step's time; a share `outliers` of the steps takes 20 times as
-    long, and so does the `first` step of each number of requests and depth, as if it compiled a kernel.
+    not run. `noise`: relative standard deviation of each step's time.
 
     `rates[i]`: acceptance probability of draft i if the drafts before it are accepted. Requests end after about
     `length` tokens.
@@ -32,8 +32,6 @@ class Machine:
     overhead: float = 0.0
     host_overhead: float = 0.0
     noise: float = 0.02
-    outliers: float = 0.0
-    first: bool = False
     rates: tuple[float, ...] = (0.8, 0.7, 0.6, 0.5)
     length: int = 200
     ends_by_eos: bool = True
@@ -97,7 +95,7 @@ class NoDrafts:
     def choose(self, num_requests: int, num_draftable: int) -> int:
         return 0
 
-    def observe(self, step: StepOutcome) -> None:
+    def observe(self, accepted: list[tuple[int, int]], cost: StepCost | None) -> None:
         return None
 
 
@@ -114,7 +112,6 @@ class DepthSimulation:
     depths: list[int] = field(default_factory=list)
     enabled: list[bool] = field(default_factory=list)
     _in_flight: InFlight | None = None
-    _shapes: set[tuple[int, int]] = field(default_factory=set)
 
     def run(self, num_steps: int, num_requests: int) -> DepthSimulation:
         """Runs `num_steps` steps with `num_requests` requests; an ended request is replaced. Returns itself."""
@@ -163,9 +160,6 @@ class DepthSimulation:
             request.followed &= follows
             request.in_flight += 1
         noise = max(0.5, self.rng.gauss(1.0, machine.noise))
-        if self.rng.random() < machine.outliers or (machine.first and (len(requests), depth) not in self._shapes):
-            noise *= 20
-        self._shapes.add((len(requests), depth))
         num_tokens = len(requests) + sum(depths)
         follow = machine.follow_seconds(num_tokens) * noise if follows else 0.0
         overhead = 0.0 if plain else machine.overhead
@@ -194,9 +188,7 @@ class DepthSimulation:
         self.running = [r for r in self.running if r.left > 0]
         self.seconds += step.seconds
         if step.requests:
-            self._report(step, draft_outcomes)
-
-    def _report(self, step: InFlight, accepted: list[tuple[int, int]]) -> None:
-        self.policy.observe(
-            StepOutcome(len(step.requests), max(step.depths), accepted, step.seconds, step.model, step.plain)
-        )
+            drafting = sum(1 for depth in step.depths if depth)
+            seconds = (step.seconds, step.draft, step.follow, step.model)
+            cost = StepCost(len(step.requests), drafting, max(step.depths), *seconds, plain=step.plain)
+            self.policy.observe(draft_outcomes, cost)

@@ -1,4 +1,4 @@
-"""Adaptive draft depth: it finds the best depth, disables drafting in time, and costs at most 2 % where drafts fail."""
+"""Adaptive draft depth: it finds the best depth, disables drafting in time, and never costs more than 2 %."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.scheduler.draft_depth import LONGEST_BACKOFF, AutoDepth, FixedDepth, StepOutcome, make_policy
+from moe_engine.scheduler.draft_depth import Acceptance, AutoDepth, FixedDepth, make_policy
+from moe_engine.scheduler.step_cost_model import StepCost
 from moe_engine.types import SpeculationConfig
 from tests.scheduler.depth_simulator import DepthSimulation, Machine, NoDrafts
 
@@ -21,7 +22,7 @@ GOOD = (0.9, 0.9, 0.9, 0.9)
 
 
 def simulate(machine: Machine, seed: int = 0) -> DepthSimulation:
-    return DepthSimulation(make_policy(AUTO), machine, random.Random(seed))
+    return DepthSimulation(AutoDepth(AUTO), machine, random.Random(seed))
 
 
 def gain(found: DepthSimulation, num_requests: int) -> float:
@@ -30,24 +31,17 @@ def gain(found: DepthSimulation, num_requests: int) -> float:
     return found.speed / plain.run(800, num_requests).speed
 
 
-def best_gain(found: DepthSimulation, num_requests: int) -> float:
-    """The same of the best constant depth, or of no speculation."""
-    policies = [FixedDepth(depth) for depth in range(1, AUTO.num_steps + 1)]
-    fixed = [DepthSimulation(policy, found.machine, random.Random(1)).run(800, num_requests) for policy in policies]
-    return max(1.0, *(gain(simulation, num_requests) for simulation in fixed))
-
-
 def test_a_fixed_number_of_steps() -> None:
     policy = make_policy(SpeculationConfig("ngram", 3))
     assert isinstance(policy, FixedDepth) and policy.enabled
-    policy.observe(StepOutcome(4, 3, [(3, 0)] * 4, 99.0, 98.0))
+    policy.observe([(3, 0)] * 4, StepCost(4, 4, 3, 99.0, 1.0, 0.0))
     assert policy.choose(4, 4) == policy.choose(1, 0) == 3
     assert isinstance(make_policy(AUTO), AutoDepth)
 
 
 @pytest.mark.parametrize("num_requests", [1, 5, 64])
 def test_hopeless_drafts_disable_drafting_soon(num_requests: int) -> None:
-    found = simulate(Machine(rates=HOPELESS, draft=1.0)).run(60, num_requests)
+    found = simulate(Machine(rates=HOPELESS)).run(50, num_requests)
     assert not found.enabled[-1] and found.depths[-1] == 0
     assert sum(found.depths) < 50
 
@@ -55,19 +49,8 @@ def test_hopeless_drafts_disable_drafting_soon(num_requests: int) -> None:
 @pytest.mark.parametrize("num_requests", [1, 8])
 def test_good_cheap_drafts_use_the_max_depth(num_requests: int) -> None:
     found = simulate(Machine(rates=GOOD, token=0.001, draft=0.1)).run(400, num_requests)
-    assert median(found.depths[30:]) == 4 and all(found.enabled)
+    assert median(found.depths[100:]) == 4 and all(found.enabled)
     assert gain(found, num_requests) > 3
-
-
-@pytest.mark.parametrize("num_requests", [1, 8, 32])
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 1.0])
-@pytest.mark.parametrize("noise", [0.02, 0.2, 0.5])
-def test_auto_is_near_the_best_constant_depth(num_requests: int, rate: float, noise: float) -> None:
-    """Also with noisy times, with steps that take 20 times as long, and with first steps that compile kernels."""
-    noisy = noise > 0.1
-    machine = Machine(rates=(rate,) * 4, token=0.05, noise=noise, outliers=0.01 * noisy, first=noisy)
-    found = simulate(machine).run(200, num_requests).change().run(2000, num_requests)
-    assert gain(found, num_requests) > (0.9 if noisy else 0.95) * best_gain(found, num_requests)
 
 
 @pytest.mark.parametrize(("overhead", "pays"), [(1.0, True), (12.0, False)])
@@ -81,37 +64,34 @@ def test_host_overhead_is_part_of_the_cost(overhead: float, pays: bool) -> None:
     assert gain(found, 2) > (1.2 if pays else 0.98)
 
 
-def test_the_choice_depends_on_the_batch_size() -> None:
-    """Small and full batches alternate: each has its own costs."""
-    machine = Machine(base=10.0, token=0.6, draft=0.2, rates=(0.7, 0.7, 0.7, 0.7), length=30)
-    assert machine.best_depth(64) == 0 and machine.best_depth(1) >= 3
-    found = simulate(machine)
-    depths: dict[int, list[int]] = {1: [], 64: []}
-    for _ in range(12):
-        for num_requests in depths:
-            found.change().run(150, num_requests)
-            depths[num_requests] += found.depths
-    assert median(depths[64]) == 0 and median(depths[1]) >= 3
+def test_a_larger_batch_is_tried_before_drafting_is_disabled() -> None:
+    """Many short requests cost more than one request of the same tokens: interpolation predicts a loss, wrongly."""
 
+    class Diverse(Machine):
+        def seconds(self, num_requests: int, num_drafts: int, depth: int) -> float:
+            steps = self.base + 2.0 * num_requests**0.5 + 0.05 * num_drafts
+            return steps + self.draft_seconds(num_drafts, depth)
 
-def test_acceptance_is_learned_by_batch_size() -> None:
-    class Diverse(DepthSimulation):
-        def run(self, num_steps: int, num_requests: int) -> DepthSimulation:
-            self.machine = Machine(rates=GOOD if num_requests == 1 else (0.9, 0.0, 0.0, 0.0), draft=1.0)
-            return super().run(num_steps, num_requests)
-
-    found = Diverse(make_policy(AUTO), Machine(), random.Random(0))
-    for _ in range(6):
-        found.change().run(100, 1)
-        alone = median(found.depths)
-        found.change().run(100, 8)
-        together = median(found.depths)
-    assert (alone, together) == (4, 1)
+    machine = Diverse(base=4.0, rates=GOOD, draft=0.1, noise=0.0, length=100)
+    found = simulate(machine).run(600, 1)
+    found.change().run(400, 8)
+    assert median(found.depths[100:]) >= 3 and gain(found, 8) > 1.5
 
 
 def test_drafts_with_low_acceptance_at_depth_stay_short() -> None:
     found = simulate(Machine(rates=(0.9, 0.1, 0.1, 0.1), draft=2.0)).run(600, 4)
     assert median(found.depths[200:]) == 1
+
+
+def test_a_full_batch_disables_drafting_and_a_small_one_enables_it() -> None:
+    machine = Machine(base=10.0, token=0.5, draft=0.2, rates=(0.7, 0.7, 0.7, 0.7))
+    assert machine.best_depth(64) == 0 and machine.best_depth(1) >= 3
+    found = simulate(machine).run(400, 64)
+    assert median(found.depths[50:]) == 0 and not found.enabled[-1]
+    found.change().run(300, 2)
+    assert median(found.depths[-200:]) >= 2, "drafting stayed disabled although drafts now pay off"
+    found.change().run(400, 64)
+    assert median(found.depths[50:]) == 0
 
 
 @pytest.mark.parametrize(
@@ -134,31 +114,33 @@ def test_changed_costs_and_acceptance_are_detected(before: dict[str, Any], after
 
 
 def test_drafting_is_retried_with_growing_backoff() -> None:
-    found = simulate(Machine(rates=HOPELESS, draft=1.0)).run(20_000, 4)
+    found = simulate(Machine(rates=HOPELESS)).run(33_000, 4)
     retries = [i for i in range(1, len(found.enabled)) if found.enabled[i] and not found.enabled[i - 1]]
-    assert 4 <= len(retries) <= 12
+    assert 3 <= len(retries) <= 7
     gaps = [b - a for a, b in pairwise(retries)]
-    assert gaps[-1] > 3 * gaps[0] and gaps[-1] > LONGEST_BACKOFF
-    found.change(rates=GOOD).run(2 * LONGEST_BACKOFF, 4)
+    assert gaps == sorted(gaps) and gaps[-1] > 3 * gaps[0]
+    found.change(rates=GOOD).run(20_000, 4)
     assert median(found.depths[-500:]) == 4, "better drafts were never detected"
 
 
-def test_steps_that_all_have_prompts_get_one_draft() -> None:
-    """Their seconds are no measurement of the decodes."""
-    policy = make_policy(AUTO)
-    depths = []
-    for _ in range(100):
-        depths.append(policy.choose(4, 4))
-        policy.observe(StepOutcome(4, depths[-1], [(depths[-1], depths[-1])] * 4))
-    assert policy.enabled and depths[-1] == max(depths) == 1
-
-
-def test_requests_that_the_drafter_did_not_follow_get_no_drafts() -> None:
-    policy = make_policy(AUTO)
-    for _ in range(100):
-        depth = policy.choose(2, 2)
-        policy.observe(StepOutcome(2, depth, [(depth, depth)] * 2, 1.0, 1.0))
-    assert policy.choose(2, 0) == 0 and policy.choose(2, 2) == AUTO.num_steps
+def test_expected_tokens_follow_the_shares_accepted() -> None:
+    acceptance, rng = Acceptance(3), random.Random(2)
+    rates = (0.8, 0.5, 0.25)
+    for _ in range(600):
+        draft_outcomes = []
+        for _ in range(8):
+            good = 0
+            while good < 3 and rng.random() < rates[good]:
+                good += 1
+            draft_outcomes.append((3, good))
+        acceptance.add(draft_outcomes)
+    chances = (0.8, 0.8 * 0.5, 0.8 * 0.5 * 0.25)
+    for depth in range(4):
+        assert acceptance.expected(depth) == pytest.approx(1 + sum(chances[:depth]), abs=0.15)
+    acceptance.add([])
+    before = acceptance.expected(3)
+    acceptance.add([(1, 1)] * 50)  # no information about deeper positions
+    assert acceptance.expected(1) > 1.8 and acceptance.expected(3) > before
 
 
 @st.composite
@@ -180,7 +162,7 @@ def machines(draw: st.DrawFn) -> Machine:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(machine=machines(), num_requests=st.sampled_from([1, 2, 7, 64]), seed=st.integers(0, 1000))
 def test_adaptive_depth_never_loses(machine: Machine, num_requests: int, seed: int) -> None:
     found = simulate(machine, seed).run(4000, num_requests)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,7 +17,7 @@ from moe_engine.core import messages
 from moe_engine.elastic import supervisor as rank_supervisor
 from moe_engine.elastic.detector import ElasticDetector
 from moe_engine.elastic.leader_worker import Membership
-from moe_engine.elastic.messages import Answers, Facts
+from moe_engine.elastic.messages import Answers, Ready
 from moe_engine.elastic.rank import RankHeartbeat
 from moe_engine.elastic.survivors import Survivors
 from moe_engine.executor import messages as rank_messages
@@ -24,6 +25,7 @@ from moe_engine.executor.options import DetectorLimits, RankGroupOptions
 from moe_engine.executor.progress import Position
 from moe_engine.planning.resolve_elastic import Coverage
 from tests.distributed.elastic.survival import until
+from tests.server.fake_engine import INFO
 
 
 class Watched:
@@ -118,7 +120,7 @@ class SupervisedRanks:
             lambda reason: None,
             run,
         )
-        link.send(Facts(rank, {"of": rank}))
+        link.send(Ready(rank, replace(INFO, model_path=f"of {rank}")))
         link.send(rank_messages.Loaded(rank, {}, f"core{rank}"))
         return link
 
@@ -136,7 +138,8 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Supe
 
 
 def test_supervisor_has_no_rank_and_reports_every_loss(supervised: SupervisedRanks) -> None:
-    assert supervised.supervisor.start() == {"of": 0, "core_addresses": ["core0", "core1", "core2"]}
+    ready = supervised.supervisor.start()
+    assert ready == messages.CoreReady(replace(INFO, model_path="of 0"), ["core0", "core1", "core2"])
     supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")  # before anyone listens
     until(lambda: len(supervised.announced) == 2, "the ranks were not notified")
     reported: list[messages.GroupsLost] = []
