@@ -93,6 +93,10 @@ def first_rank(topology: Topology, device: torch.device) -> ParallelContext:
     )
 
 
+UNLIMITED = 1 << 20
+"""Tokens of a dispatch."""
+
+
 class _EvenAllToAll(VariableAllToAll):
     """The number of received rows is unknown without tensor values, so it equals the number of sent rows."""
 
@@ -117,7 +121,11 @@ class _EvenLayout(GroupedLayout):
 
 
 def even_routes(group: Group, shape: DispatchShape) -> Dispatcher:
-    """A normal-mode `Dispatcher` of ranks that do not exist, with the kernels of all_to_all."""
+    """A normal-mode `Dispatcher` of ranks that do not exist, with the kernels of all_to_all.
+
+    Unlimited: exercised steps mix decodes and prompts beyond the budget of a step.
+    """
+    shape = replace(shape, max_tokens=UNLIMITED)
     rows = permutation(shape.dtype, "cuda")
     return ExchangedDispatcher(
         shape, _EvenAllToAll(group, shape, rows), _EvenLayout(shape, rows, group.device), checks=None

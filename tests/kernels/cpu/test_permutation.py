@@ -188,6 +188,6 @@ def test_without_a_library_torch_serves_and_says_why(
         raise LibraryError("g++ failed (1)")
 
     monkeypatch.setattr(CpuPermutation, "__init__", refuse)
-    monkeypatch.setattr(choice_module, "cpu_device", lambda: replace(cpu_device(), compiler="g++"))
+    monkeypatch.setattr(choice_module, "probe_or_absent", lambda kind: replace(cpu_device(), compiler="g++"))
     assert permutation.__wrapped__(torch.bfloat16).name == "torch"
     assert "g++ failed (1)" in caplog.text
