@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.checkpoints import SPECIAL_TOKENS
-from moe_engine.kernels import backends as kernels
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import activation_dtype
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model, load_mtp
+from moe_engine.worker.startup.kernel_choice import build_backends
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class BatchModel:
         self.config = config = load_model_config(path)
         name = activation_dtype(config)
         need = Need(dtype=name, attention=config.attention.kind)
-        self._backends = kernels.plan_kernels(cpu_device(), need).build()
+        self._backends = build_backends(plan_kernels(cpu_device(), need))
         self._model = load_model(path, config, name, "cpu", self._backends, max_positions=max_len)
         self._mtp = load_mtp(path, config, self._model, name, "cpu")
         slots = sequences * max_len

@@ -59,11 +59,6 @@ class KernelPlan:
         rows = (choice.row for choice in self.choices if choice.family != "experts" or self.need.moe)
         return next((why for row in rows if (why := row.refuses_capture(self.device, self.need))), None)
 
-    def build(self) -> Backends:
-        """Imports and constructs the rows."""
-        ops, linear, experts, attention, sampling = (choice.build() for choice in self.choices)
-        return Backends(ops, linear, experts, attention, sampling, self.choices)
-
     def next_best(self, family: str, failed: Mapping[str, str]) -> Choice:
         """The choice of a family without rows that could not be built.
 

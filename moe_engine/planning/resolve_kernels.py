@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.field import option_of
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import KernelPlan, LaunchKernels, page_sizes_of, plan_kernels
 from moe_engine.kernels.device import Need
@@ -15,13 +16,13 @@ from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.validate import attention_groups
 
 FLAGS = {
-    "attention": "--attention-backend",
-    "experts": "--moe-runner-backend",
-    "linear": "--linear-backend",
-    "ops": "--ops-backend",
-    "sampling": "--sampling-backend",
+    "attention": "attention_backend",
+    "experts": "moe_runner_backend",
+    "linear": "linear_backend",
+    "ops": "ops_backend",
+    "sampling": "sampling_backend",
 }
-"""Backend flag of each kernel family."""
+"""Field of `BackendArgs` of each kernel family."""
 
 
 def resolve_kernels(
@@ -65,14 +66,7 @@ def resolve_kernels(
 
 def asked_backends(args: EngineArgs) -> dict[str, str]:
     """Row of each kernel family that the flags request."""
-    flags = args.backends
-    return {
-        "attention": flags.attention_backend,
-        "experts": flags.moe_runner_backend,
-        "linear": flags.linear_backend,
-        "ops": flags.ops_backend,
-        "sampling": flags.sampling_backend,
-    }
+    return {family: getattr(args.backends, name) for family, name in FLAGS.items()}
 
 
 def _fits(args: EngineArgs, page: int) -> bool:
@@ -88,5 +82,5 @@ def _plan(machine: Machine, need: Need, asked: Mapping[str, str], pages: tuple[i
     try:
         return plan_kernels(machine.kernel_device, need, asked, pages=pages, captured=captured)
     except ValueError as error:
-        flags = ", ".join(f"{FLAGS[family]} {name}" for family, name in asked.items() if name != "auto")
+        flags = ", ".join(f"{option_of(FLAGS[family])} {name}" for family, name in asked.items() if name != "auto")
         raise ConfigError(f"{flags or 'kernels'}: {error}") from None

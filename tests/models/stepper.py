@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels import backends as backends_module
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
-from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.backends import Backends, plan_kernels
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
+from moe_engine.worker.startup.kernel_choice import build_backends
 
 
 def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32", page_size: int = 1) -> Backends:
     """The given row of every family. Raises ValueError where it cannot run here."""
     need = Need(dtype=dtype, attention=config.attention.kind, page_size=page_size)
     asked = dict.fromkeys(("attention", "experts", "linear", "ops"), row)
-    return backends_module.plan_kernels(cpu_device(), need, asked).build()
+    return build_backends(plan_kernels(cpu_device(), need, asked))
 
 
 def load(path: Path, row: str = "torch", dtype: str = "float32", **options: Any) -> Stepper:

@@ -116,7 +116,7 @@ def late_messages(rank: int) -> list[list[float]]:
     sends = [(peer, torch.full((peer + 1,), float(10 * rank + peer), dtype=torch.float64)) for peer in range(2)]
     works = link.start(sends, list(enumerate(arrived)))
     link.wait(works)
-    link.wait(link.start([], []))  # those without messages come along
+    link.wait(link.start([], []))  # ranks without messages take part in the exchange
     return [part.tolist() for part in arrived]
 
 
