@@ -7,12 +7,13 @@ from moe_engine.config.field import option_of
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.resolve_kernels import FLAGS
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.types import CompileSettings, SpeculationConfig
 
 FLAG = "--enable-torch-compile"
-INSIDE = {"ops": "ops_backend", "linear": "linear_backend"}
-"""Kernel families whose operators are compiled together, with their flags."""
+INSIDE = ("ops", "linear")
+"""Kernel families whose operators are compiled together."""
 
 
 def compiled_rows(
@@ -35,7 +36,7 @@ def compiled_rows(
         raise ConfigError(f"{FLAG} with --tp-size {parallel.topology.tp_size}: only layers of one rank are compiled")
     if model.quant is not None and device != "cpu":
         raise ConfigError(f"{FLAG} with {model.quant.method} weights: torch cannot trace their GEMM kernels; drop it")
-    for name in INSIDE.values():
+    for name in (FLAGS[family] for family in INSIDE):
         value = getattr(asked, name)
         if value not in ("auto", "torch"):
             raise ConfigError(
