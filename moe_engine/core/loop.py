@@ -218,8 +218,8 @@ class EngineCore:
         reason = f"step {plan.number} failed: {type(error).__name__}: {error}"
         self._publish(self._scheduler.step_failed(plan.number, reason))
         if self._scheduler.is_broken:
-            message = "consecutive steps of different requests failed, without a successful step between them"
-            raise RuntimeError(f"{message}; the last: {reason}") from error
+            message = "consecutive steps of different requests failed, and then the step of a one-token probe"
+            raise RuntimeError(f"{message}: {reason}") from error
 
     # -- messages
 

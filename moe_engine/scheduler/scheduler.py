@@ -33,7 +33,7 @@ from moe_engine.scheduler.results import read_result
 from moe_engine.scheduler.retraction import choose_preempted, choose_victims
 from moe_engine.scheduler.speculation import Speculator
 from moe_engine.scheduler.stats import Totals, snapshot
-from moe_engine.scheduler.suspects import MAX_FAILURES_ALONE, Suspects
+from moe_engine.scheduler.suspects import Suspects
 from moe_engine.scheduler.token_ratio import NewTokenRatio
 from moe_engine.types import FinishReason, Request, Status, StepPlan, StepResult
 
@@ -111,7 +111,7 @@ class Scheduler:
         if not self._in_flight:
             events += self.table.end_aborting(now)
             self._reset_if_idle()
-        return events
+        return self._suspects.without_probe(events)
 
     def step_failed(self, number: int, reason: str) -> list[RequestEvent]:
         """A step raised, and steps planned behind it will not run: their requests are retracted and recomputed from the
@@ -133,6 +133,10 @@ class Scheduler:
             events += self.table.end_failed(cause, FinishReason("abort", message=reason, status_code=500), now)
         resend(self.table, records)
         self._suspect_turn = True
+        events = self._suspects.without_probe(events)
+        probe = self._suspects.make_probe()
+        if probe is not None:
+            self.table.add(probe, now)
         self._reset_if_idle()
         return events
 
@@ -146,8 +150,8 @@ class Scheduler:
 
     @property
     def is_broken(self) -> bool:
-        """Whether so many single-request steps failed that the requests cannot be the cause."""
-        return self._suspects.failed_alone >= MAX_FAILURES_ALONE
+        """Whether the step of a probe failed: requests are not the cause."""
+        return self._suspects.is_broken
 
     def start_over(self) -> list[RequestEvent]:
         """Drops steps in flight and the KV cache; running requests are recomputed from the tokens that clients have.
@@ -436,7 +440,7 @@ class Scheduler:
         if self.table.num_released != released:
             self._retry_at = 0
             self._reset_if_idle()
-        return events
+        return self._suspects.without_probe(events)
 
     # -- state
 

@@ -4,6 +4,10 @@ A step computes many requests, and its error names none. All its requests are re
 own, alternating with steps of the other requests. The request whose own step fails is the cause; the others of that
 failure are cleared. If none fails alone, the cause was their combination or the device: a request that was in two such
 failures always runs alone from then on, so that a failure cannot repeat forever.
+
+Several requests that fail alone, one after the other, are either all bad or the device is broken. A probe decides: a
+request of one token that the scheduler itself adds, and that runs before all others. The device is broken if its step
+fails.
 """
 
 from __future__ import annotations
@@ -11,12 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.request_table import RequestTable
-from moe_engine.types import Request, Status
+from moe_engine.types import Request, SamplingParams, Status
 
 MAX_SHARED_FAILURES = 2
 MAX_FAILURES_ALONE = 3
-"""Consecutive failed steps of one request each after which the cause is not the requests."""
+"""Consecutive failed steps of one request each after which a probe runs."""
+PROBE_RID = "probe"
 NEVER = 1 << 60
 
 
@@ -39,6 +45,9 @@ class Suspects:
         """Failed steps of one request, or of none, since the last successful step."""
         self.no_room = False
         """The last suspect could not be admitted."""
+        self.probe: Request | None = None
+        self.is_broken = False
+        """The step of a probe failed."""
 
     def __bool__(self) -> bool:
         return bool(self._order)
@@ -51,8 +60,6 @@ class Suspects:
         self._failure += 1
         self.no_room = False
         suspects = sorted(requests, key=lambda item: (not item[2], len(item[0].output_ids), -item[0].seq))
-        if self.failed_alone + 1 >= MAX_FAILURES_ALONE:  # the oldest ran successfully for longest: the best test
-            suspects.reverse()
         if not suspects:
             self.failed_alone += 1
         again = {request.rid for request, _, _ in suspects}
@@ -103,7 +110,26 @@ class Suspects:
     def failed(self, request: Request) -> None:
         """Takes in a failed step of this request alone: it is the cause, the failure's other requests are cleared."""
         self.failed_alone += 1
+        self.is_broken = request is self.probe
         cause = next(some for some in self._order if some.request is request)
         for entry in [some for some in self._order if some.failure == cause.failure]:
             self._order.remove(entry)
             entry.request.failed_steps -= 1
+
+    def make_probe(self) -> Request | None:
+        """A probe to add to the request table, if too many steps of one request have failed."""
+        if self.failed_alone < MAX_FAILURES_ALONE or self.probe is not None:
+            return None
+        # a retracted request enters a full queue, at its front
+        self.probe = Request(PROBE_RID, [0], SamplingParams(temperature=0.0), max_new_tokens=1, retractions=1)
+        self._failure += 1
+        self._order.insert(0, _Suspect(self.probe, NEVER, self._failure))
+        return self.probe
+
+    def without_probe(self, events: list[RequestEvent]) -> list[RequestEvent]:
+        """Takes in and removes the events of the probe."""
+        if self.probe is None:
+            return events
+        if self.probe.status is Status.FINISHED:
+            self.probe = None
+        return [event for event in events if event.rid != PROBE_RID]

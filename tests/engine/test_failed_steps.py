@@ -159,7 +159,7 @@ def test_broken_device_stops_the_engine(engine: InProcessEngine, monkeypatch: py
     monkeypatch.setattr(engine.worker.runner, "_launch", broken)
     script = [Scripted(f"r{i}", [1 + i] * 5, 5) for i in range(6)]
     with pytest.raises(
-        RuntimeError, match=r"without a successful step between them; the last: step \d+ failed.*the device is broken"
+        RuntimeError, match=r"consecutive steps .* one-token probe: step \d+ failed.*the device is broken"
     ):
         engine.run(script)
     assert len(broken.plans) < 12

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_engine.errors import InputError
 from moe_engine.scheduler import Scheduler, SchedulerConfig
+from moe_engine.scheduler.suspects import PROBE_RID
 from moe_engine.types import Request, SpeculationConfig, StepPlan
 from tests.scheduler.failing_worker import FailingDraftingWorker, FailingSimulation, FailingWorker, Poison
 from tests.scheduler.simulator import expected_outputs, make_request, random_request
@@ -144,7 +145,9 @@ def test_the_cause_is_found_and_other_suspects_are_cleared() -> None:
 
 def test_a_device_that_always_fails_ends_the_engine() -> None:
     config = SchedulerConfig(num_slots=400, context_len=100, max_rows=8)
-    sim = FailingSimulation(config, worker=FailingWorker(config, Poison(0, {str(i): 0 for i in range(8)})))
+    sim = FailingSimulation(
+        config, worker=FailingWorker(config, Poison(0, {str(i): 0 for i in range(8)} | {PROBE_RID: 0}))
+    )
     for i in range(8):
         sim.add(make_request(str(i), [2 + i] * 9, 30))
     turns = 0
@@ -155,7 +158,7 @@ def test_a_device_that_always_fails_ends_the_engine() -> None:
 
 
 def test_many_poisoned_requests_do_not_end_the_engine() -> None:
-    """Before the last failure that would end the engine, the request that ran successfully for longest is tried."""
+    """After three failures of single requests a probe runs; the engine ends only if its step fails too."""
     config = SchedulerConfig(num_slots=900, context_len=100, max_rows=16)
     sim = FailingSimulation(config, worker=FailingWorker(config, Poison(0, {f"bad{i}": 5 for i in range(9)})))
     sim.add(make_request("good", [3] * 9, 60, ignore_eos=True))
@@ -167,6 +170,18 @@ def test_many_poisoned_requests_do_not_end_the_engine() -> None:
         assert not sim.scheduler.is_broken
     sim.check_end()
     assert len(sim.status) == 9 and sim.outcomes["good"].reason == "length"
+
+
+def test_poisoned_requests_alone_in_the_engine_do_not_end_it() -> None:
+    """No other request succeeds between them."""
+    config = SchedulerConfig(num_slots=400, context_len=100, max_rows=2, max_queued_requests=9)
+    sim = FailingSimulation(config, worker=FailingWorker(config, Poison(0, {f"bad{i}": 0 for i in range(9)})))
+    for i in range(9):
+        sim.add(make_request(f"bad{i}", [4 + i] * 9, 30))
+    while sim.turn():
+        assert not sim.scheduler.is_broken
+    sim.check_end()
+    assert list(sim.status.values()) == [500] * 9
 
 
 @pytest.mark.parametrize("seed", range(4))
