@@ -47,8 +47,11 @@ PENALTY_COUNT_BYTES, PENALTY_TOKEN_BYTES = 4, 40
 NGRAM_PLACES = 1 << 20
 """Text positions that an accelerator compares with the texts' ends at once."""
 
-NGRAM_PLACE_BYTES, NGRAM_HOST_BYTES = 48, 24
-"""Scratch bytes per position on an accelerator; per token on a host, which searches one text at a time."""
+NGRAM_PLACE_BYTES = 48
+"""Scratch bytes per position on an accelerator."""
+
+NGRAM_INDEX_BYTES, NGRAM_HOST_BYTES = 8, 40
+"""Bytes per position of a text on a host: of its index, and scratch memory of one text at a time."""
 
 
 def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:

@@ -265,10 +265,13 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
         kept = LedgerRow("draft states", states * model.hidden_size * size, f"{states} states of running requests")
         return [LedgerRow(DRAFT_WEIGHTS, extra, detail), kept]
     if given.uses_ngrams:
-        places, each = sizes.NGRAM_PLACES, sizes.NGRAM_PLACE_BYTES
         if given.machine.device == "cpu":
-            places, each = given.limits.context_len, sizes.NGRAM_HOST_BYTES
-        return [LedgerRow("draft scratch", places * each, f"{places} positions of texts compared at once")]
+            texts, width = given.limits.running, given.limits.context_len
+            num_bytes = width * (texts * sizes.NGRAM_INDEX_BYTES + sizes.NGRAM_HOST_BYTES)
+            return [LedgerRow("n-gram search", num_bytes, f"{texts} texts x {width} positions, sorted by token")]
+        places = sizes.NGRAM_PLACES
+        num_bytes = places * sizes.NGRAM_PLACE_BYTES
+        return [LedgerRow("n-gram search", num_bytes, f"{places} positions of texts compared at once")]
     if given.draft is not None:
         detail = f"{_count(sizes.num_parameters(given.draft))} parameters of {given.draft.architecture}"
         return [LedgerRow(DRAFT_WEIGHTS, sizes.weight_bytes(given.draft, size), detail)]

@@ -261,14 +261,15 @@ def test_the_draft_extend_of_a_draft_model_is_counted(standalone, model_dir):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_prompt_lookup_has_bounded_scratch(resolved, device):
-    """On the host it is for one text, on an accelerator for a fixed number of positions."""
+def test_memory_of_prompt_lookup(resolved, device):
+    """On the host an index of each text and scratch memory for one; on an accelerator a fixed number of positions."""
     on = machine(60, 80, device)
     few, many = (
-        rows_of(resolved(on=on, max_running_requests=running, context_length=2048, **NGRAM))["draft scratch"]
+        rows_of(resolved(on=on, max_running_requests=running, context_length=2048, **NGRAM))["n-gram search"]
         for running in (8, 512)
     )
-    assert few.num_bytes == many.num_bytes == (2048 * 24 if device == "cpu" else 48 << 20)
+    expected = [2048 * (8 * running + 40) if device == "cpu" else 48 << 20 for running in (8, 512)]
+    assert [few.num_bytes, many.num_bytes] == expected
 
 
 def test_experts_of_a_pass_are_counted(resolved):

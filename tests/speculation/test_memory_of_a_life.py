@@ -28,7 +28,7 @@ def _transient(config: ResolvedConfig) -> int:
     """The ledger's memory that steps allocate and free. The constants of sampling are those of this test."""
     rows = {row.name: row.num_bytes for row in config.ledger.rows}
     sampling = sizes.sampling_bytes(VOCAB, ROWS_AT_ONCE, SCRATCH, 0) - sizes.EDIT_BYTES + SCRATCH
-    return rows["activations"] + rows.get("draft scratch", 0) + sampling
+    return rows["activations"] + rows.get("n-gram search", 0) + sampling
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.speculation import ngram_match
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.ngram import NgramDrafter
+from moe_engine.worker.speculation.ngram_match import TextIndex
 from tests.memory_meter import MemoryMeter
 from tests.speculation.toy_engine import ToyEngine, random_table
 
@@ -38,9 +41,13 @@ def history_of(texts: list[list[int]], stale: int, stream: DeviceStream, width: 
     history = TokenBuffer(len(texts), width, stream)
     history.tokens.fill_(stale)
     for row, text in enumerate(texts):
-        slots = list(range(len(text) - 1))  # the last token is not computed
-        history.enter(NewRow(row, "r", text, len(text), slots, SamplingParams(), 0, frozenset()))
+        history.enter(new_row(row, text))
     return history
+
+
+def new_row(row: int, text: list[int]) -> NewRow:
+    slots = list(range(len(text) - 1))  # the last token is not computed
+    return NewRow(row, "r", text, len(text), slots, SamplingParams(), 0, frozenset())
 
 
 def prepared(
@@ -58,7 +65,10 @@ def prepared(
     lengths = np.array([len(texts[row]) - 1 for row in rows])
     roots = stream.from_list([texts[row][-1] for row in rows], torch.int64)
     task = DraftTask(np.array(rows), lengths, index, roots, depth, 1, depth + 1)
-    return NgramDrafter(history, min_match, max_match, stream), task
+    drafter = NgramDrafter(history, min_match, max_match, stream)
+    for row, text in enumerate(texts):
+        drafter.enter(new_row(row, text))
+    return drafter, task
 
 
 def check_drafts(drafts: Drafts, texts: list[list[int]], rows: list[int], expected: list[list[int]]) -> None:
@@ -90,6 +100,7 @@ def test_match_is_the_naive_search(
     rows = np.random.default_rng(seed).permutation(len(texts)).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngram_match, "BLOCK", block)
+        patch.setattr(ngram_match, "UNSORTED", block)
         patch.setattr(ngram_match, "NGRAM_PLACES", block * at_once)
         drafter, task = prepared(texts, rows, depth, min_match, max_match, stale)
         drafts = drafter.propose(task)
@@ -117,6 +128,7 @@ def test_examples(text: list[int], expected: list[int]) -> None:
 def test_over_a_whole_run(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Chunked prompts, rejected drafts, retractions, reused rows, and requests that arrive with outputs: drafts depend
     only on the request's own tokens."""
+    monkeypatch.setattr(ngram_match, "UNSORTED", 3)
     pick = np.random.default_rng(seed)
     texts: dict[int, list[int]] = {}
     proposed: list[bool] = []
@@ -163,8 +175,8 @@ def test_over_a_whole_run(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     assert len(entered) > len(set(entered)), "nothing was retracted"
 
 
-def test_scratch_memory_does_not_grow_with_the_texts() -> None:
-    """Both searches take the ledger's memory, for any lengths."""
+def test_scratch_memory_of_the_device_does_not_grow_with_the_texts() -> None:
+    """The search takes the ledger's memory, for any lengths."""
     pick = np.random.default_rng(0)
     texts = [pick.integers(0, 50, 200_000).tolist() for _ in range(12)]
     lengths = np.array([len(text) - 1 for text in texts])
@@ -174,4 +186,55 @@ def test_scratch_memory_does_not_grow_with_the_texts() -> None:
             history.tokens, np.arange(12), lengths, 1, 12, DeviceStream("cpu")
         )  # fmt: skip
     assert 8 * sizes.NGRAM_PLACES < meter.peak < sizes.NGRAM_PLACES * sizes.NGRAM_PLACE_BYTES
-    assert found.tolist() == [ngram_match.find_on_host(np.array(text, dtype=np.int32), 1, 12) for text in texts]
+    assert found.tolist() == [TextIndex().find(np.array(text, dtype=np.int32), 1, 12) for text in texts]
+
+
+def test_memory_of_the_host_is_the_ledgers() -> None:
+    """Indexes stay; the search of one text takes scratch memory, most of it if the text is one token."""
+    pick = np.random.default_rng(0)
+    length = 100_000
+    texts = pick.integers(0, 129_280, (5, length)).astype(np.int32)
+    texts[2:] = texts[2:, -1:]
+    indexes = [TextIndex() for _ in texts]
+    tracemalloc.start()
+    try:
+        for index, text in zip(indexes, texts):
+            index.find(text, 1, 12)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    index_bytes = len(texts) * length * sizes.NGRAM_INDEX_BYTES
+    assert 0.9 * index_bytes < kept < 1.01 * index_bytes
+    assert length * sizes.NGRAM_HOST_BYTES / 2 < peak - kept < length * sizes.NGRAM_HOST_BYTES
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.lists(st.sampled_from([0, 1, 65535, 65536, 70000, 131072]), min_size=2, max_size=60),
+    unsorted=st.integers(0, 20),
+    window=st.tuples(st.integers(1, 3), st.integers(0, 6)),
+    data=st.data(),
+)
+def test_index_of_a_growing_text(text: list[int], unsorted: int, window: tuple[int, int], data: st.DataObject) -> None:
+    """Each search returns the naive search's match; tokens need more than 16 bits."""
+    least, most = window[0], sum(window)
+    index, known = TextIndex(), 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ngram_match, "UNSORTED", unsorted)
+        while known < len(text):
+            known = min(len(text), known + data.draw(st.integers(1, 12)))
+            found = index.find(np.array(text[:known], dtype=np.int32), least, most)
+            following = text[found : min(known, found + 3)]
+            assert following + [-1] * (3 - len(following)) == naive(text[:known], least, most, 3)
+
+
+def test_a_search_does_not_read_the_text_again() -> None:
+    """A search after another one reads the newest tokens and the occurrences of the last token only."""
+    text = np.arange(50_000, dtype=np.int32)
+    text[[7, 30_000, 49_999]] = 5
+    index = TextIndex()
+    assert index.find(text[:49_000], 1, 4) == 49_000
+    text[8:29_000] = 5  # not allowed: shows that these positions are not compared with the last token
+    assert index.find(text, 1, 1) == 30_001
+    text[30_000] = 6
+    assert index.find(text, 1, 1) == 30_001

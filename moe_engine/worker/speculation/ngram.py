@@ -21,11 +21,11 @@ from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.speculation.drafter import Computed
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
-from moe_engine.worker.speculation.ngram_match import find_on_device, find_on_host
+from moe_engine.worker.speculation.ngram_match import TextIndex, find_on_device
 
 
 class NgramDrafter:
-    """The drafter of the module docstring; implements `Drafter`. Stateless: it reads only the rows' history."""
+    """The drafter of the module docstring; implements `Drafter`. On the host it keeps an index of each row's text."""
 
     def __init__(self, history: TokenBuffer, min_match: int, max_match: int, stream: DeviceStream) -> None:
         self._history = history
@@ -33,9 +33,10 @@ class NgramDrafter:
         self._max_match = max_match
         self._stream = stream
         self._texts = stream.host_view(history.tokens)
+        self._indexes: dict[int, TextIndex] = {}
 
     def enter(self, new: NewRow) -> None:
-        return None
+        self._indexes[new.row] = TextIndex()
 
     def join(self, sizes: Sequence[StepSizes]) -> None:
         return None
@@ -51,7 +52,7 @@ class NgramDrafter:
         drafts = np.full((len(task.rows), task.depth), -1)
         for own, row, length in zip(drafts, task.rows.tolist(), task.lengths.tolist()):
             text = texts[row, : length + 1]
-            found = find_on_host(text, self._min_match, self._max_match)
+            found = self._indexes[row].find(text, self._min_match, self._max_match)
             following = text[found : found + task.depth]
             own[: len(following)] = following
         return torch.from_numpy(drafts)
