@@ -141,4 +141,8 @@ class SchedulerStats:
     generation_tokens_total: int
     oldest_wait_seconds: float
     num_drains_total: int
+    host_hit_tokens_total: int = 0
+    """Tokens loaded from the host-RAM tier; of the tier also the tokens in use and its size."""
+    host_used_tokens: int = 0
+    host_total_tokens: int = 0
     speculation: SpecStats | None = None

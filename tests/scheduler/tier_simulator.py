@@ -1,0 +1,110 @@
+"""The simulated engine core with a KV connector: the fake worker copies hashes between pool and host, late."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from moe_engine.scheduler import SchedulerConfig
+from moe_engine.types import KVLoad, StepPlan, StepResult
+from tests.scheduler.simulator import FakeWorker, Simulation
+
+
+class CopyingWorker(FakeWorker):
+    """A load writes its slots when it ends, a random number of steps later; until then they hold nothing valid."""
+
+    def __init__(self, config: SchedulerConfig, rng: random.Random, late: float) -> None:
+        super().__init__(config)
+        self.host: dict[int, int | None] = {}
+        self.loading: dict[int, tuple[KVLoad, list[int | None]]] = {}
+        self.unreported: list[int] = []
+        self.num_stored = 0
+        self._rng = rng
+        self._late = late
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)
+        if plan.kv_ops is not None:
+            assert not self.slots_loading(set(plan.kv_ops.arrived)) & set(plan.slots), "slots reused during a load"
+
+    def slots_loading(self, but: set[int]) -> set[int]:
+        return {slot for number, (load, _) in self.loading.items() if number not in but for slot in load.slots}
+
+    def execute(self) -> StepResult:
+        self.copy(self.queue[0])
+        assert not self.slots_loading(set()) & set(self.queue[0].slots), "a step writes slots during a load"
+        result = super().execute()
+        for number in list(self.loading):
+            if self._rng.random() >= self._late:
+                self.end(number)
+        done, self.unreported = self.unreported, []
+        return replace(result, kv_done=tuple(done))
+
+    def copy(self, plan: StepPlan) -> None:
+        ops = plan.kv_ops
+        if ops is None:
+            return
+        assert len(set(ops.store_places)) == len(ops.store_places) == len(ops.store_slots)
+        assert not self.loading.keys() & set(ops.arrived), "used before it arrived"
+        sources = {place for load, _ in self.loading.values() for place in load.places}
+        assert not sources & set(ops.store_places), "a place was reused during a load from it"
+        for slot, place in zip(ops.store_slots, ops.store_places):
+            self.host[place] = self.pool.get(slot)
+            self.num_stored += 1
+        for load in ops.loads:
+            self.loading[load.id] = (load, [self.host.get(place) for place in load.places])
+            for slot in load.slots:
+                self.pool.pop(slot, None)
+
+    def end(self, number: int) -> None:
+        load, values = self.loading.pop(number)
+        for slot, value in zip(load.slots, values):
+            if value is not None:
+                self.pool[slot] = value
+        self.unreported.append(number)
+
+    def fail(self) -> StepPlan:
+        """The oldest step fails: perhaps after its copies. Copies it began end before the failure is reported; the
+        steps behind it do not run."""
+        failed = self.queue.popleft()
+        self.touched.popleft()
+        before = set(self.loading)
+        if self._rng.random() < 0.5:
+            self.copy(failed)
+        for number in self.loading.keys() - before:
+            self.end(number)
+        for slot in failed.slots:
+            self.pool.pop(slot, None)
+        self.queue.clear()
+        self.touched.clear()
+        self.last_number += 1
+        return failed
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        """A plan behind a failed one repeats its row releases and writes."""
+        for row in plan.finished_rows:
+            self.rows.pop(row, None)
+        super()._update_rows(replace(plan, finished_rows=[]))
+
+
+class TierSimulation(Simulation):
+    """`Simulation` with a host tier. An idle core is woken by arrivals."""
+
+    worker: CopyingWorker
+
+    def __init__(self, config: SchedulerConfig, rng: random.Random, *, overlap: bool, late: float) -> None:
+        super().__init__(config, overlap=overlap, worker=CopyingWorker(config, rng, late))
+
+    def take_arrivals(self) -> bool:
+        for number in list(self.worker.loading)[:1]:
+            self.worker.end(number)
+        done, self.worker.unreported = self.worker.unreported, []
+        if done:
+            self.scheduler.kv_arrived(done)
+        return bool(done)
+
+    def check_end(self) -> None:
+        connector = self.scheduler.kv_cache.connector
+        assert connector is not None
+        super().check_end()
+        assert connector.num_stored == 0 and connector.num_loading == 0
