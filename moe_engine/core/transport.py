@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+
 import zmq
 
 from moe_engine.core import messages
@@ -33,6 +36,10 @@ class ZmqTransport:
         self.address = bind(self._in, to_core_address, keys)
         self._frames: FrameReader[messages.ToCore] = FrameReader("engine core", messages.decode_to_core)
         self._poller = zmq.Poller()
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._wake, False)
+        self._poller.register(self._woken, zmq.POLLIN)
         for socket in (self._in,) if wake is None else (self._in, wake):
             self._poller.register(socket, zmq.POLLIN)
         self._out = context.socket(zmq.PUSH)
@@ -41,13 +48,24 @@ class ZmqTransport:
         connect(self._out, from_core_address, keys)
 
     def receive(self, timeout: float) -> list[messages.Message]:
-        if timeout and not self._poller.poll(int(timeout * 1000)):
-            return []
+        if timeout:
+            ready = self._poller.poll(int(timeout * 1000))
+            if not ready:
+                return []
+            if any(source == self._woken for source, _ in ready):
+                os.read(self._woken, 4096)
         return list(self._frames.drain(self._in))
 
     def send(self, message: messages.Message) -> None:
         self._out.send(messages.encode(message))
 
+    def wake(self) -> None:
+        """Ends a wait of `receive`, or the next one. Thread-safe."""
+        with suppress(BlockingIOError):  # the pipe is full of wake-ups
+            os.write(self._wake, b".")
+
     def close(self) -> None:
+        os.close(self._woken)
+        os.close(self._wake)
         self._in.close(0)
         self._out.close(1000)

@@ -103,6 +103,11 @@ class ResolvedConfig:
         return self.ledger.num_tokens
 
     @property
+    def host_tier_tokens(self) -> int:
+        """Tokens of the host-RAM tier of the KV cache; 0: none."""
+        return self.ledger.host_tier_tokens
+
+    @property
     def max_req_len(self) -> int:
         """Max length of prompt plus answer."""
         return min(self.context_len - 1, self.max_total_num_tokens - 1)
@@ -411,6 +416,8 @@ def _size(
             parallel=parallel,
             experts=experts,
             graphs=graphs,
+            tier_ratio=memory.hicache_ratio if memory.enable_hierarchical_cache else 0.0,
+            tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
         )
     )
 

@@ -33,6 +33,7 @@ from moe_engine.planning.resolve_graphs import graph_row
 from moe_engine.planning.resolve_limits import SMALL_DISPATCH
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
+from moe_engine.planning.tier_memory import tier_bytes_per_token, tier_reserve, tier_rows, tier_tokens
 from moe_engine.types import GraphSettings
 
 CPU_SHARE = 0.8
@@ -80,6 +81,9 @@ class SizingInput:
     parallel: ParallelPlan = SINGLE_PROCESS
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     graphs: GraphSettings = field(default_factory=GraphSettings)
+    tier_ratio: float = 0.0
+    """Tokens of the host-RAM tier over those of the KV cache, unless `tier_bytes` is its size; both 0: no tier."""
+    tier_bytes: int = 0
 
     @property
     def page_size(self) -> int:
@@ -146,7 +150,9 @@ def size_memory(given: SizingInput) -> Sizing:
     ids = SLOT_TOKEN_BYTES * (tokens + page)
     rows = (*rows, LedgerRow("tokens of slots", ids, "ids beside the KV cache, for penalties"))
     limit, limit_reason = memory_limit(given, rows)
-    ledger = MemoryLedger(rows, limit, limit_reason, given.bytes_per_token, tokens, page, given.logits_rows)
+    tier = tier_tokens(given, tokens)
+    rows = (*rows, *tier_rows(given, tier))
+    ledger = MemoryLedger(rows, limit, limit_reason, given.bytes_per_token, tokens, page, given.logits_rows, tier)
     running, running_reason = _choose_running(given, tokens)
     if given.mem_fraction is not None:
         return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "asked for")
@@ -328,7 +334,9 @@ def _fitting_tokens(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int)
     """KV slots that fit. --mem-fraction-static counts weights and KV only; else the slots' token ids count too."""
     left = limit - sum(row.num_bytes for row in rows)
     ids = 0 if given.mem_fraction is not None else SLOT_TOKEN_BYTES
-    return tokens_that_fit(left, given.bytes_per_token + ids, given.page_size)
+    stored, ratio = tier_reserve(given)
+    each = given.bytes_per_token + ids + math.ceil(ratio * tier_bytes_per_token(given))
+    return tokens_that_fit(left - stored, each, given.page_size)
 
 
 def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:

@@ -3,7 +3,8 @@
 Write-back: evicted blocks are stored in host memory, least recently used blocks leave it. A prefix in the tier is
 loaded back before its request is admitted; the request waits for it, other requests do not.
 
-A place is a token's index in the host pool of each rank. A place is never reused while a load from it is in progress.
+A place is a token's index in the host pool of each rank. While a load from a place is in progress the place stays; only
+a load that a failed step abandoned may see its place reused, by a later store, which each rank runs behind it.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class HostTier:
             return None
         places = self._free[-len(slots) :]
         del self._free[-len(slots) :]
+        places.reverse()  # ascending in a fresh pool: neighbours are copied at once
         self._new_stores.update(zip(places, slots))
         return places
 

@@ -20,10 +20,13 @@ from moe_engine.types import KVOps
 class KVConnector(Protocol):
     """The scheduler side. One owner: the `KVCacheManager`."""
 
-    tree: RadixCache
-    """The radix cache, which hands evicted blocks to the connector."""
-    num_loaded_tokens: int
-    """Tokens loaded since the start."""
+    @property
+    def tree(self) -> RadixCache:
+        """The radix cache, which hands evicted blocks to the connector."""
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        """Tokens loaded since the start."""
 
     @property
     def num_loading(self) -> int:

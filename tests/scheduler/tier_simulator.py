@@ -19,6 +19,8 @@ class CopyingWorker(FakeWorker):
         self.loading: dict[int, tuple[KVLoad, list[int | None]]] = {}
         self.unreported: list[int] = []
         self.num_stored = 0
+        self.abandoned: set[int] = set()
+        """Loads in progress at a failed step: they read before later stores write, as copies run in plan order."""
         self._rng = rng
         self._late = late
 
@@ -46,7 +48,7 @@ class CopyingWorker(FakeWorker):
             return
         assert len(set(ops.store_places)) == len(ops.store_places) == len(ops.store_slots)
         assert not self.loading.keys() & set(ops.arrived), "used before it arrived"
-        sources = {place for load, _ in self.loading.values() for place in load.places}
+        sources = {p for n, (load, _) in self.loading.items() if n not in self.abandoned for p in load.places}
         assert not sources & set(ops.store_places), "a place was reused during a load from it"
         for slot, place in zip(ops.store_slots, ops.store_places):
             self.host[place] = self.pool.get(slot)
@@ -73,6 +75,7 @@ class CopyingWorker(FakeWorker):
             self.copy(failed)
         for number in self.loading.keys() - before:
             self.end(number)
+        self.abandoned |= self.loading.keys()
         for slot in failed.slots:
             self.pool.pop(slot, None)
         self.queue.clear()
