@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import socket
 from contextlib import suppress
 
 import zmq
@@ -36,12 +36,12 @@ class ZmqTransport:
         self.address = bind(self._in, to_core_address, keys)
         self._frames: FrameReader[messages.ToCore] = FrameReader("engine core", messages.decode_to_core)
         self._poller = zmq.Poller()
-        self._woken, self._wake = os.pipe()
-        os.set_blocking(self._woken, False)
-        os.set_blocking(self._wake, False)
-        self._poller.register(self._woken, zmq.POLLIN)
-        for socket in (self._in,) if wake is None else (self._in, wake):
-            self._poller.register(socket, zmq.POLLIN)
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._poller.register(self._woken.fileno(), zmq.POLLIN)
+        for receiver in (self._in,) if wake is None else (self._in, wake):
+            self._poller.register(receiver, zmq.POLLIN)
         self._out = context.socket(zmq.PUSH)
         self._out.setsockopt(zmq.SNDHWM, 0)
         self._out.setsockopt(zmq.LINGER, 1000)
@@ -52,8 +52,8 @@ class ZmqTransport:
             ready = self._poller.poll(int(timeout * 1000))
             if not ready:
                 return []
-            if any(source == self._woken for source, _ in ready):
-                os.read(self._woken, 4096)
+            if any(source == self._woken.fileno() for source, _ in ready):
+                self._woken.recv(4096)
         return list(self._frames.drain(self._in))
 
     def send(self, message: messages.Message) -> None:
@@ -61,11 +61,11 @@ class ZmqTransport:
 
     def wake(self) -> None:
         """Ends a wait of `receive`, or the next one. Thread-safe."""
-        with suppress(BlockingIOError):  # the pipe is full of wake-ups
-            os.write(self._wake, b".")
+        with suppress(BlockingIOError):  # full of wake-ups
+            self._wake.send(b".")
 
     def close(self) -> None:
-        os.close(self._woken)
-        os.close(self._wake)
+        self._woken.close()
+        self._wake.close()
         self._in.close(0)
         self._out.close(1000)

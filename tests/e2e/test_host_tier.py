@@ -17,7 +17,10 @@ COMMON = (
     "--enable-hierarchical-cache --hicache-ratio 4 --dtype float32 --context-length 256 --chunked-prefill-size 64 "
     f"--max-total-tokens {POOL} --max-running-requests 4 --enable-metrics --cpu-threads 1"
 )
-NEXTN = "--speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 1"
+NEXTN = (
+    "--speculative-algorithm NEXTN --speculative-num-steps 2 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 3"
+)
 FORMS = {
     "one rank": NEXTN,
     "tp2": f"--tp-size 2 {NEXTN}",
