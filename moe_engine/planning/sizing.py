@@ -379,6 +379,7 @@ def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
 
 def _refusal(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int, limit_reason: str, fits: int) -> ConfigError:
     per_token = given.bytes_per_token
+    rows = (*rows, *tier_rows(given, tier_tokens(given, given.min_tokens)))
     ledger = MemoryLedger(rows, limit, limit_reason, per_token, given.min_tokens, given.page_size)
     if fits > 0 and given.max_total_tokens is not None:
         return ConfigError(
@@ -458,10 +459,11 @@ def _smaller_steps(given: SizingInput) -> Iterator[tuple[list[str], StepLimits]]
 
 def _sufficient_fraction(given: SizingInput) -> float | None:
     """The least --mem-fraction-static that fits the launch into 97% of the available memory, or None."""
-    rows = fixed_rows(given)
+    tier = tier_rows(given, tier_tokens(given, given.min_tokens))
+    rows = (*fixed_rows(given), *tier)
     ledger = MemoryLedger(rows, 0, "", given.bytes_per_token, given.min_tokens, given.page_size)
     if ledger.total_bytes > 0.97 * given.machine.available_bytes:
         return None
-    static = (ledger.weight_bytes + ledger.kv_bytes) / given.machine.total_bytes
+    static = (ledger.weight_bytes + ledger.kv_bytes + sum(row.num_bytes for row in tier)) / given.machine.total_bytes
     fraction = int(static * 1000 + 1) / 1000
     return fraction if fraction < 1 and fraction != given.mem_fraction else None

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.scheduler import SchedulerConfig
-from moe_engine.types import Status, StepPlan
-from tests.scheduler.simulator import make_request, random_request
+from moe_engine.scheduler.radix_cache import RadixCache
+from moe_engine.types import SpeculationConfig, Status, StepPlan
+from tests.scheduler.simulator import Simulation, make_request, random_request
 from tests.scheduler.test_simulation import configs
+from tests.scheduler.test_speculation import speculations
 from tests.scheduler.tier_simulator import TierSimulation
 
 BASE = SchedulerConfig(num_slots=200, context_len=200, max_rows=4, chunked_prefill_size=64, host_tier_tokens=400)
@@ -61,6 +63,31 @@ def test_any_trace_leaks_nothing_and_computes_the_same(
     config = replace(config, host_tier_tokens=tokens, disable_radix_cache=False)
     rng = random.Random(seed)
     play(TierSimulation(config, rng, overlap=overlap, late=late), rng, 40, arrival, abort)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    config=configs(),
+    speculation=speculations(),
+    overlap=st.booleans(),
+    seed=st.integers(0, 10**6),
+    luck=st.sampled_from([0.0, 0.7, 1.0]),
+    abort=st.sampled_from([0.0, 0.2]),
+    late=st.sampled_from([0.0, 0.9]),
+)
+def test_drafts_are_loaded_too(
+    config: SchedulerConfig,
+    speculation: SpeculationConfig,
+    overlap: bool,
+    seed: int,
+    luck: float,
+    abort: float,
+    late: float,
+) -> None:
+    tokens = 2 * config.num_slots
+    config = replace(config, host_tier_tokens=tokens, disable_radix_cache=False, speculation=speculation)
+    rng = random.Random(seed)
+    play(TierSimulation(config, rng, overlap=overlap, late=late, luck=luck), rng, 30, 0.5, abort)
 
 
 def test_returning_sessions_are_loaded_under_memory_pressure() -> None:
@@ -133,6 +160,16 @@ def test_an_aborted_request_leaves_its_load_to_the_tree() -> None:
     sim.run_to_end()
     assert sim.scheduler.kv_cache.tree.num_protected == 0
     sim.check_end()
+
+
+def test_without_a_connector_plans_carry_no_copies() -> None:
+    sim = Simulation(replace(BASE, host_tier_tokens=0))
+    sim.keep_plans = True
+    for i in range(8):
+        sim.add(random_request(random.Random(i), str(i), sim.config, 90, 20))
+    sim.run_to_end()
+    assert sim.plans and all(plan.kv_ops is None for plan in sim.plans)
+    assert type(sim.scheduler.kv_cache.tree) is RadixCache and sim.scheduler.num_loading == 0
 
 
 def test_the_tier_needs_the_radix_cache() -> None:
