@@ -94,7 +94,7 @@ class Scheduler:
         events = self.table.add(request, self._clock())
         if self.config.uses_priority:
             self._retry_at = 0
-        return events
+        return self._suspects.without_probe(events)
 
     def abort(self, rids: Iterable[str], reason: FinishReason = ABORTED) -> list[RequestEvent]:
         """Ends these requests, if they have not ended already. Returns the final events of waiting requests, and of

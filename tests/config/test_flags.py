@@ -210,7 +210,7 @@ def test_a_refusal_recommends_nothing_that_is_refused(name):
         ("--grammar-backend outlines", "structured output"),
         ("--max-loras-per-batch 8", "LoRA adapters"),
         ("--lora-backend triton", "LoRA adapters"),
-        ("--hicache-mem-layout page_first", "hierarchical KV cache"),
+        ("--hicache-mem-layout layer_first", "hierarchical KV cache"),
         ("--disaggregation-transfer-backend mooncake", "prefill-decode disaggregation"),
         ("--ds-heavy-token-num 256", "removed from SGLang too"),
         ("--disable-fast-image-processor", "no image processor"),
