@@ -1,11 +1,12 @@
 """Engine processes forked from a server that has imported torch and the engine: 0.1 instead of 2.5 CPU seconds each.
 
-For tests of what an engine computes: ``pytestmark = pytest.mark.usefixtures("forked_processes")``. The server replaces
-`start_interpreter` of `moe_engine/processes/child.py`, in this process and in the forked cores, which start ranks. Tests
-of processes (start, signals, losses, process trees) start interpreters, as the engine does.
+For tests of what an engine computes: ``pytestmark = pytest.mark.usefixtures("forked_processes")``. The fixture replaces
+`start_interpreter` of `moe_engine/processes/child.py`. The forked cores start their ranks in the same way. Tests of
+processes (start, signals, losses, process trees) start interpreters, as the engine does.
 
-A forked process gets the environment, working directory, standard input, output and error of the process that starts it.
-Variables that are read during imports must be those of the server. The server has one thread, and never computes.
+A forked process gets the environment, the working directory, the standard input, output and error of the process that
+starts it. A process whose environment differs in a variable that imports read is an interpreter. The server has one
+thread and never computes. Its processes share one seed of string hashes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ PRELOADED = (
     "moe_engine.executor.sharded_worker",
     "moe_engine.worker.worker",
 )
-READ_IN_IMPORTS = ("OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "LD_", "PYTHON")
+READ_IN_IMPORTS = (
+    "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "LD_", "PYTHON",
+)  # fmt: skip
+"""First letters of variables."""
 SET_BY_SERVER = {"GOMP_SPINCOUNT": "1000", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """What cores and ranks set before they import torch."""
 MAX_REQUEST = 128 << 10
@@ -91,7 +95,7 @@ class ForkedProcess:
 
 
 class Starter:
-    """Replaces `start_interpreter`. A process with other variables of `READ_IN_IMPORTS` is an interpreter."""
+    """Replaces `start_interpreter`."""
 
     def __init__(self, address: str, environ: dict[str, str], start_interpreter: Any) -> None:
         self._address, self._read, self._start_interpreter = address, read_in_imports(environ), start_interpreter
@@ -112,8 +116,9 @@ class ForkServer:
             listening.listen(64)
             number = listening.fileno()
             command = [sys.executable, "-m", "tests.fork_server", self.address[1:], str(number)]
+            environ = os.environ | SET_BY_SERVER
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True, env=os.environ | SET_BY_SERVER
+                command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True, env=environ
             )
 
     def close(self) -> None:
