@@ -49,8 +49,8 @@ def _check_processor(text: str, *, enabled: bool) -> None:
 
 
 def _bad_word_ids(words: tuple[str, ...], tokenizer: Tokenizer | None, field: str) -> tuple[tuple[int, ...], ...]:
-    """vLLM's rule: each word at the beginning of a text, and behind a space where that gives another first token and
-    as many tokens."""
+    """Each word as at the beginning of a text, and behind a space if that gives other tokens. vLLM leaves out the second
+    form if its number of tokens differs, so a common word may still appear in the middle of a text."""
     if tokenizer is None:
         raise InputError(f"{field}: needs a tokenizer, and this server runs with --skip-tokenizer-init", field=field)
     bare = [word.lstrip() for word in words]
@@ -61,6 +61,6 @@ def _bad_word_ids(words: tuple[str, ...], tokenizer: Tokenizer | None, field: st
         if not first:
             raise InputError(f"{field}: {word!r:.40} has no tokens; leave it out", field=field)
         found.append(first)
-        if len(spaced) == len(first) and spaced[0] != first[0]:
+        if spaced[-len(first) :] != first:
             found.append(spaced)
     return tuple(found)
