@@ -13,7 +13,7 @@ from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, ExpertShape, named_sh
 from moe_engine.kernels.experts.tiles import BLOCK_FP8, PLAIN, WIDE
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import BlockWeight
+from moe_engine.kernels.quantization.protocol import BlockFP8, BlockWeight
 from tests.kernels.cpu.formulas import NAN, gated, silu
 from tests.kernels.triton.poison import poisoned_memory
 
@@ -39,7 +39,7 @@ class Experts:
         shapes = ((width, hidden), (width, hidden), (hidden, width))
         self.parts: list[list[Tensor] | list[BlockWeight]] = []
         if kind.startswith("fp8"):
-            self.weights = kernel.allocate_blocks(count, hidden, width, "cpu", self.power_of_two)
+            self.weights = kernel.allocate_blocks(count, hidden, width, "cpu", BlockFP8(self.power_of_two))
         else:
             self.weights = kernel.allocate(count, hidden, width, self.dtype, "cpu")
         for expert in range(count):

@@ -18,7 +18,13 @@ from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.linear.protocol import LinearCapabilities
 from moe_engine.kernels.quantization import reference as fp8
-from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, BlockWeight, QuantizedActivation
+from moe_engine.kernels.quantization.protocol import (
+    UNQUANTIZED,
+    ActivationFormat,
+    BlockFP8,
+    BlockWeight,
+    QuantizedActivation,
+)
 from moe_engine.kernels.vendors.warming import StepShapes, row_counts
 from moe_engine.parallel.experts import make_routed_experts
 from tests.kernels.cpu.formulas import NAN, close, gated, normal, rms_norm, silu
@@ -56,7 +62,7 @@ def near(got: Tensor, want: Tensor) -> None:
 def test_linear_equals_float64(arch, power_of_two):
     emulator, gemm = library(arch)
     kernel = DeepGemmLinear(gemm)
-    assert kernel.capabilities == LinearCapabilities(kernel.prepare_blocks, kernel.warm_up)
+    assert kernel.capabilities == LinearCapabilities({BlockFP8: kernel.prepare_blocks}, kernel.warm_up)
     for tokens, n, k in ((0, 64, 128), (1, 576, 256), (7, 192, 640), (130, 128, 384)):
         w, bias = weight(n, k, power_of_two), normal(n, dtype=BF16)
         prepared = kernel.prepare_blocks(w, bias)
