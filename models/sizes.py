@@ -62,16 +62,6 @@ def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     return sum(spec.num_elements * spec.copies for spec in model_tensors(config, include_mtp))
 
 
-def num_active_parameters(config: ModelConfig) -> int:
-    """Active parameters per token: K of E experts, the whole head, one row of the embedding (not counted)."""
-    top_k = config.moe.top_k if config.moe is not None else 1
-    return sum(
-        spec.num_elements * min(spec.copies, top_k)
-        for spec in model_tensors(config)
-        if config.tie_word_embeddings or spec.name != EMBEDDING
-    )
-
-
 def weight_bytes(
     config: ModelConfig,
     dtype_bytes: int,

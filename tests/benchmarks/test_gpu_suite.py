@@ -30,7 +30,7 @@ from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.sizes import num_active_parameters
+from tests.models.parameters import num_active_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ModelOps("small", 96, 300, 4, 16, 32, 48, 64, 24, 16, 3)
