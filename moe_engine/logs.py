@@ -17,7 +17,7 @@ READY_LINE = "The server is fired up and ready to roll!"
 
 
 class Formatter(logging.Formatter):
-    """``[time tag] message``. The tag is `parallel.context.ParallelContext.log_tag`: empty or `` DP0 TP1``."""
+    """``[time tag] message``. The tag is empty or has the rank: `` DP0 TP1``."""
 
     def __init__(self, tag: str = "") -> None:
         tag = f" {tag.strip()}" if tag.strip() else ""

@@ -386,7 +386,7 @@ def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:
         if finish is None and logprobs is None and prompt_logprobs is None
         else _delta(event)
         for event in events
-        for rid, tokens, finish, _, _, cached, retractions, logprobs, prompt_logprobs, _, _ in (event,)
+        for rid, tokens, finish, cached, retractions, logprobs, prompt_logprobs, _, _ in (event,)
     ]
 
 

@@ -340,8 +340,8 @@ def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Recor
         return dtype
     if dtype == "float16" and machine.device == "cpu":
         return record.note("dtype", "bfloat16", "the checkpoint is float16, and CPU kernels compute in bfloat16")
-    if model.quant is not None:
-        return record.note("dtype", dtype, f"compute type of {model.quant.method} weights")
+    if stored := model.weight_format.name:
+        return record.note("dtype", dtype, f"compute type of {stored} weights")
     return record.note("dtype", dtype, f"the checkpoint is {model.checkpoint_dtype}")
 
 
@@ -362,7 +362,7 @@ def _kv_dtype(args: EngineArgs, dtype: str, record: Record) -> str:
 
 
 def _check_quantization(args: EngineArgs, model: ModelConfig, record: Record) -> None:
-    asked, found = args.model.quantization, model.quant.method if model.quant else None
+    asked, found = args.model.quantization, model.weight_format.name or None
     if asked is not None and found is None:
         raise NotAvailableYet(
             f"--quantization {asked}: not supported yet: quantising while loading ({model.source}: the weights are not "

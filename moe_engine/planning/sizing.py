@@ -12,6 +12,8 @@ from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRATCH_BYTES
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.table import kept_format
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning.attention_memory import draft_workspace_rows, workspace_rows
@@ -96,9 +98,9 @@ class SizingInput:
         return self.local_model.kv_bytes_per_token(self.kv_dtype, self.uses_mtp) + drafted
 
     @property
-    def keeps_fp8(self) -> bool:
-        """Whether the device's kernels use block-FP8 weights without dequantising them."""
-        return self.model.quant is not None and self.machine.device == "cuda"
+    def weight_format(self) -> WeightFormat:
+        """The format in which the device's kernels hold the weights."""
+        return kept_format(self.model.weight_format, self.machine.device)
 
     @property
     def local_model(self) -> ModelConfig:
@@ -166,11 +168,11 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     limits, model, topology = given.limits, given.model, given.parallel.topology
     redundant = given.experts.num_redundant
     weights = sizes.weight_bytes(
-        model, given.dtype_bytes, topology=topology, redundant_experts=redundant, keeps_fp8=given.keeps_fp8
+        model, given.dtype_bytes, topology=topology, redundant_experts=redundant, format=given.weight_format
     )
     detail = f"{_count(sizes.num_parameters(model))} parameters as {given.dtype}"
-    if model.quant is not None:
-        detail += f", {model.quant.method} " + ("as stored" if given.keeps_fp8 else "dequantised while loading")
+    if stored := model.weight_format.name:
+        detail += f", {stored} " + ("as stored" if given.weight_format.name else "dequantised while loading")
     if topology.tp_size > 1:
         detail += f", one shard of {topology.tp_size}"
     if redundant:
@@ -261,9 +263,8 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
     model, size, topology = given.model, given.dtype_bytes, given.parallel.topology
     if given.uses_mtp:
         layers = model.num_nextn_predict_layers
-        keeps = given.keeps_fp8
-        extra = sizes.weight_bytes(model, size, True, topology, keeps_fp8=keeps)
-        extra -= sizes.weight_bytes(model, size, topology=topology, keeps_fp8=keeps)
+        extra = sizes.weight_bytes(model, size, True, topology, format=given.weight_format)
+        extra -= sizes.weight_bytes(model, size, topology=topology, format=given.weight_format)
         count = _count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
         detail = f"{layers} MTP layer{'s' * (layers > 1)}, {count} parameters; embedding and head are the model's"
         # of each row's last token; for several layers also of earlier tokens, and a copy of those during an update

@@ -34,8 +34,6 @@ class RequestEvent(NamedTuple):
     rid: str
     token_ids: list[int]
     finish_reason: FinishReason | None
-    num_prompt: int
-    num_output: int
     cached_tokens: int
     retractions: int
     logprobs: PackedLogprobs | None = None
@@ -61,8 +59,6 @@ def finish_event(
         request.rid,
         token_ids,
         reason,
-        len(request.prompt_ids),
-        len(request.output_ids),
         request.cached_tokens,
         request.retractions,
         logprobs,
