@@ -21,6 +21,8 @@ from moe_engine.types import SpeculationConfig
 
 MIN_MEASUREMENTS = 3
 """Measurements after which a batch size counts as known."""
+OUTLIER = 3.0
+"""Seconds over the expected ones above which a few measurements are not trusted."""
 NEAR = 4
 """Buckets (a factor of two) over which linear interpolation is trusted."""
 MAX_MEASUREMENTS = 7
@@ -100,7 +102,7 @@ class Curve:
     @property
     def _points(self) -> dict[int, tuple[float, float]]:
         """Count and seconds of every bucket: medians. A bucket with few measurements may hold a single slow one, for
-        example a step that compiled a kernel: it counts no more than the other buckets lead to expect."""
+        example a step that compiled a kernel: what the other buckets lead to expect is used instead."""
         if self._stale:
             for bucket in self._stale:
                 seen = self._seen[bucket]
@@ -111,7 +113,9 @@ class Curve:
             if known:
                 for bucket in set(self._order).difference(known):
                     count, seconds = self._medians[bucket]
-                    self._cached[bucket] = (count, min(seconds, _interpolate(known, self._medians, count)))
+                    expected = _interpolate(known, self._medians, count)
+                    if seconds > OUTLIER * expected:
+                        self._cached[bucket] = (count, expected)
         return self._cached
 
     def at(self, count: int) -> float:
