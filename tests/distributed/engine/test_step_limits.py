@@ -1,4 +1,4 @@
-"""Prompts above every limit, on ranks whose parts are made for small steps: the answers are those of one rank.
+"""Prompts above every limit, on ranks with parts for small steps: the answers are those of one rank.
 
 `tests/config/test_step_limits.py` draws many more forms and holds plans against their limits, without ranks.
 """
@@ -16,6 +16,8 @@ import pytest
 from moe_engine import Engine
 from tests.models.checkpoints import make_checkpoint
 from tests.speculation.agreeing import agreeing_checkpoint
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 SEED = 11
 LENGTHS = (380, 12, 75, 31, 140, 9, 64, 28, 21)  # 760 tokens
