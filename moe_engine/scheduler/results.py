@@ -60,15 +60,13 @@ def read_result(
             outputs.append(tokens[0])
             kept, reason = tokens, None
         else:
-            kept, reason = _take_several(request, tokens, vocab)
+            kept, reason = _take_several(request, tokens, vocab, result.errors or {})
         if depth and outcomes is not None:
             outcomes.append(_count_accepted(request, depth, len(tokens), len(kept), ended=reason is not None))
         mine = logprobs[i] if logprobs else None
         mine = mine.part(0, len(kept)) if mine is not None and kept else None
         prompt = table.take_prompt_logprobs(request.rid) if waiting_logprobs else None
         if reason is not None:
-            if result.errors and len(kept) < len(tokens) and tokens[len(kept)] < 0:
-                reason = result.errors.get(record.sampled_rows[i], reason)
             table.end_running(request, reason)
             some_ended = True
             push(finish_event(request, reason, now, kept, mine, prompt))
@@ -96,10 +94,15 @@ def read_result(
     return events
 
 
-def _take_several(request: Request, tokens: list[int], vocab: int | None) -> tuple[list[int], FinishReason | None]:
+def _take_several(
+    request: Request, tokens: list[int], vocab: int | None, errors: dict[int, FinishReason]
+) -> tuple[list[int], FinishReason | None]:
+    """`errors`: why tokens of a row are invalid, as in the result."""
     if not tokens:
         raise MoeEngineError(f"the result has no token for request {request.rid!r}, which samples one")
     kept, reason = take_tokens(request, tokens, vocab)
+    if errors and len(kept) < len(tokens) and tokens[len(kept)] < 0:
+        reason = errors.get(request.row, reason)
     request.num_computed += max(len(kept) - 1, 0)
     if request.num_computed > len(request.slots):
         raise MoeEngineError(

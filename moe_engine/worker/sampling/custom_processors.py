@@ -103,13 +103,23 @@ class CustomProcessors:
             index = self.stream.from_list(own, torch.int64)
             values = logits.index_select(0, index)
             if self.group.rank == 0:
-                values = self._run(row, values, [self._reader(row, i, lengths, tokens, trees) for i in own])
+                readers = [self._reader(row, i, lengths, tokens, trees) for i in own]
+                found = self._run(row, values, readers)
+                if found is None and len(own) > 1 and self._of[row].processor is not None:
+                    values = logits.index_select(0, index)  # the failed call may have changed them
+                    found = self._run_each(row, values, readers)
+                values = torch.full_like(values, torch.nan) if found is None else found
             if self.group.size > 1:
                 self.group.broadcast(values, 0)
             logits.index_copy_(0, index, values)
 
-    def _run(self, row: int, values: Tensor, readers: list[Any]) -> Tensor:
-        """The logits [Q, V] that a row's processor returns; NaN if it fails."""
+    def _run_each(self, row: int, values: Tensor, readers: list[Any]) -> Tensor:
+        """Runs the processor for each position: a failure behind a draft matters only if the draft is accepted."""
+        found = [self._run(row, values[i : i + 1], readers[i : i + 1]) for i in range(len(readers))]
+        return torch.cat([torch.full_like(values[:1], torch.nan) if own is None else own for own in found])
+
+    def _run(self, row: int, values: Tensor, readers: list[Any]) -> Tensor | None:
+        """The logits [Q, V] that a row's processor returns; None, with an error of the row, if it fails."""
         loaded = self._of[row]
         problem = loaded.problem
         if loaded.processor is not None:
@@ -124,7 +134,7 @@ class CustomProcessors:
                 problem = f"custom_logit_processor: {name} raised {type(error).__name__}: {error}"
         message = problem or "custom_logit_processor: not loaded"
         self.errors[row] = FinishReason("abort", message=message, status_code=400)
-        return torch.full_like(values, torch.nan)
+        return None
 
     def _reader(self, row: int, place: int, lengths: np.ndarray, tokens: SlotTokens, trees: TreeText | None) -> Any:
         """Reads the tokens before the one sampled at a row of logits."""

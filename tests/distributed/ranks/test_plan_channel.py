@@ -13,9 +13,10 @@ import pytest
 from moe_engine.core.executor import RankLost
 from moe_engine.errors import EngineDeadError, StepError, StepNotRun
 from moe_engine.executor.leader_worker import MAX_AHEAD, LeaderWorker
-from moe_engine.executor.plan_broadcast import PlanReceiver, PlanSender, Step, Stop
+from moe_engine.executor.plan_broadcast import Masks, PlanReceiver, PlanSender, Step, Stop
 from moe_engine.executor.progress import Progress
 from moe_engine.parallel.collectives import PeerLost
+from moe_engine.token_masks import DraftTree, LaunchedStep, StepMasks
 from moe_engine.types import LogprobSpec, NewRow, RowWrite, SamplingParams, Speculation, StepPlan, StepResult
 
 
@@ -108,6 +109,7 @@ class LocalWorker:
     def __init__(self, answers: bool = True) -> None:
         self.answers = answers
         self.plans: list[int] = []
+        self.launched: LaunchedStep | None = None
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         self.plans.append(plan.number)
@@ -116,7 +118,55 @@ class LocalWorker:
             future.set_result(StepResult(plan.number, [], []))
         return future
 
+    def launch(self, plan: StepPlan, *, reports_drafts: bool = True) -> LaunchedStep:
+        launched = self.launched = LaunchedStep(plan.number, reports_drafts=reports_drafts)
+        return launched
+
+    def sample(self, masks: StepMasks) -> None:
+        self.launched.sample(masks)
+
+    def abandon(self) -> None:
+        if self.launched is not None:
+            self.launched.abandon()
+
     def close(self) -> None: ...
+
+
+def test_late_masks_follow_their_plan(sender: PlanSender) -> None:
+    receiver, local = PlanReceiver(sender.address, "rank1"), LocalWorker()
+    assert sender.wait_subscribed(["rank1"], 5.0)
+    worker = LeaderWorker(local, sender, Detector(), Progress())
+    masks = StepMasks(4, [2], [1], bytes(40))
+    launched = worker.launch(StepPlan(4, rows=[2], masked=[2]))
+    local.launched.report({2: DraftTree([7, -1])})
+    assert launched.drafts.result(5) == {2: DraftTree([7, -1])}
+    worker.sample(masks)
+    assert local.launched.masks.result(5) is masks
+    step, sent = receiver.receive(5.0), receiver.receive(5.0)
+    assert isinstance(step, Step) and step.plan.masked == [2]
+    assert isinstance(sent, Masks) and sent.masks == masks
+    worker.execute(StepPlan(5))
+    assert isinstance(receiver.receive(5.0), Step)
+
+
+def test_lost_masks_are_noticed(sender: PlanSender) -> None:
+    receiver = PlanReceiver(sender.address, "rank1")
+    assert sender.wait_subscribed(["rank1"], 5.0)
+    sender.send(StepPlan(1, rows=[2], masked=[2]))
+    sender.send(StepPlan(2))
+    assert isinstance(receiver.receive(5.0), Step)
+    with pytest.raises(EngineDeadError, match="a plan was lost"):
+        receiver.receive(5.0)
+
+
+def test_a_lost_rank_ends_a_step_that_waits_for_masks(sender: PlanSender) -> None:
+    detector, local = Detector(), LocalWorker()
+    worker = LeaderWorker(local, sender, detector, Progress())
+    launched = worker.launch(StepPlan(1, rows=[2], masked=[2]))
+    detector.lose()
+    assert isinstance(launched.result.exception(5), RankLost)
+    assert isinstance(local.launched.masks.exception(5), StepNotRun)
+    assert launched.drafts.result(5) == {}
 
 
 def test_the_leader_waits_for_its_slowest_follower(sender: PlanSender) -> None:
