@@ -12,18 +12,19 @@ import os
 import socket
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_engine import logs
 from moe_engine.cluster.heartbeat_client import LEAVE_SECONDS, HeartbeatClient, leave
 from moe_engine.cluster.peers import identity_of_process
 from moe_engine.cluster.rank_process import RankSpec
+from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import MoeEngineError
 from moe_engine.executor import messages
-from moe_engine.executor.leader_worker import LocalWorker, call_one, kernels_of
+from moe_engine.executor.leader_worker import LocalWorker, kernels_of
 from moe_engine.executor.options import plan_name
-from moe_engine.executor.plan_broadcast import PlanReceiver, Stop
+from moe_engine.executor.plan_broadcast import PlanReceiver, Run, Stop
 from moe_engine.executor.process_groups import RankWorld, quieten_torch
 from moe_engine.executor.progress import Progress
 from moe_engine.models import registry
@@ -69,7 +70,6 @@ class Follower:
         self._progress = Progress(lambda: "starting", on_stride=lambda: self._heartbeat.beat_now())
         hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
         limits = spec.options.limits
-        self._worker: Future[LocalWorker] = Future()
         self._heartbeat = HeartbeatClient(
             spec.control_address,
             identity_of_process(f"rank{self._rank}"),
@@ -77,7 +77,6 @@ class Follower:
             self._beat,
             limits,
             leave,
-            self._call,
             keys=spec.options.keys,
         )
 
@@ -104,7 +103,11 @@ class Follower:
                 continue
             if isinstance(message, Stop):
                 break
-            if message is not None:  # plans arrive only after all ranks are ready
+            if isinstance(message, Run):  # blocks: later plans wait on the worker's thread anyway
+                call = preparing.result().run_call(message.method, message.args)
+                wait([call])
+                receiver.answer(message.id, RankAnswer.of(self._rank, call))
+            elif message is not None:  # plans arrive only after all ranks are ready
                 self._progress.begin(message.plan)
                 if self._reported_idle:
                     self._heartbeat.beat_now()  # so that the leader knows our position if this step hangs
@@ -118,7 +121,6 @@ class Follower:
         RankWorld(spec.options, spec.place, welcome.store_host, welcome.store_port).join()
         worker: LocalWorker = spec.options.make_worker(spec.config, spec.place, self._progress)
         self._progress.ready = True
-        self._worker.set_result(worker)
         self._heartbeat.send(messages.Loaded(self._rank, kernels_of(worker)))
         return worker
 
@@ -131,10 +133,6 @@ class Follower:
         error = future.exception()
         if error is not None:
             self._heartbeat.send_failure(self._rank, error)
-
-    def _call(self, method: str) -> Future[Any]:
-        """Calls arrive only after all ranks are ready."""
-        return call_one(self._worker.result(), method)
 
     def _beat(self) -> messages.Beat:
         position = self._progress.position()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from moe_engine.core.rank_calls import RankCall
 from moe_engine.errors import EngineDeadError
 from moe_engine.types import StepPlan, StepResult
 
 
 class StepWorker(Protocol):
-    """The part of `worker.Worker` that the loop uses."""
+    """Runs steps and calls on the ranks of a core's group, in the order of submission."""
 
     def execute(self, plan: StepPlan) -> Future[StepResult]: ...
 
-    def call_all(self, method: str) -> Future[list[Any]]: ...
+    def call_ranks(self, method: str, args: Mapping[str, Any], seconds: float) -> RankCall:
+        """Begins one of `worker.rank_methods` on every rank, behind the steps submitted so far."""
 
 
 class RankLost(EngineDeadError):
