@@ -24,7 +24,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.executor import messages
 from moe_engine.executor.leader_worker import LocalWorker, kernels_of
 from moe_engine.executor.options import plan_name
-from moe_engine.executor.plan_broadcast import PlanReceiver, Run, Stop
+from moe_engine.executor.plan_broadcast import PlanReceiver, Run, Step, Stop
 from moe_engine.executor.process_groups import RankWorld, quieten_torch
 from moe_engine.executor.progress import Progress
 from moe_engine.models import registry
@@ -101,17 +101,17 @@ class Follower:
             except MoeEngineError as error:
                 self._heartbeat.send_failure(self._rank, error)
                 continue
-            if isinstance(message, Stop):
-                break
-            if isinstance(message, Run):  # blocks: later plans wait on the worker's thread anyway
-                call = preparing.result().run_call(message.method, message.args)
-                wait([call])
-                receiver.answer(message.id, RankAnswer.of(self._rank, call))
-            elif message is not None:  # plans arrive only after all ranks are ready
+            if isinstance(message, Step):  # plans arrive only after all ranks are ready
                 self._progress.begin(message.plan)
                 if self._reported_idle:
                     self._heartbeat.beat_now()  # so that the leader knows our position if this step hangs
                 preparing.result().execute(message.plan).add_done_callback(self._stepped)
+            elif isinstance(message, Run):  # blocks: later plans wait on the worker's thread anyway
+                call = preparing.result().run_call(message.method, message.args)
+                wait([call])
+                receiver.answer(message.id, RankAnswer.of(self._rank, call))
+            elif isinstance(message, Stop):
+                break
         if preparing.done() and not preparing.exception():
             preparing.result().close()
         self._heartbeat.close()

@@ -46,8 +46,8 @@ class RankCall:
 
     @property
     def is_over(self) -> bool:
-        """True if the deadline has passed: late answers are ignored."""
-        return time.monotonic() > self._deadline
+        """True if no answer is awaited: all are there, or the deadline has passed."""
+        return len(self._answers) == len(self._ranks) or time.monotonic() > self._deadline
 
     def add(self, answer: RankAnswer) -> None:
         """Ignores ranks that were not called, and second answers."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from moe_engine.errors import MoeEngineError
@@ -79,7 +78,7 @@ class Profiler:
 
     def _activities(self, names: Sequence[str] | None) -> list[ProfilerActivity]:
         kinds = {"CPU": ProfilerActivity.CPU}
-        if torch.cuda.is_available() and self._runner.stream.asynchronous:
+        if self._runner.stream.asynchronous:
             kinds["GPU"] = ProfilerActivity.CUDA
         return [kind for name, kind in kinds.items() if names is None or name in names] or [ProfilerActivity.CPU]
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from moe_engine.errors import MoeEngineError
-
-if TYPE_CHECKING:
-    from moe_engine.worker.weight_update import WeightUpdate
-    from moe_engine.worker.worker import Worker
-
+from moe_engine.worker.eplb.expert_control import ExpertControl
+from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.profiler import ProfileArgs, Profiler
+from moe_engine.worker.weight_update import CheckpointArgs, WeightUpdate
 
 NO_ARGS: Mapping[str, Any] = {}
 
@@ -30,28 +29,21 @@ class RankMethod:
     args: type[msgspec.Struct] = NoArgs
 
 
-def rank_methods(worker: Worker) -> dict[str, RankMethod]:
+def rank_methods(runner: ModelRunner, experts: ExpertControl, weights: WeightUpdate | None) -> dict[str, RankMethod]:
     """All methods. They run on the worker's thread, between steps."""
-    from moe_engine.worker.profiler import ProfileArgs, Profiler  # imports torch.profiler: a slow import
-
-    experts = worker.experts
-    profiler = Profiler(worker.runner, worker.runner.shared.parallel.world_rank)
-    weights = worker.weights
-    updates = {} if weights is None else weight_methods(weights)
+    profiler = Profiler(runner, runner.shared.parallel.world_rank)
     return {
-        **updates,
         "start_experts": RankMethod(lambda _: experts.start()),
         "stop_experts": RankMethod(lambda _: experts.stop()),
         "dump_experts": RankMethod(lambda _: experts.dump_part()),
         "view_experts": RankMethod(lambda _: experts.snapshot()),
         "start_profile": RankMethod(profiler.start, ProfileArgs),
         "stop_profile": RankMethod(lambda _: profiler.stop()),
+        **({} if weights is None else _weight_methods(weights)),
     }
 
 
-def weight_methods(weights: WeightUpdate) -> dict[str, RankMethod]:
-    from moe_engine.worker.weight_update import CheckpointArgs
-
+def _weight_methods(weights: WeightUpdate) -> dict[str, RankMethod]:
     return {
         "check_weights": RankMethod(weights.check, CheckpointArgs),
         "stage_weights": RankMethod(weights.stage, CheckpointArgs),

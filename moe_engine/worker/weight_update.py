@@ -112,8 +112,7 @@ class WeightUpdate:
         with torch.no_grad():
             for kept, read in staged:
                 kept.copy_(read)
-        if self._runner.stream.device.type == "cuda":
-            torch.cuda.synchronize(self._runner.stream.device)
+        self._runner.stream.synchronize()
 
     def discard(self) -> None:
         """Drops staged weights, if any."""
@@ -132,14 +131,13 @@ class WeightUpdate:
 
     def _check_device(self, largest: int) -> None:
         """On a GPU the modules are prepared one by one, with the memory of the largest one twice."""
-        device = self._runner.stream.device
-        if device.type != "cuda":
+        stream = self._runner.stream
+        if not stream.asynchronous:
             return
-        free = torch.cuda.mem_get_info(device)[0]
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = stream.free_bytes()
         if free < 2 * largest:
             raise MoeEngineError(
-                f"{device}: {free / 2**30:.2f} GiB are free and preparing the largest module needs "
+                f"{stream.device}: {free / 2**30:.2f} GiB are free and preparing the largest module needs "
                 f"{2 * largest / 2**30:.2f} GiB; start with a smaller --mem-fraction-static"
             )
 

@@ -86,7 +86,7 @@ class Worker:
         self._thread = thread or step_thread(runner.stream, None)
         self._collector = ThreadPoolExecutor(1, "worker-results") if runner.stream.asynchronous else None
         self.weights = None if options is None else WeightUpdate(runner, options, self.experts)
-        self._methods = rank_methods(self)
+        self._methods = rank_methods(runner, self.experts, self.weights)
 
     @classmethod
     def create(
