@@ -8,13 +8,24 @@ from typing import Any, Protocol
 
 from moe_engine.core.rank_calls import RankCall
 from moe_engine.errors import EngineDeadError
+from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import StepPlan, StepResult
 
 
 class StepWorker(Protocol):
     """Runs steps and calls on the ranks of a core's group, in the order of submission."""
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]: ...
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        """Runs a step without late masks."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Runs a step with `StepPlan.masked` rows up to its sampling, which waits for `sample`."""
+
+    def sample(self, masks: StepMasks) -> None:
+        """Completes the launched step."""
+
+    def abandon(self) -> None:
+        """The launched step, if any, fails instead of waiting for `sample`."""
 
     def call_ranks(self, method: str, args: Mapping[str, Any], seconds: float) -> RankCall:
         """Begins one of `worker.rank_methods` on every rank, behind the steps submitted so far."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from moe_engine.errors import MoeEngineError
+from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import StepPlan, StepResult
 
 
@@ -69,6 +70,12 @@ class RankWorker(Protocol):
 
     def execute(self, plan: StepPlan) -> Future[StepResult]: ...
 
+    def launch(self, plan: StepPlan, *, reports_drafts: bool = True) -> LaunchedStep: ...
+
+    def sample(self, masks: StepMasks) -> None: ...
+
+    def abandon(self) -> None: ...
+
     def run_call(self, method: str, args: Mapping[str, Any]) -> Future[Any]: ...
 
 
@@ -78,6 +85,10 @@ class SingleRank:
     def __init__(self, worker: RankWorker) -> None:
         self._worker = worker
         self.execute = worker.execute
+        self.sample, self.abandon = worker.sample, worker.abandon
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        return self._worker.launch(plan)
 
     def call_ranks(self, method: str, args: Mapping[str, Any], seconds: float) -> RankCall:
         call = RankCall([0], seconds)

@@ -1,4 +1,5 @@
-"""Plan channel from the leader of a rank group to its followers: one message per step, over XPUB/XSUB sockets.
+"""Plan channel from the leader of a rank group to its followers: one message per step, and one with its late
+masks if it has masked rows, over XPUB/XSUB sockets.
 
 Calls on all ranks are messages of the same channel, so every rank runs them between the same two steps; answers return
 over it. No message is dropped because of a slow follower. Messages are numbered, so that one lost with a connection is
@@ -18,6 +19,7 @@ from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
+from moe_engine.token_masks import StepMasks
 from moe_engine.types import StepPlan
 
 SUBSCRIPTION = (b"\0", b"\1")
@@ -45,6 +47,13 @@ class Answer(msgspec.Struct, tag="answer", array_like=True):
 
     id: int
     answer: RankAnswer
+
+
+class Masks(msgspec.Struct, tag="masks", array_like=True):
+    """Masks of the last step sent; `sequence` is that of the step."""
+
+    sequence: int
+    masks: StepMasks
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):
@@ -105,6 +114,10 @@ class PlanSender:
             if (answer := self._reader.take(frames)) is not None:
                 yield answer
 
+    def send_masks(self, masks: StepMasks) -> None:
+        """Sends the masks of the last plan, which has `StepPlan.masked` rows."""
+        self._socket.send(self._encode(Masks(self.sequence, masks)))
+
     def stop(self) -> None:
         self._socket.send(self._encode(Stop(self.sequence)))
 
@@ -128,10 +141,11 @@ class PlanReceiver:
         connect(self._socket, address, keys)
         for topic in ("", name):
             self._socket.send(b"\1" + topic.encode())
-        self._reader = FrameReader("plans of the leader", msgspec.msgpack.Decoder(Step | Run | Stop).decode)
+        self._reader = FrameReader("plans of the leader", msgspec.msgpack.Decoder(Step | Masks | Run | Stop).decode)
         self._sequence = 0
+        self._awaits_masks = False
 
-    def receive(self, timeout: float) -> Step | Run | Stop | None:
+    def receive(self, timeout: float) -> Step | Masks | Run | Stop | None:
         """The next message, or None after `timeout` seconds without one or after a dropped frame.
 
         Raises:
@@ -145,12 +159,14 @@ class PlanReceiver:
         if (message := self._reader.take(frames)) is None:
             return None  # the next plan's sequence number reveals the loss
         expected = self._sequence + isinstance(message, Step)
-        if message.sequence != expected:
+        lost_masks = self._awaits_masks and isinstance(message, Step | Run)
+        if message.sequence != expected or lost_masks:
             raise EngineDeadError(
                 f"a plan was lost between the ranks: received step {message.sequence} of the channel, expected "
                 f"{expected}; the connection to the leader was interrupted"
             )
         self._sequence = message.sequence
+        self._awaits_masks = isinstance(message, Step) and bool(message.plan.masked)
         return message
 
     def answer(self, number: int, answer: RankAnswer) -> None:

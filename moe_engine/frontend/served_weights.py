@@ -12,6 +12,8 @@ class ServedWeights:
 
     def __init__(self, model_path: str, version: str) -> None:
         self.model_path, self.version = model_path, version
+        self.flags: dict[str, str] = {}
+        """Flags of the launch that updates have replaced."""
         self._num_held = 0
         self._num_waiting = 0
         self._unused = asyncio.Event()
@@ -23,6 +25,11 @@ class ServedWeights:
     def num_waiting(self) -> int:
         """Requests that wait for the end of an update."""
         return self._num_waiting
+
+    def replace(self, model_path: str, version: str | None) -> None:
+        """An update has replaced the weights. `version`: None: as before."""
+        self.model_path, self.version = model_path, self.version if version is None else version
+        self.flags = {"model_path": self.model_path, "weight_version": self.version}
 
     async def hold(self) -> None:
         """Waits for the end of an update, if there is one. To be followed by `release`."""

@@ -83,7 +83,7 @@ class WeightUpdates:
                 await self._wait_idle()
                 await self._stage(args)
                 await self._commit()
-                weights.model_path, weights.version = path, weights.version if version is None else version
+                weights.replace(path, version)
                 paused = weights.num_waiting
         except TimeoutError:
             raise MoeEngineError(

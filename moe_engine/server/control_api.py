@@ -97,6 +97,7 @@ class ControlApi:
                     **self._state.settings.server_args,
                     **kernel_flags(info.backends),
                     **hidden,
+                    **self._state.frontend.weights.flags,
                     "status": "ready",
                     "max_total_num_tokens": info.max_total_num_tokens,
                     "max_req_input_len": info.max_req_input_len,

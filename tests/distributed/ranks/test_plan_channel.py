@@ -124,6 +124,8 @@ class LocalWorker:
         future.set_result(f"{method} behind {self.plans}")
         return future
 
+    def abandon(self) -> None: ...
+
     def close(self) -> None: ...
 
 
