@@ -11,6 +11,9 @@ import pytest
 from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError
 from moe_engine.frontend.client_api import GroupAnswers, Health
+from moe_engine.frontend.frontend import Frontend
+from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.frontend.weight_updates import WeightUpdates
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, post, talk
 
@@ -185,3 +188,39 @@ def test_keys() -> None:
         wrong = post(Ranks(), path, {"model_path": "/new"}, headers={"Authorization": "Bearer k"}, **keys)
         right = post(Ranks(), path, {"model_path": "/new"}, headers={"Authorization": "Bearer a"}, **keys)
         assert (wrong.status_code, right.status_code) == (401, 200), path
+
+
+def test_an_update_is_given_up_if_requests_do_not_end() -> None:
+    async def run() -> None:
+        client = Ranks()
+        client.mute = True
+        frontend = Frontend(client, client.tokenizer)
+        endless = asyncio.create_task(frontend.generate(GenerateInput(text="endless")))
+        while not client.requests:
+            await asyncio.sleep(0.01)
+        found = await WeightUpdates(frontend, drain_seconds=0.2).update("/new", version="7")
+        assert not found.success and "requests still run after 0.2 s" in found.message
+        assert client.called == ["check_weights"] and frontend.weights.version == "default"
+        client.mute = False
+        answer: Any = await asyncio.wait_for(frontend.generate(GenerateInput(text="next")), 20)
+        assert answer["meta_info"]["weight_version"] == "default"
+        endless.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
+    async def run() -> None:
+        client = Ranks()
+        frontend = Frontend(client, client.tokenizer)
+        async with frontend.weights.exclusive(1.0, lambda: None):
+            waiting = asyncio.create_task(frontend.generate(GenerateInput(text="hi", rid="r")))
+            while not frontend.weights.num_waiting:
+                await asyncio.sleep(0.01)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert (frontend.weights.num_waiting, frontend.num_live) == (0, 0)
+        async with frontend.weights.exclusive(1.0, lambda: None) as running:
+            assert running == 0
+
+    asyncio.run(run())
