@@ -219,7 +219,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
                 await asyncio.sleep(0.01)
             waiting.cancel()
             await asyncio.wait([waiting])
-            assert (frontend.weights.num_waiting, frontend.num_live) == (0, 0)
+            assert (frontend.weights.num_waiting, len(frontend._live)) == (0, 0)
         async with frontend.weights.exclusive(1.0, lambda: None) as running:
             assert running == 0
 
