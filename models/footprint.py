@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +24,43 @@ def held_bytes(model: Any, shared: Any = None) -> int:
     modules, seen = (*_OURS, type(model).__module__), set[int]()
     _walk(shared, seen, (*modules, type(shared).__module__))
     return _walk(model, seen, modules)
+
+
+def weights_of(module: Any) -> Iterator[Tensor]:
+    """The tensors of a module of `models`, in the kernels' layouts: the same order for modules of the same shapes.
+
+    Modules of other packages (recorders, dispatchers, tables) are not entered.
+
+    Raises:
+        TypeError: a kernel keeps its weights in another form.
+    """
+    return _weights(module, set(), False)
+
+
+def _weights(value: Any, seen: set[int], inside: bool) -> Iterator[Tensor]:
+    """`inside`: of a prepared weight, whose dataclasses are the kernel's own."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, PreparedLinear | ExpertWeights):
+        found = list(_weights(value.data, seen, True)) + list(_weights(getattr(value, "bias", None), seen, True))
+        if sum(tensor.nbytes for tensor in found) < value.num_bytes:
+            raise TypeError(f"the weights of {type(value.data).__name__} cannot be replaced while serving")
+        yield from found
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _weights(item, seen, inside)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _weights(item, seen, inside)
+    elif inside and is_dataclass(value):
+        for field in fields(value):
+            yield from _weights(getattr(value, field.name), seen, inside)
+    elif (
+        type(value).__module__.startswith("moe_engine.models") and hasattr(value, "__dict__") and id(value) not in seen
+    ):
+        seen.add(id(value))
+        for item in vars(value).values():
+            yield from _weights(item, seen, inside)
 
 
 def _walk(value: Any, seen: set[int], modules: tuple[str, ...]) -> int:

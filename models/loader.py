@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,27 @@ def load_mtp(
         layers = MTPLayers(model, reader)
         reader.finish()
     return layers
+
+
+def reload(
+    part: Decoder | MTPLayers,
+    path: str | Path,
+    config: ModelConfig,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    load_format: str = "auto",
+    seed: int = 0,
+) -> Iterator[tuple[Any, Any]]:
+    """`Decoder.reload` of a loaded model, or of its MTP layers, from another checkpoint. Arguments as in `load_model`.
+
+    Raises:
+        CheckpointError: as `load_model`.
+    """
+    outside = names_outside_mtp if isinstance(part, MTPLayers) else names_outside_model
+    with torch.no_grad():
+        reader = _open(path, config, dtype, device, load_format, False, seed, partial(outside, config))
+        yield from part.reload(reader)
+        reader.finish()
 
 
 def open_again(

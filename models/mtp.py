@@ -14,7 +14,7 @@ Embedding, head and rotary table are the main model's; the checkpoint's copies o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +52,11 @@ class MTPLayers:
         self.weight_bytes = held_bytes(self, shared=model)
         """Bytes of the layers in addition to the model, in the kernels' layouts."""
         self._fused = self._fuse()
+
+    def reload(self, reader: WeightSource) -> Iterator[tuple[Any, Any]]:
+        """As `Decoder.reload`."""
+        for index, layer in zip(self.kv_layers, self._layers):
+            yield from layer.reload(self._model, index, reader)
 
     def _fuse(self) -> FusedDrafts | None:
         """Draft chains in one call; None if not supported."""
@@ -151,6 +156,14 @@ class MTPLayer:
         self._input_norm = model.make_norm(reader, f"{name}.input_layernorm")
         self._decoder = model.make_layer(layer_index, reader, model.make_norm(reader, f"{name}.shared_head.norm"))
         self._input_norm.feed(self._decoder.attention.input_format)
+
+    def reload(self, model: Decoder, layer_index: int, reader: WeightSource) -> Iterator[tuple[Any, Any]]:
+        name, size = f"model.layers.{layer_index}", model.config.hidden_size
+        yield self._embedding_norm, model.make_norm(reader, f"{name}.enorm")
+        yield self._hidden_norm, model.make_norm(reader, f"{name}.hnorm")
+        yield self._project, load_linear(model.backends.linear, reader, [f"{name}.eh_proj"], [size], 2 * size)
+        yield self._input_norm, model.make_norm(reader, f"{name}.input_layernorm")
+        yield from model.reload_layer(layer_index, self._decoder, reader, f"{name}.shared_head.norm")
 
     @property
     def feed_forward(self) -> Any:

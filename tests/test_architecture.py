@@ -82,6 +82,7 @@ READS_ENVIRONMENT = {
     "moe_engine/cli/cluster_check/command.py",
     "moe_engine/cli/doctor.py",
     "moe_engine/planning/prepare.py",
+    "moe_engine/frontend/profiling.py",
     "moe_engine/cluster/core_main.py",
     "moe_engine/processes/addresses.py",
     "moe_engine/cluster/rank_main.py",

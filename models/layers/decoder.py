@@ -8,7 +8,7 @@ addition, so a layer ends with the next layer's (or the head's) input norm.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -97,6 +97,25 @@ class Decoder:
             return layer if regions is None else CompiledLayer(layer, regions)
         comm = choose_communication(self.parallel, feed_forward.tokens, shared_out)
         return ShardedLayer(attention, post, feed_forward, next_norm, comm)
+
+    def reload(self, reader: WeightSource) -> Iterator[tuple[Any, Any]]:
+        """Pairs of a module and the same module with the weights of `reader`, read one after the other. The caller may
+        drop each pair before the next."""
+        embedding = Embedding(self.config, reader, self.parallel)
+        yield self.embedding, embedding
+        yield self._first_norm, self.make_norm(reader, "model.layers.0.input_layernorm")
+        for i, layer in enumerate(self.layers):
+            is_last = i + 1 == len(self.layers)
+            next_norm = "model.norm" if is_last else f"model.layers.{i + 1}.input_layernorm"
+            yield from self.reload_layer(i, layer, reader, next_norm)
+        yield self.head, Head(self.config, reader, self.backends.linear, embedding, self.parallel)
+
+    def reload_layer(self, layer_index: int, layer: Any, reader: WeightSource, next_norm: str) -> Iterator[Any]:
+        """`reload` of one layer; `next_norm`: name of its last norm."""
+        yield layer.attention, self.make_attention(layer_index, reader, self.rotary)
+        yield layer.post_norm, self.make_norm(reader, f"model.layers.{layer_index}.post_attention_layernorm")
+        yield layer.feed_forward, self.make_feed_forward(layer_index, reader)
+        yield layer.next_norm, self.make_norm(reader, next_norm)
 
     @property
     def moes(self) -> list[MoE]:

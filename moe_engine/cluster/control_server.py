@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,7 +14,6 @@ import zmq
 from moe_engine.cluster.failure_detector import TICK_SECONDS, FailureDetector
 from moe_engine.cluster.liveness_echo import echo_of, echoed
 from moe_engine.cluster.peers import Peers
-from moe_engine.errors import EngineDeadError, MoeEngineError
 from moe_engine.executor import messages
 from moe_engine.executor.options import RankGroupOptions
 from moe_engine.processes.frames import FrameReader
@@ -30,15 +25,6 @@ logger = logging.getLogger("moe_engine")
 PING_SECONDS = 0.5
 MAX_RECEIVED = 1024
 """Max messages read in one iteration, so that a flood of them cannot block the failure detector or the replies."""
-
-
-@dataclass
-class RankCall:
-    """A pending call and the replies received."""
-
-    future: Future[list[Any]]
-    asked: list[int]
-    answers: dict[int, Any] = field(default_factory=dict)
 
 
 class ControlServer:
@@ -74,10 +60,6 @@ class ControlServer:
         self._reader = FrameReader("control channel of the ranks", self.decode)
         self._peers = Peers(options, first_rank)
         self._pinged = 0.0
-        self._asked: queue.SimpleQueue[tuple[str, Future[list[Any]], int]] = queue.SimpleQueue()
-        self._calls: dict[int, RankCall] = {}
-        self._call_ids = itertools.count()
-        detector.on_failure(self._fail_calls)
         self._welcome: messages.Welcome | None = None
         self._uninvited: set[int] = set()  # ranks that wait for `Welcome`
         self._closing = threading.Event()
@@ -86,13 +68,6 @@ class ControlServer:
     def invite(self, welcome: messages.Welcome) -> None:
         """Sends `Welcome` to every rank, present or later, with its group's plan address."""
         self._welcome = welcome
-
-    def call_all(self, method: str, asking: int = 0) -> Future[list[Any]]:
-        """Runs one of `worker.calls` on every rank except `asking`; replies in rank order. Fails with `RankLost` if a
-        rank is lost."""
-        future: Future[list[Any]] = Future()
-        self._asked.put((method, future, asking))
-        return future
 
     @property
     def num_dropped(self) -> int:
@@ -117,7 +92,6 @@ class ControlServer:
                 last = now
             self._ping(now)
             self._send_welcomes()
-            self._begin_calls()
             if self._detector.all_loaded and not released:
                 released = True
                 self._send_all(messages.Go(self._detector.step_addresses))
@@ -198,8 +172,6 @@ class ControlServer:
             detector.failed(
                 message.rank, message.message, peer_lost=message.peer_lost, config_error=message.config_error
             )
-        elif isinstance(message, messages.Answer):
-            self._answered(message)
         elif isinstance(message, messages.Ended):
             detector.end()
         elif isinstance(message, messages.NodeRefused):
@@ -215,38 +187,6 @@ class ControlServer:
             self._detector.give_up(
                 f"{who} on {hello.host} was started with flags different from rank 0's: use the same on all nodes"
             )
-
-    def _begin_calls(self) -> None:
-        while not self._asked.empty():
-            method, future, asking = self._asked.get()
-            number, asked = next(self._call_ids), [rank for rank in self._detector.ranks if rank != asking]
-            self._calls[number] = RankCall(future, asked)
-            for rank in asked:
-                self._send_rank(rank, messages.Run(number, method))
-            self._end_if_answered(number)
-
-    def _answered(self, answer: messages.Answer) -> None:
-        call = self._calls.get(answer.id)
-        if call is None or answer.rank not in call.asked:
-            return
-        if answer.error:
-            if self._calls.pop(answer.id, None) is not None:  # else already failed by another thread
-                call.future.set_exception(EngineDeadError(f"{self._detector.describe(answer.rank)}: {answer.error}"))
-            return
-        call.answers[answer.rank] = answer.value
-        self._end_if_answered(answer.id)
-
-    def _end_if_answered(self, number: int) -> None:
-        call = self._calls.get(number)
-        if call is None or not all(rank in call.answers for rank in call.asked):
-            return
-        if self._calls.pop(number, None) is not None:  # else already failed by another thread
-            call.future.set_result([call.answers[rank] for rank in call.asked])
-
-    def _fail_calls(self, error: MoeEngineError) -> None:
-        calls, self._calls = self._calls, {}
-        for call in calls.values():
-            call.future.set_exception(error)
 
     def _send_welcomes(self) -> None:
         if self._welcome is None or not self._uninvited:

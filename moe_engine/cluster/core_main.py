@@ -20,6 +20,7 @@ from moe_engine.cluster.core_spec import CoreSpec
 from moe_engine.cluster.multiproc_executor import Serving
 from moe_engine.cluster.rank_loss import RankParent, policy_of
 from moe_engine.core import messages
+from moe_engine.core.rank_calls import SingleRank
 from moe_engine.core.setup import engine_info, make_core
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.transport import ZmqTransport
@@ -95,7 +96,7 @@ def _single(spec: CoreSpec) -> Serving:
     config, status = spec.config, SharedStatus(spec.status_path)
     worker = make_worker(config)
     transport = ZmqTransport(spec.to_core_address, spec.from_core_address, keys=spec.keys)
-    core = make_core(config, worker, worker, transport, status)
+    core = make_core(config, SingleRank(worker), worker, transport, status)
     status.write(ready=1, last_turn=time.monotonic())
     return Serving(core.run, transport, messages.CoreReady(engine_info(config, worker), [transport.address]))
 

@@ -9,7 +9,6 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any, NoReturn
 
 import zmq
@@ -26,7 +25,7 @@ from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.transport import ZmqTransport
 from moe_engine.errors import EngineDeadError
 from moe_engine.executor import messages
-from moe_engine.executor.leader_worker import LeaderWorker, LocalWorker, call_one, kernels_of
+from moe_engine.executor.leader_worker import LeaderWorker, kernels_of
 from moe_engine.executor.plan_broadcast import PlanSender
 from moe_engine.executor.process_groups import RankWorld
 from moe_engine.executor.progress import Progress
@@ -65,7 +64,6 @@ class SchedulingRank:
         hello = messages.Hello(
             spec.place.rank, socket.gethostname(), os.getpid(), options.fingerprint, self._sender.address
         )
-        self._own: Future[LocalWorker] = Future()
         self._heartbeat = self._make_heartbeat(
             spec.control_address,
             identity_of_process(f"rank{spec.place.rank}"),
@@ -73,7 +71,6 @@ class SchedulingRank:
             self._beat,
             options.limits,
             self._leave,
-            self._call,
             options.keys,
         )
 
@@ -104,7 +101,6 @@ class SchedulingRank:
         own, followers = self._prepare(welcome), options.followers_of(self._place.group)
         if not self._sender.wait_subscribed(followers, options.limits.silent + options.limits.progress):
             raise EngineDeadError(f"{self._place.name}: a rank of the group did not subscribe to plans")
-        self._own.set_result(own)
         self._progress.ready = True
         self._front_address = spec.front.from_core_address if spec.front is not None else welcome.front_address
         port = ZmqTransport(self._core_address, self._front_address, self._exchange.socket, options.keys)
@@ -122,7 +118,8 @@ class SchedulingRank:
         detector = RemoteDetector(
             lambda message, peer_lost: self._heartbeat.send(messages.Failed(rank, message, peer_lost))
         )
-        return LeaderWorker(own, self._sender, detector, self._progress, rank=rank)
+        followers = self._spec.options.following_ranks(self._place.group)
+        return LeaderWorker(own, self._sender, detector, self._progress, rank=rank, followers=followers)
 
     def _report_loaded(self, loaded: messages.Loaded, own: Any) -> None:
         self._heartbeat.send(loaded)
@@ -155,10 +152,6 @@ class SchedulingRank:
                 front.close(LAST_MESSAGE_MS)
             context.term()  # waits for what was sent
         leave(reason)
-
-    def _call(self, method: str) -> Future[Any]:
-        """Calls arrive only after all ranks are ready."""
-        return call_one(self._own.result(), method)
 
     def _beat(self) -> messages.Beat:
         status = self._status.pack() if self._folder is not None else []

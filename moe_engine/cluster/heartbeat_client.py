@@ -47,7 +47,6 @@ class HeartbeatClient:
         limits: after its first reply, a leader that is silent for `silent` seconds (`start_silent` during startup) is
             lost.
         leave: called once, from this client's thread, with the reason why this process must exit now.
-        run: begins a call that the leader requests; its future holds the reply.
         keys: CURVE keys of sockets between nodes.
     """
 
@@ -61,7 +60,6 @@ class HeartbeatClient:
         make_beat: Callable[[], msgspec.Struct],
         limits: DetectorLimits,
         leave: Callable[[str], None],
-        run: Callable[[str], Future[Any]] | None = None,
         keys: JobKeys | None = None,
     ) -> None:
         self.welcome: Future[messages.Welcome] = Future()
@@ -69,7 +67,6 @@ class HeartbeatClient:
         self.address = address
         self._identity, self._hello, self._make_beat = identity, hello, make_beat
         self._limits, self._leave = limits, leave
-        self._run_call = run
         self._keys = keys
         self._leader = f"the leader at {address}"
         self._outbox: queue.SimpleQueue[msgspec.Struct] = queue.SimpleQueue()
@@ -163,24 +160,5 @@ class HeartbeatClient:
             self.welcome.set_result(message)
         elif isinstance(message, messages.Go) and not self.go.done():
             self.go.set_result(message)
-        elif isinstance(message, messages.Run):
-            self._begin(message)
         elif isinstance(message, messages.Leave):
             self._leave(message.reason)
-
-    def _begin(self, run: messages.Run) -> None:
-        rank = self._hello.rank if isinstance(self._hello, messages.Hello) else -1
-        if rank < 0 or self._run_call is None:
-            return
-
-        def answer(done: Future[Any]) -> None:
-            error = done.exception()
-            value = None if error is not None else done.result()
-            self.send(messages.Answer(rank, run.id, value, f"{type(error).__name__}: {error}" if error else ""))
-
-        try:
-            begun = self._run_call(run.method)
-        except Exception as error:
-            begun = Future()
-            begun.set_exception(error)
-        begun.add_done_callback(answer)

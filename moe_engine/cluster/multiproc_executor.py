@@ -112,7 +112,8 @@ class MultiprocExecutor:
         self.detector.arm()
         logger.info("All %d ranks are ready after %.1f s", self._options.size, time.monotonic() - began)
         own = prepared[0]
-        self._worker = LeaderWorker(own, self._sender, self.detector, self._progress, self._control.call_all)
+        followers = self._options.following_ranks(0)
+        self._worker = LeaderWorker(own, self._sender, self.detector, self._progress, followers=followers)
         return self._worker, own
 
     def serve(self) -> Serving:

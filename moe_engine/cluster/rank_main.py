@@ -12,18 +12,19 @@ import os
 import socket
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from moe_engine import logs
 from moe_engine.cluster.heartbeat_client import LEAVE_SECONDS, HeartbeatClient, leave
 from moe_engine.cluster.peers import identity_of_process
 from moe_engine.cluster.rank_process import RankSpec
+from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import MoeEngineError
 from moe_engine.executor import messages
-from moe_engine.executor.leader_worker import LocalWorker, call_one, kernels_of
+from moe_engine.executor.leader_worker import LocalWorker, kernels_of
 from moe_engine.executor.options import plan_name
-from moe_engine.executor.plan_broadcast import Masks, PlanReceiver, Stop
+from moe_engine.executor.plan_broadcast import Masks, PlanReceiver, Run, Step, Stop
 from moe_engine.executor.process_groups import RankWorld, quieten_torch
 from moe_engine.executor.progress import Progress
 from moe_engine.models import registry
@@ -70,7 +71,6 @@ class Follower:
         self._progress = Progress(lambda: "starting", on_stride=lambda: self._heartbeat.beat_now())
         hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
         limits = spec.options.limits
-        self._worker: Future[LocalWorker] = Future()
         self._heartbeat = HeartbeatClient(
             spec.control_address,
             identity_of_process(f"rank{self._rank}"),
@@ -78,7 +78,6 @@ class Follower:
             self._beat,
             limits,
             leave,
-            self._call,
             keys=spec.options.keys,
         )
 
@@ -103,15 +102,19 @@ class Follower:
             except MoeEngineError as error:
                 self._heartbeat.send_failure(self._rank, error)
                 continue
-            if isinstance(message, Stop):
-                break
-            if isinstance(message, Masks):
-                preparing.result().sample(message.masks)
-            elif message is not None:  # plans arrive only after all ranks are ready
+            if isinstance(message, Step):  # plans arrive only after all ranks are ready
                 self._progress.begin(message.plan)
                 if self._reported_idle:
                     self._heartbeat.beat_now()  # so that the leader knows our position if this step hangs
                 self._execute(preparing.result(), message.plan).add_done_callback(self._stepped)
+            elif isinstance(message, Masks):
+                preparing.result().sample(message.masks)
+            elif isinstance(message, Run):  # blocks: later plans wait on the worker's thread anyway
+                call = preparing.result().run_call(message.method, message.args)
+                wait([call])
+                receiver.answer(message.id, RankAnswer.of(self._rank, call))
+            elif isinstance(message, Stop):
+                break
         if preparing.done() and not preparing.exception():
             preparing.result().close()
         self._heartbeat.close()
@@ -124,7 +127,6 @@ class Follower:
         RankWorld(spec.options, spec.place, welcome.store_host, welcome.store_port).join()
         worker: LocalWorker = spec.options.make_worker(spec.config, spec.place, self._progress)
         self._progress.ready = True
-        self._worker.set_result(worker)
         self._heartbeat.send(messages.Loaded(self._rank, kernels_of(worker)))
         return worker
 
@@ -137,10 +139,6 @@ class Follower:
         error = future.exception()
         if error is not None:
             self._heartbeat.send_failure(self._rank, error)
-
-    def _call(self, method: str) -> Future[Any]:
-        """Calls arrive only after all ranks are ready."""
-        return call_one(self._worker.result(), method)
 
     def _beat(self) -> messages.Beat:
         position = self._progress.position()

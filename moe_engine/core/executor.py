@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from moe_engine.core.rank_calls import RankCall
 from moe_engine.errors import EngineDeadError
 from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import StepPlan, StepResult
 
 
 class StepWorker(Protocol):
-    """The part of `worker.Worker` that the loop uses."""
+    """Runs steps and calls on the ranks of a core's group, in the order of submission."""
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """Runs a step without late masks."""
@@ -25,7 +27,8 @@ class StepWorker(Protocol):
     def abandon(self) -> None:
         """The launched step, if any, fails instead of waiting for `sample`."""
 
-    def call_all(self, method: str) -> Future[list[Any]]: ...
+    def call_ranks(self, method: str, args: Mapping[str, Any], seconds: float) -> RankCall:
+        """Begins one of `worker.rank_methods` on every rank, behind the steps submitted so far."""
 
 
 class RankLost(EngineDeadError):

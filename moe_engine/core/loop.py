@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any, Protocol
@@ -18,11 +18,12 @@ import msgspec
 
 from moe_engine.core import messages
 from moe_engine.core.bad_words import BadWords
+from moe_engine.core.core_methods import NO_METHODS, CoreMethod, NoArgs
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.executor import StepWorker
-from moe_engine.core.expert_calls import ExpertCalls
 from moe_engine.core.kv_arrivals import KVArrivals
 from moe_engine.core.late_masks import LateMasks
+from moe_engine.core.rank_calls import RankCall, describe
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
@@ -46,6 +47,9 @@ CALL_POLL_SECONDS = 0.005
 """Poll interval of an idle core for its ranks' replies to a call."""
 STATUS_INTERVAL_SECONDS = 0.05
 SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
+
+
+PendingCall = Future[Any] | RankCall
 
 
 class CoreTransport(Protocol):
@@ -78,7 +82,7 @@ class EngineCore:
         dp_sync: DPSync | None = None,
         first_half: Callable[[StepPlan], int] = lambda plan: 0,
         problem_of: Callable[[StepPlan], str | None] = lambda plan: None,
-        experts: ExpertCalls | None = None,
+        methods: Mapping[str, CoreMethod] = NO_METHODS,
         group: int = 0,
         kv_arrivals: KVArrivals | None = None,
     ) -> None:
@@ -88,7 +92,7 @@ class EngineCore:
             first_half: tokens of a plan's first half for two-batch overlap; 0: not split.
             problem_of: why a plan must not run, or None; such a plan fails before any rank has begun it.
             dp_sync: step sync with the schedulers of the other attention groups; None with a single group.
-            experts: handles expert-recording calls.
+            methods: further methods that the front end may call.
             group: attention group that this core serves.
             kv_arrivals: loads of KV that end after their step's result; None without a KV connector.
         """
@@ -104,12 +108,18 @@ class EngineCore:
         self._dp_sync = dp_sync
         self._first_half = first_half
         self._problem_of = problem_of
-        self._experts = experts
         self._group = group
         self._kv_arrivals = kv_arrivals
         self._waits_for_kv = False
         self._late_masks = LateMasks(worker, scheduler.config.vocab_size, self._masks_failed)
-        self._calls: list[tuple[int, Future[Any]]] = []  # begun, without a reply yet
+        self._calls: list[tuple[int, PendingCall]] = []  # begun, without a reply yet
+        self._methods = {
+            "flush_cache": CoreMethod(self._flush_cache),
+            "internal_state": CoreMethod(self._internal_state),
+            "check_integrity": CoreMethod(lambda _: self._scheduler.check_integrity()),
+            "is_idle": CoreMethod(lambda _: self._in_flight is None and self._scheduler.is_idle()),
+            **methods,
+        }
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
         self._stopping: messages.Shutdown | None = None
         self._busy = False
@@ -280,16 +290,24 @@ class EngineCore:
         self._send_deltas([messages.RequestDelta(message.rid, [], finish.to_dict())])
 
     def _called(self, call: messages.Call) -> None:
+        """Begins a call; `_answer_calls` sends the reply of one that is not finished at once."""
         try:
-            begun = self._experts.begin(call.method, call.args) if self._experts is not None else None
-        except (KeyError, TypeError) as error:
-            wrong = f"{call.method}: wrong arguments {sorted(call.args)}: {error!r}"
-            self._transport.send(messages.Reply(id=call.id, ok=False, value=wrong))
+            if call.on_ranks:
+                self._calls.append((call.id, self._worker.call_ranks(call.method, call.args, call.deadline)))
+                return
+            method = self._methods.get(call.method)
+            if method is None:
+                raise MoeEngineError(f"unknown call {call.method!r}")
+            value = method.call(call.args)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            self._transport.send(messages.Reply(id=call.id, ok=False, value=f"{call.method}: {describe(error)}"))
             return
-        if begun is None:
-            self._transport.send(self._answer(call))
+        if isinstance(value, Future):
+            self._calls.append((call.id, value))
         else:
-            self._calls.append((call.id, begun))
+            self._transport.send(messages.Reply(id=call.id, value=value))
 
     def _request(self, message: messages.AddRequest) -> Request:
         sampling = msgspec.convert(message.sampling, SamplingParams)
@@ -313,32 +331,27 @@ class EngineCore:
 
     def _answer_calls(self) -> None:
         """Sends the replies of finished calls."""
-        waiting = []
-        for call_id, future in self._calls:
-            if not future.done():
-                waiting.append((call_id, future))
-                continue
-            error = future.exception()
-            value = str(error) if error is not None else future.result()
-            self._transport.send(messages.Reply(id=call_id, ok=error is None, value=value))
+        waiting: list[tuple[int, PendingCall]] = []
+        for call_id, call in self._calls:
+            reply = _reply_of(call_id, call)
+            if reply is None:
+                waiting.append((call_id, call))
+            else:
+                self._transport.send(reply)
         self._calls = waiting
 
-    def _answer(self, call: messages.Call) -> messages.Reply:
-        if call.method == "flush_cache":
-            done = self._in_flight is None and self._scheduler.flush_cache()
-            return messages.Reply(id=call.id, value=done)
-        if call.method == "internal_state":
-            stats = self._scheduler.stats()
-            state = asdict(stats) | self._reporter.state() | self._worker_stats()
-            if self._dp_sync is not None:
-                state["alive_groups"] = self._dp_sync.num_groups
-            if stats.speculation is not None:
-                state["avg_spec_accept_length"] = stats.speculation.accept_length
-                state["spec_accept_rates"] = stats.speculation.accept_rates
-            return messages.Reply(id=call.id, value=state)
-        if call.method == "check_integrity":
-            return messages.Reply(id=call.id, value=self._scheduler.check_integrity())
-        return messages.Reply(id=call.id, ok=False, value=f"unknown call {call.method!r}")
+    def _flush_cache(self, _: NoArgs) -> bool:
+        return self._in_flight is None and self._scheduler.flush_cache()
+
+    def _internal_state(self, _: NoArgs) -> dict[str, Any]:
+        stats = self._scheduler.stats()
+        state = asdict(stats) | self._reporter.state() | self._worker_stats()
+        if self._dp_sync is not None:
+            state["alive_groups"] = self._dp_sync.num_groups
+        if stats.speculation is not None:
+            state["avg_spec_accept_length"] = stats.speculation.accept_length
+            state["spec_accept_rates"] = stats.speculation.accept_rates
+        return state
 
     # -- output
 
@@ -376,6 +389,18 @@ class EngineCore:
             new_token_ratio=stats.new_token_ratio,
             oldest_queued=now - stats.oldest_wait_seconds if stats.num_waiting else 0.0,
         )
+
+
+def _reply_of(call_id: int, call: PendingCall) -> messages.Reply | None:
+    """The reply of a call that has ended, else None."""
+    if isinstance(call, RankCall):
+        answers = call.answers()
+        return None if answers is None else messages.Reply(id=call_id, value=answers)
+    if not call.done():
+        return None
+    error = call.exception()
+    value = call.result() if error is None else describe(error)
+    return messages.Reply(id=call_id, ok=error is None, value=value)
 
 
 def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:

@@ -53,12 +53,18 @@ class AbortRequest(Message, tag="abort"):
 
 
 class Call(Message, tag="call"):
-    """A control call, answered by a `Reply` with the same id: flush_cache, internal_state, check_integrity and the
-    calls of `expert_calls`."""
+    """A control call, answered by a `Reply` with the same id.
+
+    `on_ranks`: a method of `worker.rank_methods`, called on every rank of the core's group; the reply's value is a list
+    of `RankAnswer`. Otherwise a method of the core (`core.core_methods`).
+    """
 
     id: int
     method: str
     args: dict[str, Any] = {}
+    on_ranks: bool = False
+    deadline: float = 60.0
+    """Seconds for the ranks' answers."""
 
 
 class Shutdown(Message, tag="shutdown"):

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from moe_engine import logs
 from moe_engine.config.parallel import ParallelArgs
+from moe_engine.core.core_methods import ExpertDumps
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import StepWorker
-from moe_engine.core.expert_calls import ExpertCalls
 from moe_engine.core.kv_arrivals import KVArrivals
 from moe_engine.core.loop import CoreTransport, EngineCore
 from moe_engine.core.shared_status import SharedStatus
@@ -44,7 +44,7 @@ def make_core(
 ) -> EngineCore:
     """
     Args:
-        driver: runs the plans: `worker` itself, or the `LeaderWorker` of its group.
+        driver: runs plans and calls on the ranks of the group: `SingleRank`, or a `LeaderWorker`.
     """
     logger.info(
         "%s",
@@ -77,7 +77,7 @@ def make_core(
         eos_token_ids=frozenset(config.model.eos_token_ids),
         overlap=not config.scheduling.disable_overlap_schedule,
         worker_stats=lambda: own | worker.state(),
-        experts=ExpertCalls(driver, config.experts.directory),
+        methods={"write_experts": ExpertDumps(config.experts.directory).method()},
         check=check,
         dp_sync=dp_sync,
         group=group,

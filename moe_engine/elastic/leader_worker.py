@@ -95,11 +95,10 @@ class SurvivingWorker(LeaderWorker):
         sender: PlanSender,
         members: Membership,
         progress: Progress,
-        call_others: Callable[[str], Future[list[Any]]] | None,
         rank: int,
         regroups: Regroups,
     ) -> None:
-        super().__init__(worker, sender, members, progress, call_others, rank=rank)
+        super().__init__(worker, sender, members, progress, rank=rank)
         self._members, self._regroups = members, regroups
         members.on_change = self._fail
 
@@ -107,14 +106,6 @@ class SurvivingWorker(LeaderWorker):
         super().check()
         if (change := self._members.change) is not None:
             raise change
-
-    def call_all(self, method: str) -> Future[list[Any]]:
-        """As in the base; the first rank alive calls the others."""
-        if self._members.survivors.first == self._rank:
-            return super().call_all(method)
-        answers: Future[list[Any]] = Future()
-        answers.set_result([])
-        return answers
 
     def regroup(self, on_wait: Callable[[], None]) -> tuple[Survivors, Any]:
         """Abandons the steps in flight and regroups the survivors; restarts if more ranks are lost meanwhile.

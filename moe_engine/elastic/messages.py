@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from moe_engine.core.engine_info import EngineInfo
@@ -26,23 +24,7 @@ class Ready(messages.RankMessage, tag="ready"):
     info: EngineInfo
 
 
-class Ask(messages.RankMessage, tag="ask"):
-    """A rank requests that all others run `method` of `worker.calls`. Answered by `Answers` with the same id."""
-
-    rank: int
-    id: int
-    method: str
-
-
 # -- from the supervisor
-
-
-class Answers(messages.RankMessage, tag="answers"):
-    """The other ranks' replies to `Ask`, in rank order; `error` if one failed."""
-
-    id: int
-    values: list[Any]
-    error: str = ""
 
 
 class Regroup(messages.RankMessage, tag="regroup"):
@@ -51,5 +33,5 @@ class Regroup(messages.RankMessage, tag="regroup"):
     survivors: Survivors
 
 
-decode_to_supervisor = msgspec.msgpack.Decoder(messages.ToLeader | StepFailed | Ready | Ask).decode
-decode_to_rank = msgspec.msgpack.Decoder(messages.ToRank | Answers | Regroup).decode
+decode_to_supervisor = msgspec.msgpack.Decoder(messages.ToLeader | StepFailed | Ready).decode
+decode_to_rank = msgspec.msgpack.Decoder(messages.ToRank | Regroup).decode

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -18,11 +15,10 @@ from moe_engine.core.loop import EngineCore
 from moe_engine.core.setup import engine_info
 from moe_engine.core.transport import ZmqTransport
 from moe_engine.elastic.leader_worker import Membership, SurvivingRank, SurvivingWorker
-from moe_engine.elastic.messages import Answers, Ask, Ready, Regroup, StepFailed, decode_to_rank
+from moe_engine.elastic.messages import Ready, Regroup, StepFailed, decode_to_rank
 from moe_engine.elastic.rendezvous import SurvivorWorld
 from moe_engine.elastic.steps import SurvivorExchange, SurvivorSync
 from moe_engine.elastic.survivors import RanksChanged
-from moe_engine.errors import EngineDeadError
 from moe_engine.executor import messages
 from moe_engine.executor.make_worker import worker_options
 
@@ -37,7 +33,7 @@ ACK_SECONDS = 5.0
 
 
 class RankHeartbeat(HeartbeatClient):
-    """Passes announcements of survivors on, and calls other ranks. `close` waits for acknowledgements: the supervisor
+    """Passes announcements of survivors on. `close` waits for acknowledgements: the supervisor
     outlives its ranks and must not take their exits for failures."""
 
     decode = staticmethod(decode_to_rank)
@@ -45,17 +41,7 @@ class RankHeartbeat(HeartbeatClient):
     def __init__(self, members: Membership, *args: Any, **named: Any) -> None:
         self._members = members
         self._unacknowledged = 0  # messages without an acknowledgement
-        self._asked: dict[int, Future[list[Any]]] = {}
-        self._ask_ids = itertools.count()
         super().__init__(*args, **named)
-
-    def ask_others(self, rank: int, method: str) -> Future[list[Any]]:
-        """Runs one of `worker.calls` on every other rank, through the supervisor; replies in rank order."""
-        future: Future[list[Any]] = Future()
-        number = next(self._ask_ids)
-        self._asked[number] = future
-        self.send(Ask(rank, number, method))
-        return future
 
     def close(self, timeout: float = ACK_SECONDS) -> None:
         super().close(timeout)
@@ -74,19 +60,8 @@ class RankHeartbeat(HeartbeatClient):
             self._unacknowledged -= 1
         elif isinstance(message, Regroup):
             self._members.announce(message.survivors)
-        elif isinstance(message, Answers):
-            self._answered(message)
         else:
             super()._take(message)
-
-    def _answered(self, answers: Answers) -> None:
-        asked = self._asked.pop(answers.id, None)
-        if asked is None:
-            self._reader.drop(f"replies to unknown call {answers.id}")
-        elif answers.error:
-            asked.set_exception(EngineDeadError(answers.error))
-        else:
-            asked.set_result(answers.values)
 
 
 class ElasticRank(SchedulingRank):
@@ -110,6 +85,7 @@ class ElasticRank(SchedulingRank):
 
         own = super()._prepare(welcome)
         assert isinstance(self._world, SurvivorWorld)
+        own.weights.refusal = "--elastic-ep: weights cannot be updated; a recovery would read the old checkpoint"
         recovery = RankRecovery(own, worker_options(self._spec.config, self._place.device))
         self._regroups = SurvivingRank(self._world, own, recovery)
         return own
@@ -121,8 +97,7 @@ class ElasticRank(SchedulingRank):
     def _make_worker(self, own: Any) -> LeaderWorker:
         rank = self._place.rank
         assert isinstance(self._heartbeat, RankHeartbeat)
-        ask_others = partial(self._heartbeat.ask_others, rank)
-        return SurvivingWorker(own, self._sender, self._members, self._progress, ask_others, rank, self._regroups)
+        return SurvivingWorker(own, self._sender, self._members, self._progress, rank, self._regroups)
 
     def _serve(self, worker: LeaderWorker, own: Any, port: ZmqTransport) -> None:
         assert isinstance(worker, SurvivingWorker) and isinstance(self._exchange, SurvivorExchange)

@@ -11,7 +11,6 @@ import os
 import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from moe_engine.core.executor import RankLost
 from moe_engine.core.messages import CoreReady, GroupsLost
 from moe_engine.core.transport import ZmqTransport
 from moe_engine.elastic.detector import ElasticDetector
-from moe_engine.elastic.messages import Answers, Ask, Ready, Regroup, StepFailed, decode_to_supervisor
+from moe_engine.elastic.messages import Ready, Regroup, StepFailed, decode_to_supervisor
 from moe_engine.elastic.survivors import Survivors
 from moe_engine.errors import ConfigError
 from moe_engine.executor import messages as rank_messages
@@ -52,7 +51,6 @@ class SupervisorControl(ControlServer):
         self.info: EngineInfo | None = None
         """As sent by rank 0's core."""
         self._elastic = detector
-        self._relayed: queue.SimpleQueue[tuple[int, Answers]] = queue.SimpleQueue()
         super().__init__(address, options, detector, first_rank=0)
         detector.on_survivors(self._regroup)
 
@@ -63,32 +61,12 @@ class SupervisorControl(ControlServer):
             )
         elif isinstance(message, Ready):
             self.info = message.info if message.rank == 0 else self.info
-        elif isinstance(message, Ask):
-            self._relay(message)
         else:
             super()._take(message)
-
-    def _relay(self, ask: Ask) -> None:
-        """Relays a call from a rank to all others."""
-
-        def answered(done: Future[list[Any]]) -> None:
-            error = done.exception()
-            values, why = (done.result(), "") if error is None else ([], str(error))
-            self._relayed.put((ask.rank, Answers(ask.id, values, why)))
-
-        self.call_all(ask.method, ask.rank).add_done_callback(answered)
-
-    def _begin_calls(self) -> None:
-        super()._begin_calls()
-        while not self._relayed.empty():
-            self._send_rank(*self._relayed.get())
 
     def _regroup(self, survivors: Survivors) -> None:
         for rank in self._elastic.ranks:
             self._send_rank(rank, Regroup(survivors))
-        for number, call in list(self._calls.items()):  # do not wait for lost ranks; keep their replies
-            call.asked = [rank for rank in call.asked if survivors.alive[rank] or rank in call.answers]
-            self._end_if_answered(number)
 
 
 class RankSupervisor:

@@ -8,15 +8,18 @@ rank at fault.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moe_engine.core.executor import RankLost
+from moe_engine.core.rank_calls import RankAnswer, RankCall, RankWorker
 from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError, StepNotRun
+from moe_engine.executor.plan_broadcast import Answer
 from moe_engine.executor.progress import Progress
 from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import StepPlan, StepResult
@@ -50,45 +53,23 @@ def kernels_of(worker: Any) -> dict[str, str]:
     return {choice.family: choice.row.name for choice in worker.info.choices}
 
 
-class LocalWorker(Protocol):
+class LocalWorker(RankWorker, Protocol):
     """The part of `worker.Worker` that a rank uses."""
-
-    def call_all(self, method: str) -> Future[list[Any]]: ...
-
-    def execute(self, plan: StepPlan) -> Future[StepResult]: ...
-
-    def launch(self, plan: StepPlan, *, reports_drafts: bool = True) -> LaunchedStep: ...
-
-    def sample(self, masks: StepMasks) -> None: ...
-
-    def abandon(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-def call_one(worker: LocalWorker, method: str) -> Future[Any]:
-    """Runs one of `Worker.calls` on this rank only."""
-    answer: Future[Any] = Future()
-
-    def arrived(done: Future[list[Any]]) -> None:
-        error = done.exception()
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(done.result()[0])
-
-    worker.call_all(method).add_done_callback(arrived)
-    return answer
-
-
 class PlanSender(Protocol):
-    """Broadcasts plans to the followers."""
+    """Broadcasts plans and calls to the followers."""
 
     sequence: int
     """Sequence number of the last plan sent."""
 
     def send(self, plan: StepPlan) -> int: ...
 
+    def call(self, number: int, method: str, args: Mapping[str, Any]) -> None: ...
+
+    def answers(self) -> Iterable[Answer]: ...
     def send_masks(self, masks: StepMasks) -> None: ...
 
     def stop(self) -> None: ...
@@ -112,14 +93,14 @@ class Detector(Protocol):
 
 
 class LeaderWorker:
-    """`StepWorker` of `core.executor` for a rank that schedules. Call `execute` and `check` from one thread.
+    """`StepWorker` of `core.executor` for a rank that schedules. Call its methods from one thread.
 
     A future fails with `RankLost` as soon as the detector has identified the lost rank, even if the local step hangs in
     a collective for longer.
 
     Args:
-        call_others: runs a call on all other ranks; None if rank 0 does it, or if there are none.
         rank: this rank's number.
+        followers: the numbers of the group's other ranks.
     """
 
     def __init__(
@@ -128,13 +109,14 @@ class LeaderWorker:
         sender: PlanSender,
         detector: Detector,
         progress: Progress,
-        call_others: Callable[[str], Future[list[Any]]] | None = None,
         *,
         rank: int = 0,
+        followers: Sequence[int] = (),
     ) -> None:
-        self._rank = rank
+        self._rank, self._followers = rank, followers
         self._worker = worker
-        self._call_others = call_others
+        self._calls: dict[int, RankCall] = {}
+        self._call_ids = itertools.count()
         self._sender = sender
         self._detector = detector
         self._progress = progress
@@ -188,28 +170,20 @@ class LeaderWorker:
         self._progress.begin(plan)
         return True
 
-    def call_all(self, method: str) -> Future[list[Any]]:
-        """Calls one of `Worker.calls` on every rank of the world; replies in rank order. Empty on a rank that does not
-        call the others, so that nothing is counted twice."""
-        answers: Future[list[Any]] = Future()
-        if self._call_others is None:
-            answers.set_result([])
-            return answers
-        asked = [self._worker.call_all(method), self._call_others(method)]  # its rank precedes the others
-        pending = [len(asked)]
+    def call_ranks(self, method: str, args: Mapping[str, Any], seconds: float) -> RankCall:
+        """Begins one of `worker.rank_methods` on every rank of the group, behind the steps submitted so far."""
+        self._calls = {number: call for number, call in self._calls.items() if not call.is_over}
+        number = next(self._call_ids)
+        call = self._calls[number] = RankCall([self._rank, *self._followers], seconds, self._take_answers)
+        if self._followers:
+            self._sender.call(number, method, args)
+        self._worker.run_call(method, args).add_done_callback(lambda done: call.add(RankAnswer.of(self._rank, done)))
+        return call
 
-        def arrived(done: Future[list[Any]]) -> None:
-            with self._lock:
-                pending[0] -= 1
-                error, last = done.exception(), pending[0] == 0
-            if error is not None and not answers.done():
-                answers.set_exception(error)
-            elif last and not answers.done():
-                answers.set_result([answer for part in asked for answer in part.result()])
-
-        for part in asked:
-            part.add_done_callback(arrived)
-        return answers
+    def _take_answers(self) -> None:
+        for found in self._sender.answers():
+            if (call := self._calls.get(found.id)) is not None:
+                call.add(found.answer)
 
     def close(self) -> None:
         """Stops the followers and the local worker after the steps sent so far."""

@@ -1,12 +1,10 @@
-"""Control messages between the ranks of a group: rendezvous, heartbeats, failures, calls.
+"""Control messages between the ranks of a group: rendezvous, heartbeats, failures.
 
 Followers, and the launchers of other nodes, connect to the leader's one known address; `Welcome` returns the other
 addresses (plan channel, torch.distributed's store). Encoded with msgpack, which cannot execute code.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 
@@ -72,15 +70,6 @@ class Died(RankMessage, tag="died"):
     how: str
 
 
-class Answer(RankMessage, tag="answer"):
-    """A rank's reply to `Run` with the same id; `error` if it failed."""
-
-    rank: int
-    id: int
-    value: Any = None
-    error: str = ""
-
-
 class Ended(RankMessage, tag="ended"):
     """A rank that schedules has shut down after all groups agreed to: its exit is no failure."""
 
@@ -126,13 +115,6 @@ class Go(RankMessage, tag="go"):
     step_addresses: list[str] = []
 
 
-class Run(RankMessage, tag="run"):
-    """Run `method` of `worker.calls` between two steps."""
-
-    id: int
-    method: str
-
-
 class Alive(RankMessage, tag="alive"):
     """The leader's process is alive."""
 
@@ -143,8 +125,8 @@ class Leave(RankMessage, tag="leave"):
     reason: str
 
 
-ToLeader = Hello | Beat | Loaded | Failed | Died | Answer | Ended | NodeHere | NodeRefused
-ToRank = Welcome | Go | Run | Alive | Leave
+ToLeader = Hello | Beat | Loaded | Failed | Died | Ended | NodeHere | NodeRefused
+ToRank = Welcome | Go | Alive | Leave
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_leader = msgspec.msgpack.Decoder(ToLeader).decode

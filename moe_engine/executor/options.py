@@ -130,8 +130,12 @@ class RankGroupOptions:
 
     def followers_of(self, group: int) -> list[str]:
         """Names under which a group's followers subscribe to their leader's plans."""
+        return [plan_name(rank) for rank in self.following_ranks(group)]
+
+    def following_ranks(self, group: int) -> range:
+        """The ranks of a group without its leader."""
         first = group * self.group_size
-        return [plan_name(rank) for rank in range(first + 1, first + self.group_size)]
+        return range(first + 1, first + self.group_size)
 
     @property
     def leader_host(self) -> str:

@@ -1,22 +1,29 @@
-"""Plan broadcast from the leader of a rank group to its followers: one message per step, and one with its late
-masks if it has masked rows, over XPUB/SUB sockets.
+"""Plan channel from the leader of a rank group to its followers: one message per step, and one with its late
+masks if it has masked rows, over XPUB/XSUB sockets.
 
-No message is dropped because of a slow follower. Messages are numbered, so that one lost with a connection is detected.
+Calls on all ranks are messages of the same channel, so every rank runs them between the same two steps; answers return
+over it. No message is dropped because of a slow follower. Messages are numbered, so that one lost with a connection is
+detected.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import msgspec
 import zmq
 
+from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
 from moe_engine.token_masks import StepMasks
 from moe_engine.types import StepPlan
+
+SUBSCRIPTION = (b"\0", b"\1")
+"""First byte of XPUB's messages about subscriptions."""
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
@@ -24,6 +31,22 @@ class Step(msgspec.Struct, tag="step", array_like=True):
 
     sequence: int
     plan: StepPlan
+
+
+class Run(msgspec.Struct, tag="run", array_like=True):
+    """A call of `method` (`worker.rank_methods`) behind step `sequence`, answered by `Answer` with the same id."""
+
+    sequence: int
+    id: int
+    method: str
+    args: dict[str, Any]
+
+
+class Answer(msgspec.Struct, tag="answer", array_like=True):
+    """A follower's answer."""
+
+    id: int
+    answer: RankAnswer
 
 
 class Masks(msgspec.Struct, tag="masks", array_like=True):
@@ -53,6 +76,7 @@ class PlanSender:
         self._socket.setsockopt(zmq.LINGER, 1000)
         self.address = bind(self._socket, address, keys)
         self._encode = msgspec.msgpack.Encoder().encode
+        self._reader = FrameReader("answers of the followers", msgspec.msgpack.Decoder(Answer).decode)
         self._subscribed: set[bytes] = set()
         self.sequence = 0
 
@@ -74,6 +98,22 @@ class PlanSender:
         self._socket.send(self._encode(Step(self.sequence, plan)))
         return self.sequence
 
+    def call(self, number: int, method: str, args: Mapping[str, Any]) -> None:
+        """Sends a call, without blocking; `answers` has its answers."""
+        self._socket.send(self._encode(Run(self.sequence, number, method, dict(args))))
+
+    def answers(self) -> Iterator[Answer]:
+        """The answers that have arrived, without waiting."""
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if frames[0][:1] in SUBSCRIPTION:
+                continue
+            if (answer := self._reader.take(frames)) is not None:
+                yield answer
+
     def send_masks(self, masks: StepMasks) -> None:
         """Sends the masks of the last plan, which has `StepPlan.masked` rows."""
         self._socket.send(self._encode(Masks(self.sequence, masks)))
@@ -94,16 +134,18 @@ class PlanReceiver:
     """
 
     def __init__(self, address: str, name: str = "", keys: JobKeys | None = None) -> None:
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.XSUB)
         self._socket.setsockopt(zmq.RCVHWM, 0)
-        for topic in ("", name):
-            self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
         connect(self._socket, address, keys)
-        self._reader = FrameReader("plans of the leader", msgspec.msgpack.Decoder(Step | Masks | Stop).decode)
+        for topic in ("", name):
+            self._socket.send(b"\1" + topic.encode())
+        self._reader = FrameReader("plans of the leader", msgspec.msgpack.Decoder(Step | Masks | Run | Stop).decode)
         self._sequence = 0
         self._awaits_masks = False
 
-    def receive(self, timeout: float) -> Step | Masks | Stop | None:
+    def receive(self, timeout: float) -> Step | Masks | Run | Stop | None:
         """The next message, or None after `timeout` seconds without one or after a dropped frame.
 
         Raises:
@@ -117,7 +159,7 @@ class PlanReceiver:
         if (message := self._reader.take(frames)) is None:
             return None  # the next plan's sequence number reveals the loss
         expected = self._sequence + isinstance(message, Step)
-        lost_masks = self._awaits_masks and isinstance(message, Step)
+        lost_masks = self._awaits_masks and isinstance(message, Step | Run)
         if message.sequence != expected or lost_masks:
             raise EngineDeadError(
                 f"a plan was lost between the ranks: received step {message.sequence} of the channel, expected "
@@ -126,6 +168,10 @@ class PlanReceiver:
         self._sequence = message.sequence
         self._awaits_masks = isinstance(message, Step) and bool(message.plan.masked)
         return message
+
+    def answer(self, number: int, answer: RankAnswer) -> None:
+        """Sends this rank's answer to a call."""
+        self._socket.send(msgspec.msgpack.encode(Answer(number, answer)))
 
     def close(self) -> None:
         self._socket.close(0)

@@ -19,9 +19,20 @@ import zmq.asyncio
 
 from moe_engine.core import messages
 from moe_engine.core.messages import AddRequest, RequestDelta
+from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError, InputError
-from moe_engine.frontend.client_api import EngineInfo, Health, combine
+from moe_engine.frontend.client_api import (
+    CALL_SECONDS,
+    NO_ARGS,
+    CallArgs,
+    CallError,
+    EngineInfo,
+    GroupAnswers,
+    Health,
+    combine,
+    values_of,
+)
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.dp_routing import Router
 from moe_engine.frontend.inbox import Inbox
@@ -38,6 +49,8 @@ MAX_MIGRATIONS = 3
 it runs on."""
 BURST_DELTAS = 256
 """Deltas handled in a row under load before the reader yields to the other tasks of the loop."""
+GRACE_SECONDS = 10.0
+"""Time beyond a call's deadline for a scheduler's reply, which waits for the step in flight."""
 STOPPED = (zmq.ENOTSOCK, zmq.ETERM)
 """Errors of a socket that was closed because its core was stopped."""
 
@@ -135,23 +148,49 @@ class CoreClient:
     async def call(self, method: str, **args: Any) -> list[Any]:
         endpoints = self._alive()
         answers = await asyncio.gather(
-            *(self._call(endpoint, method, args) for endpoint in endpoints), return_exceptions=True
+            *(self._call(endpoint, messages.Call(0, method, args)) for endpoint in endpoints), return_exceptions=True
         )
         for endpoint, answer in zip(endpoints, answers):
             if isinstance(answer, BaseException) and (endpoint.core.dead or not endpoint.lost):
                 raise answer
         return [answer for answer in answers if not isinstance(answer, BaseException)]  # of the schedulers still alive
 
-    async def call_each(self, method: str, **args: Any) -> list[Any]:
-        asked = (self._call(endpoint, method, args) for endpoint in self._alive())
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
-                raise answer
-        return list(answers)
-
     async def call_one(self, method: str, **args: Any) -> Any:
-        return await self._call(self._alive()[0], method, args)
+        return await self._call(self._alive()[0], messages.Call(0, method, args))
+
+    async def ask_ranks(
+        self, method: str, args: CallArgs = NO_ARGS, deadline: float = CALL_SECONDS
+    ) -> list[GroupAnswers]:
+        endpoints = self._alive()
+        calls = [messages.Call(0, method, self._args_for(endpoint, args), True, deadline) for endpoint in endpoints]
+        asked = (
+            asyncio.wait_for(self._call(endpoint, call), deadline + GRACE_SECONDS)
+            for endpoint, call in zip(endpoints, calls)
+        )
+        return [
+            self._group_answers(endpoint, found, deadline)
+            for endpoint, found in zip(endpoints, await asyncio.gather(*asked, return_exceptions=True))
+        ]
+
+    def _replica_of(self, endpoint: _SchedulerEndpoint) -> int | None:
+        return self._cores.index(endpoint.core) if len(self._cores) > 1 else None
+
+    def _args_for(self, endpoint: _SchedulerEndpoint, args: CallArgs) -> dict[str, Any]:
+        return dict(args(self._replica_of(endpoint)) if callable(args) else args)
+
+    def _group_answers(self, endpoint: _SchedulerEndpoint, found: Any, deadline: float) -> GroupAnswers:
+        replica = self._replica_of(endpoint)
+        if isinstance(found, TimeoutError):
+            late = f"the scheduler of group {endpoint.group} did not answer within {deadline:g} s"
+            return GroupAnswers(replica, failed=late)
+        if isinstance(found, EngineDeadError):
+            return GroupAnswers(replica, lost=endpoint.dead or str(found))
+        if isinstance(found, BaseException):
+            raise found
+        return GroupAnswers(replica, msgspec.convert(found, list[RankAnswer]))
+
+    async def collective_rpc(self, method: str, args: CallArgs = NO_ARGS, deadline: float = CALL_SECONDS) -> list[Any]:
+        return values_of(await self.ask_ranks(method, args, deadline), method)
 
     def _alive(self) -> list[_SchedulerEndpoint]:
         alive = [endpoint for endpoint in self._endpoints if not endpoint.dead]
@@ -175,14 +214,14 @@ class CoreClient:
             raise EngineDeadError(self._endpoints[asked].dead or "")
         return asked
 
-    async def _call(self, endpoint: _SchedulerEndpoint, method: str, args: dict[str, Any]) -> Any:
+    async def _call(self, endpoint: _SchedulerEndpoint, call: messages.Call) -> Any:
         call_id = next(self._call_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = endpoint, future
         try:
             if endpoint.dead:  # died since it was chosen: it would never reply
                 raise EngineDeadError(endpoint.dead)
-            endpoint.send(messages.Call(id=call_id, method=method, args=args))
+            endpoint.send(msgspec.structs.replace(call, id=call_id))
             return await future
         finally:
             self._calls.pop(call_id, None)
@@ -287,7 +326,7 @@ class CoreClient:
         if message.ok:
             future.set_result(message.value)
         else:
-            future.set_exception(EngineDeadError(str(message.value)))
+            future.set_exception(CallError(str(message.value)))
 
     def _on_groups_lost(self, core: CoreProcess, message: messages.GroupsLost) -> None:
         """Groups of a core are lost: their requests migrate to the others."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.messages import AddRequest, RequestDelta
+from moe_engine.core.rank_calls import RankAnswer
+from moe_engine.errors import EngineDeadError, MoeEngineError
 
 BACKEND_FIELDS = {
     "attention": "attention_backend",
@@ -22,6 +24,13 @@ BACKEND_FIELDS = {
 def kernel_flags(backends: Mapping[str, str]) -> dict[str, str]:
     """Backend flags in effect; `backends`: backend name by kernel family."""
     return {BACKEND_FIELDS[family]: name for family, name in backends.items() if family in BACKEND_FIELDS}
+
+
+CALL_SECONDS = 60.0
+"""Default deadline of a call on all ranks."""
+NO_ARGS: Mapping[str, Any] = {}
+CallArgs = Mapping[str, Any] | Callable[[int | None], Mapping[str, Any]]
+"""Arguments of a call on all ranks: the same for all, or by replica (None with a single one)."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +72,50 @@ def combine(healths: Sequence[Health]) -> Health:
     )
 
 
+class CallError(MoeEngineError):
+    """A control call failed on a scheduler or rank, which is named. The engine serves on."""
+
+
+@dataclass(frozen=True)
+class GroupAnswers:
+    """A scheduler's answers of its ranks to a call.
+
+    Attributes:
+        replica: None with a single one.
+        lost: how the scheduler was lost, with the answers; failed: why there are none from a living one.
+    """
+
+    replica: int | None
+    answers: Sequence[RankAnswer] = ()
+    lost: str | None = None
+    failed: str | None = None
+
+    @property
+    def values(self) -> list[Any]:
+        """Of the ranks without an error."""
+        return [answer.value for answer in self.answers if not answer.error]
+
+    def problems(self) -> dict[str, str]:
+        """Error by rank."""
+        prefix = "" if self.replica is None else f"replica {self.replica} "
+        problems = {f"{prefix}rank {answer.rank}": answer.error for answer in self.answers if answer.error}
+        return problems if self.failed is None else {f"{prefix or 'the engine'}".strip(): self.failed}
+
+
+def values_of(groups: Sequence[GroupAnswers], method: str) -> list[Any]:
+    """The values of all ranks. Raises as `EngineClient.collective_rpc`."""
+    ranks: dict[str, list[str]] = {}
+    for group in groups:
+        for rank, error in group.problems().items():
+            ranks.setdefault(error, []).append(rank)
+    if ranks:
+        raise CallError(f"{method}: " + "; ".join(f"{', '.join(named)}: {error}" for error, named in ranks.items()))
+    for group in groups:
+        if group.lost is not None:
+            raise EngineDeadError(group.lost)
+    return [value for group in groups for value in group.values]
+
+
 class EngineClient(Protocol):
     info: EngineInfo
 
@@ -81,11 +134,24 @@ class EngineClient(Protocol):
     async def call(self, method: str, **args: Any) -> list[Any]:
         """Control call to every scheduler; one reply each: ``flush_cache`` -> bool, ``internal_state`` -> dict."""
 
-    async def call_each(self, method: str, **args: Any) -> list[Any]:
-        """Like `call`, but tolerates schedulers that die: their place in the list holds an `EngineDeadError`.
+    async def ask_ranks(
+        self, method: str, args: CallArgs = NO_ARGS, deadline: float = CALL_SECONDS
+    ) -> list[GroupAnswers]:
+        """Calls a method of `worker.rank_methods` on every rank, between two steps; the answers by scheduler.
+
+        Args:
+            deadline: seconds; ranks without an answer then have an error.
 
         Raises:
             EngineDeadError: no scheduler is alive.
+        """
+
+    async def collective_rpc(self, method: str, args: CallArgs = NO_ARGS, deadline: float = CALL_SECONDS) -> list[Any]:
+        """`ask_ranks`, for calls that must succeed everywhere: the values in rank order, of one replica after another.
+
+        Raises:
+            CallError: names the ranks that failed or did not answer, with their errors.
+            EngineDeadError: no scheduler is alive, or one was lost during the call.
         """
 
     async def call_one(self, method: str, **args: Any) -> Any:
@@ -96,5 +162,8 @@ class EngineClient(Protocol):
 
     def healths(self) -> list[Health]:
         """One per scheduler."""
+
+    def stop_stalled(self, stall: Callable[[Health], str | None]) -> None:
+        """Kills replicas for which `stall` returns a reason. Their requests fail with that reason."""
 
     async def shutdown(self, *, drain: bool = True) -> None: ...

@@ -27,7 +27,9 @@ from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
+from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
+from moe_engine.frontend.weight_updates import WeightUpdates
 from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
 from moe_engine.processes.watched_thread import start_watched
@@ -76,6 +78,7 @@ class Engine:
             tokenizer = open_tokenizer(self.config)  # while the core loads: a broken tokenizer fails early
             self.info: EngineInfo = wait_ready(self._cores)
             self._frontend: Frontend = self._run(self._open(tokenizer))
+            self._updates = WeightUpdates(self._frontend)
         except BaseException:
             self._closed = True
             stop_cores(self._cores)
@@ -184,6 +187,27 @@ class Engine:
     def flush_cache(self) -> bool:
         """Clears the prefix cache; False while requests run."""
         return all(self._run(self._frontend.client.call("flush_cache")))
+
+    def update_weights_from_disk(
+        self,
+        model_path: str,
+        load_format: str | None = None,
+        *,
+        weight_version: str | None = None,
+        abort_all_requests: bool = False,
+    ) -> tuple[bool, str]:
+        """Replaces the weights by a checkpoint of the same architecture, as `/update_weights_from_disk`: success, and a
+        message. Running requests end first, or are aborted."""
+        updated = self._run(self._updates.update(model_path, load_format, weight_version, abort=abort_all_requests))
+        return updated.success, updated.message
+
+    def start_profile(self, output_dir: str | None = None, profile_id: str | None = None, **options: Any) -> list[str]:
+        """Starts a trace of every rank, as `/start_profile`; the paths. `options`: its other fields."""
+        return self._run(Profiling(self._frontend.client).start(output_dir, profile_id, options))
+
+    def stop_profile(self) -> list[str]:
+        """Ends the traces and writes them; the paths."""
+        return self._run(Profiling(self._frontend.client).stop())
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Aborts every request whose id starts with `rid`, or all."""

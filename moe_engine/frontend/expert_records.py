@@ -1,6 +1,6 @@
-"""Expert recording from the front end, over one or several cores (see `core.expert_calls`).
+"""Expert recording from the front end, on all ranks of one or several replicas (calls of `worker.rank_methods`).
 
-Counts collected from cores for a dump are kept here until a file is written: if the core that writes dies, another one
+Counts collected from ranks for a dump are kept here until a file is written: if the core that writes dies, another one
 writes them.
 """
 
@@ -11,9 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.errors import EngineDeadError, InputError
-from moe_engine.frontend.client_api import EngineClient
+from moe_engine.frontend.client_api import CallError, EngineClient, GroupAnswers, values_of
 from moe_engine.parallel.recording.replicas import align_passes
 from moe_engine.parallel.recording.snapshots import sum_snapshots
+
+NOT_RECORDED = (
+    "expert recording is off: start the server with --expert-distribution-recorder-mode stat (or per_pass, per_token), "
+    "for a model with experts"
+)
 
 
 @dataclass(frozen=True)
@@ -31,19 +36,19 @@ class ExpertRecords:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._unwritten: list[dict[str, Any]] = []
-        """Counts collected from cores, which no longer hold them."""
+        """Counts collected from ranks, which no longer hold them."""
         self._reported: set[str] = set()
         """Losses that a dump has reported, or that precede the recording."""
         self._dumping = asyncio.Lock()
 
     async def start(self) -> None:
         """Raises InputError: nothing can be recorded on this server."""
-        await self._call("expert_start", status=400)
+        await self._switch("start_experts")
         self._unwritten, self._reported = [], set(self._losses())
 
     async def stop(self) -> None:
         """Raises InputError: nothing can be recorded on this server."""
-        await self._call("expert_stop", status=400)
+        await self._switch("stop_experts")
 
     async def dump(self) -> Dump:
         """
@@ -52,44 +57,36 @@ class ExpertRecords:
             EngineDeadError: no core is left to write.
         """
         async with self._dumping:
-            answers = await self._take()
-            lost = [answer["lost"] for answer in answers if isinstance(answer, dict) and "lost" in answer]
-            taken = [answer for answer in answers if isinstance(answer, dict) and "parts" in answer]
-            parts = align_passes([answer["parts"] for answer in taken])
+            groups = await self._client.ask_ranks("dump_experts")
+            parts = align_passes(_by_replica(groups))
             self._unwritten += [part for part in parts if "counts" in part]
-            _unless_refused([answer for answer in answers if isinstance(answer, dict)], status=500)
             others = [part for part in parts if "counts" not in part]  # files of ranks, or the reason for a missing one
+            failed = [f"{rank}: {error}" for group in groups for rank, error in group.problems().items()]
+            if failed:
+                raise InputError("; ".join(failed), status=500)
+            if not self._unwritten and not others and not self._new_losses(groups):
+                raise InputError(NOT_RECORDED)
             paths = await self._write(self._unwritten + others)
             self._unwritten = []
-            lost += [loss for loss in self._losses() if loss not in self._reported]
+            lost = self._new_losses(groups)
             self._reported.update(lost)
             return Dump(paths, lost)
 
-    async def _take(self) -> list[Any]:
-        """The reply of every scheduler. Retries if one was lost meanwhile and no reply had counts: the lost one may
-        have been the one that collects the counts of the other ranks, before or after they sent them."""
-        replies: list[Any] = []
-        for _ in self._client.healths():  # at most one retry per lost scheduler
-            known = self._losses()
-            replies += (answers := await self._client.call_each("expert_take"))
-            new = [loss for loss in self._losses() if loss not in known]
-            if any(isinstance(answer, dict) and answer.get("parts") for answer in answers):
-                break
-            if not new or not self._client.health().alive:
-                break
-            replies.append({"lost": f"{'; '.join(new)}: any records that other ranks had sent it for this dump"})
-        return replies
+    def _new_losses(self, groups: list[GroupAnswers]) -> list[str]:
+        """Of schedulers with their ranks' records, since the last dump."""
+        found = [group.lost for group in groups if group.lost is not None] + self._losses()
+        return [loss for loss in dict.fromkeys(found) if loss not in self._reported]
 
     async def _write(self, parts: list[dict[str, Any]]) -> list[str]:
         """Writes through the first scheduler that survives the call; returns the paths."""
         cause = ""
         for _ in self._client.healths():
             try:
-                written = await self._client.call_one("expert_write", parts=parts)
+                return list(await self._client.call_one("write_experts", parts=parts))
             except EngineDeadError as error:
                 cause = str(error)
-                continue
-            return list(_unless_refused([written], status=500)[0]["paths"])
+            except CallError as error:
+                raise InputError(str(error), status=500) from None
         raise EngineDeadError(f"{cause}; the dump was not written, and the recorded counts are lost")
 
     def _losses(self) -> list[str]:
@@ -97,22 +94,24 @@ class ExpertRecords:
 
     async def snapshot(self) -> dict[str, Any] | None:
         """The live view; None if recording is off."""
-        return sum_snapshots([answer["view"] for answer in await self._call("expert_snapshot", status=500)])
+        return sum_snapshots(await self._call("view_experts"))
 
-    async def _call(self, method: str, status: int) -> list[dict[str, Any]]:
-        """Calls all cores. Retries if a scheduler was lost meanwhile: it may have been the one that forwards the call
-        to the other ranks, whose schedulers reply as if it had."""
-        for _ in self._client.healths():  # at most one retry per lost scheduler
-            lost = self._losses()
-            answers = await self._client.call(method)
-            failed = any("error" in answer and not answer.get("off") for answer in answers)
-            if not failed and self._losses() == lost:
-                break
-        return _unless_refused(answers, status)
+    async def _switch(self, method: str) -> None:
+        if not all(await self._call(method)):
+            raise InputError(NOT_RECORDED)
+
+    async def _call(self, method: str) -> list[Any]:
+        """The values of the ranks of all schedulers that are not lost during the call."""
+        groups = await self._client.ask_ranks(method)
+        try:
+            return values_of([group for group in groups if group.lost is None], method)
+        except CallError as error:
+            raise InputError(str(error), status=500) from None
 
 
-def _unless_refused(answers: list[dict[str, Any]], status: int) -> list[dict[str, Any]]:
-    for found in answers:
-        if "error" in found:
-            raise InputError(found["error"], status=400 if found.get("off") else status)
-    return answers
+def _by_replica(groups: list[GroupAnswers]) -> list[list[dict[str, Any]]]:
+    """The parts of the ranks that record."""
+    parts: dict[int | None, list[dict[str, Any]]] = {}
+    for group in groups:
+        parts.setdefault(group.replica, []).extend(part for part in group.values if part is not None)
+    return list(parts.values())

@@ -18,6 +18,7 @@ from moe_engine.frontend.client_api import EngineClient
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.frontend.prepare import BURST, FormatOf, FrontendSettings, Job, Preparer, ReadRequest
+from moe_engine.frontend.served_weights import ServedWeights
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import FinishReason
 
@@ -57,6 +58,7 @@ class Frontend:
         self.tokenizer = tokenizer
         self.settings = settings or FrontendSettings()
         self.observer = observer
+        self.weights = ServedWeights(client.info.model_path, self.settings.weight_version)
         self._live: dict[str, _Sequence] = {}
         """By the client's id, from the start of the request until the sequence has ended here."""
         self._preparer = Preparer(client.info, tokenizer, self.settings)
@@ -114,14 +116,27 @@ class Frontend:
             InputError: one of its ids belongs to a running request.
         """
         sequences = self._enter(job)
+        await self._hold_weights(job, sequences)
         try:
             parts = self._run(sequences[0]) if len(sequences) == 1 else self._run_all(sequences)
             async with aclosing(parts) as pieces:
                 async for piece in pieces:
                     yield piece
         finally:
+            self.weights.release()
             for sequence in sequences:
                 self._leave(sequence)
+
+    async def _hold_weights(self, job: Job, sequences: list[_Sequence]) -> None:
+        """Waits while the weights are replaced: all sequences of a job have answers of the same ones."""
+        try:
+            await self.weights.hold()
+        except BaseException:  # the client disconnected
+            for sequence in sequences:
+                self._leave(sequence)
+            raise
+        for generation in job.generations:
+            generation.weight_version = self.weights.version
 
     async def _run_all(self, sequences: list[_Sequence]) -> AsyncGenerator[Piece]:
         queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(len(sequences))

@@ -66,11 +66,11 @@ class ControlApi:
         """Model information."""
         info, settings = self._state.client.info, self._state.settings
         answer: ModelInfo = {
-            "model_path": info.model_path,
+            "model_path": self._state.frontend.weights.model_path,
             "tokenizer_path": info.tokenizer_path or info.model_path,
             "is_generation": True,
             "preferred_sampling_params": dict(settings.frontend.preferred_sampling_params) or None,
-            "weight_version": settings.frontend.weight_version,
+            "weight_version": self._state.frontend.weights.version,
             "served_model_name": self._state.model_name,
             "model_type": info.model_type,
             "architectures": list(info.architectures),
@@ -97,6 +97,7 @@ class ControlApi:
                     **self._state.settings.server_args,
                     **kernel_flags(info.backends),
                     **hidden,
+                    **self._state.frontend.weights.flags,
                     "status": "ready",
                     "max_total_num_tokens": info.max_total_num_tokens,
                     "max_req_input_len": info.max_req_input_len,

@@ -8,6 +8,7 @@ from moe_engine.frontend.generate_input import GenerateRequest
 from moe_engine.server import native_types as native
 from moe_engine.server import openai_answers as answers
 from moe_engine.server.control_api import ControlApi
+from moe_engine.server.engine_api import EngineApi
 from moe_engine.server.experts_api import ExpertsApi
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.native_api import NativeApi
@@ -20,11 +21,11 @@ from moe_engine.server.parse_api import ParseApi
 from moe_engine.server.state import ServerState
 
 UNSUPPORTED_PATHS = (
-    "/update_weights", "/update_weights_from_disk", "/update_weights_from_distributed", "/update_weights_from_tensor",
+    "/update_weights", "/update_weights_from_distributed", "/update_weights_from_tensor",
     "/update_weights_from_ipc", "/update_weight_version", "/init_weights_update_group", "/destroy_weights_update_group",
     "/begin_weight_update", "/end_weight_update", "/weights_checker", "/get_weights_by_name",
     "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation", "/continue_generation",
-    "/start_profile", "/stop_profile", "/open_session", "/close_session", "/load_lora_adapter", "/unload_lora_adapter",
+    "/open_session", "/close_session", "/load_lora_adapter", "/unload_lora_adapter",
     "/encode", "/classify", "/configure_logging", "/set_internal_state",
     "/slow_down", "/freeze_gc", "/generate_from_file", "/clear_hicache_storage_backend", "/vertex_generate",
     "/invocations", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/responses", "/v1/classify",
@@ -35,6 +36,7 @@ UNSUPPORTED_PATHS = (
 def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]:
     chat, completions, api = ChatApi(state), CompletionsApi(state), NativeApi(state)
     control, parse, experts, pages = ControlApi(state), ParseApi(state), ExpertsApi(state), PagesApi(state, metrics)
+    engine = EngineApi(state)
     # fmt: off
     yield Endpoint("/v1/chat/completions", chat.chat_completions, "POST", answers.ChatCompletion,
                    body=ChatRequest, event=answers.ChatChunk)
@@ -63,6 +65,10 @@ def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]
     yield Endpoint("/start_expert_distribution_record", experts.start, "GET POST", str, TEXT)
     yield Endpoint("/stop_expert_distribution_record", experts.stop, "GET POST", str, TEXT)
     yield Endpoint("/dump_expert_distribution_record", experts.dump, "GET POST", str, TEXT)
+    yield Endpoint("/update_weights_from_disk", engine.update_weights, "POST", native.WeightsUpdated,
+                   body=native.UpdateWeightsRequest)
+    yield Endpoint("/start_profile", engine.start_profile, "GET POST", str, TEXT, body=native.ProfileRequest)
+    yield Endpoint("/stop_profile", engine.stop_profile, "GET POST", str, TEXT)
     yield Endpoint("/experts", experts.page, answer=str, media=HTML)
     yield Endpoint("/experts/data", experts.data, answer=native.ExpertView)
     yield Endpoint("/metrics", pages.measured, answer=str, media=TEXT)

@@ -25,6 +25,36 @@ class FlushQuery(Struct):
     timeout: Annotated[float, Meta(ge=0, le=MAX_FLUSH_SECONDS, description="seconds to wait until idle")] = 0
 
 
+class UpdateWeightsRequest(Struct):
+    """`model_path`: a folder that every node can read."""
+
+    model_path: Annotated[str, Meta(min_length=1)]
+    load_format: Literal["auto", "safetensors", "dummy"] | None = None
+    weight_version: str | None = None
+    abort_all_requests: bool | None = None
+    flush_cache: bool | None = None
+    is_async: bool | None = None
+    torch_empty_cache: bool | None = None
+    keep_pause: bool | None = None
+    recapture_cuda_graph: bool | None = None
+    token_step: int | None = None
+
+
+class ProfileRequest(Struct):
+    """`output_dir`: default $SGLANG_TORCH_PROFILER_DIR, or the system's temporary folder."""
+
+    output_dir: str | None = None
+    num_steps: Annotated[int, Meta(ge=1)] | None = None
+    activities: list[Literal["CPU", "GPU"]] | None = None
+    record_shapes: bool | None = None
+    with_stack: bool | None = None
+    profile_id: str | None = None
+    profile_prefix: str | None = None
+    start_step: int | None = None
+    profile_by_stage: bool | None = None
+    merge_profiles: bool | None = None
+
+
 class TokenizeRequest(Struct):
     """Exactly one of `prompt` and `messages` is set."""
 
@@ -59,6 +89,12 @@ class LoadsQuery(Struct):
 
 
 # -- answers
+
+
+class WeightsUpdated(TypedDict):
+    success: bool
+    message: str
+    num_paused_requests: int
 
 
 class FinishReason(TypedDict, total=False):

@@ -117,7 +117,7 @@ def _operation(
     }
     if parameters:
         operation["parameters"] = parameters
-    if endpoint.body is not None:
+    if endpoint.body is not None and method.lower() != "get":
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[endpoint.body]}}}
     return operation
 

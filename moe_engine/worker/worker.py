@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -38,10 +38,12 @@ from moe_engine.worker.kv_cache.kv_copies import KVCopies, Listener
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.model_runner import ModelRunner, PendingResult
 from moe_engine.worker.options import WorkerOptions
+from moe_engine.worker.rank_methods import NO_ARGS, rank_methods, run_method
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.speculation.build import add_speculation, mtp_layers, num_mtp_layers
 from moe_engine.worker.startup.kernel_choice import build_backends
 from moe_engine.worker.startup.warmup import NUM_TOKENS, compile_kernels, warm_sizes, warm_up
+from moe_engine.worker.weight_update import WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class Worker:
 
     Args:
         experts: expert recording and EPLB.
+        options: that the runner was built with; None: its weights cannot be replaced.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Worker:
         thread: ThreadPoolExecutor | None = None,
         info: WorkerInfo | None = None,
         experts: ExpertControl | None = None,
+        options: WorkerOptions | None = None,
     ) -> None:
         self.runner = runner
         self.info = info or WorkerInfo(kv_bytes=runner.kv_pool.num_bytes)
@@ -84,6 +88,8 @@ class Worker:
         self._thread = thread or step_thread(runner.stream, None)
         self._launched: LaunchedStep | None = None
         self._collector = ThreadPoolExecutor(1, "worker-results") if runner.stream.asynchronous else None
+        self.weights = None if options is None else WeightUpdate(runner, options, self.experts)
+        self._methods = rank_methods(runner, self.experts, self.weights)
 
     @classmethod
     def create(
@@ -108,7 +114,7 @@ class Worker:
         except BaseException:
             thread.shutdown(wait=False)
             raise
-        return cls(runner, thread, info, experts)
+        return cls(runner, thread, info, experts, options)
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """A future of the step's result, or of its `StepError`."""
@@ -144,21 +150,9 @@ class Worker:
         """Runs a function on the worker's thread, between steps."""
         return self._thread.submit(function, *args)
 
-    def call_all(self, method: str) -> Future[list[Any]]:
-        """Calls one of `calls` on every rank, here the only one; results by rank."""
-        return self.call(lambda: [self.calls[method]()])
-
-    @property
-    def calls(self) -> dict[str, Callable[[], Any]]:
-        """Methods for `call_all`, run on the worker's thread between steps. Results are plain values, and no call waits
-        for other ranks."""
-        experts = self.experts
-        return {
-            "start_experts": experts.start,
-            "stop_experts": experts.stop,
-            "dump_experts": experts.dump_part,
-            "view_experts": experts.snapshot,
-        }
+    def run_call(self, method: str, args: Mapping[str, Any] = NO_ARGS) -> Future[Any]:
+        """Runs one of `rank_methods` on the worker's thread, between steps; its result is a plain value."""
+        return self.call(run_method, self._methods, method, args)
 
     def on_kv_done(self, listener: Listener) -> None:
         """Reports loads that are done after their step's result. The listener is called from another thread."""

@@ -8,7 +8,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.core import messages
-from moe_engine.core.expert_calls import ExpertCalls
+from moe_engine.core.core_methods import ExpertDumps
 from moe_engine.core.loop import EngineCore
+from moe_engine.core.rank_calls import RankAnswer, RankCall
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.core.transport import ZmqTransport
@@ -140,10 +141,10 @@ class SteppingWorker:
         done.set_result(self._worker.execute())
         return done
 
-    def call_all(self, method: str) -> Future[list[Any]]:
-        done: Future[list[Any]] = Future()
-        done.set_result([])
-        return done
+    def call_ranks(self, method: str, args: Mapping[str, Any], seconds: float) -> RankCall:
+        call = RankCall([0], seconds)
+        call.add(RankAnswer(0, method))
+        return call
 
 
 class RunningCore:
@@ -165,7 +166,7 @@ class RunningCore:
             status,
             StepReporter(),
             eos_token_ids=frozenset((1,)),
-            experts=ExpertCalls(worker, folder / "dumps"),
+            methods={"write_experts": ExpertDumps(folder / "dumps").method()},
         )
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(core.run,), daemon=True)
@@ -219,7 +220,7 @@ def test_failed_reader_fails_all_requests_with_the_reason(tmp_path: Path, monkey
     async def run() -> None:
         async with client_of(tmp_path, 2, 1) as (client, (first, second)):
             tasks = [ask(client, f"r{lane}", lane=lane) for lane in range(3)]
-            call = asyncio.create_task(client._call(client._endpoints[0], "internal_state", {}))
+            call = asyncio.create_task(client._call(client._endpoints[0], messages.Call(0, "internal_state")))
             await asyncio.gather(first.got(0), first.got(1), second.got(0))
             with monkeypatch.context() as broken:
                 broken.setattr(Inbox, "take", lambda self, delta: 1 // 0)

@@ -1,5 +1,4 @@
-"""Adaptive draft depth: it finds the best depth, disables drafting in time, and costs at most 2 % if step times have little
-noise."""
+"""Adaptive draft depth: it finds the best depth, disables drafting in time, and costs at most 2 % without noise."""
 
 from __future__ import annotations
 

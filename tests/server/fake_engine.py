@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.core.messages import AddRequest, RequestDelta
+from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError, InputError
-from moe_engine.frontend.client_api import EngineInfo, Health
+from moe_engine.frontend.client_api import NO_ARGS, CallArgs, EngineInfo, GroupAnswers, Health, values_of
 from moe_engine.types import PackedLogprobs
 from tests.logprobs import Entry, pack
 from tests.tokenizer.tiny_tokenizer import SPECIALS, make_tokenizer
@@ -53,6 +54,9 @@ class FakeClient:
         self.fail_after: int | None = None
         self.refuse: dict[str, Any] | None = None
         self.mute = False
+        self.rank_calls: list[tuple[str, dict[str, Any]]] = []
+        self.rank_values: dict[str, Any] = {}
+        """Value of the one rank, by method."""
         self.requests: list[AddRequest] = []
         self.running: set[str] = set()
         self.closed_early: list[str] = []
@@ -136,8 +140,12 @@ class FakeClient:
             return [self.idle]
         return self.state if isinstance(self.state, list) else [self.state]
 
-    async def call_each(self, method: str, **args: Any) -> list[Any]:
-        return await self.call(method, **args)
+    async def ask_ranks(self, method: str, args: CallArgs = NO_ARGS, deadline: float = 1.0) -> list[GroupAnswers]:
+        self.rank_calls.append((method, dict(args(None) if callable(args) else args)))
+        return [GroupAnswers(None, [RankAnswer(0, self.rank_values.get(method))])]
+
+    async def collective_rpc(self, method: str, args: CallArgs = NO_ARGS, deadline: float = 1.0) -> list[Any]:
+        return values_of(await self.ask_ranks(method, args, deadline), method)
 
     async def call_one(self, method: str, **args: Any) -> Any:
         return (await self.call(method, **args))[0]
@@ -147,5 +155,7 @@ class FakeClient:
 
     def healths(self) -> list[Health]:
         return [self.health()]
+
+    def stop_stalled(self, stall: Callable[[Health], str | None]) -> None: ...
 
     async def shutdown(self, *, drain: bool = True) -> None: ...

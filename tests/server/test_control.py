@@ -366,11 +366,11 @@ def test_flush_waits_up_to_its_timeout(monkeypatch):
 
 
 def test_endpoints_that_are_not_implemented():
-    response = get(FakeClient(), "/start_profile")
+    response = get(FakeClient(), "/open_session")
     assert response.status_code == 501
-    assert "/start_profile: not available yet" in response.json()["error"]["message"]
+    assert "/open_session: not available yet" in response.json()["error"]["message"]
     assert post(FakeClient(), "/v1/embeddings", {}).status_code == 501
-    assert post(FakeClient(), "/update_weights_from_disk", {}).status_code == 501
+    assert post(FakeClient(), "/update_weights_from_tensor", {}).status_code == 501
     assert get(FakeClient(), "/nowhere").status_code == 404
     assert get(FakeClient(), "/generate").status_code == 405
     assert get(FakeClient(), "/v1/nowhere").json()["object"] == "error"

@@ -28,7 +28,7 @@ ENDPOINTS = [endpoint for endpoint in make_app(FakeClient()).state.endpoints if 
 BY_PATH = {path: endpoint for endpoint in ENDPOINTS for path in endpoint.shown_paths}
 UNTYPED_BODY = {
     "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
-    "/dump_expert_distribution_record",
+    "/dump_expert_distribution_record", "/stop_profile",
 }  # fmt: skip
 """POST without a body."""
 EMPTY = {"/abort_request", "/health", "/ready", "/ping", "/health_generate"}

@@ -99,16 +99,16 @@ def test_steps_in_one_call_are_recorded(tmp_path: Path) -> None:
             pytest.skip("no kernel here drafts whole chains (no C++ compiler)")
         found = []
         for way in ("whole", "parts"):
-            ways.engine.worker.call_all("start_experts").result()
+            ways.engine.worker.run_call("start_experts").result()
             before = ways.num_fused_steps
             answers = ways.run(way, _script(3, 0.8))
             assert (ways.num_fused_steps > before) == (way == "whole")
-            (part,) = ways.engine.worker.call_all("dump_experts").result()
+            part = ways.engine.worker.run_call("dump_experts").result()
             counts = unpack_counts(part)
             assert part["pass_ids"] == list(range(part["pass_ids"][0], part["pass_ids"][0] + len(counts)))
             assert counts.any(axis=(1, 2)).all(), "a pass without a choice"
             found.append((answers, counts.tolist()))
-            ways.engine.worker.call_all("stop_experts").result()
+            ways.engine.worker.run_call("stop_experts").result()
         assert found[0] == found[1]
     finally:
         ways.engine.close()

@@ -170,6 +170,13 @@ class EPLBManager:
 
     # -- with other ranks
 
+    def settle(self) -> None:
+        """Completes the moves in transit; the remaining ones follow in later passes. Between the same two passes on
+        every rank."""
+        for chunk, prepared in zip(self._in_transit, self._transfer.finish() if self._in_transit else ()):
+            self._tables.update_layer(chunk.layer, chunk.table, self.counter_of(chunk.layer), prepared)
+        self._in_transit = []
+
     def reset(self) -> NDArray[np.int64]:
         """Aborts the current stage; ranks may be at different passes of it. Returns the counts [L, E] since the last
         plan, summed over the ranks of the world; collective."""

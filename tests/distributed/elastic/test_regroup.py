@@ -60,7 +60,7 @@ def test_failed_regroup_names_the_lost_rank() -> None:
     formed.set_exception(CheckpointError("/models/m: holds no *.safetensors file"))
     failures: list[tuple[str, bool, int]] = []
     members = Membership(2, lambda *failure: failures.append(failure))
-    worker = SurvivingWorker(Mock(), Mock(sequence=1), members, Progress(), None, 0, Regroups(formed))
+    worker = SurvivingWorker(Mock(), Mock(sequence=1), members, Progress(), 0, Regroups(formed))
     hanging = worker.execute(StepPlan(1))
     members.announce(Survivors((True, False), ("TP1 (pid 7) was killed by SIGKILL",)))
     for future in (hanging, worker.execute(StepPlan(2))):
@@ -82,7 +82,7 @@ def test_failed_regroup_names_the_lost_rank() -> None:
 
 def test_regroup_restarts_if_more_ranks_are_lost_meanwhile() -> None:
     members, formed = Membership(3, Mock()), Future[Any]()
-    worker = SurvivingWorker(Mock(), Mock(sequence=1), members, Progress(), None, 0, Regroups(formed))
+    worker = SurvivingWorker(Mock(), Mock(sequence=1), members, Progress(), 0, Regroups(formed))
     members.announce(Survivors((True, True, False), ("TP2",)))
 
     def waiting() -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +15,7 @@ from moe_engine.core import messages
 from moe_engine.elastic import supervisor as rank_supervisor
 from moe_engine.elastic.detector import ElasticDetector
 from moe_engine.elastic.leader_worker import Membership
-from moe_engine.elastic.messages import Answers, Ready
+from moe_engine.elastic.messages import Ready
 from moe_engine.elastic.rank import RankHeartbeat
 from moe_engine.elastic.survivors import Survivors
 from moe_engine.executor import messages as rank_messages
@@ -96,17 +94,9 @@ class SupervisedRanks:
         spec = Mock(status_path=folder / "status")
         self.supervisor = rank_supervisor.RankSupervisor(None, options, spec, Coverage(4, 4))
         self.announced: list[Survivors] = []
-        self.busy: dict[int, Future[Any]] = {}
-        """What ranks are asked that do not answer."""
         self.links = [self._link(rank, f"ipc://{folder}/ranks") for rank in range(3)]
 
     def _link(self, rank: int, address: str) -> RankHeartbeat:
-        def run(method: str) -> Future[Any]:
-            answer: Future[Any] = self.busy.get(rank, Future())
-            if rank not in self.busy:
-                answer.set_result(f"{method} of {rank}")
-            return answer
-
         hello, limits = rank_messages.Hello(rank, "here", 100 + rank), DetectorLimits(silent=60.0)
         members = Membership(3, Mock())
         members.on_change = lambda change: self.announced.append(members.survivors)
@@ -118,7 +108,6 @@ class SupervisedRanks:
             lambda: rank_messages.Beat(rank, Position()),
             limits,
             lambda reason: None,
-            run,
         )
         link.send(Ready(rank, replace(INFO, model_path=f"of {rank}")))
         link.send(rank_messages.Loaded(rank, {}, f"core{rank}"))
@@ -152,30 +141,6 @@ def test_supervisor_has_no_rank_and_reports_every_loss(supervised: SupervisedRan
     ((groups, message),) = [(loss.groups, loss.message) for loss in reported]
     assert groups == [0] and "DP0 TP0 (pid 100) was killed by SIGKILL" in message
     assert {survivors.alive for survivors in supervised.announced} == {(False, True, True)}
-
-
-def test_any_rank_can_call_all_others(supervised: SupervisedRanks) -> None:
-    supervised.supervisor.start()
-    assert supervised.links[0].ask_others(0, "view").result(30) == ["view of 1", "view of 2"]
-    supervised.supervisor._detector.died(0, "DP0 TP0 (pid 100) was killed by SIGKILL")
-    until(lambda: len(supervised.announced) == 2, "the ranks were not notified")
-    assert supervised.links[1].ask_others(1, "view").result(30) == ["view of 2"]
-
-
-def test_replies_of_other_ranks_survive_the_loss_of_one(supervised: SupervisedRanks) -> None:
-    supervised.supervisor.start()
-    supervised.busy[2] = Future()
-    asked = supervised.links[0].ask_others(0, "dump")
-    with pytest.raises(TimeoutError):
-        asked.result(0.3)
-    supervised.supervisor._detector.died(2, "DP2 TP2 (pid 102) was killed by SIGKILL")
-    assert asked.result(30) == ["dump of 1"]
-
-
-def test_replies_to_an_unknown_call_are_dropped(supervised: SupervisedRanks) -> None:
-    link = supervised.links[0]
-    link._take(Answers(77, [1]))
-    assert link._reader.num_dropped == 1
 
 
 def test_orderly_exit_is_acknowledged_before_the_rank_leaves(supervised: SupervisedRanks) -> None:

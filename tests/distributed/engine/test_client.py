@@ -13,9 +13,11 @@ import zmq
 
 from moe_engine.core import messages
 from moe_engine.core.messages import AddRequest, RequestDelta
+from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.errors import EngineDeadError, InputError
 from moe_engine.frontend.client import CoreClient
+from moe_engine.frontend.client_api import CallError
 from moe_engine.frontend.expert_records import ExpertRecords
 from tests.server.fake_engine import INFO
 
@@ -206,18 +208,21 @@ def test_calls_and_aborts_reach_every_scheduler(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_replies_count_if_another_scheduler_dies(tmp_path: Path) -> None:
+def test_answers_of_ranks_count_if_another_scheduler_dies(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 1, 1) as (client, (first, second)):
-            call = asyncio.create_task(client.call_each("expert_take"))
+            call = asyncio.create_task(client.ask_ranks("dump_experts"))
             await second.got(0)
-            first.send(messages.Reply(id=(await first.got(0)).id, value={"parts": []}))
+            asked = await first.got(0)
+            assert (asked.method, asked.on_ranks) == ("dump_experts", True)
+            first.send(messages.Reply(id=asked.id, value=[RankAnswer(0, "a"), RankAnswer(1, error="b")]))
             second.die("core1 was killed by SIGKILL")
-            answer, error = await call
-            assert answer == {"parts": []} and str(error) == "core1 was killed by SIGKILL"
+            found, lost = await call
+            assert (found.replica, found.values, found.problems()) == (0, ["a"], {"replica 0 rank 1": "b"})
+            assert (lost.replica, lost.lost, lost.values) == (1, "core1 was killed by SIGKILL", [])
             first.die("core0 was killed, too")
             with pytest.raises(EngineDeadError, match=r"core0 was killed, too"):
-                await client.call_each("expert_take")
+                await client.ask_ranks("dump_experts")
 
     asyncio.run(run())
 
@@ -225,12 +230,45 @@ def test_replies_count_if_another_scheduler_dies(tmp_path: Path) -> None:
 def test_call_to_a_dead_scheduler_fails_at_once(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 1, 1) as (client, (first, second)):
-            call = asyncio.create_task(client.call_each("expert_take"))
+            call = asyncio.create_task(client.ask_ranks("dump_experts"))
             await asyncio.sleep(0)  # it has chosen a scheduler and not called it yet
             second.die("core1 was killed by SIGKILL")
-            first.send(messages.Reply(id=(await first.got(0)).id, value={"parts": []}))
-            answer, error = await call
-            assert answer == {"parts": []} and str(error) == "core1 was killed by SIGKILL"
+            first.send(messages.Reply(id=(await first.got(0)).id, value=[RankAnswer(0, "a")]))
+            found, lost = await call
+            assert found.values == ["a"] and lost.lost == "core1 was killed by SIGKILL"
+
+    asyncio.run(run())
+
+
+def test_a_call_on_all_ranks_has_one_error_with_the_failing_ranks(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with client_of(tmp_path, 2, 1) as (client, (first, second)):
+
+            async def answered(*errors: str) -> list[Any]:
+                call = asyncio.create_task(client.collective_rpc("view_experts", lambda replica: {"of": replica}, 5.0))
+                for core, group, rank, error in zip((first, first, second), (0, 1, 0), (0, 1, 0), errors):
+                    asked = await core.got(group)
+                    assert (asked.args, asked.deadline) == ({"of": int(core is second)}, 5.0)
+                    core.send(messages.Reply(id=asked.id, value=[RankAnswer(rank, "" if error else rank, error)]))
+                return await call
+
+            assert await answered("", "", "") == [0, 1, 0]
+            with pytest.raises(CallError) as failed:
+                await answered("no memory", "", "no memory")
+            assert str(failed.value) == "view_experts: replica 0 rank 0, replica 1 rank 0: no memory"
+
+    asyncio.run(run())
+
+
+def test_a_scheduler_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moe_engine.frontend.client.GRACE_SECONDS", 0.1)
+
+    async def run() -> None:
+        async with client_of(tmp_path, 2) as (client, (core,)):
+            call = asyncio.create_task(client.collective_rpc("view_experts", deadline=0.1))
+            core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1)]))
+            with pytest.raises(CallError, match=r"the engine: the scheduler of group 0 did not answer within 0\.1 s"):
+                await call
 
     asyncio.run(run())
 
@@ -238,19 +276,16 @@ def test_call_to_a_dead_scheduler_fails_at_once(tmp_path: Path) -> None:
 KILLED = "DP0 TP0 (pid 7) was killed by SIGKILL"
 
 
-def test_recording_starts_if_the_forwarding_scheduler_is_lost(tmp_path: Path) -> None:
+def test_recording_starts_if_a_scheduler_is_lost(tmp_path: Path) -> None:
     async def run() -> None:
         async with client_of(tmp_path, 2) as (client, (core,)):
             start = asyncio.create_task(ExpertRecords(client).start())
             await core.got(0)
-            core.send(messages.Reply(id=(await core.got(1)).id, value={}))  # as it is not the one
+            core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1, True)]))
             core.send(messages.GroupsLost([0], KILLED))
-            again = await core.got(1)
-            assert isinstance(again, messages.Call) and again.method == "expert_start" and not start.done()
-            core.send(messages.Reply(id=again.id, value={}))
             await start
             refused = asyncio.create_task(ExpertRecords(client).start())
-            core.send(messages.Reply(id=(await core.got(1)).id, value={"error": "recording is off", "off": True}))
+            core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1, False)]))
             with pytest.raises(InputError, match="recording is off"):
                 await refused
             assert core.nothing_for(1)
@@ -263,16 +298,14 @@ def test_dump_covers_survivors_and_names_losses(tmp_path: Path) -> None:
         async with client_of(tmp_path, 2) as (client, (core,)):
             dump = asyncio.create_task(ExpertRecords(client).dump())
             await core.got(0)
-            core.send(messages.Reply(id=(await core.got(1)).id, value={"parts": []}))
-            core.send(messages.GroupsLost([0], KILLED))
             part = {"rank": 1, "path": "of-rank-1.pt"}
-            core.send(messages.Reply(id=(await core.got(1)).id, value={"parts": [part]}))
+            core.send(messages.Reply(id=(await core.got(1)).id, value=[RankAnswer(1, part)]))
+            core.send(messages.GroupsLost([0], KILLED))
             write = await core.got(1)
-            assert write.method == "expert_write" and write.args == {"parts": [part]}
-            core.send(messages.Reply(id=write.id, value={"paths": ["of-rank-1.pt"]}))
+            assert write.method == "write_experts" and write.args == {"parts": [part]}
+            core.send(messages.Reply(id=write.id, value=["of-rank-1.pt"]))
             done = await dump
-            assert done.paths == ["of-rank-1.pt"]
-            assert done.lost == [f"{KILLED}: any records that other ranks had sent it for this dump", KILLED]
+            assert (done.paths, done.lost) == (["of-rank-1.pt"], [KILLED])
 
     asyncio.run(run())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.core.expert_calls import ExpertCalls
-from moe_engine.errors import EngineDeadError
+from moe_engine.core.core_methods import ExpertDumps
+from moe_engine.errors import MoeEngineError
 from moe_engine.executor.make_worker import worker_options
 from moe_engine.models.layers.moe import MoE
 from moe_engine.planning.prepare import prepare
@@ -84,12 +83,8 @@ def spy_on_routers(worker: Worker, seen: Choices) -> None:
 
 
 def dump(worker: Worker, folder: Path) -> dict[str, Any]:
-    calls = ExpertCalls(worker, folder)
-    taken = calls.begin("expert_take")
-    assert taken is not None
-    written = calls.begin("expert_write", taken.result())
-    assert written is not None
-    (path,) = written.result()["paths"]
+    taken = worker.run_call("dump_experts").result()
+    (path,) = ExpertDumps(folder).method().call({"parts": [taken]}).result()
     assert Path(path).parent == folder
     return torch.load(path, weights_only=True)
 
@@ -117,11 +112,11 @@ def test_a_worker_records_what_its_routers_choose(
     spy_on_routers(twin, seen)
     before = run(twin, steps)
     twin.close()
-    assert worker.call_all("start_experts").result() == [True]
+    assert worker.run_call("start_experts").result() is True
     assert run(worker, steps) == before, "recording changes no token"
-    worker.call_all("stop_experts").result()
+    worker.run_call("stop_experts").result()
     run(worker, [StepPlan(9, finished_rows=[0, 1, 2]), steps[0]])
-    (view,) = worker.call_all("view_experts").result()
+    view = worker.run_call("view_experts").result()
     expected = [counted(choices, num_layers) for choices in seen[: len(steps)]]
     assert view["counts"] == sum(expected).tolist() and not view["recording"]
     content = dump(worker, tmp_path)
@@ -151,7 +146,7 @@ def test_drafts_are_not_recorded_and_change_nothing(
     """A model with an MTP drafter and redundant experts: only the target's passes count."""
     flags = {"expert_distribution_recorder_mode": "stat", "ep_num_redundant_experts": 3}
     worker = make_worker(checkpoint, tmp_path, "cpu", monkeypatch, speculative_algorithm="NEXTN", **flags)
-    worker.call_all("start_experts").result()
+    worker.run_call("start_experts").result()
     assert isinstance(worker.runner.model, ExpertRecordingModel)
     run(worker, plans(PROMPTS, 2))
     counts = dump(worker, tmp_path)["logical_count"]
@@ -208,10 +203,10 @@ def test_stopped_recording_has_no_overhead(
         run(each, steps[:2])
     want = calls_of_a_step(plain, steps[2])
     assert calls_of_a_step(worker, steps[2]) == want, "before the first start"
-    worker.call_all("start_experts").result()
+    worker.run_call("start_experts").result()
     assert attached(worker) != nothing
     run(worker, steps[3:])
-    worker.call_all("stop_experts").result()
+    worker.run_call("stop_experts").result()
     assert attached(worker) == nothing
     run(worker, [StepPlan(9, finished_rows=[0, 1, 2]), *steps[:2]])
     assert calls_of_a_step(worker, steps[2]) == want, "after the stop"
@@ -232,7 +227,7 @@ def test_what_recording_costs_a_fused_step_does_not_grow_with_the_layers(
         steps = plans(PROMPTS, 4)
         run(worker, steps[:2])
         off = calls_of_a_step(worker, steps[2])
-        worker.call_all("start_experts").result()
+        worker.run_call("start_experts").result()
         run(worker, steps[3:4])
         more.append((calls_of_a_step(worker, steps[4]) - off).total())
         worker.close()
@@ -244,7 +239,7 @@ def test_the_layer_of_a_pass_is_visible_through_the_recorder(
 ) -> None:
     """For the log line of a late rank."""
     worker = make_worker(checkpoint, tmp_path, "torch", monkeypatch, expert_distribution_recorder_mode="stat")
-    worker.call_all("start_experts").result()
+    worker.run_call("start_experts").result()
     phases = []
     layers = worker.runner.model.model.layers  # type: ignore[attr-defined]
     for layer in layers:
@@ -264,26 +259,9 @@ def test_without_the_flag_nothing_is_attached(
 ) -> None:
     worker = make_worker(checkpoint, tmp_path, "torch", monkeypatch)
     assert not isinstance(worker.runner.model, ExpertRecordingModel)
-    calls = ExpertCalls(worker, tmp_path)
-    for method in ("expert_start", "expert_stop", "expert_take"):
-        answer = calls.begin(method)
-        assert answer is not None and "--expert-distribution-recorder-mode stat" in answer.result()["error"]
-    view = calls.begin("expert_snapshot")
-    assert view is not None and view.result() == {"view": None}
-    assert calls.begin("flush_cache") is None
+    answers = [worker.run_call(f"{verb}_experts").result() for verb in ("start", "stop", "dump", "view")]
+    assert answers == [False, False, None, None]
+    for method, args in (("flush_cache", {}), ("start_experts", {"path": "/etc/passwd"})):
+        with pytest.raises(MoeEngineError, match=method):
+            worker.run_call(method, args).result()
     worker.close()
-
-
-def test_a_take_aborted_by_a_lost_rank_is_a_loss_and_no_error(tmp_path: Path) -> None:
-    """Other ranks may have answered already, so a retry would not recover the data."""
-
-    class Losing:
-        def call_all(self, method: str) -> Future[list[Any]]:
-            answer: Future[list[Any]] = Future()
-            answer.set_exception(EngineDeadError("DP1 was killed"))
-            return answer
-
-    calls = ExpertCalls(Losing(), tmp_path)
-    found = [calls.begin(method) for method in ("expert_take", "expert_start")]
-    answers = [call.result() for call in found if call is not None]
-    assert answers == [{"parts": [], "lost": "DP1 was killed"}, {"error": "DP1 was killed"}]

@@ -8,8 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_engine.core.expert_calls import OFF
+from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError
+from moe_engine.frontend.client_api import CallError, GroupAnswers
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, post, talk
 
@@ -31,32 +32,39 @@ VIEW = {
 OTHER = {**VIEW, "counts": [[0, 0], [1, 1]], "pass": 5, "balancedness": {}}
 
 
-class RecordingClient(FakeClient):
-    """Two schedulers with predefined answers to expert calls."""
+def group(value: Any, rank: int = 0, replica: int | None = None) -> GroupAnswers:
+    return GroupAnswers(replica, [RankAnswer(rank, value)])
 
-    def __init__(self, **answers: Any) -> None:
+
+class RecordingClient(FakeClient):
+    """Two replicas of one rank each, with predefined values of expert calls by rank."""
+
+    def __init__(self, **values: Any) -> None:
         super().__init__()
-        self.answers: dict[str, list[Any]] = {
-            "expert_start": [{}, {}],
-            "expert_stop": [{}, {}],
-            "expert_take": [{"parts": [{"rank": 0, "pass_ids": [4, 5]}]}, {"parts": [{"rank": 0, "pass_ids": [1, 2]}]}],
-            "expert_write": [{"paths": ["/there/a.pt"]}],
-            "expert_snapshot": [{"view": VIEW}, {"view": OTHER}],
-            **answers,
+        self.values: dict[str, list[Any]] = {
+            "start_experts": [True, True],
+            "stop_experts": [True, True],
+            "dump_experts": [{"rank": 0, "pass_ids": [4, 5], "counts": b""}, {"rank": 0, "pass_ids": [1, 2]}],
+            "view_experts": [VIEW, OTHER],
+            **values,
         }
         self.called: list[str] = []
         self.arguments: dict[str, Any] = {}
+        self.write_error = ""
 
     def healths(self) -> list[Any]:
         return [self.board, self.board]
 
-    async def call(self, method: str, **args: Any) -> Any:
+    async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
         self.called.append(method)
-        self.arguments = args
-        return self.answers.get(method, [self.state])
+        return [group(value, 0, replica) for replica, value in enumerate(self.values[method])]
 
     async def call_one(self, method: str, **args: Any) -> Any:
-        return (await self.call(method, **args))[0]
+        self.called.append(method)
+        self.arguments = args
+        if self.write_error:
+            raise CallError(self.write_error)
+        return ["/there/a.pt"]
 
 
 @pytest.mark.parametrize("verb", SAYS)
@@ -66,7 +74,7 @@ def test_sglangs_answers(verb: str) -> None:
     for response in (post(client, path, b""), get(client, path), post(client, path, {"path": "/etc/passwd"})):
         assert (response.status_code, response.text) == (200, SAYS[verb])
         assert response.headers["content-type"].startswith("text/plain")
-    called = {"start": ["expert_start"], "stop": ["expert_stop"], "dump": ["expert_take", "expert_write"]}[verb]
+    called = [f"{verb}_experts", *(["write_experts"] if verb == "dump" else [])]
     assert client.called == called * 3
     if verb == "dump":  # of all schedulers, their newest passes side by side
         assert [part["pass_ids"] for part in client.arguments["parts"]] == [[4, 5], [4, 5]]
@@ -74,14 +82,15 @@ def test_sglangs_answers(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", SAYS)
 def test_recording_off(verb: str) -> None:
-    client = RecordingClient(**{f"expert_{'take' if verb == 'dump' else verb}": [OFF]})
+    client = RecordingClient(**{f"{verb}_experts": [None if verb == "dump" else False]})
     response = post(client, f"/{verb}_expert_distribution_record", b"")
     assert response.status_code == 400
     assert "--expert-distribution-recorder-mode stat" in response.json()["error"]["message"]
 
 
 def test_a_dump_that_cannot_be_written_is_a_server_error() -> None:
-    client = RecordingClient(expert_write=[{"error": "/there/x.pt: cannot be written (No space left on device)"}])
+    client = RecordingClient()
+    client.write_error = "/there/x.pt: cannot be written (No space left on device)"
     response = post(client, "/dump_expert_distribution_record", b"")
     assert response.status_code == 500 and "No space left" in response.json()["error"]["message"]
 
@@ -105,15 +114,15 @@ def test_a_core_that_dies_between_take_and_write_loses_nothing() -> None:
 
     class Dying(RecordingClient):
         async def call_one(self, method: str, **args: Any) -> Any:
-            if self.called.count("expert_write") == 0:
-                await self.call(method, **args)
+            if self.called.count("write_experts") == 0:
+                await super().call_one(method, **args)
                 raise EngineDeadError(DEAD)
             return await super().call_one(method, **args)
 
-    client = Dying(expert_take=[{"parts": [part(4)]}, {"parts": [part(7)]}])
+    client = Dying(dump_experts=[part(4), part(7)])
     (response,) = dumps(client, 1)
     assert (response.status_code, response.text) == (200, SAYS["dump"])
-    assert client.called == ["expert_take", "expert_write", "expert_write"]
+    assert client.called == ["dump_experts", "write_experts", "write_experts"]
     assert client.arguments["parts"] == [part(7), part(7)]
 
 
@@ -130,7 +139,8 @@ def test_a_dump_without_a_writer_is_reported() -> None:
 
 
 def test_unwritten_counts_are_in_the_next_dump_until_recording_restarts() -> None:
-    client = RecordingClient(expert_take=[{"parts": [part(4)]}], expert_write=[{"error": "no room"}])
+    client = RecordingClient(dump_experts=[part(4)])
+    client.write_error = "no room"
     assert [response.status_code for response in dumps(client, 2)] == [500, 500]
     assert client.arguments["parts"] == [part(4), part(4)]
 
@@ -143,23 +153,33 @@ def test_unwritten_counts_are_in_the_next_dump_until_recording_restarts() -> Non
 
 
 def test_a_dump_reports_missing_parts_once() -> None:
-    """A replica died before its answer, and another's ranks changed meanwhile."""
+    """A replica died before its answer."""
 
     class Losing(RecordingClient):
-        async def call_each(self, method: str, **args: Any) -> list[Any]:
-            first = (await self.call(method))[0]
+        async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
             self.lost = [dataclasses.replace(self.board, alive=False, dead=DEAD)]
-            return [first, EngineDeadError(DEAD), {"parts": [], "lost": "ranks were lost meanwhile"}]
+            return [group(part(4), 0, 0), GroupAnswers(1, lost=DEAD)]
 
         def healths(self) -> list[Any]:
             return [self.board, *getattr(self, "lost", [])]
 
-    client = Losing(expert_take=[{"parts": [part(4)]}])
+    client = Losing()
     first, second = dumps(client, 2)
-    without = "Without the records of what was lost: "
     assert first.status_code == 200
-    assert first.text == f"{SAYS['dump']}{without}ranks were lost meanwhile\n{without}{DEAD}\n"
+    assert first.text == f"{SAYS['dump']}Without the records of what was lost: {DEAD}\n"
     assert DEAD not in second.text and client.arguments["parts"] == [part(4)]
+
+
+def test_a_rank_that_fails_is_named() -> None:
+    class Failing(RecordingClient):
+        async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
+            answers = [RankAnswer(0), RankAnswer(3, error="no answer within 60 s")]
+            return [group(None, 0, 0), GroupAnswers(1, answers)]
+
+    for verb in ("start", "dump"):
+        response = post(Failing(), f"/{verb}_expert_distribution_record", b"")
+        assert response.status_code == 500
+        assert "replica 1 rank 3: no answer within 60 s" in response.json()["error"]["message"]
 
 
 def test_the_live_page_and_its_data() -> None:
@@ -169,7 +189,7 @@ def test_the_live_page_and_its_data() -> None:
     assert "default-src 'none'" in page.headers["content-security-policy"] and "experts/data" in page.text
     data = get(client, "/experts/data").json()
     assert data == {**VIEW, "counts": [[0, 0], [4, 2]], "pass": 5}
-    off = get(RecordingClient(expert_snapshot=[{"view": None}]), "/experts/data").json()
+    off = get(RecordingClient(view_experts=[None]), "/experts/data").json()
     assert off["layers"] == 0 and off["counts"] == [] and off["recording"] is False
 
 

@@ -10,8 +10,9 @@ import msgspec
 
 from moe_engine.core import messages as core_messages
 from moe_engine.core.dp_sync import StepFactsMessage
+from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.executor import messages
-from moe_engine.executor.plan_broadcast import Step, Stop
+from moe_engine.executor.plan_broadcast import Answer, Run, Step, Stop
 from moe_engine.executor.progress import Position
 from moe_engine.types import StepFacts, StepPlan
 
@@ -23,17 +24,17 @@ MESSAGES: list[Any] = [
     messages.Loaded(1, {"ops": "torch"}, "ipc://a", "ipc://b"),
     messages.Failed(1, "broken"),
     messages.Died(1, "was killed"),
-    messages.Answer(1, 0, [1]),
     messages.Ended(1),
     messages.NodeHere(1, "host", 7),
     messages.NodeRefused("host", 7, "why"),
     messages.Welcome("ipc://x", "host", 1, "leader"),
     messages.Go(["a", "b"]),
-    messages.Run(0, "view"),
     messages.Alive(),
     messages.Leave("why"),
     StepFactsMessage(1, 1, StepFacts(num_tokens=3)),
     Step(1, StepPlan(1, rows=[1], starts=[0], counts=[1], samples=[True], slots=[3])),
+    Run(1, 4, "view_experts", {}),
+    Answer(4, RankAnswer(1, [1])),
     Stop(1),
     core_messages.AddRequest("r", [1, 2, 3], {"temperature": 0.0}, 4, seed=0),
     core_messages.AbortRequest(["r"]),

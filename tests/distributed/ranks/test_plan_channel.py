@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moe_engine.core.executor import RankLost
+from moe_engine.core.rank_calls import RankAnswer, RankCall
 from moe_engine.errors import EngineDeadError, StepError, StepNotRun
 from moe_engine.executor.leader_worker import MAX_AHEAD, LeaderWorker
-from moe_engine.executor.plan_broadcast import Masks, PlanReceiver, PlanSender, Step, Stop
+from moe_engine.executor.plan_broadcast import Masks, PlanReceiver, PlanSender, Run, Step, Stop
 from moe_engine.executor.progress import Progress
 from moe_engine.parallel.collectives import PeerLost
 from moe_engine.token_masks import DraftTree, LaunchedStep, StepMasks
@@ -129,6 +132,11 @@ class LocalWorker:
         if self.launched is not None:
             self.launched.abandon()
 
+    def run_call(self, method: str, args: Mapping[str, Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(f"{method} behind {self.plans}")
+        return future
+
     def close(self) -> None: ...
 
 
@@ -167,6 +175,46 @@ def test_a_lost_rank_ends_a_step_that_waits_for_masks(sender: PlanSender) -> Non
     assert isinstance(launched.result.exception(5), RankLost)
     assert isinstance(local.launched.masks.exception(5), StepNotRun)
     assert launched.drafts.result(5) == {}
+
+
+def test_calls_run_between_the_same_steps_on_every_rank(sender: PlanSender) -> None:
+    receivers = {rank: PlanReceiver(sender.address, f"rank{rank}") for rank in (1, 2)}
+    assert sender.wait_subscribed(["rank1", "rank2"], 5.0)
+    local = LocalWorker()
+    leader = LeaderWorker(local, sender, Detector(), Progress(), followers=(1, 2))
+    leader.execute(StepPlan(1))
+    call = leader.call_ranks("view", {"a": 1}, 30.0)
+    leader.execute(StepPlan(2))
+    for rank, receiver in receivers.items():
+        kinds = [receiver.receive(5.0) for _ in range(3)]
+        assert [type(message) for message in kinds] == [Step, Run, Step]
+        assert isinstance(kinds[1], Run) and (kinds[1].method, kinds[1].args) == ("view", {"a": 1})
+        assert call.answers() is None
+        receiver.answer(kinds[1].id, RankAnswer(rank, f"of {rank}"))
+        receiver.answer(kinds[1].id, RankAnswer(rank, "a second answer"))
+        receiver.answer(99, RankAnswer(rank, "of an unknown call"))
+    found = wait_for_answers(call)
+    assert found == [RankAnswer(0, "view behind [1]"), RankAnswer(1, "of 1"), RankAnswer(2, "of 2")]
+
+
+def test_a_rank_without_an_answer_is_named_at_the_deadline(sender: PlanSender) -> None:
+    receiver = PlanReceiver(sender.address, "rank1")
+    assert sender.wait_subscribed(["rank1"], 5.0)
+    leader = LeaderWorker(LocalWorker(), sender, Detector(), Progress(), followers=(1, 2))
+    call = leader.call_ranks("view", {}, 0.5)
+    run = receiver.receive(5.0)
+    assert isinstance(run, Run)
+    receiver.answer(run.id, RankAnswer(1, error="no memory"))
+    late = RankAnswer(2, error="no answer within 0.5 s")
+    assert wait_for_answers(call) == [RankAnswer(0, "view behind []"), RankAnswer(1, error="no memory"), late]
+
+
+def wait_for_answers(call: RankCall) -> list[RankAnswer]:
+    deadline = time.monotonic() + 30
+    while (found := call.answers()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return found
 
 
 def test_the_leader_waits_for_its_slowest_follower(sender: PlanSender) -> None:

@@ -1,0 +1,63 @@
+"""The methods of a core that the front end may call by name, with typed arguments. Methods of ranks are in
+`worker.rank_methods`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from moe_engine.errors import MoeEngineError
+
+
+class NoArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """Of methods without arguments."""
+
+
+@dataclass(frozen=True)
+class CoreMethod:
+    """`run` gets an `args`; its result is a plain value, or a future of one."""
+
+    run: Callable[[Any], Any]
+    args: type[msgspec.Struct] = NoArgs
+
+    def call(self, args: Mapping[str, Any]) -> Any:
+        """Raises MoeEngineError: wrong arguments."""
+        try:
+            checked = msgspec.convert(args, self.args)
+        except msgspec.ValidationError as error:
+            raise MoeEngineError(f"wrong arguments: {error}") from None
+        return self.run(checked)
+
+
+NO_METHODS: Mapping[str, CoreMethod] = {}
+
+
+class WriteArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """`parts`: records of the ranks of all cores, see `parallel.recording.merge`."""
+
+    parts: list[Any]
+
+
+class ExpertDumps:
+    """Writes dumps of expert counts into the operator's directory, on a thread of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._thread = ThreadPoolExecutor(1, "expert-dumps")
+
+    def method(self) -> CoreMethod:
+        """Returns the paths of the files written."""
+        return CoreMethod(self._write, WriteArgs)
+
+    def _write(self, args: WriteArgs) -> Future[list[str]]:
+        return self._thread.submit(self._written, args.parts)
+
+    def _written(self, parts: list[Any]) -> list[str]:
+        from moe_engine.parallel.recording.merge import write_parts
+
+        return [str(path) for path in write_parts(self._directory, parts)]

@@ -1,0 +1,68 @@
+"""The checkpoint in force. Requests hold it while they run; an update waits until none does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+
+class ServedWeights:
+    """Attributes: model_path, version: of the answers of requests that begin now. Bound to one event loop."""
+
+    def __init__(self, model_path: str, version: str) -> None:
+        self.model_path, self.version = model_path, version
+        self.flags: dict[str, str] = {}
+        """Flags of the launch that updates have replaced."""
+        self._num_held = 0
+        self._num_waiting = 0
+        self._unused = asyncio.Event()
+        self._open = asyncio.Event()
+        self._unused.set()
+        self._open.set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for the end of an update."""
+        return self._num_waiting
+
+    def replace(self, model_path: str, version: str | None) -> None:
+        """An update has replaced the weights. `version`: None: as before."""
+        self.model_path, self.version = model_path, self.version if version is None else version
+        self.flags = {"model_path": self.model_path, "weight_version": self.version}
+
+    async def hold(self) -> None:
+        """Waits for the end of an update, if there is one. To be followed by `release`."""
+        while not self._open.is_set():
+            self._num_waiting += 1
+            try:
+                await self._open.wait()
+            finally:
+                self._num_waiting -= 1
+        self._num_held += 1
+        self._unused.clear()
+
+    def release(self) -> None:
+        self._num_held -= 1
+        if not self._num_held:
+            self._unused.set()
+
+    @asynccontextmanager
+    async def exclusive(self, seconds: float, on_close: Callable[[], None]) -> AsyncIterator[int]:
+        """The time without requests: new ones wait. Yields the number that ran at its beginning.
+
+        Args:
+            seconds: for the running requests to end.
+            on_close: called once new requests wait.
+
+        Raises:
+            TimeoutError: requests still run.
+        """
+        running = self._num_held
+        self._open.clear()
+        try:
+            on_close()
+            await asyncio.wait_for(self._unused.wait(), seconds)
+            yield running
+        finally:
+            self._open.set()

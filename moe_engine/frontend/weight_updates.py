@@ -1,0 +1,142 @@
+"""Weight updates from disk over all ranks of all replicas.
+
+1. every rank compares the checkpoint's config and headers with the model, while requests run;
+2. new requests wait, running ones end (or are aborted), the schedulers become idle;
+3. every rank stages the checkpoint in new memory; if one fails, all drop it, and the old weights serve on;
+4. the prefix caches are flushed, and every rank copies the staged weights into place;
+5. waiting requests run with the new weights, version and path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.errors import EngineDeadError, MoeEngineError
+from moe_engine.frontend.client_api import CallError
+from moe_engine.frontend.frontend import Frontend
+
+logger = logging.getLogger("moe_engine")
+
+DRAIN_SECONDS = 300.0
+"""Time for running requests to end; the update is given up afterwards."""
+IDLE_SECONDS = 60.0
+IDLE_POLL_SECONDS = 0.01
+CHECK_SECONDS = 300.0
+LOAD_SECONDS = 3600.0
+COMMIT_SECONDS = 600.0
+SPARE_BYTES = 1 << 28
+"""Memory of a node that stays free beside the staged weights."""
+
+
+@dataclass(frozen=True)
+class Updated:
+    """`num_paused`: requests that waited for the update."""
+
+    success: bool
+    message: str
+    num_paused: int = 0
+
+
+class WeightUpdates:
+    def __init__(self, frontend: Frontend, drain_seconds: float = DRAIN_SECONDS) -> None:
+        self._frontend, self._client = frontend, frontend.client
+        self._drain_seconds = drain_seconds
+        self._running = False
+
+    async def update(
+        self, model_path: str, load_format: str | None = None, version: str | None = None, *, abort: bool = False
+    ) -> Updated:
+        """
+        Args:
+            version: name of the new weights; None: as before.
+            abort: running requests are aborted instead of awaited.
+
+        Raises:
+            EngineDeadError: no scheduler is alive.
+        """
+        if self._running:
+            return Updated(False, "another weight update is running")
+        self._running = True
+        try:
+            return await self._update(os.path.abspath(os.path.expanduser(model_path)), load_format, version, abort)
+        except EngineDeadError as error:
+            if not self._client.health().alive:
+                raise
+            return Updated(False, f"the weights were not updated: {error}")
+        except MoeEngineError as error:
+            return Updated(False, f"the weights were not updated: {error}")
+        finally:
+            self._running = False
+
+    async def _update(self, path: str, load_format: str | None, version: str | None, abort: bool) -> Updated:
+        weights, client, args = self._frontend.weights, self._client, {"model_path": path, "load_format": load_format}
+        began = time.monotonic()
+        _check_memory(await client.collective_rpc("check_weights", args, CHECK_SECONDS))
+        try:
+            async with weights.exclusive(self._drain_seconds, self._abort if abort else _nothing):
+                await self._wait_idle()
+                await self._stage(args)
+                await self._commit()
+                weights.replace(path, version)
+                paused = weights.num_waiting
+        except TimeoutError:
+            raise MoeEngineError(
+                f"requests still run after {self._drain_seconds:g} s; try again, or send abort_all_requests: true"
+            ) from None
+        seconds = time.monotonic() - began
+        logger.info("Weights updated from %s, version %s, in %.1f s", path, weights.version, seconds)
+        return Updated(True, f"Succeeded to update model weights from {path}.", paused)
+
+    def _abort(self) -> None:
+        self._frontend.abort(all=True, reason="Aborted by a weight update")
+
+    async def _wait_idle(self) -> None:
+        """Until the schedulers have ended what the front end has: steps in flight, aborted requests."""
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not all(await self._client.call("is_idle")):
+            if time.monotonic() > deadline:
+                raise MoeEngineError(f"the schedulers are not idle after {IDLE_SECONDS:g} s")
+            await asyncio.sleep(IDLE_POLL_SECONDS)
+
+    async def _stage(self, args: Mapping[str, Any]) -> None:
+        """On every rank, or on none."""
+        try:
+            await self._client.collective_rpc("stage_weights", args, LOAD_SECONDS)
+            if not all(await self._client.call("flush_cache")):
+                raise MoeEngineError("the prefix cache could not be flushed")
+        except MoeEngineError:
+            if self._client.health().alive:
+                await self._client.ask_ranks("discard_weights")
+            raise
+
+    async def _commit(self) -> None:
+        """On every rank that is alive. A rank that fails leaves the others with other weights: the engine then ends."""
+        groups = await self._client.ask_ranks("commit_weights", deadline=COMMIT_SECONDS)
+        problems = {rank: error for group in groups for rank, error in group.problems().items()}
+        if problems:
+            reason = f"weight update: {'; '.join(f'{rank}: {error}' for rank, error in problems.items())}"
+            self._client.stop_stalled(lambda health: reason)
+            raise EngineDeadError(reason)
+        if all(group.lost is not None for group in groups):
+            raise EngineDeadError(groups[0].lost or "")
+
+
+def _nothing() -> None: ...
+
+
+def _check_memory(ranks: list[Any]) -> None:
+    """Raises CallError: the ranks of a node do not have the memory to stage the weights."""
+    for host in sorted({rank["host"] for rank in ranks}):
+        there = [rank for rank in ranks if rank["host"] == host]
+        needed, available = sum(rank["needed"] for rank in there), min(rank["available"] for rank in there)
+        if needed + SPARE_BYTES > available:
+            raise CallError(
+                f"{host}: staging the new weights of {len(there)} ranks needs {needed / 2**30:.2f} GiB of host memory "
+                f"beside the served ones, and {available / 2**30:.2f} GiB are available"
+            )

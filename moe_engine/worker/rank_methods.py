@@ -1,0 +1,67 @@
+"""The methods of a rank that the front end may call by name (`collective_rpc`), with typed arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from moe_engine.errors import MoeEngineError
+from moe_engine.worker.eplb.expert_control import ExpertControl
+from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.profiler import ProfileArgs, Profiler
+from moe_engine.worker.weight_update import CheckpointArgs, WeightUpdate
+
+NO_ARGS: Mapping[str, Any] = {}
+
+
+class NoArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """Of methods without arguments."""
+
+
+@dataclass(frozen=True)
+class RankMethod:
+    """`run` gets an `args`; its result is a plain value for msgpack, and it waits for no other rank."""
+
+    run: Callable[[Any], Any]
+    args: type[msgspec.Struct] = NoArgs
+
+
+def rank_methods(runner: ModelRunner, experts: ExpertControl, weights: WeightUpdate | None) -> dict[str, RankMethod]:
+    """All methods. They run on the worker's thread, between steps."""
+    profiler = Profiler(runner, runner.shared.parallel.world_rank)
+    return {
+        "start_experts": RankMethod(lambda _: experts.start()),
+        "stop_experts": RankMethod(lambda _: experts.stop()),
+        "dump_experts": RankMethod(lambda _: experts.dump_part()),
+        "view_experts": RankMethod(lambda _: experts.snapshot()),
+        "start_profile": RankMethod(profiler.start, ProfileArgs),
+        "stop_profile": RankMethod(lambda _: profiler.stop()),
+        **({} if weights is None else _weight_methods(weights)),
+    }
+
+
+def _weight_methods(weights: WeightUpdate) -> dict[str, RankMethod]:
+    return {
+        "check_weights": RankMethod(weights.check, CheckpointArgs),
+        "stage_weights": RankMethod(weights.stage, CheckpointArgs),
+        "commit_weights": RankMethod(lambda _: weights.commit()),
+        "discard_weights": RankMethod(lambda _: weights.discard()),
+    }
+
+
+def run_method(methods: Mapping[str, RankMethod], name: str, args: Mapping[str, Any]) -> Any:
+    """
+    Raises:
+        MoeEngineError: unknown method or wrong arguments.
+    """
+    method = methods.get(name)
+    if method is None:
+        raise MoeEngineError(f"unknown method {name!r:.100}")
+    try:
+        checked = msgspec.convert(args, method.args)
+    except msgspec.ValidationError as error:
+        raise MoeEngineError(f"{name}: {error}") from None
+    return method.run(checked)

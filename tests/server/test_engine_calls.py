@@ -1,0 +1,226 @@
+"""Profiling and weight updates over HTTP, against scripted answers of the ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_engine.core.rank_calls import RankAnswer
+from moe_engine.errors import EngineDeadError
+from moe_engine.frontend.client_api import GroupAnswers, Health
+from moe_engine.frontend.frontend import Frontend
+from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.frontend.weight_updates import WeightUpdates
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import get, post, talk
+
+CHECKED = {"host": "here", "needed": 100, "available": 1 << 40}
+UPDATE = "/update_weights_from_disk"
+NAMES = ("model_path", "weight_version")
+
+
+class Ranks(FakeClient):
+    """Two ranks. `failing`: error of rank 1 by method; `lost`: methods in which the engine's second half is lost."""
+
+    def __init__(self, **failing: str) -> None:
+        super().__init__()
+        self.failing, self.lost = failing, set[str]()
+        self.called: list[str] = []
+        self.idle = True
+        self.killed = ""
+
+    async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
+        self.called.append(method)
+        found = dict(args(None) if callable(args) else args or {})
+        values = {"check_weights": CHECKED, "start_profile": found.get("prefix"), "stop_profile": "a"}
+        value: Any = values.get(method)
+        second = RankAnswer(1, value, self.failing.get(method, ""))
+        if method in self.lost:
+            return [GroupAnswers(None, [RankAnswer(0, value)]), GroupAnswers(None, lost="rank 1 was killed")]
+        return [GroupAnswers(None, [RankAnswer(0, value), second])]
+
+    async def call(self, method: str, **args: Any) -> list[Any]:
+        self.called.append(method)
+        return [True] if method in ("is_idle", "flush_cache") else await super().call(method, **args)
+
+    def stop_stalled(self, stall: Any) -> None:
+        self.killed = stall(self.board)
+
+    def health(self) -> Health:
+        return self.board
+
+
+def updated(client: Ranks, **fields: Any) -> tuple[httpx.Response, dict[str, Any]]:
+    """The answer, and /model_info afterwards."""
+
+    async def session(http: httpx.AsyncClient) -> Any:
+        answer = await http.post(UPDATE, json={"model_path": "/new", **fields})
+        info = (await http.get("/model_info")).json()
+        flags = (await http.get("/server_info")).json()
+        if answer.status_code == 200:
+            assert [flags[name] for name in NAMES] == [info[name] for name in NAMES]
+        return answer, info
+
+    found: tuple[httpx.Response, dict[str, Any]] = talk(client, session)
+    return found
+
+
+def test_an_update_runs_on_all_ranks_in_order_and_renames_the_weights() -> None:
+    client = Ranks()
+    answer, info = updated(client, weight_version="7")
+    expected = {"success": True, "message": "Succeeded to update model weights from /new.", "num_paused_requests": 0}
+    assert (answer.status_code, answer.json()) == (200, expected)
+    assert (info["model_path"], info["weight_version"]) == ("/new", "7")
+    order = ["check_weights", "is_idle", "stage_weights", "flush_cache", "commit_weights"]
+    assert client.called[: len(order)] == order
+    assert updated(Ranks())[1]["weight_version"] == "default", "as before without a name"
+
+
+@pytest.mark.parametrize("method", ["check_weights", "stage_weights"])
+def test_a_rank_that_cannot_prepare_leaves_the_old_weights(method: str) -> None:
+    client = Ranks(**{method: "cannot be read"})
+    answer, info = updated(client, weight_version="7")
+    assert answer.status_code == 400 and not answer.json()["success"]
+    assert f"{method}: rank 1: cannot be read" in answer.json()["message"]
+    assert (info["model_path"], info["weight_version"]) == ("/models/tiny", "default")
+    assert "commit_weights" not in client.called and not client.killed
+    assert ("discard_weights" in client.called) == (method == "stage_weights")
+
+
+def test_a_scheduler_lost_while_ranks_prepare_leaves_the_old_weights() -> None:
+    client = Ranks()
+    client.lost.add("stage_weights")
+    answer, info = updated(client, weight_version="7")
+    assert answer.status_code == 400 and "rank 1 was killed" in answer.json()["message"]
+    assert info["weight_version"] == "default" and "discard_weights" in client.called
+
+
+def test_a_rank_that_cannot_commit_ends_the_engine() -> None:
+    """Its weights differ from the others'."""
+    client = Ranks(commit_weights="device error")
+    answer, info = updated(client, weight_version="7")
+    assert client.killed == "weight update: rank 1: device error"
+    assert answer.status_code == 400 and info["weight_version"] == "default"
+
+
+def test_too_little_memory_is_refused_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHECKED, "available", (1 << 28) + 150)
+    client = Ranks()
+    answer, _ = updated(client)
+    assert "staging the new weights of 2 ranks needs 0.00 GiB of host memory" in answer.json()["message"]
+    assert client.called[0] == "check_weights" and "stage_weights" not in client.called
+
+
+def test_new_requests_wait_running_ones_end_first_or_are_aborted() -> None:
+    async def session(http: httpx.AsyncClient) -> list[Any]:
+        def ask(text: str) -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(http.post("/generate", json={"text": text}))
+
+        running = ask("first")
+        while not client.requests:
+            await asyncio.sleep(0.01)
+        update = asyncio.create_task(http.post(UPDATE, json={"model_path": "/new", "weight_version": "7"}))
+        while "check_weights" not in client.called:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        second = await http.post(UPDATE, json={"model_path": "/other"})
+        waiting = ask("second")
+        return [second.json(), *(one.json() for one in await asyncio.gather(running, waiting, update))]
+
+    client = Ranks()
+    client.delay = 0.05
+    second, first, late, update = talk(client, session)
+    assert second["message"] == "another weight update is running"
+    assert update == {**update, "success": True, "num_paused_requests": 1}
+    assert (first["meta_info"]["weight_version"], late["meta_info"]["weight_version"]) == ("default", "7")
+    assert first["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+@pytest.mark.parametrize("field", ["keep_pause", "flush_cache"])
+def test_fields_that_would_mix_weights_are_refused(field: str) -> None:
+    body = {"model_path": "/new", field: field == "keep_pause"}
+    response = post(Ranks(), UPDATE, body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == field
+
+
+def test_a_dead_engine_is_reported() -> None:
+    class Dead(Ranks):
+        async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
+            self.fail()
+            raise EngineDeadError("core was killed")
+
+        def fail(self) -> None:
+            import dataclasses
+
+            self.board = dataclasses.replace(self.board, alive=False, dead="core was killed")
+
+    assert post(Dead(), UPDATE, {"model_path": "/new"}).status_code == 503
+
+
+def test_profiles_are_named_by_id_and_rank() -> None:
+    client = Ranks()
+    response = post(client, "/start_profile", {"output_dir": "/traces", "profile_id": "a", "num_steps": 3})
+    assert (response.status_code, response.text) == (200, "Start profiling.\na\na\n")
+    assert get(client, "/stop_profile").text == "Stop profiling.\na\na\n"
+    assert client.called == ["start_profile", "stop_profile"]
+
+
+def test_a_profile_starts_on_all_ranks_or_none() -> None:
+    client = Ranks(start_profile="/traces: cannot be written")
+    response = post(client, "/start_profile", {})
+    assert response.status_code == 400
+    assert "rank 1: /traces: cannot be written" in response.json()["error"]["message"]
+    assert client.called == ["start_profile", "stop_profile"]
+
+
+@pytest.mark.parametrize("body", [{"start_step": 3}, {"profile_by_stage": True}, {"profile_id": "../x"}])
+def test_profile_options_that_are_refused(body: dict[str, Any]) -> None:
+    response = post(Ranks(), "/start_profile", body)
+    assert response.status_code == 400 and next(iter(body)) in response.json()["error"]["message"]
+
+
+def test_keys() -> None:
+    for path in (UPDATE, "/start_profile", "/stop_profile"):
+        keys = {"api_key": "k", "admin_api_key": "a"}
+        wrong = post(Ranks(), path, {"model_path": "/new"}, headers={"Authorization": "Bearer k"}, **keys)
+        right = post(Ranks(), path, {"model_path": "/new"}, headers={"Authorization": "Bearer a"}, **keys)
+        assert (wrong.status_code, right.status_code) == (401, 200), path
+
+
+def test_an_update_is_given_up_if_requests_do_not_end() -> None:
+    async def run() -> None:
+        client = Ranks()
+        client.mute = True
+        frontend = Frontend(client, client.tokenizer)
+        endless = asyncio.create_task(frontend.generate(GenerateInput(text="endless")))
+        while not client.requests:
+            await asyncio.sleep(0.01)
+        found = await WeightUpdates(frontend, drain_seconds=0.2).update("/new", version="7")
+        assert not found.success and "requests still run after 0.2 s" in found.message
+        assert client.called == ["check_weights"] and frontend.weights.version == "default"
+        client.mute = False
+        answer: Any = await asyncio.wait_for(frontend.generate(GenerateInput(text="next")), 20)
+        assert answer["meta_info"]["weight_version"] == "default"
+        endless.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_while_it_waits_is_forgotten() -> None:
+    async def run() -> None:
+        client = Ranks()
+        frontend = Frontend(client, client.tokenizer)
+        async with frontend.weights.exclusive(1.0, lambda: None):
+            waiting = asyncio.create_task(frontend.generate(GenerateInput(text="hi", rid="r")))
+            while not frontend.weights.num_waiting:
+                await asyncio.sleep(0.01)
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert (frontend.weights.num_waiting, len(frontend._live)) == (0, 0)
+        async with frontend.weights.exclusive(1.0, lambda: None) as running:
+            assert running == 0
+
+    asyncio.run(run())
