@@ -222,7 +222,7 @@ def _prepare(
     )
     runner = ModelRunner(
         model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel,
-        passes=LogitsPasses(options.logits_rows),
+        passes=LogitsPasses(options.logits_rows), window=config.cache_groups[0].window,
     )  # fmt: skip
     draft_bytes = 0
     if speculation is not None:
