@@ -18,6 +18,9 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenId = Annotated[int, Meta(ge=0)]
+CustomProcessor = Annotated[str, Meta(max_length=1 << 20, description="CustomLogitProcessor.to_str()")]
+MAX_ALLOWED = 1 << 18
+MAX_BAD_WORDS = 1024
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -34,6 +37,10 @@ class SamplingFields(Struct, kw_only=True):
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[Count], Meta(max_length=1024)] | None = None
     logit_bias: Annotated[dict[int, Bias], Meta(max_length=4096, description="token id: bias")] | None = None
+    allowed_token_ids: Annotated[list[Count], Meta(min_length=1, max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    custom_params: Annotated[dict[str, Any] | None, Meta(description="arguments of custom_logit_processor")] = None
+    custom_logit_processor: CustomProcessor | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
@@ -42,8 +49,6 @@ class SamplingFields(Struct, kw_only=True):
     regex: NotAvailable = None
     ebnf: NotAvailable = None
     stop_regex: NotAvailable = None
-    custom_params: NotAvailable = None
-    custom_logit_processor: NotAvailable = None
 
 
 class SamplingRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -112,10 +117,15 @@ def build_sampling(
     stops = values.get("stop", ())
     values["stop"] = (stops,) if isinstance(stops, str) else tuple(stops)
     values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
+    for name in ("allowed_token_ids", "bad_words"):
+        values[name] = tuple(values.get(name, ()))
+    values["custom_logit_processor"] = values.get("custom_logit_processor") or None
     values["logit_bias"] = tuple(values.get("logit_bias", {}).items())
     params = SamplingParams(**values)
     for stop in params.stop:
         check_unicode(stop, f"{where}.stop".lstrip("."))
+    for word in params.bad_words:
+        check_unicode(word, f"{where}.bad_words".lstrip("."))
     if params.top_k == 0:
         raise refuse("top_k", "must be -1 (whole vocabulary) or at least 1, got 0")
     if not -(2**63) <= (params.sampling_seed or 0) < 2**64:

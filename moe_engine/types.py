@@ -51,6 +51,24 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     sampling_seed: int | None = None
     stream_interval: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
+    """Tokens that may be sampled; empty: all."""
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences of `bad_words`: the last token of each is forbidden behind the others."""
+    custom_logit_processor: str | None = None
+    """Serialised `custom_logit_processor.CustomLogitProcessor`; `custom_params` is its argument."""
+    custom_params: dict[str, Any] | None = None
+
+    @property
+    def needs_late_masks(self) -> bool:
+        """Whether the allowed tokens depend on the tokens before."""
+        return any(len(ids) > 1 for ids in self.bad_word_ids)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether logits processors read the tokens of the sequence."""
+        return self.has_penalties or self.custom_logit_processor is not None
 
     @property
     def is_greedy(self) -> bool:
@@ -62,7 +80,12 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int, *, prefix: str = "sampling_params") -> None:
         """Raises InputError if a token id of the parameters is outside the vocabulary."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", [t for t, _ in self.logit_bias])):
+        bias_ids = [token for token, _ in self.logit_bias]
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", bias_ids),
+            ("allowed_token_ids", self.allowed_token_ids),
+        ):
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise InputError(
@@ -398,7 +421,8 @@ class StepPlan:
     counts[i] entries of `slots`. The first `num_decodes` requests take their first token from the device (the token
     last sampled for the row); the tokens of the others are in `input_ids`, flat. If samples[i], a new token is sampled
     from the last token's logits. The worker frees `finished_rows` before it writes `new_rows`. `speculation` changes
-    the meaning of decodes; see `Speculation`. With DP attention `dp_facts` holds the facts of all groups.
+    the meaning of decodes; see `Speculation`. With DP attention `dp_facts` holds the facts of all groups. Rows `masked`
+    sample after their masks have arrived (`token_masks`).
     """
 
     number: int
@@ -414,6 +438,7 @@ class StepPlan:
     finished_rows: list[int] = field(default_factory=list)
     speculation: Speculation | None = None
     dp_facts: tuple[StepFacts, ...] | None = None
+    masked: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -442,3 +467,5 @@ class StepResult:
     model_seconds: float = 0.0
     cuda_graph: bool = False
     """Whether the model's forward was a CUDA-graph replay."""
+    errors: dict[int, FinishReason] | None = None
+    """By row: why a token is invalid, if logits processors made it so; perhaps of a draft that is not accepted."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fork_server import fork_server, forked_processes  # noqa: F401
 from tests.random_seed import (  # noqa: F401
     pytest_fixture_setup,
     pytest_report_header,

@@ -22,13 +22,15 @@ LINKED = ("kernels", "models", "parallel")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
-BASE = {"errors", "types", "sampling_checks", "validation"}
+BASE = {"errors", "types", "token_masks", "sampling_checks", "custom_logit_processor", "validation"}
 MODEL = {"kernels", "parallel", "models"}
 PLAN = {"config", "planning", "tokenizer"}
 # package -> what it may import of this project, besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
+    "token_masks": {"errors", "types"},
+    "custom_logit_processor": set(),
     "sampling_checks": {"errors", "types", "validation"},
     "validation": {"errors"},
     "logs": set(),
@@ -54,7 +56,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"frontend", "models"},
 }
 
-NO_TORCH_FILES = ("types", "sampling_checks", "validation", "errors", "logs", "launch_server", "__init__")
+NO_TORCH_FILES = (
+    "types",
+    "token_masks",
+    "custom_logit_processor",
+    "sampling_checks",
+    "validation",
+    "errors",
+    "logs",
+    "launch_server",
+    "__init__",
+)
 NO_TORCH = ("scheduler", "tokenizer", "server", "processes", *NO_TORCH_FILES)
 TORCH_IN_FUNCTIONS_ONLY = ("config", "planning", "frontend", "core", "executor", "cluster", "cli")
 MAY_IMPORT_TORCH = ("moe_engine/cli/compile_kernels/",)

@@ -23,11 +23,12 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.executor import messages
 from moe_engine.executor.leader_worker import LocalWorker, call_one, kernels_of
 from moe_engine.executor.options import plan_name
-from moe_engine.executor.plan_broadcast import PlanReceiver, Stop
+from moe_engine.executor.plan_broadcast import Masks, PlanReceiver, Stop
 from moe_engine.executor.process_groups import RankWorld, quieten_torch
 from moe_engine.executor.progress import Progress
 from moe_engine.models import registry
 from moe_engine.processes.child import read_spec
+from moe_engine.types import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from moe_engine.cluster.dp_rank import SchedulingRank
@@ -104,14 +105,19 @@ class Follower:
                 continue
             if isinstance(message, Stop):
                 break
-            if message is not None:  # plans arrive only after all ranks are ready
+            if isinstance(message, Masks):
+                preparing.result().sample(message.masks)
+            elif message is not None:  # plans arrive only after all ranks are ready
                 self._progress.begin(message.plan)
                 if self._reported_idle:
                     self._heartbeat.beat_now()  # so that the leader knows our position if this step hangs
-                preparing.result().execute(message.plan).add_done_callback(self._stepped)
+                self._execute(preparing.result(), message.plan).add_done_callback(self._stepped)
         if preparing.done() and not preparing.exception():
             preparing.result().close()
         self._heartbeat.close()
+
+    def _execute(self, worker: LocalWorker, plan: StepPlan) -> Future[StepResult]:
+        return worker.launch(plan, reports_drafts=False).result if plan.masked else worker.execute(plan)
 
     def _prepare(self, welcome: messages.Welcome) -> LocalWorker:
         spec = self._spec

@@ -82,6 +82,11 @@ class ServerArgs:
         "Max log-probabilities per token that a request may ask for, top ones or by token id. -1: no limit.",
         metavar="COUNT",
     )
+    enable_custom_logit_processor: bool = flag(
+        False,
+        "Accept `custom_logit_processor` of requests: Python code of the client, which runs in the engine. For trusted "
+        "clients only.",
+    )
     allow_auto_truncate: bool = flag(False, "Truncate prompts that are too long instead of refusing them.")
     weight_version: str = flag(
         "default",

@@ -11,15 +11,17 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import msgspec
 
 from moe_engine.core import messages
+from moe_engine.core.bad_words import BadWords
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.expert_calls import ExpertCalls
+from moe_engine.core.late_masks import LateMasks
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
@@ -98,6 +100,7 @@ class EngineCore:
         self._problem_of = problem_of
         self._experts = experts
         self._group = group
+        self._late_masks = LateMasks(worker, scheduler.config.vocab_size, self._masks_failed)
         self._calls: list[tuple[int, Future[Any]]] = []  # begun, without a reply yet
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
         self._stopping: messages.Shutdown | None = None
@@ -123,6 +126,7 @@ class EngineCore:
 
     def start_over(self) -> None:
         """After `run` has raised: running requests return to the queue and are computed again by the next `run`."""
+        self._late_masks.abandon()
         self._in_flight = None
         self._publish(self._scheduler.start_over())
         self._reporter.restart()
@@ -157,7 +161,11 @@ class EngineCore:
         launched = None
         if plan is not None:
             self._reporter.planned(self._scheduler)
-            launched = (plan, self._worker.execute(plan))
+            if self._late_masks.states and (rows := self._late_masks.rows_of(self._scheduler.last_sampled)):
+                plan = replace(plan, masked=rows)
+                launched = (plan, self._late_masks.launch(plan, self._scheduler.last_sampled))
+            else:
+                launched = (plan, self._worker.execute(plan))
         self._collect(behind=launched)
 
     def _agree(self, dp_sync: DPSync, plan: StepPlan | None) -> StepPlan | None:
@@ -198,6 +206,8 @@ class EngineCore:
             self._step_number = plan.number
             self._write_status(counts=time.monotonic() - self._status_written > STATUS_INTERVAL_SECONDS)
         self._in_flight = behind
+        if behind is not None and behind[0].masked:
+            self._late_masks.send()
         return behind is None or self._overlap or self._collect()
 
     def _step_failed(self, plan: StepPlan, error: Exception, behind: Future[StepResult] | None) -> None:
@@ -207,6 +217,7 @@ class EngineCore:
             behind: the step planned behind it. Its result is discarded.
         """
         if behind is not None:
+            self._late_masks.abandon()
             try:
                 behind.result()
             except EngineDeadError:
@@ -245,6 +256,12 @@ class EngineCore:
             self._publish(self._scheduler.add(request))
         except InputError as error:
             self._refuse(message, error)
+            return
+        if request.sampling.needs_late_masks:
+            self._late_masks.add(request, BadWords(request.sampling.bad_word_ids))
+
+    def _masks_failed(self, rid: str, reason: str) -> None:
+        self._publish(self._scheduler.abort([rid], FinishReason("abort", message=reason, status_code=500)))
 
     def _refuse(self, message: messages.AddRequest, error: InputError) -> None:
         finish = FinishReason("abort", message=error.message, status_code=error.status)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from moe_engine.core.executor import RankLost
 from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError, StepNotRun
 from moe_engine.executor.progress import Progress
+from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import StepPlan, StepResult
 
 MAX_AHEAD = 64
@@ -56,6 +57,12 @@ class LocalWorker(Protocol):
 
     def execute(self, plan: StepPlan) -> Future[StepResult]: ...
 
+    def launch(self, plan: StepPlan, *, reports_drafts: bool = True) -> LaunchedStep: ...
+
+    def sample(self, masks: StepMasks) -> None: ...
+
+    def abandon(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -81,6 +88,8 @@ class PlanSender(Protocol):
     """Sequence number of the last plan sent."""
 
     def send(self, plan: StepPlan) -> int: ...
+
+    def send_masks(self, masks: StepMasks) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -141,17 +150,43 @@ class LeaderWorker:
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         """Runs a step on all ranks; the future holds the local result, or the `RankLost` that stopped the group."""
         future: Future[StepResult] = Future()
+        if self._begin(plan, future):
+            began = time.monotonic()
+            local = self._worker.execute(plan)
+            local.add_done_callback(lambda done: self._ended(done, future, began))
+        return future
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """As `execute`, up to the sampling, which waits for `sample`."""
+        future: Future[StepResult] = Future()
+        step = LaunchedStep(plan.number)
+        step.follow(future)
+        if self._begin(plan, future):
+            began = time.monotonic()
+            local = self._worker.launch(plan)
+            local.drafts.add_done_callback(lambda done: step.report(done.result()))
+            local.result.add_done_callback(lambda done: self._ended(done, future, began))
+        return step
+
+    def sample(self, masks: StepMasks) -> None:
+        """Completes the launched step on all ranks."""
+        self._sender.send_masks(masks)
+        self._worker.sample(masks)
+
+    def abandon(self) -> None:
+        """The launched step fails on this rank; the failure stops the group."""
+        self._worker.abandon()
+
+    def _begin(self, plan: StepPlan, future: Future[StepResult]) -> bool:
+        """Sends a plan to the followers; False if a rank is lost, which the future reports."""
         with self._lock:
             self._waiting.append(future)
         if (failure := self._wait_for_followers()) is not None:
             self._fail(failure)
-            return future
+            return False
         self._sender.send(plan)
         self._progress.begin(plan)
-        began = time.monotonic()
-        local = self._worker.execute(plan)
-        local.add_done_callback(lambda done: self._ended(done, future, began))
-        return future
+        return True
 
     def call_all(self, method: str) -> Future[list[Any]]:
         """Calls one of `Worker.calls` on every rank of the world; replies in rank order. Empty on a rank that does not
@@ -205,5 +240,6 @@ class LeaderWorker:
     def _fail(self, error: EngineDeadError) -> None:
         with self._lock:
             waiting, self._waiting = self._waiting, []
+        self._worker.abandon()  # a step that waits for masks would never end
         for future in waiting:
             future.set_exception(error)

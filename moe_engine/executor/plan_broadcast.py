@@ -1,4 +1,5 @@
-"""Plan broadcast from the leader of a rank group to its followers: one message per step, over XPUB/SUB sockets.
+"""Plan broadcast from the leader of a rank group to its followers: one message per step, and one with its late
+masks if it has masked rows, over XPUB/SUB sockets.
 
 No message is dropped because of a slow follower. Messages are numbered, so that one lost with a connection is detected.
 """
@@ -14,6 +15,7 @@ import zmq
 from moe_engine.errors import EngineDeadError
 from moe_engine.processes.frames import FrameReader
 from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
+from moe_engine.token_masks import StepMasks
 from moe_engine.types import StepPlan
 
 
@@ -22,6 +24,13 @@ class Step(msgspec.Struct, tag="step", array_like=True):
 
     sequence: int
     plan: StepPlan
+
+
+class Masks(msgspec.Struct, tag="masks", array_like=True):
+    """Masks of the last step sent; `sequence` is that of the step."""
+
+    sequence: int
+    masks: StepMasks
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):
@@ -65,6 +74,10 @@ class PlanSender:
         self._socket.send(self._encode(Step(self.sequence, plan)))
         return self.sequence
 
+    def send_masks(self, masks: StepMasks) -> None:
+        """Sends the masks of the last plan, which has `StepPlan.masked` rows."""
+        self._socket.send(self._encode(Masks(self.sequence, masks)))
+
     def stop(self) -> None:
         self._socket.send(self._encode(Stop(self.sequence)))
 
@@ -86,10 +99,11 @@ class PlanReceiver:
         for topic in ("", name):
             self._socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
         connect(self._socket, address, keys)
-        self._reader = FrameReader("plans of the leader", msgspec.msgpack.Decoder(Step | Stop).decode)
+        self._reader = FrameReader("plans of the leader", msgspec.msgpack.Decoder(Step | Masks | Stop).decode)
         self._sequence = 0
+        self._awaits_masks = False
 
-    def receive(self, timeout: float) -> Step | Stop | None:
+    def receive(self, timeout: float) -> Step | Masks | Stop | None:
         """The next message, or None after `timeout` seconds without one or after a dropped frame.
 
         Raises:
@@ -103,12 +117,14 @@ class PlanReceiver:
         if (message := self._reader.take(frames)) is None:
             return None  # the next plan's sequence number reveals the loss
         expected = self._sequence + isinstance(message, Step)
-        if message.sequence != expected:
+        lost_masks = self._awaits_masks and isinstance(message, Step)
+        if message.sequence != expected or lost_masks:
             raise EngineDeadError(
                 f"a plan was lost between the ranks: received step {message.sequence} of the channel, expected "
                 f"{expected}; the connection to the leader was interrupted"
             )
         self._sequence = message.sequence
+        self._awaits_masks = isinstance(message, Step) and bool(message.plan.masked)
         return message
 
     def close(self) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.logprob_format import LogprobOptions
-from moe_engine.sampling_checks import MAX_COUNT, Count, SamplingRequest, TokenId, parse_sampling
+from moe_engine.sampling_checks import MAX_COUNT, Count, CustomProcessor, SamplingRequest, TokenId, parse_sampling
 from moe_engine.types import SamplingParams
 from moe_engine.validation import OffOnly, check_unicode
 
@@ -45,6 +45,7 @@ class GenerateRequest(Struct, kw_only=True):
     log_metrics: Annotated[bool, Meta(description="false: without metrics and request log")] | None = None
     priority: Priority | None = None
     extra_key: str | list[str | None] | None = None
+    custom_logit_processor: CustomProcessor | list[CustomProcessor | None] | None = None
     routed_dp_rank: DpRank | None = None
     data_parallel_rank: Annotated[DpRank, Meta(description="older name of routed_dp_rank")] | None = None
     input_embeds: OffOnly = None
@@ -53,7 +54,6 @@ class GenerateRequest(Struct, kw_only=True):
     audio_data: OffOnly = None
     lora_path: OffOnly = None
     session_params: OffOnly = None
-    custom_logit_processor: OffOnly = None
     bootstrap_host: OffOnly = None
     bootstrap_room: OffOnly = None
     return_hidden_states: OffOnly = None
@@ -125,11 +125,12 @@ def split_prompts(
     for i in range(count):
         extra_key = _pick(inp.extra_key, i, count, is_batch, "extra_key")
         check_unicode(extra_key or "", "extra_key")
+        processor = _pick(inp.custom_logit_processor, i, count, is_batch, "custom_logit_processor")
         prompts.append(
             Prompt(
                 text=texts[i] if texts is not None else None,
                 ids=batch_of_ids[i] if texts is None else [],
-                sampling=samplings[i],
+                sampling=_with_processor(samplings[i], processor) if processor else samplings[i],
                 rid=rids[i] if rids else uuid.uuid4().hex,
                 logprobs=_logprobs(inp, i, count, is_batch),
                 extra_key=extra_key,
@@ -232,6 +233,10 @@ def _samplings(values: Any, count: int, is_batch: bool, preferred: Mapping[str, 
 
 def _sampling(values: Any, preferred: Mapping[str, Any], where: str) -> SamplingParams:
     return values if isinstance(values, SamplingParams) else parse_sampling(values or {}, where, preferred)
+
+
+def _with_processor(sampling: SamplingParams, processor: str) -> SamplingParams:
+    return replace(sampling, custom_logit_processor=processor)
 
 
 def _pick(value: Any, index: int, count: int, is_batch: bool, where: str) -> Any:

@@ -21,9 +21,15 @@ from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.generate_input import GenerateInput, Prompt, check_token_ids, split_prompts
 from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.logits_fields import complete_sampling
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
+BULK = (
+    "text", "input_ids", "sampling_params", "rid", "extra_key", "token_ids_logprob", "top_logprobs_num",
+    "custom_logit_processor",
+)  # fmt: skip
+"""Fields of a request that its prompts hold."""
 FormatOf = Callable[[LogprobOptions], LogprobFormat]
 
 THREAD_CHARS = 4096
@@ -49,6 +55,8 @@ class FrontendSettings:
     """Max sequences (prompts times n) of one request; None: no limit."""
     max_prompt_tokens: int | None = 2**24
     """Max prompt tokens of one request, counting each copy: about 40 bytes each in the engine core. None: no limit."""
+    enable_custom_logit_processor: bool = False
+    """Whether requests may bring code that changes their logits."""
     random_seed: int = 0
     """Seed of the generator that draws seeds for requests without one."""
 
@@ -111,10 +119,11 @@ class Preparer:
         self._check_logprobs(inp, prompts)
         self._tokenize(inp, prompts)
         self._check_total(inp, prompts)
+        custom = settings.enable_custom_logit_processor
+        complete_sampling(prompts, self._tokenizer, inp.sampling_field, custom=custom)
         for i, prompt in enumerate(prompts):
             self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
-        bulk = ("text", "input_ids", "sampling_params", "rid", "extra_key", "token_ids_logprob", "top_logprobs_num")
-        return ReadRequest(msgspec.structs.replace(inp, **dict.fromkeys(bulk)), prompts, is_batch)
+        return ReadRequest(msgspec.structs.replace(inp, **dict.fromkeys(BULK)), prompts, is_batch)
 
     async def begin(self, read: ReadRequest, logprob_format: FormatOf | None = None) -> Job:
         """Builds the sequences of a request. `logprob_format`: None means Python objects in SGLang's shape."""

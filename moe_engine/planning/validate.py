@@ -6,10 +6,12 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
+from moe_engine.custom_logit_processor import NO_DILL
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.sampling_checks import parse_sampling
 
@@ -154,6 +156,8 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
             yield f"{option} {HIDDEN}: /server_info hides a key this way; give the key itself"
     if not server.host.strip():
         yield "--host is empty: give an address of this machine, 127.0.0.1 for local clients only or 0.0.0.0 for all"
+    if server.enable_custom_logit_processor and find_spec("dill") is None:
+        yield f"--enable-custom-logit-processor: {NO_DILL}"
     name = model.served_model_name
     if name is not None and (not name.strip() or ":" in name):
         yield f"--served-model-name {name!r}: must be a name without a colon"

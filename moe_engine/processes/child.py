@@ -30,7 +30,7 @@ class ChildProcess:
     def __init__(self, name: str, module: str, spec: Any, on_exit: Callable[[str], None]) -> None:
         self.name = name
         self._on_exit = on_exit
-        self._popen = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, start_new_session=True)
+        self._popen = start_interpreter(module)
         assert self._popen.stdin is not None
         try:
             pickle.dump(spec, self._popen.stdin)
@@ -65,6 +65,11 @@ class ChildProcess:
         if self._popen.stdin is not None:
             with contextlib.suppress(OSError):
                 self._popen.stdin.close()
+
+
+def start_interpreter(module: str) -> subprocess.Popen[bytes]:
+    """``python -m module`` with a pipe as its standard input. Tests replace it by forks of an imported engine."""
+    return subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, start_new_session=True)
 
 
 def describe_exit(code: int) -> str:

@@ -67,6 +67,8 @@ def read_result(
         mine = mine.part(0, len(kept)) if mine is not None and kept else None
         prompt = table.take_prompt_logprobs(request.rid) if waiting_logprobs else None
         if reason is not None:
+            if result.errors and len(kept) < len(tokens) and tokens[len(kept)] < 0:
+                reason = result.errors.get(record.sampled_rows[i], reason)
             table.end_running(request, reason)
             some_ended = True
             push(finish_event(request, reason, now, kept, mine, prompt))

@@ -450,6 +450,11 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
+    def last_sampled(self) -> list[Request]:
+        """Requests that sample in the last plan of `schedule()`, in order."""
+        return self._in_flight[-1].sampled if self._in_flight else []
+
+    @property
     def num_waiting(self) -> int:
         """Requests with prompt tokens that are not planned yet."""
         return len(self.table.queue) + (self.table.chunked is not None)

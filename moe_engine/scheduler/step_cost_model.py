@@ -54,6 +54,7 @@ class Curve:
     def __init__(self) -> None:
         self._seen: dict[int, deque[tuple[int, float]]] = {}
         self._medians: dict[int, tuple[float, float]] = {}  # by bucket: count and seconds
+        self._cached: dict[int, tuple[float, float]] = {}
         self._stale: set[int] = set()  # buckets with measurements newer than their medians
         self._order: list[int] = []  # buckets, ascending
 
@@ -92,29 +93,42 @@ class Curve:
     def clear(self) -> None:
         self._seen.clear()
         self._medians.clear()
+        self._cached.clear()
         self._stale.clear()
         self._order.clear()
 
     @property
     def _points(self) -> dict[int, tuple[float, float]]:
-        """The medians of every bucket."""
-        for bucket in self._stale:
-            seen = self._seen[bucket]
-            self._medians[bucket] = (median(c for c, _ in seen), median(s for _, s in seen))
-        self._stale.clear()
-        return self._medians
+        """Count and seconds of every bucket: medians. A bucket with few measurements may hold a single slow one, for
+        example a step that compiled a kernel: it counts no more than the other buckets lead to expect."""
+        if self._stale:
+            for bucket in self._stale:
+                seen = self._seen[bucket]
+                self._medians[bucket] = (median(c for c, _ in seen), median(s for _, s in seen))
+            self._stale.clear()
+            known = [b for b in self._order if len(self._seen[b]) >= MIN_MEASUREMENTS]
+            self._cached = dict(self._medians)
+            if known:
+                for bucket in set(self._order).difference(known):
+                    count, seconds = self._medians[bucket]
+                    self._cached[bucket] = (count, min(seconds, _interpolate(known, self._medians, count)))
+        return self._cached
 
     def at(self, count: int) -> float:
-        order, points = self._order, self._points
-        if len(order) == 1:
-            known, seconds = points[order[0]]
-            return seconds * (0.5 + 0.5 * count / known)
-        above = min(max(bisect_left(order, _bucket(count)), 1), len(order) - 1)
-        if points[order[above]][0] < count and above + 1 < len(order):
-            above += 1
-        (x0, y0), (x1, y1) = points[order[above - 1]], points[order[above]]
-        slope = max(y1 - y0, 0.0) / (x1 - x0)  # a negative slope is noise
-        return max(y0 + slope * (count - x0), 0.1 * min(y0, y1))
+        return _interpolate(self._order, self._points, count)
+
+
+def _interpolate(order: list[int], points: dict[int, tuple[float, float]], count: float) -> float:
+    """Seconds at a count, from the points of these buckets."""
+    if len(order) == 1:
+        known, seconds = points[order[0]]
+        return seconds * (0.5 + 0.5 * count / known)
+    above = min(max(bisect_left(order, _bucket(count)), 1), len(order) - 1)
+    if points[order[above]][0] < count and above + 1 < len(order):
+        above += 1
+    (x0, y0), (x1, y1) = points[order[above - 1]], points[order[above]]
+    slope = max(y1 - y0, 0.0) / (x1 - x0)  # a negative slope is noise
+    return max(y0 + slope * (count - x0), 0.1 * min(y0, y1))
 
 
 class StepCostModel:
@@ -201,6 +215,6 @@ class StepCostModel:
         return num_requests + num_drafting * (self._config.num_nodes(depth) - 1)
 
 
-def _bucket(count: int) -> int:
+def _bucket(count: float) -> int:
     """Bucket of a count: exact up to 4, then a quarter of a power of two."""
-    return count if count <= 4 else round(4 * log2(count)) - 4
+    return int(count) if count <= 4 else round(4 * log2(count)) - 4

@@ -20,7 +20,7 @@ from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.types import PackedLogprobs, Speculation, StepPlan, StepResult
+from moe_engine.types import FinishReason, PackedLogprobs, Speculation, StepPlan, StepResult
 from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
@@ -60,6 +60,7 @@ class PendingStep:
     prompts: list[PendingPrompt] = field(default_factory=list)
     seconds: float = 0.0
     cuda_graph: bool = False
+    errors: dict[int, FinishReason] | None = None
 
     @property
     def ready(self) -> bool:
@@ -74,7 +75,10 @@ class PendingStep:
                 for place, packed in zip(piece.places, piece.take()):
                     logprobs[place] = packed
         prompts = {pending.row: pending.take() for pending in self.prompts} or None
-        return StepResult(self.number, self.rows, tokens, logprobs, prompts, self.seconds, cuda_graph=self.cuda_graph)
+        return StepResult(
+            self.number, self.rows, tokens, logprobs, prompts, self.seconds,
+            cuda_graph=self.cuda_graph, errors=self.errors,
+        )  # fmt: skip
 
 
 class ModelRunner:
@@ -114,6 +118,7 @@ class ModelRunner:
         self.speculation: SpeculativeStep | None = None
         self.graphs: StepGraphs | None = None
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
+        rows.edits.custom.group = parallel.attn_tp
         self._phase = "idle"
         self._logits_ended = 0.0
         self._failed: int | None = None  # number of the previous step, if it raised or was not run
@@ -303,6 +308,8 @@ class ModelRunner:
             return PendingSpeculation.verified(plan, verified, took, [(i, whole.rows[i]) for i in left_out])
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
         drafted = time.perf_counter()
+        if plan.masked:
+            step.report_drafts(plan, verification)
         shape, prompts = self._graph_shape(plan), []
         model_began, logits = drafted, None
         if shape is not None:
@@ -336,11 +343,12 @@ class ModelRunner:
         plan_rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
         model_seconds = self._logits_ended - model_began
         seconds = StepSeconds(ended - began, drafted - began, ended - follow_began, model_seconds)
-        if left_out:  # not the planned step: its time would mislead the cost model
+        if left_out or plan.masked:  # not the planned step, or waited for masks: would mislead the cost model
             seconds = StepSeconds()
         pending = PendingSpeculation(plan.number, plan_rows, copy, seconds, prompts=prompts)
         pending.left_out, pending.cuda_graph = [(i, whole.rows[i]) for i in left_out], shape is not None
         pending.logprobs, pending.nodes = drawn.logprobs, verification.decodes.host_nodes
+        pending.errors = drawn.errors
         return pending
 
     def _run_fused(self, step: SpeculativeStep, plan: StepPlan, speculation: Speculation) -> VerifiedChains | None:
@@ -356,7 +364,8 @@ class ModelRunner:
         self.rows.last_token.index_copy_(0, sampled.rows_device, valid)
         if self.speculation is not None:
             self.speculation.advance_plain(plan, sampled, valid)
-        return PendingStep(plan.number, plan_rows, self.stream.download([drawn.tokens]), drawn.logprobs, prompts)
+        copy = self.stream.download([drawn.tokens])
+        return PendingStep(plan.number, plan_rows, copy, drawn.logprobs, prompts, errors=drawn.errors)
 
     def _prompt_logprobs(self, plan: StepPlan, batch: StepBatch, hidden: Tensor) -> list[PendingPrompt]:
         head = self.shared.prompt_head(self.model, plan)

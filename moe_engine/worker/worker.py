@@ -25,6 +25,7 @@ from moe_engine.kernels.triton import guard
 from moe_engine.models import sizes
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
+from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.batch.mla_form import form_policy
 from moe_engine.worker.batch.request_rows import RequestRows
@@ -63,7 +64,7 @@ class WorkerInfo:
 
 
 class Worker:
-    """Runs plans in order of submission. `execute` may be called from one other thread.
+    """Runs plans in order of submission. `execute`, `launch` and `sample` may be called from one other thread.
 
     Args:
         experts: expert recording and EPLB.
@@ -80,6 +81,7 @@ class Worker:
         self.info = info or WorkerInfo(kv_bytes=runner.kv_pool.num_bytes)
         self.experts = experts or ExpertControl()
         self._thread = thread or step_thread(runner.stream, None)
+        self._launched: LaunchedStep | None = None
         self._collector = ThreadPoolExecutor(1, "worker-results") if runner.stream.asynchronous else None
 
     @classmethod
@@ -115,6 +117,28 @@ class Worker:
         self._thread.submit(self._launch, plan, future, self._collector)
         return future
 
+    def launch(self, plan: StepPlan, *, reports_drafts: bool = True) -> LaunchedStep:
+        """Runs a step with `StepPlan.masked` rows; its sampling waits for `sample`.
+
+        Args:
+            reports_drafts: whether `LaunchedStep.drafts` gets the draft trees.
+        """
+        launched = self._launched = LaunchedStep(plan.number, reports_drafts=reports_drafts)
+        self._thread.submit(self.runner.rows.edits.masks.begin, launched)
+        launched.follow(self.execute(plan))
+        return launched
+
+    def sample(self, masks: StepMasks) -> None:
+        """Gives the launched step its masks. Masks of a step that has been abandoned are ignored."""
+        launched = self._launched
+        if launched is not None and launched.number == masks.number:
+            launched.sample(masks)
+
+    def abandon(self) -> None:
+        """The launched step, if any, fails instead of waiting for `sample`."""
+        if self._launched is not None:
+            self._launched.abandon()
+
     def call(self, function: Callable[..., T], *args: Any) -> Future[T]:
         """Runs a function on the worker's thread, between steps."""
         return self._thread.submit(function, *args)
@@ -141,6 +165,7 @@ class Worker:
 
     def close(self) -> None:
         """Ends the threads after the submitted steps."""
+        self.abandon()
         self._thread.shutdown()
         self.experts.close()
         if self._collector is not None:

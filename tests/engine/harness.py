@@ -39,6 +39,8 @@ class Scripted:
     priority: int | None = None
     more: dict[str, Any] = field(default_factory=dict)
     """Further fields of `AddRequest`."""
+    resolved: dict[str, Any] = field(default_factory=dict)
+    """Fields of `SamplingParams` that the front end computes."""
 
 
 @dataclass
@@ -94,7 +96,7 @@ def add_request(item: Scripted) -> messages.AddRequest:
     return messages.AddRequest(
         rid=item.rid,
         prompt_ids=list(item.prompt_ids),
-        sampling=msgspec.to_builtins(sampling),
+        sampling=msgspec.to_builtins(sampling) | item.resolved,
         max_new_tokens=item.max_new_tokens,
         seed=item.seed,
         priority=item.priority,

@@ -79,6 +79,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model"), seed=3)
 
 
+@pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize(
     "parallel", [{"dp_size": 2}, {"tp_size": 2, "attn_dp_size": 2}], ids=["replicas", "attention groups"]
 )

@@ -17,7 +17,8 @@ from moe_engine.scheduler.step_cost_model import StepCost
 class Machine:
     """Seconds of a step, in any unit: a constant and a part per token, of the target model, of a draft level and of the
     draft extend. `overhead`: of a step that is not plain, `host_overhead`: the part of `base` in which the model does
-    not run. `noise`: relative standard deviation of each step's time.
+    not run. `noise`: relative standard deviation of each step's time; a share `outliers` of the steps takes 20 times as
+    long, and so does the `first` step of each number of requests and depth, as if it compiled a kernel.
 
     `rates[i]`: acceptance probability of draft i if the drafts before it are accepted. Requests end after about
     `length` tokens.
@@ -32,6 +33,8 @@ class Machine:
     overhead: float = 0.0
     host_overhead: float = 0.0
     noise: float = 0.02
+    outliers: float = 0.0
+    first: bool = False
     rates: tuple[float, ...] = (0.8, 0.7, 0.6, 0.5)
     length: int = 200
     ends_by_eos: bool = True
@@ -112,6 +115,7 @@ class DepthSimulation:
     depths: list[int] = field(default_factory=list)
     enabled: list[bool] = field(default_factory=list)
     _in_flight: InFlight | None = None
+    _shapes: set[tuple[int, int]] = field(default_factory=set)
 
     def run(self, num_steps: int, num_requests: int) -> DepthSimulation:
         """Runs `num_steps` steps with `num_requests` requests; an ended request is replaced. Returns itself."""
@@ -160,6 +164,9 @@ class DepthSimulation:
             request.followed &= follows
             request.in_flight += 1
         noise = max(0.5, self.rng.gauss(1.0, machine.noise))
+        if self.rng.random() < machine.outliers or (machine.first and (len(requests), depth) not in self._shapes):
+            noise *= 20
+        self._shapes.add((len(requests), depth))
         num_tokens = len(requests) + sum(depths)
         follow = machine.follow_seconds(num_tokens) * noise if follows else 0.0
         overhead = 0.0 if plain else machine.overhead

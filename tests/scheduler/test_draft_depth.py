@@ -78,6 +78,15 @@ def test_a_larger_batch_is_tried_before_drafting_is_disabled() -> None:
     assert median(found.depths[100:]) >= 3 and gain(found, 8) > 1.5
 
 
+@pytest.mark.parametrize("num_requests", [1, 8])
+@pytest.mark.parametrize(("outliers", "first"), [(0.01, False), (0.0, True), (0.01, True)])
+def test_slow_steps_do_not_mislead(num_requests: int, outliers: float, first: bool) -> None:
+    """Some steps take 20 times as long, or the first of each shape does, as if it compiled a kernel."""
+    machine = Machine(rates=(0.8,) * 4, token=0.05, noise=0.1, outliers=outliers, first=first)
+    found = simulate(machine).run(200, num_requests).change(outliers=0.0, first=False).run(2000, num_requests)
+    assert found.speed > 0.9 * machine.tokens_per_second(num_requests, machine.best_depth(num_requests))
+
+
 def test_drafts_with_low_acceptance_at_depth_stay_short() -> None:
     found = simulate(Machine(rates=(0.9, 0.1, 0.1, 0.1), draft=2.0)).run(600, 4)
     assert median(found.depths[200:]) == 1
@@ -118,7 +127,7 @@ def test_drafting_is_retried_with_growing_backoff() -> None:
     retries = [i for i in range(1, len(found.enabled)) if found.enabled[i] and not found.enabled[i - 1]]
     assert 3 <= len(retries) <= 7
     gaps = [b - a for a, b in pairwise(retries)]
-    assert gaps == sorted(gaps) and gaps[-1] > 3 * gaps[0]
+    assert max(gaps) >= 2 * gaps[0] and sum(found.enabled) < 0.01 * len(found.enabled)
     found.change(rates=GOOD).run(20_000, 4)
     assert median(found.depths[-500:]) == 4, "better drafts were never detected"
 

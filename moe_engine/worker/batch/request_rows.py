@@ -59,7 +59,7 @@ class RequestRows:
         self.sampling = SamplingState(max_rows, vocab_size)
         self.edits = LogitsProcessors(vocab_size, self.slot_table, stream)
         self.slot_tokens: SlotTokens | None = None
-        """Token ids by KV slot, for penalties; None until the size of the KV pool is known."""
+        """Token ids by KV slot, for logits processors; None until the size of the KV pool is known."""
         self.logprobs: dict[int, LogprobSpec] = {}
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
 
@@ -75,7 +75,7 @@ class RequestRows:
         for new in new_rows:
             self._enter(new)
         for write in writes:
-            if self.edits.penalties.rows[write.row]:
+            if self.edits.reads_tokens[write.row]:
                 self._move_tokens(write)
             self._point(write.row, write.start, write.slots)
 
@@ -84,8 +84,8 @@ class RequestRows:
         self.slot_tokens = SlotTokens(num_slots, self._stream)
 
     def note_tokens(self, slots: Tensor, tokens: Tensor) -> None:
-        """Stores tokens [T] int64 of slots [T] int64 of a step. Does nothing if no row has penalties."""
-        if self.edits.penalties.active:
+        """Stores tokens [T] int64 of slots [T] int64 of a step. Does nothing if no row's tokens are read."""
+        if self.edits.keeps_tokens:
             assert self.slot_tokens is not None
             self.slot_tokens.put(slots, tokens)
 
@@ -129,7 +129,7 @@ class RequestRows:
             self.history.enter(new)
         self.sampling.enter(new)
         self.edits.enter(new)
-        if new.sampling.has_penalties and new.slots:
+        if new.sampling.reads_tokens and new.slots:
             assert self.slot_tokens is not None
             self.slot_tokens.put_from_host(new.slots, new.token_ids[: len(new.slots)])
         if new.logprobs is not None:

@@ -1,7 +1,9 @@
-"""Logits processors, applied before sampling: penalties, logit_bias, min_new_tokens.
+"""Logits processors, applied before sampling: penalties, logit_bias, min_new_tokens, token masks, custom processors.
 
-Order: repetition penalty, frequency and presence penalties (`penalties`), logit_bias, then the end tokens that
-min_new_tokens forbids. Memory does not grow with the vocabulary or the number of requests while serving.
+Order: repetition penalty, frequency and presence penalties (`penalties`), logit_bias, the end tokens that
+min_new_tokens forbids, token masks (`token_masker`), then custom processors (`custom_processors`). logit_bias is not a
+mask: it changes a few logits, a mask reads the whole vocabulary, and -100 is a sum, not a ban. Memory does not grow
+with the vocabulary or the number of requests while serving, except for V / 8 bytes of each request with a mask.
 
 Legend: S sampled rows, V vocabulary.
 """
@@ -16,10 +18,12 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.sizes import EDIT_BYTES
-from moe_engine.types import NewRow
+from moe_engine.types import FinishReason, NewRow
 from moe_engine.worker.batch.slot_tokens import SlotTokens
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.sampling.custom_processors import CustomProcessors
 from moe_engine.worker.sampling.penalties import Penalties, TreeText
+from moe_engine.worker.sampling.token_masker import TokenMasker
 
 ENTRY_BYTES = 32
 """Scratch memory for one biased logit: its two indices and its value."""
@@ -50,6 +54,16 @@ class LogitsProcessors:
         self._edits: dict[int, _Edit] = {}
         self.wanted = np.zeros(max_rows, dtype=bool)
         self.penalties = Penalties(max_rows, vocab_size, slot_table, stream)
+        self.masks = TokenMasker(max_rows, vocab_size, stream)
+        self.custom = CustomProcessors(slot_table, stream)
+        self.reads_tokens = np.zeros(max_rows, dtype=bool)
+        """Rows whose tokens are read by penalties or custom processors."""
+        self._num_reading = 0
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether any row's tokens are read."""
+        return self._num_reading > 0
 
     @property
     def active(self) -> bool:
@@ -65,10 +79,18 @@ class LogitsProcessors:
         ends: tuple[int, ...] = ()
         if sampling.min_new_tokens > 0:
             ends = tuple(t for t in {*new.eos_token_ids, *sampling.stop_token_ids} if 0 <= t < self._vocab_size)
-        if not (sampling.has_penalties or sampling.logit_bias or ends):
+        masked = bool(sampling.allowed_token_ids or sampling.bad_word_ids)
+        if not (sampling.reads_tokens or sampling.logit_bias or ends or masked):
             return
+        if sampling.reads_tokens:
+            self.reads_tokens[new.row] = True
+            self._num_reading += 1
         if sampling.has_penalties:
             self.penalties.enter(new)
+        if masked:
+            self.masks.enter(new)
+        if sampling.custom_logit_processor is not None:
+            self.custom.enter(new)
         self._edits[new.row] = _Edit(
             np.array([token for token, _ in sampling.logit_bias], dtype=np.int64),
             np.array([value for _, value in sampling.logit_bias], dtype=np.float32),
@@ -81,6 +103,10 @@ class LogitsProcessors:
         if self._edits.pop(row, None) is not None:
             self.wanted[row] = False
             self.penalties.forget(row)
+            self.masks.forget(row)
+            self.custom.forget(row)
+            self._num_reading -= int(self.reads_tokens[row])
+            self.reads_tokens[row] = False
 
     def apply(
         self,
@@ -93,7 +119,7 @@ class LogitsProcessors:
         """Changes logits [S, V] in place. `lengths[i]` is the number of tokens before the sampled one.
 
         Args:
-            tokens: token ids by KV slot, for rows with penalties.
+            tokens: token ids by KV slot, of rows in `reads_tokens`.
             trees: context of the first rows of logits, if these are nodes of draft trees.
         """
         self.penalties.apply(logits, rows, lengths, tokens, trees)
@@ -109,6 +135,16 @@ class LogitsProcessors:
             logits.index_put_(self._indices(places, ids), added, accumulate=True)
         for places, ids, _ in _pieces(banned):
             logits.index_put_(self._indices(places, ids), logits.new_full((), -torch.inf))
+        self.masks.apply(logits, rows)
+        self.custom.apply(logits, rows, lengths, tokens, trees)
+
+    def take_errors(self) -> dict[int, FinishReason] | None:
+        """Why tokens are invalid, by row, since the last call."""
+        if not self.masks.errors and not self.custom.errors:
+            return None
+        errors = self.masks.errors | self.custom.errors
+        self.masks.errors, self.custom.errors = {}, {}
+        return errors
 
     def _indices(self, places: np.ndarray, ids: np.ndarray) -> tuple[Tensor, Tensor]:
         place, token = self._stream.upload(torch.from_numpy(np.stack((places, ids))))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from moe_engine.types import FinishReason
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.logits_passes import Work
@@ -29,6 +30,7 @@ class Drawn:
     tokens: Tensor
     logprobs: list[PendingLogprobs] = field(default_factory=list)
     chances: Tensor | None = None  # [S, J] float32: probabilities of the drafts below each row, if given
+    errors: dict[int, FinishReason] | None = None  # by row of the worker: why tokens are invalid
 
 
 class StepSampling:
@@ -61,6 +63,7 @@ class StepSampling:
             torch.cat([some.tokens for some in drawn]),
             [piece for some in drawn for piece in some.logprobs],
             torch.cat(chances) if chances else None,
+            {row: why for some in drawn for row, why in (some.errors or {}).items()} or None,
         )
 
     def _draw(
@@ -70,18 +73,19 @@ class StepSampling:
         specs, edits = self._rows.logprobs, self._rows.edits
         wanting = [i for i, row in enumerate(sampled.rows.tolist()) if row in specs] if specs else []
         edited = edits.applies_to(sampled.rows)
-        raw = logits
+        raw, errors = logits, None
         if wanting and (edited or len(wanting) < len(logits)):
             raw = self._stream.rows_of(logits, wanting)
         if edited:
             assert self._rows.slot_tokens is not None
             edits.apply(logits, sampled.rows, sampled.lengths, self._rows.slot_tokens, trees)
+            errors = edits.take_errors()
         tokens = self._sampler.sample(logits, sampled)  # [S]
         chances = None if below is None else self._sampler.probabilities(logits, sampled, below)
         if not wanting:
-            return Drawn(tokens, chances=chances)
+            return Drawn(tokens, chances=chances, errors=errors)
         own = [specs[int(sampled.rows[i])] for i in wanting]
         drafts = None if below is None else self._stream.rows_of(below, wanting)
         found = token_logprobs(raw, self._stream.rows_of(tokens, wanting), own, self._stream, drafts)
         places = [first + i for i in wanting]
-        return Drawn(tokens, [PendingLogprobs.start(found, own, self._stream, places)], chances)
+        return Drawn(tokens, [PendingLogprobs.start(found, own, self._stream, places)], chances, errors)

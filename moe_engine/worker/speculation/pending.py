@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moe_engine.kernels.decoder.drafting import VerifiedChains
-from moe_engine.types import PackedLogprobs, StepPlan, StepResult
+from moe_engine.types import FinishReason, PackedLogprobs, StepPlan, StepResult
 from moe_engine.worker.device_stream import HostCopy
 from moe_engine.worker.sampling.logprobs import PendingLogprobs, PendingPrompt
 
@@ -46,6 +46,7 @@ class PendingSpeculation:
     left_out: list[tuple[int, int]] = field(default_factory=list)
     """(index among the plan's sampled rows, row) of requests that had ended: their result is empty."""
     cuda_graph: bool = False
+    errors: dict[int, FinishReason] | None = None
 
     @classmethod
     def empty(cls, number: int, left_out: list[tuple[int, int]]) -> PendingSpeculation:
@@ -77,8 +78,9 @@ class PendingSpeculation:
                 logprobs.insert(place, None)
         prompt_logprobs = {pending.row: pending.take() for pending in self.prompts} or None
         return StepResult(
-            self.number, rows, tokens, logprobs, prompt_logprobs, *self.seconds, cuda_graph=self.cuda_graph
-        )
+            self.number, rows, tokens, logprobs, prompt_logprobs, *self.seconds,
+            cuda_graph=self.cuda_graph, errors=self.errors,
+        )  # fmt: skip
 
     def _logprobs(self, tokens: list[list[int]], paths: list[list[int]]) -> list[PackedLogprobs | None]:
         """Log-probabilities of the new tokens of each request that requested them."""

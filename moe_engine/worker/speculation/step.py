@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_engine.kernels.decoder.drafting import VerifiedChains
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.step_sizes import StepSizes
+from moe_engine.token_masks import DraftTree
 from moe_engine.types import Speculation, SpeculationConfig, StepPlan
 from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.request_rows import RequestRows
@@ -198,6 +199,20 @@ class SpeculativeStep:
             drafts = _spread(self.drafter.propose(task), index, roots)
         return Verification(decodes, starts, drafts.tokens, drafts.parents, depth)
 
+    def report_drafts(self, plan: StepPlan, verification: Verification) -> None:
+        """Reports the draft trees of masked rows to the host; synchronizes with an accelerator."""
+        launched = self._rows.edits.masks.launched
+        if launched is None or not launched.reports_drafts:
+            return
+        tokens = self._stream.read(verification.tokens)
+        parents = None if verification.parents is None else self._stream.read(verification.parents)
+        drafts, masked = {}, set(plan.masked)
+        for i, (row, count) in enumerate(zip(verification.rows.tolist(), verification.counts.tolist())):
+            if row in masked:
+                above = None if parents is None else parents[i, :count].tolist()
+                drafts[row] = DraftTree(tokens[i, :count].tolist(), above)
+        launched.report(drafts)
+
     def _decodes(self, plan: StepPlan) -> Decodes:
         num, same = plan.num_decodes, self._same
         if not num:
@@ -277,8 +292,8 @@ class SpeculativeStep:
     # -- after the target has run
 
     def tree_text(self, batch: StepBatch, verification: Verification) -> TreeText | None:
-        """Context tokens of tree nodes, for penalties; None for chains, whose context is all tokens before a node."""
-        if verification.parents is None or not self._rows.edits.penalties.active:
+        """Context tokens of tree nodes, for logits processors; None for chains: all tokens before a node."""
+        if verification.parents is None or not self._rows.edits.keeps_tokens:
             return None
         decodes, queries = verification.decodes, batch.attention.decode
         assert queries is not None and queries.visible is not None
@@ -406,7 +421,7 @@ class SpeculativeStep:
         target = self._rows.slots_at((base + torch.where(inside, step, 0)).flatten())
         source = self._rows.slots_at((base + torch.where(inside, accepted.path, 0)).flatten())
         self._kv_pool.move(source, target)
-        if self._rows.edits.penalties.active:
+        if self._rows.edits.keeps_tokens:
             assert self._rows.slot_tokens is not None
             self._rows.slot_tokens.move(source, target)
 

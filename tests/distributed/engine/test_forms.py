@@ -16,6 +16,8 @@ from moe_engine.models import sizes
 from tests.distributed.engine.forms import FACTORS, Case, Forms, allowed
 from tests.speculation.pairwise import pairwise_cover
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 PLAIN: dict[str, Any] = {name: values[0] for name, values in FACTORS.items()}
 FEW: dict[str, tuple[Any, ...]] = {
     **{name: (value,) for name, value in PLAIN.items()},

@@ -17,6 +17,8 @@ from moe_engine import Engine
 from tests.distributed.engine.forms import ORDINARY, Answer, Wanted, serve
 from tests.models.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 NUM_TOKENS, EQUAL = 20, 0.02
 """`EQUAL`: nearness of log-probabilities; one eighth bit more or less moves them by about a tenth of that."""
 FORMS: dict[str, dict[str, Any]] = {

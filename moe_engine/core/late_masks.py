@@ -1,0 +1,163 @@
+"""Late masks: allowed tokens that depend on the tokens before, computed by the core while the step's forward runs.
+
+Step N+1 is launched while step N runs. With the result of step N the state of each masked request advances, its masks
+are computed, along its draft tree if it has one, and `StepWorker.sample` completes step N+1. Steps without such
+requests are executed in one call.
+
+Legend: W 32-bit words of a mask.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import numpy as np
+
+from moe_engine.core.executor import StepWorker
+from moe_engine.token_masks import DraftTree, LaunchedStep, StepMasks, words_of
+from moe_engine.types import Request, Status, StepPlan, StepResult
+
+logger = logging.getLogger("moe_engine")
+
+ALL = np.uint32(0xFFFFFFFF)
+
+
+class PositionMasks(Protocol):
+    """The state of one request, which determines the tokens allowed next."""
+
+    def accept(self, token: int) -> None:
+        """The sequence continues with this token, which the last mask allowed."""
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Clears the bits of forbidden tokens in mask [W] uint32, which has all bits set."""
+
+    def rollback(self, count: int) -> None:
+        """Takes back the last `count` accepted tokens."""
+
+
+class MaskState:
+    """A request's `PositionMasks`, and how many of its outputs they have accepted."""
+
+    def __init__(self, masks: PositionMasks, vocab_size: int) -> None:
+        self._masks = masks
+        self._vocab_size = vocab_size
+        self._num_seen = 0
+
+    def tables(self, outputs: list[int], tree: DraftTree | None) -> list[np.ndarray]:
+        """The masks of the next position and of each position behind a draft (nodes of `tree`, the root first)."""
+        for token in outputs[self._num_seen :]:
+            self._masks.accept(token)
+        self._num_seen = len(outputs)
+        nodes = 1 if tree is None else len(tree.tokens)
+        found = [np.full(words_of(self._vocab_size), ALL) for _ in range(nodes)]
+        self._masks.fill(found[0])
+        if tree is not None:
+            self._along(tree, found)
+        return found
+
+    def _along(self, tree: DraftTree, found: list[np.ndarray]) -> None:
+        """Fills the masks behind drafts. Behind a forbidden draft a mask stays full: that draft is never accepted. A
+        mask that raises becomes empty: the request fails if its position is reached."""
+        path = [0]  # nodes whose tokens are accepted, below the root
+        reached = {0}
+        for node in _depth_first(tree):
+            token, parent = tree.tokens[node], tree.parent(node)
+            if parent not in reached or token < 0 or not found[parent][token >> 5] >> np.uint32(token & 31) & 1:
+                continue
+            back = len(path) - 1 - path.index(parent)
+            if back:
+                self._masks.rollback(back)
+                del path[-back:]
+            self._masks.accept(token)
+            path.append(node)
+            try:
+                self._masks.fill(found[node])
+                reached.add(node)
+            except Exception:
+                logger.warning("A mask behind a draft failed", exc_info=True)
+                found[node][:] = 0
+        if len(path) > 1:
+            self._masks.rollback(len(path) - 1)
+
+
+class LateMasks:
+    """The masked requests of one core, and the step launched without its masks.
+
+    Args:
+        fail: ends a request whose masks raised: (rid, message).
+    """
+
+    def __init__(self, worker: StepWorker, vocab_size: int | None, fail: Callable[[str, str], None]) -> None:
+        self._worker = worker
+        self._vocab_size = vocab_size or 0
+        self._fail = fail
+        self.states: dict[Request, MaskState] = {}
+        """By request; ended ones are removed before the next masked step."""
+        self._launched: tuple[StepPlan, LaunchedStep, list[Request]] | None = None
+
+    def add(self, request: Request, masks: PositionMasks) -> None:
+        self.states[request] = MaskState(masks, self._vocab_size)
+
+    def rows_of(self, sampled: list[Request]) -> list[int]:
+        """Rows of a step's sampled requests that need masks (`StepPlan.masked`)."""
+        for request in [some for some in self.states if some.status is Status.FINISHED]:
+            del self.states[request]
+        return [request.row for request in sampled if request in self.states]
+
+    def launch(self, plan: StepPlan, sampled: list[Request]) -> Future[StepResult]:
+        """Launches a step with masked rows."""
+        launched = self._worker.launch(plan)
+        self._launched = plan, launched, [request for request in sampled if request in self.states]
+        return launched.result
+
+    def send(self) -> None:
+        """Samples the launched step; the results of all earlier steps are applied."""
+        assert self._launched is not None
+        (plan, launched, requests), self._launched = self._launched, None
+        drafts: dict[int, DraftTree] = {}
+        if plan.speculation is not None:
+            drafts = launched.drafts.result()
+        counts, tables = [], []
+        for row, request in zip(plan.masked, requests):
+            found = self._tables(request, drafts.get(row), plan)
+            counts.append(len(found))
+            tables += found
+        bits = b"".join(table.astype("<u4", copy=False).tobytes() for table in tables)
+        self._worker.sample(StepMasks(plan.number, plan.masked, counts, bits))
+
+    def abandon(self) -> None:
+        """The launched step, if any, will not be sampled."""
+        if self._launched is not None:
+            self._worker.abandon()
+            self._launched = None
+
+    def _tables(self, request: Request, tree: DraftTree | None, plan: StepPlan) -> list[np.ndarray]:
+        if request.status is not Status.RUNNING or request.to_abort is not None:
+            return []
+        try:
+            found = self.states[request].tables(request.output_ids, tree)
+            bits = np.unpackbits(found[0].view(np.uint8), bitorder="little")[: self._vocab_size]
+            if bits.any():
+                return found
+            message = "no token of the vocabulary is allowed at this position"
+        except Exception as error:
+            logger.exception("Masks of request %s failed", request.rid)
+            message = f"the masks of the request failed: {type(error).__name__}: {error}"
+        self._fail(request.rid, message)
+        return []
+
+
+def _depth_first(tree: DraftTree) -> list[int]:
+    """The nodes below the root, each behind its parent, subtree by subtree."""
+    children: dict[int, list[int]] = {}
+    for node in range(1, len(tree.tokens)):
+        children.setdefault(tree.parent(node), []).append(node)
+    order, waiting = [], [0]
+    while waiting:
+        node = waiting.pop()
+        order.append(node)
+        waiting += reversed(children.get(node, []))
+    return order[1:]

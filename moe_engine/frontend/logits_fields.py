@@ -1,0 +1,66 @@
+"""Sampling fields that need the tokenizer or a flag: bad_words and custom_logit_processor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from moe_engine.custom_logit_processor import pickled_bytes
+from moe_engine.errors import InputError
+from moe_engine.frontend.generate_input import Prompt
+from moe_engine.tokenizer.tokenizer import Tokenizer
+from moe_engine.types import SamplingParams
+
+NOT_ENABLED = (
+    "The server is not configured to enable custom logit processor. Start it with --enable-custom-logit-processor "
+    "to enable this feature."
+)
+
+
+def complete_sampling(prompts: Iterable[Prompt], tokenizer: Tokenizer | None, where: str, *, custom: bool) -> None:
+    """Checks these fields of the prompts' sampling parameters, and adds the token ids of bad_words.
+
+    Args:
+        where: the client's name of the parameters; "" if the fields are at the top level.
+        custom: whether custom logit processors are enabled.
+
+    Raises:
+        InputError: names the field and the fix.
+    """
+    done: dict[int, SamplingParams] = {}  # prompts of a batch may share one object
+    for prompt in prompts:
+        sampling = prompt.sampling
+        if sampling.custom_logit_processor is not None:
+            _check_processor(sampling.custom_logit_processor, enabled=custom)
+        if sampling.bad_words:
+            if id(sampling) not in done:
+                field = f"{where}.bad_words".lstrip(".")
+                done[id(sampling)] = replace(sampling, bad_word_ids=_bad_word_ids(sampling.bad_words, tokenizer, field))
+            prompt.sampling = done[id(sampling)]
+
+
+def _check_processor(text: str, *, enabled: bool) -> None:
+    if not enabled:
+        raise InputError(f"custom_logit_processor: {NOT_ENABLED}", field="custom_logit_processor")
+    try:
+        pickled_bytes(text)
+    except ValueError as error:
+        raise InputError(f"custom_logit_processor: {error}", field="custom_logit_processor") from None
+
+
+def _bad_word_ids(words: tuple[str, ...], tokenizer: Tokenizer | None, field: str) -> tuple[tuple[int, ...], ...]:
+    """Each word as at the beginning of a text, and behind a space if that gives other tokens. vLLM leaves out the second
+    form if its number of tokens differs, so a common word may still appear in the middle of a text."""
+    if tokenizer is None:
+        raise InputError(f"{field}: needs a tokenizer, and this server runs with --skip-tokenizer-init", field=field)
+    bare = [word.lstrip() for word in words]
+    ids = tokenizer.encode_batch([*bare, *(f" {word}" for word in bare)], False)
+    found = []
+    for i, word in enumerate(words):
+        first, spaced = tuple(ids[i]), tuple(ids[len(bare) + i])
+        if not first:
+            raise InputError(f"{field}: {word!r:.40} has no tokens; leave it out", field=field)
+        found.append(first)
+        if spaced[-len(first) :] != first:
+            found.append(spaced)
+    return tuple(found)

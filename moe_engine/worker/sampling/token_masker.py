@@ -1,0 +1,142 @@
+"""Token masks of sampled rows: static ones (allowed_token_ids, bad words of one token), and late ones, which arrive
+after the step was launched (`token_masks`). Applied last of all built-in logits processors.
+
+Legend: S sampled rows, V vocabulary, B bytes of a packed mask, Q masked rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.models.sizes import EDIT_BYTES
+from moe_engine.token_masks import LaunchedStep, words_of
+from moe_engine.types import FinishReason, NewRow, SamplingParams
+from moe_engine.worker.device_stream import DeviceStream
+
+NOTHING_ALLOWED = FinishReason("abort", message="no token of the vocabulary is allowed", status_code=500)
+MASK_BYTES = 12
+"""Scratch memory for one masked logit: its bit as three bytes, and copies of the logit."""
+
+
+@dataclass
+class _LateMasks:
+    """Late masks of one step: positions of each row, of which the first `used` have been applied."""
+
+    tables: np.ndarray  # [P, B] uint8
+    spans: dict[int, tuple[int, int]]  # by row: first position, number of positions
+    used: dict[int, int]
+
+    @classmethod
+    def of(cls, launched: LaunchedStep, num_bytes: int) -> _LateMasks:
+        masks = launched.masks.result()
+        ends = np.cumsum(masks.counts).tolist()
+        spans = {row: (end - count, count) for row, end, count in zip(masks.rows, ends, masks.counts)}
+        return cls(np.frombuffer(masks.bits, dtype=np.uint8).reshape(-1, num_bytes), spans, {})
+
+    def take(self, row: int) -> np.ndarray | None:
+        """The mask of the row's next position; None if the row needs none."""
+        first, count = self.spans[row]
+        if count == 0:
+            return None
+        place = self.used.get(row, 0)
+        if place >= count:
+            raise ValueError(f"row {row} samples more positions than its {count} masks")
+        self.used[row] = place + 1
+        return self.tables[first + place]
+
+
+class TokenMasker:
+    """The masks of all rows. `rows[r]`: whether row r has any."""
+
+    def __init__(self, max_rows: int, vocab_size: int, stream: DeviceStream) -> None:
+        self._vocab_size = vocab_size
+        self._num_bytes = 4 * words_of(vocab_size)
+        self._stream = stream
+        self.rows = np.zeros(max_rows, dtype=bool)
+        self.errors: dict[int, FinishReason] = {}
+        """By row, of this step. Taken by `LogitsProcessors.take_errors`."""
+        self._static: dict[int, np.ndarray] = {}
+        self._late_rows: set[int] = set()
+        self._launched: LaunchedStep | None = None
+        self._late: _LateMasks | None = None
+        self._shifts: Tensor | None = None
+
+    def enter(self, new: NewRow) -> None:
+        static = static_mask(new.sampling, self._vocab_size)
+        if static is not None:
+            self._static[new.row] = static
+        if new.sampling.needs_late_masks:
+            self._late_rows.add(new.row)
+        self.rows[new.row] = True
+
+    def forget(self, row: int) -> None:
+        self.rows[row] = False
+        self._static.pop(row, None)
+        self._late_rows.discard(row)
+
+    def begin(self, launched: LaunchedStep) -> None:
+        """The next step gets its masks from here."""
+        self._launched, self._late = launched, None
+
+    @property
+    def launched(self) -> LaunchedStep | None:
+        """The last step that was launched without its masks."""
+        return self._launched
+
+    def apply(self, logits: Tensor, rows: np.ndarray) -> None:
+        """Masks logits [S, V] in place, in passes over the step's rows in order. Waits for late masks."""
+        places: list[int] = []
+        tables: list[np.ndarray] = []
+        for index in np.flatnonzero(self.rows[rows]).tolist():
+            row = int(rows[index])
+            table = self._static.get(row)
+            if row in self._late_rows:
+                late = self._take_late(row)
+                if late is not None:
+                    table = late if table is None else table & late
+            if table is None:
+                continue
+            if not table.any():  # the request ends, if this position is reached
+                logits[index].fill_(torch.nan)
+                self.errors[row] = NOTHING_ALLOWED
+                continue
+            places.append(index)
+            tables.append(table)
+        at_once = max(1, EDIT_BYTES // (MASK_BYTES * self._vocab_size))
+        for begin in range(0, len(places), at_once):
+            self._mask(logits, places[begin : begin + at_once], np.stack(tables[begin : begin + at_once]))
+
+    def _take_late(self, row: int) -> np.ndarray | None:
+        if self._late is None:
+            if self._launched is None:
+                raise ValueError(f"row {row} needs a mask, but its step was executed without one")
+            self._late = _LateMasks.of(self._launched, self._num_bytes)
+        return self._late.take(row)
+
+    def _mask(self, logits: Tensor, places: list[int], tables: np.ndarray) -> None:
+        """Masks the rows `places` of logits; tables [Q, B] uint8."""
+        if self._shifts is None:
+            self._shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        packed = self._stream.upload(torch.from_numpy(tables))
+        bits = (packed[:, :, None] >> self._shifts).bitwise_and_(1).view(len(places), -1)
+        forbidden = bits[:, : self._vocab_size] == 0
+        if len(places) == len(logits):
+            logits.masked_fill_(forbidden, -torch.inf)
+            return
+        index = self._stream.from_list(places, torch.int64)
+        logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))
+
+
+def static_mask(sampling: SamplingParams, vocab_size: int) -> np.ndarray | None:
+    """The packed mask [B] uint8 of tokens allowed at every position; None: all."""
+    banned = [ids[0] for ids in sampling.bad_word_ids if len(ids) == 1]
+    if not sampling.allowed_token_ids and not banned:
+        return None
+    bits = np.zeros(32 * words_of(vocab_size), dtype=np.uint8)
+    bits[list(sampling.allowed_token_ids) if sampling.allowed_token_ids else slice(vocab_size)] = 1
+    bits[banned] = 0
+    return np.packbits(bits, bitorder="little")

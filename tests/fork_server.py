@@ -1,0 +1,204 @@
+"""Engine processes forked from a server that has imported torch and the engine: 0.1 instead of 2.5 CPU seconds each.
+
+For tests of what an engine computes: ``pytestmark = pytest.mark.usefixtures("forked_processes")``. The fixture replaces
+`start_interpreter` of `moe_engine/processes/child.py`. The forked cores start their ranks in the same way. Tests of
+processes (start, signals, losses, process trees) start interpreters, as the engine does.
+
+A forked process gets the environment, the working directory, the standard input, output and error of the process that
+starts it. A process whose environment differs in a variable that imports read is an interpreter. The server has one
+thread and never computes. Its processes share one seed of string hashes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import pytest
+
+PRELOADED = (
+    "torch.distributed",
+    "moe_engine.cluster.core_main",
+    "moe_engine.cluster.rank_main",
+    "moe_engine.cluster.dp_rank",
+    "moe_engine.executor.sharded_worker",
+    "moe_engine.worker.worker",
+)
+READ_IN_IMPORTS = (
+    "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "LD_", "PYTHON",
+)  # fmt: skip
+"""First letters of variables."""
+SET_BY_SERVER = {"GOMP_SPINCOUNT": "1000", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+"""What cores and ranks set before they import torch."""
+MAX_REQUEST = 128 << 10
+"""Bytes of a request: a module and an environment."""
+
+
+def read_in_imports(environ: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(READ_IN_IMPORTS)} | SET_BY_SERVER
+
+
+class ForkedProcess:
+    """What `ChildProcess` uses of `subprocess.Popen`. The server waits for the process and sends its return code."""
+
+    def __init__(self, address: str, module: str) -> None:
+        read, write = os.pipe()
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.connect(address)
+        socket.send_fds(self._server, [pickle.dumps((module, dict(os.environ), os.getcwd()))], [read, 1, 2])
+        os.close(read)
+        self.stdin = os.fdopen(write, "wb")
+        self.pid: int = self._receive()
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+
+    def _receive(self) -> int:
+        if not (message := self._server.recv(64)):
+            raise RuntimeError("the fork server of the tests died")
+        return int(message)
+
+    def poll(self) -> int | None:
+        return self._poll(0.0)
+
+    def _poll(self, seconds: float | None) -> int | None:
+        waiting = select.poll()
+        if self.returncode is None:
+            waiting.register(self._server, select.POLLIN)
+            waiting.poll(None if seconds is None else seconds * 1000)
+        with self._lock:
+            if self.returncode is None:
+                with contextlib.suppress(BlockingIOError):
+                    self._server.setblocking(False)
+                    self.returncode = self._receive()
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if (code := self._poll(timeout)) is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class Starter:
+    """Replaces `start_interpreter`."""
+
+    def __init__(self, address: str, environ: dict[str, str], start_interpreter: Any) -> None:
+        self._address, self._read, self._start_interpreter = address, read_in_imports(environ), start_interpreter
+
+    def __call__(self, module: str) -> Any:
+        if read_in_imports(dict(os.environ)) != self._read:
+            return self._start_interpreter(module)
+        return ForkedProcess(self._address, module)
+
+
+class ForkServer:
+    """Runs until this process ends: the server's standard input is a pipe from it."""
+
+    def __init__(self) -> None:
+        self.address = f"\0moe-engine-tests-{os.getpid()}-{os.urandom(8).hex()}"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(self.address)
+            listening.listen(64)
+            number = listening.fileno()
+            command = [sys.executable, "-m", "tests.fork_server", self.address[1:], str(number)]
+            environ = os.environ | SET_BY_SERVER
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True, env=environ
+            )
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def forked_processes(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this test start their processes by the fork server."""
+    from moe_engine.processes import child
+
+    monkeypatch.setattr(child, "start_interpreter", Starter(fork_server.address, os.environ, child.start_interpreter))
+
+
+def serve(listening: socket.socket) -> str:
+    """Returns in forked processes, with the module to run. The server exits when its standard input ends."""
+    running: dict[int, tuple[int, socket.socket]] = {}
+    """Process id and connection by the descriptor that becomes readable when the process exits."""
+    while True:
+        ready, _, _ = select.select([0, listening, *running], [], [])
+        if 0 in ready:
+            os._exit(0)
+        for exited in running.keys() & set(ready):
+            pid, connection = running.pop(exited)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            with contextlib.suppress(OSError):  # the process that started it may have exited
+                connection.send(str(code).encode())
+            connection.close()
+            os.close(exited)
+        if listening in ready:
+            connection = listening.accept()[0]
+            message, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST, 3)
+            module, environ, folder = pickle.loads(message)
+            assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the server's other threads"
+            if not (pid := os.fork()):
+                connection.close()
+                listening.close()
+                for exited, (_, other) in running.items():
+                    os.close(exited)
+                    other.close()
+                become(descriptors, environ, folder)
+                return module
+            for number in descriptors:
+                os.close(number)
+            connection.send(str(pid).encode())
+            running[os.pidfd_open(pid)] = pid, connection
+
+
+def become(descriptors: list[int], environ: dict[str, str], folder: str) -> None:
+    """Gives this process what an interpreter started by the other process would have."""
+    os.setsid()
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environ | SET_BY_SERVER)
+
+
+def main() -> NoReturn:
+    from moe_engine.processes import child
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    child.start_interpreter = Starter(f"\0{sys.argv[1]}", dict(os.environ), child.start_interpreter)
+    gc.collect()
+    gc.freeze()
+    module = serve(socket.socket(fileno=int(sys.argv[2])))
+    sys.argv = [module]
+    sys.exit(importlib.import_module(module).main())
+
+
+if __name__ == "__main__":
+    main()
