@@ -43,7 +43,8 @@ class RopeConfig:
 class MLAConfig:
     """Multi-head latent attention. The file's KV heads and head_dim do not apply and are not read.
 
-    `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it).
+    `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it). `index_width`: channels
+    of the index key that is cached beside each token's latent, for sparse attention (0: none).
     """
 
     num_heads: int
@@ -53,6 +54,7 @@ class MLAConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     bias: bool = False
+    index_width: int = 0
 
     kind = "mla"
 
@@ -67,7 +69,10 @@ class MLAConfig:
 
     def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of a token's entries in a layer's cache tensors, in `kv_format`'s layout."""
-        return ((kv_format.latent_width(kv_dtype, self.kv_lora_rank, self.qk_rope_head_dim),),)
+        latent = (kv_format.latent_width(kv_dtype, self.kv_lora_rank, self.qk_rope_head_dim),)
+        if not self.index_width:
+            return (latent,)
+        return latent, (1, kv_format.head_width(kv_dtype, self.index_width))
 
 
 @dataclass(frozen=True)
