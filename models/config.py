@@ -14,6 +14,8 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.attention import kv_format
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -128,15 +130,6 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class QuantConfig:
-    """Block FP8: one scale per `block` of a weight. `scale_format` ``ue8m0``: scales are powers of two."""
-
-    method: str
-    block: tuple[int, int]
-    scale_format: str | None = None
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """A model of any supported family. Created by `load_model_config`; `moe_layers[i]` is True if layer i is MoE."""
 
@@ -156,8 +149,8 @@ class ModelConfig:
     rope: RopeConfig
     moe: MoEConfig | None
     moe_layers: tuple[bool, ...]
-    quant: QuantConfig | None
     checkpoint_dtype: str
+    weight_format: WeightFormat = PLAIN
     mlp_bias: bool = False
     num_nextn_predict_layers: int = 0
     windows: tuple[int | None, ...] = ()
@@ -216,7 +209,7 @@ def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str 
     if asked != "auto":
         raise ConfigError(f"--dtype {asked}: use auto, half, float16, bfloat16, float or float32")
     stored = config.checkpoint_dtype
-    if config.quant is not None or stored not in ("float16", "float32"):
+    if config.weight_format.name or stored not in ("float16", "float32"):
         return "bfloat16"
     if stored == "float32" and device_kind == "cpu":
         return "float32"
