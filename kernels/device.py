@@ -42,7 +42,7 @@ class Need:
     """Requirements of the model and the launch on a backend: the activation dtype's name and the kinds of work.
 
     `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant, bit
-    for bit. `moe`: the model has MoE layers.
+    for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers.
     """
 
     dtype: str
@@ -52,6 +52,7 @@ class Need:
     widths: HeadWidths | None = None
     deterministic: bool = False
     moe: bool = True
+    windows: bool = False
 
 
 @lru_cache

@@ -27,6 +27,7 @@ class Row:
         pages: page sizes of the KV cache that its fastest kernels need; () for any.
         lacks_expanded: it has no kernels for the expanded form of MLA: its constructor takes `expanded`, the most
             preferred other row.
+        windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
     """
 
     name: str
@@ -39,6 +40,7 @@ class Row:
     prefers: Callable[[Device, Need], int] | None = None
     pages: tuple[int, ...] = ()
     lacks_expanded: bool = False
+    windows: bool = False
 
     def score(self, device: Device, need: Need) -> int:
         """Preference on this device for this model; the highest runs."""
@@ -90,7 +92,7 @@ def select(
         ValueError: with the reason, if the requested row is unknown or cannot run here.
     """
     failed = failed or {}
-    refusals = {row.name: failed.get(row.name) or row.why_not(device, need) for row in rows}
+    refusals = {row.name: failed.get(row.name) or _refusal(family, row, device, need) for row in rows}
     able = [row for row in rows if refusals[row.name] is None]
     if asked != "auto":
         if asked not in refusals:
@@ -117,6 +119,12 @@ def select(
     if best.lacks_expanded:
         options["expanded"] = _expanded(family, [row for row in rows if row is not best], device, need)
     return Choice(family, best, reason, others, options)
+
+
+def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
+    if family == "attention" and need.windows and not row.windows:
+        return "no sliding windows"
+    return row.why_not(device, need)
 
 
 def _expanded(family: str, rows: list[Row], device: Device, need: Need) -> Choice:

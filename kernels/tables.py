@@ -58,12 +58,19 @@ def _uncaptured_torch(device: Device, need: Need) -> str | None:
 
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
-    torch_uncaptured: WhyNot | None = None,
+    torch_uncaptured: WhyNot | None = None, windows: bool = False,
 ) -> list[Row]:  # fmt: skip
     package = f"moe_engine.kernels.{family}"
     return [
-        Row("torch", f"{package}.reference:{torch_class}", 0, torch_why_not, why_not_captured=torch_uncaptured),
-        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not),
+        Row(
+            "torch",
+            f"{package}.reference:{torch_class}",
+            0,
+            torch_why_not,
+            why_not_captured=torch_uncaptured,
+            windows=windows,
+        ),
+        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, windows=windows),
     ]
 
 
@@ -71,7 +78,7 @@ OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear")
 EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch)
 MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch)
-GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch)
+GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 
@@ -120,6 +127,7 @@ GQA.append(
         _FIXED,
         workspaces.triton,
         _uncaptured_triton,
+        windows=True,
     )
 )
 
@@ -143,9 +151,9 @@ MLA += [
 GQA += [
     Row(
         "flashinfer", f"{_ATTENTION}.vendors.flashinfer_gqa:FlashInferGQA", 40, vendors.flashinfer_gqa,
-        workspace=workspaces.flashinfer_gqa,
+        workspace=workspaces.flashinfer_gqa, windows=True,
     ),
-    Row("fa3", f"{_ATTENTION}.vendors.fa3:FA3GQA", 35, vendors.fa3_gqa, workspace=workspaces.fa3),
+    Row("fa3", f"{_ATTENTION}.vendors.fa3:FA3GQA", 35, vendors.fa3_gqa, workspace=workspaces.fa3, windows=True),
 ]  # fmt: skip
 SAMPLING.append(
     Row("flashinfer", "moe_engine.kernels.sampling.flashinfer:FlashInferSampling", 15, vendors.flashinfer_sampling)

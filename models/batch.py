@@ -20,10 +20,10 @@ from moe_engine.parallel.step_sizes import StepSizes
 class ForwardBatch:
     """One step, read-only. Tokens of `attention.decode` come first, then those of `attention.prefill`.
 
-    `kv[layer]` is the cache of a layer: one tensor [num_slots, C+P] for MLA, a pair [num_slots, G, Dh] (keys, values)
-    for GQA; with FP8 the last dimension is a row of `attention.kv_format`. `attention_plan` is the result of the
-    attention backend's `plan` for this step. `sizes` are all ranks' token counts in this step; needed with DP
-    attention, also by a rank without tokens.
+    `kv[layer]` is the cache of a layer: one tensor [num_slots, C+P] for MLA (with index keys a pair, the second
+    [num_slots, 1, I]), a pair [num_slots, G, Dh] (keys, values) for GQA; with FP8 the last dimension is a row of
+    `attention.kv_format`. `attention_plan` is the result of the attention backend's `plan` for this step. `sizes` are
+    all ranks' token counts in this step; needed with DP attention, also by a rank without tokens.
     """
 
     input_ids: Tensor  # [T] int64

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from moe_engine.errors import ConfigError
@@ -44,7 +45,8 @@ class RopeConfig:
 class MLAConfig:
     """Multi-head latent attention. The file's KV heads and head_dim do not apply and are not read.
 
-    `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it).
+    `bias`: q_a, kv_a and o have one (transformers' attention_bias; no released model uses it). `index_width`: channels
+    of the index key that is cached beside each token's latent, for sparse attention (0: none).
     """
 
     num_heads: int
@@ -54,6 +56,7 @@ class MLAConfig:
     qk_rope_head_dim: int
     v_head_dim: int
     bias: bool = False
+    index_width: int = 0
 
     kind = "mla"
 
@@ -68,7 +71,10 @@ class MLAConfig:
 
     def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of a token's entries in a layer's cache tensors, in `kv_format`'s layout."""
-        return ((kv_format.latent_width(kv_dtype, self.kv_lora_rank, self.qk_rope_head_dim),),)
+        latent = (kv_format.latent_width(kv_dtype, self.kv_lora_rank, self.qk_rope_head_dim),)
+        if not self.index_width:
+            return (latent,)
+        return latent, (1, kv_format.head_width(kv_dtype, self.index_width))
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,15 @@ class GQAConfig:
     def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of a token's entries in a layer's cache tensors, in `kv_format`'s layout."""
         return ((self.num_kv_heads, kv_format.head_width(kv_dtype, self.head_dim)),) * 2
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers whose KV cache is used in the same way. `window`: positions that a query token of them sees, its own
+    included (None: all)."""
+
+    layers: tuple[int, ...]
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -138,20 +153,29 @@ class ModelConfig:
     weight_format: WeightFormat = PLAIN
     mlp_bias: bool = False
     num_nextn_predict_layers: int = 0
-    sliding_window: int | None = None
+    windows: tuple[int | None, ...] = ()
+    """Sliding window of each layer, see `CacheGroup.window`; (): no layer has one."""
     file_layers: int | None = None
     """Number of layers in config.json, if overridden (--json-model-override-args)."""
     raw: Mapping[str, Any] | None = None
 
     @property
     def context_length(self) -> int:
-        """Max sequence length: max_position_embeddings, or the sliding window if shorter.
-
-        Within its window, sliding attention is full attention; beyond it this engine's results would differ.
-        """
-        if self.sliding_window is not None:
-            return min(self.max_position_embeddings, self.sliding_window)
+        """Max sequence length."""
         return self.max_position_embeddings
+
+    @cached_property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """The model's layers by the kind of their KV cache; layers that see all positions come first."""
+        if not self.windows:
+            return (CacheGroup(tuple(range(self.num_layers))),)
+        kinds = sorted(set(self.windows), key=lambda window: (window is not None, window or 0))
+        return tuple(CacheGroup(tuple(i for i, own in enumerate(self.windows) if own == kind), kind) for kind in kinds)
+
+    def within(self, context_len: int) -> ModelConfig:
+        """The model for requests of at most `context_len` tokens: windows that they cannot exceed are left out."""
+        windows = tuple(None if own is None or own >= context_len else own for own in self.windows)
+        return self if windows == self.windows else replace(self, windows=windows if any(windows) else ())
 
     @property
     def stored_layers(self) -> int:

@@ -159,6 +159,7 @@ def _parse_gqa(
         rope=parse_rope(fields, rotary, interleaved=False, scales_softmax=False),
         moe=moe,
         moe_layers=moe_layers or (False,) * fields.integer("num_hidden_layers"),
+        windows=_windows(fields, model_type),
     )
 
 
@@ -186,14 +187,32 @@ def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> Model
         checkpoint_dtype=dtype.removeprefix("torch."),
         mlp_bias=fields.flag("mlp_bias"),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
-        sliding_window=_sliding_window(fields),
         raw=fields.raw,
         **parts,
     )
 
 
-def _sliding_window(fields: Fields) -> int | None:
-    """The window in use, or None. Qwen's `use_sliding_window: false` disables its window."""
-    if not fields.flag("use_sliding_window", True):
-        return None
-    return fields.integer("sliding_window", None)
+_WINDOW_BY_DEFAULT = ("mistral", "mixtral")
+_FULL_BEFORE = ("qwen2", "qwen3")
+"""Families whose `sliding_window` applies from layer `max_window_layers` on; in others it applies to all layers."""
+_DEFAULT_FULL_LAYERS = 28
+
+
+def _windows(fields: Fields, model_type: str) -> tuple[int | None, ...]:
+    """The sliding window of each layer, as transformers reads the file; () if no layer has one."""
+    by_default = model_type in _WINDOW_BY_DEFAULT
+    if model_type == "llama" or not fields.flag("use_sliding_window", by_default):
+        return ()
+    window = fields.integer("sliding_window", None)
+    if window is None:
+        return ()
+    layers = fields.integer("num_hidden_layers")
+    kinds = fields.raw.get("layer_types")
+    if kinds is None:
+        full = fields.integer("max_window_layers", _DEFAULT_FULL_LAYERS, minimum=0) if model_type in _FULL_BEFORE else 0
+        kinds = ["full_attention"] * min(full, layers) + ["sliding_attention"] * (layers - min(full, layers))
+    known = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in known for kind in kinds):
+        fields.fail("layer_types", f"needs {layers} of {', '.join(known)}, not {kinds!r}")
+    windows = tuple(known[kind] for kind in kinds[:layers])
+    return windows if any(windows) else ()

@@ -10,7 +10,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.decoder_layer import FeedForward
-from moe_engine.models.layers.gqa import GQAttention, query_groups
+from moe_engine.models.layers.gqa import GQAttention, group_inputs
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import ExpertNames, MoE
 from moe_engine.models.weights import WeightSource
@@ -34,7 +34,7 @@ class DenseModel(Decoder):
         return GQAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary)
 
     def attention_args(self, batch: ForwardBatch) -> tuple[Any, ...]:
-        return batch, query_groups(batch)
+        return batch, group_inputs(batch, self.config.cache_groups, self.backends.attention)  # type: ignore[arg-type]
 
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
         config, layer = self.config, f"model.layers.{layer_index}"

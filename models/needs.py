@@ -22,5 +22,12 @@ def need_of_model(
 ) -> Need:
     """Requirements of a model (its local part, on many ranks) and a launch."""
     return Need(
-        dtype, kv_dtype, model.attention.kind, page_size, head_widths(model), deterministic, moe=model.moe is not None
+        dtype,
+        kv_dtype,
+        model.attention.kind,
+        page_size,
+        head_widths(model),
+        deterministic,
+        moe=model.moe is not None,
+        windows=bool(model.windows),
     )

@@ -95,7 +95,7 @@ class CpuMLA(_Backend):
 
 
 class CpuGQA(_Backend):
-    capabilities = AttentionCapabilities()
+    capabilities = AttentionCapabilities(windows=True)
 
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any

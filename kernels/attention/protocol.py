@@ -53,7 +53,8 @@ class ContextChunks:
 
 @dataclass(frozen=True)
 class AttentionCapabilities:
-    """The optional parts of an attention backend; None: not supported. All but the first are of MLA."""
+    """The optional parts of an attention backend; None: not supported. All but the first and `windows` are of
+    MLA."""
 
     plan_in_place: InPlacePlanner | None = None
     """Decode launches that depend only on memory at fixed addresses (CUDA-graph capturable): `plan`'s result for
@@ -68,6 +69,9 @@ class AttentionCapabilities:
     expanded_shared: Callable[[Tensor, Tensor, Tensor, PagedQueries, float, Any], Tensor] | None = None
     """Shared prefixes, expanded once: `MLABackend.expanded` over kv [U, H, N+V] and k_rope [U, P], with
     `queries.slot_table` naming rows of these."""
+
+    windows: bool = False
+    """`paged` supports `PagedQueries.window`. The row in `kernels.tables` has the same field."""
 
     decoder: DecoderCalls | None = None
     """Whole layers, decoders and draft chains in one call."""

@@ -4,13 +4,13 @@ Legend: T query tokens, R requests.
 
 A slot is one token's position in the KV pool. `slot_table[row, position]` names it; a page is `page_size` neighbouring
 slots. Query tokens of a request are its last `query_lens[i]` positions; attention is causal unless
-`PagedQueries.visible` defines a draft tree.
+`PagedQueries.visible` defines a draft tree, and limited to the last positions by `PagedQueries.window`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -49,9 +49,15 @@ class PagedQueries:
     shared: Sequence[SharedRun] = ()
     """Shared prefixes: requests whose contexts begin in the same slots. Requests not listed share no useful prefix."""
 
+    window: int | None = None
+    """Sliding window: a query token sees its last `window` positions, its own included; positions before them are
+    never read. None: all positions."""
+
     def __post_init__(self) -> None:
         if self.visible is None:
             return
+        if self.window is not None:
+            raise ValueError("a sliding window needs causal queries: a draft tree (visible) has no window")
         if max(self.query_lens, default=0) > MAX_TREE_TOKENS:
             raise ValueError(f"visible has a bit for {MAX_TREE_TOKENS} query tokens, a request has {self.query_lens}")
         if self.visible.dtype != torch.int64 or self.visible.shape != (self.num_tokens,):
@@ -63,6 +69,19 @@ class PagedQueries:
         """Raises ValueError if these queries are a draft tree, which this `form` of attention does not support."""
         if self.visible is not None:
             raise ValueError(f"{form} attention is causal: a draft tree (visible) needs absorbed or paged attention")
+
+    @property
+    def first_seen(self) -> list[int]:
+        """The first position that each request's query tokens see."""
+        if self.window is None:
+            return [0] * len(self.query_lens)
+        before = self.window - 1
+        return [max(0, kv - count - before) for kv, count in zip(self.context_lens, self.query_lens)]
+
+    def refuse_window(self, form: str) -> None:
+        """Raises ValueError if these queries have a sliding window, which this `form` of attention does not support."""
+        if self.window is not None:
+            raise ValueError(f"{form} attention has no sliding window")
 
     @property
     def num_requests(self) -> int:
@@ -87,3 +106,13 @@ class AttentionBatch:
 
     decode: PagedQueries | None
     prefill: PagedQueries | None
+
+    @property
+    def window(self) -> int | None:
+        """Sliding window of the queries."""
+        queries = self.decode if self.decode is not None else self.prefill
+        return None if queries is None else queries.window
+
+    def with_window(self, window: int | None) -> AttentionBatch:
+        decode, prefill = (None if q is None else replace(q, window=window) for q in (self.decode, self.prefill))
+        return AttentionBatch(decode, prefill)

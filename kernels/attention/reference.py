@@ -81,7 +81,7 @@ class TorchGQA:
     """`GQABackend` for any device and shape."""
 
     name = "torch"
-    capabilities = AttentionCapabilities()
+    capabilities = AttentionCapabilities(windows=True)
 
     def plan(self, batch: AttentionBatch) -> Any:
         return None
@@ -92,7 +92,7 @@ class TorchGQA:
         out = torch.empty_like(q)
         for tokens, slots, visible in _requests(queries):
             keys, values = (head_records.unpack(c.index_select(0, slots), q.shape[-1]) for c in (k_cache, v_cache))
-            _attend(q[tokens], keys, values, scale, out[tokens], visible)  # keys, values [s, G, Dh]
+            _attend(q[tokens], keys, values, scale, out[tokens], visible, window=queries.window)  # [s, G, Dh]
         return out
 
 
@@ -116,31 +116,35 @@ def _expanded(
 
 
 def _requests(queries: PagedQueries) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-    """Per request: its query tokens, the slots of its context, its slice of `visible`."""
+    """Per request: its query tokens, the slots of the context that they see, its slice of `visible`."""
     start = 0
     rows = queries.rows.tolist()
-    for row, query_len, context_len in zip(rows, queries.query_lens, queries.context_lens):
+    for row, query_len, context_len, first in zip(rows, queries.query_lens, queries.context_lens, queries.first_seen):
         tokens = slice(start, start + query_len)
         visible = None if queries.visible is None else queries.visible[tokens]
-        yield tokens, queries.slot_table[row, :context_len], visible
+        yield tokens, queries.slot_table[row, first:context_len], visible
         start += query_len
 
 
-def _hidden(queries: range, num_before: int, num_keys: int, visible: Tensor | None, device: torch.device) -> Tensor:
+def _hidden(
+    queries: range, num_before: int, num_keys: int, visible: Tensor | None, window: int | None, device: torch.device
+) -> Tensor:
     """[t, s] mask: keys that the t `queries` of a request must not see; the first `num_before` keys are no queries."""
     key = torch.arange(num_keys, device=device).sub_(num_before)  # the query token that a key belongs to, or < 0
     if visible is None:
-        return key > torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
+        own = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
+        return key > own if window is None else (key > own) | (key <= own - window)
     seen = visible[queries.start : queries.stop].unsqueeze(1) >> key.clamp(min=0) & 1
     return (key >= 0) & (seen == 0)
 
 
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, visible: Tensor | None = None,
-    lse: Tensor | None = None, num_before: int | None = None,
+    lse: Tensor | None = None, num_before: int | None = None, window: int | None = None,
 ) -> None:  # fmt: skip
     """q [t, H, W] against keys [s, G, W] and values [s, G, V] (float32) into out [t, H, V] and lse [t, H]. Causal with
-    `num_before` keys (default: s - t) before the first query token's own key, or masked by `visible` [t]."""
+    `num_before` keys (default: s - t) before the first query token's own key, or masked by `visible` [t]; each sees its
+    last `window` keys."""
     num_queries, num_heads, width = q.shape
     num_keys, num_groups = keys.shape[:2]
     per_group = num_heads // num_groups
@@ -154,7 +158,7 @@ def _attend(
         rows = q[start:stop].float().view(size, num_groups, per_group, width).transpose(0, 1)  # [G, t, H/G, W]
         scores = torch.bmm(rows.reshape(num_groups, size * per_group, width), keys).mul_(scale)
         if num_before + 1 < num_keys:  # otherwise the first query token sees all keys
-            hidden = _hidden(range(start, stop), num_before, num_keys, visible, q.device)  # [t, s]
+            hidden = _hidden(range(start, stop), num_before, num_keys, visible, window, q.device)  # [t, s]
             scores.view(num_groups, size, per_group, num_keys).masked_fill_(hidden.unsqueeze(1), float("-inf"))
         if lse is not None:
             sums = scores.logsumexp(-1).view(num_groups, size, per_group)

@@ -108,6 +108,7 @@ def schedule(
     device: torch.device,
     *,
     tree: bool = False,
+    window: int | None = None,
     buffers: ScheduleBuffers | None = None,
 ) -> Schedule:
     """The schedule of some requests, on the device; one upload.
@@ -115,8 +116,9 @@ def schedule(
     Args:
         context_lens: including the query tokens.
         tree: query tokens may see later query tokens of their request, so every block reads the whole context.
+        window: positions that a query token sees; None: all.
     """
-    segments, merges, num_partials = cut(query_lens, context_lens, rows_per_token, split, tree)
+    segments, merges, num_partials = cut(query_lens, context_lens, rows_per_token, split, tree, window)
     if buffers is not None:
         return buffers.fill(segments, merges, num_partials, split.block_m)
     records = upload(np.concatenate((segments, merges)), device)
@@ -124,9 +126,14 @@ def schedule(
 
 
 def cut(
-    query_lens: Sequence[int], context_lens: Sequence[int], rows_per_token: int, split: Split, tree: bool = False
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """(segments, merges, number of partial results), as in `Schedule`, on the host."""
+    query_lens: Sequence[int], context_lens: Sequence[int], rows_per_token: int, split: Split, tree: bool = False,
+    window: int | None = None,
+) -> tuple[np.ndarray, np.ndarray, int]:  # fmt: skip
+    """(segments, merges, number of partial results), as in `Schedule`, on the host.
+
+    With a window, tiles that a band does not see are left out; with `fixed_tiles` in whole segments, so that the places
+    of the other cuts stay.
+    """
     queries = np.asarray(query_lens, dtype=np.int64)
     contexts = np.asarray(context_lens, dtype=np.int64)
     first_token = np.cumsum(queries) - queries
@@ -140,7 +147,13 @@ def cut(
     last_row = np.minimum((first_block + lanes) * split.block_m, rows[request]) - 1
     unseen = 0 if tree else queries[request] - 1 - last_row // rows_per_token
     end = contexts[request] - unseen  # context tokens that the band reads
-    tiles = -(-end // split.block_n)
+    skipped = np.zeros_like(end)  # tiles before the window of the band's first row
+    if window is not None:
+        first_row = first_block * split.block_m // rows_per_token
+        seen = np.maximum(0, (contexts - queries)[request] + first_row - (window - 1))
+        unit = split.fixed_tiles or 1
+        skipped = seen // (split.block_n * unit) * unit
+    tiles = -(-end // split.block_n) - skipped
 
     band, begin, stop = _cut_bands(tiles, split, lanes)
     order = np.argsort(begin - stop, kind="stable")
@@ -162,8 +175,8 @@ def cut(
             rows[request[of]] - row,
             row,
             (contexts - queries + 1)[request[of]],
-            begin[at] * split.block_n,
-            np.minimum(stop[at] * split.block_n, end[of]),
+            (begin[at] + skipped[of]) * split.block_n,
+            np.minimum((stop[at] + skipped[of]) * split.block_n, end[of]),
             partial,
         ),
         1,

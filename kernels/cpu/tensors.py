@@ -94,6 +94,7 @@ class _Queries(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         ("slots_row", ctypes.c_int64),
         ("visible", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
     ]
 
 
@@ -116,7 +117,7 @@ def pointer(queries: PagedQueries) -> QueriesPointer:
     visible = None if queries.visible is None else queries.visible.contiguous()
     struct = _Queries(
         queries.num_requests, *(p.data_ptr() for p in parts), table.data_ptr(), table.stride(0),
-        None if visible is None else visible.data_ptr(),
+        None if visible is None else visible.data_ptr(), queries.window or 0,
     )  # fmt: skip
     return QueriesPointer(ctypes.addressof(struct), (struct, table, visible, *parts))
 

@@ -5,6 +5,10 @@ Legend: T tokens, D hidden, H query heads, G KV heads, Dh head width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +18,7 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.config import CacheGroup, GQAConfig, ModelConfig
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.sharding import local_attention
@@ -22,7 +26,18 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.share import Share, heads_share
 
-Groups = list[tuple[slice, PagedQueries]]
+
+@dataclass(frozen=True, slots=True)
+class GroupInputs:
+    """What the layers of one cache group read in a step: the non-empty groups of queries with their tokens, and their
+    plan."""
+
+    queries: list[tuple[slice, PagedQueries]]
+    plan: Any
+
+
+Groups = Sequence[GroupInputs]
+"""By cache group, see `ModelConfig.cache_groups`."""
 
 
 class GQAttention:
@@ -47,6 +62,8 @@ class GQAttention:
         self._gqa, self._layer_index, self._rotary = gqa, layer_index, rotary
         self._ops = backends.ops
         self._backend: GQABackend = backends.attention  # type: ignore[assignment]
+        self._group = next(i for i, group in enumerate(config.cache_groups) if layer_index in group.layers)
+        self._all_groups = config.cache_groups
         self._scale = gqa.head_dim**-0.5 * config.rope.softmax_factor
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
         query, key = whole.num_heads * gqa.head_dim, whole.num_kv_heads * gqa.head_dim
@@ -72,8 +89,8 @@ class GQAttention:
     def forward(self, hidden: Activation, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
         k_cache, v_cache = cache = self.cache_of(batch)
         q = self.before(hidden, batch.positions, batch.slots, cache)
-        groups = query_groups(batch) if groups is None else groups
-        return self.after(self._attend(q, k_cache, v_cache, batch, groups))
+        groups = group_inputs(batch, self._all_groups, self._backend) if groups is None else groups
+        return self.after(self._attend(q, k_cache, v_cache, groups))
 
     # -- the layer split around attention; `before` and `after` take tensors only
 
@@ -90,7 +107,7 @@ class GQAttention:
     def attend(self, query: Tensor, batch: ForwardBatch, groups: Groups) -> Tensor:
         """[T, H, Dh] -> [T, H, Dh]."""
         k_cache, v_cache = self.cache_of(batch)
-        return self._attend(query, k_cache, v_cache, batch, groups)
+        return self._attend(query, k_cache, v_cache, groups)
 
     def after(self, mixed: Tensor) -> Tensor:
         """[T, H, Dh] -> [T, D]."""
@@ -112,24 +129,34 @@ class GQAttention:
         self._ops.rotate_leading(k, positions, self._rotary)
         return q, k, v
 
-    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: ForwardBatch, groups: Groups) -> Tensor:
+    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, groups: Groups) -> Tensor:
         """q [T, H, Dh] -> [T, H, Dh], the decode group, then the prefill group."""
-        paged, plan = self._backend.paged, batch.attention_plan
-        if len(groups) == 1:
-            return paged(q, k_cache, v_cache, groups[0][1], self._scale, plan)
+        inputs, paged = groups[self._group], self._backend.paged
+        plan = inputs.plan
+        if len(inputs.queries) == 1:
+            return paged(q, k_cache, v_cache, inputs.queries[0][1], self._scale, plan)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for tokens, queries in groups:
+        for tokens, queries in inputs.queries:
             out[tokens] = paged(q[tokens], k_cache, v_cache, queries, self._scale, plan)
         return out
 
 
-def query_groups(batch: ForwardBatch) -> Groups:
-    """The non-empty groups of a step, and their tokens; host work once per step, the same for every layer."""
-    groups: Groups = []
+def group_inputs(batch: ForwardBatch, groups: Sequence[CacheGroup], backend: GQABackend) -> Groups:
+    """Inputs of all layers; host work once per step. A group with another window than the batch's queries is planned
+    here."""
+    return [_inputs(batch, group, backend) for group in groups]
+
+
+def _inputs(batch: ForwardBatch, group: CacheGroup, backend: GQABackend) -> GroupInputs:
+    attention, plan = batch.attention, batch.attention_plan
+    if group.window != attention.window:
+        attention = attention.with_window(group.window)
+        plan = backend.plan(attention)
+    inputs = GroupInputs([], plan)
     start = 0
-    for queries in (batch.attention.decode, batch.attention.prefill):
+    for queries in (attention.decode, attention.prefill):
         if queries is not None and queries.num_tokens:
             stop = start + queries.num_tokens
-            groups.append((slice(start, stop), queries))
+            inputs.queries.append((slice(start, stop), queries))
             start = stop
-    return groups
+    return inputs

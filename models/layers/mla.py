@@ -80,7 +80,7 @@ class MLAAttention:
 
     def _fuse(self) -> FusedMLA | None:
         decoder = self._capabilities.decoder
-        if decoder is None:
+        if decoder is None or self._mla.index_width:
             return None
         return decoder.fuse_mla(
             MLALayer(
@@ -137,7 +137,7 @@ class MLAAttention:
         return mla_chunks.cut(batch.attention, self._backend, batch.attention_plan, *self._limits, self._capabilities)
 
     def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
-        mla, cache = self._mla, batch.kv[self._layer_index]
+        mla, cache = self._mla, self.cache_of(batch)
         chunks = self.chunks(batch) if chunks is None else chunks
         fused, absorbed = self.fused, len(chunks) == 1 and chunks[0].absorbed
         if fused is not None and absorbed and len(hidden) <= MAX_TOKENS:
@@ -154,7 +154,7 @@ class MLAAttention:
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
         """Writes the cache rows of `forward` without computing its result."""
         kv_a = self._kv_a(hidden)[:, -self._mla.cache_width :]
-        norm, cache = self._kv_norm, batch.kv[self._layer_index]
+        norm, cache = self._kv_norm, self.cache_of(batch)
         self._ops.write_latent(kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache)
 
     # -- a step of one absorbed chunk, split around attention; `before` and `after` take tensors only
@@ -164,13 +164,23 @@ class MLAAttention:
         return self._absorb(self._enter(hidden, positions, slots, cache))
 
     def cache_of(self, batch: ForwardBatch) -> Tensor:
-        """This layer's cache, [num_slots, C+R]."""
-        return batch.kv[self._layer_index]
+        """This layer's latent cache, [num_slots, C+R]."""
+        cache = batch.kv[self._layer_index]
+        return cache[0] if self._mla.index_width else cache
+
+    def index_keys(self, batch: ForwardBatch) -> Tensor:
+        """This layer's index keys, [num_slots, 1, I] or FP8 rows (`kv_format`); only with an `index_width`."""
+        return batch.kv[self._layer_index][1]
+
+    def write_index_keys(self, keys: Tensor, batch: ForwardBatch) -> None:
+        """Writes the index keys [T, I] of the step's tokens."""
+        rows, cache = keys.unsqueeze(1), self.index_keys(batch)
+        self._ops.write_kv(rows, rows, batch.slots, cache, cache)
 
     def attend(self, query: Tensor, batch: ForwardBatch, chunks: list[AttentionChunk]) -> Tensor:
         """[T, H, C+R] -> [T, H, C]."""
         (chunk,) = chunks
-        cache, width = batch.kv[self._layer_index], self._mla.kv_lora_rank
+        cache, width = self.cache_of(batch), self._mla.kv_lora_rank
         return self._backend.absorbed(query, cache, chunk.queries, self._scale, chunk.plan, width)
 
     def after(self, mixed: Tensor) -> Tensor:

@@ -184,13 +184,13 @@ def resolve(
     dtype = _dtype(args, model, machine, record)
     kv_dtype = _kv_dtype(args, dtype, record)
     _check_quantization(args, model, record)
-    context_len = _context_len(args, model, record)
+    model = model.within(context_len := _context_len(args, model, record))
     speculation, drafts = _drafts(args, model, draft, context_len, parallel, record)
     own_part = _own_part(machine, parallel)
     asked = asked_backends(args) | compiled_rows(args, model, parallel, device, record)
     kernels = resolve_kernels(
         args, asked, own_part, local_heads(model, parallel.topology.attn_tp_size), drafts, dtype, kv_dtype,
-        why_not_captured(args, own_part, parallel, experts), record,
+        why_not_captured(args, own_part, parallel, experts, model), record,
     )  # fmt: skip
     limits = resolve_limits(
         args, model, own_part, parallel, speculation, context_len, kernels.page_size, DTYPE_BYTES[dtype], record
@@ -250,7 +250,7 @@ def _drafts(
     _check_shared_drafts(args, speculation, model, parallel)
     if draft is None or speculation is None or speculation.draft_model_path is None:
         return speculation, None
-    return speculation, draft.config
+    return speculation, draft.config.within(context_len)
 
 
 def _check_shared_drafts(

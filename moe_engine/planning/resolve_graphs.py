@@ -112,7 +112,9 @@ def _most(limits: StepLimits, counts: tuple[int, ...], running: int) -> tuple[in
     return running, f"as at most {running} requests run"
 
 
-def why_not_captured(args: EngineArgs, machine: Machine, parallel: ParallelPlan, experts: ExpertSettings) -> str | None:
+def why_not_captured(
+    args: EngineArgs, machine: Machine, parallel: ParallelPlan, experts: ExpertSettings, model: ModelConfig
+) -> str | None:
     """Why decodes are not captured whatever their kernels are, or None."""
     if args.graphs.disable_cuda_graph or args.graphs.cuda_graph_backend_decode == "disabled":
         return ASKED
@@ -126,6 +128,8 @@ def why_not_captured(args: EngineArgs, machine: Machine, parallel: ParallelPlan,
         return "--enable-eplb records the experts of every step and moves experts between steps"
     if experts.recorder_mode is not None and parallel.topology.tp_size > 1:
         return "recorded experts of several ranks: all ranks must leave the graphs in the same step"
+    if len(model.cache_groups) > 1:
+        return "layers with different attention windows: a graph has the plan of one"
     return None
 
 

@@ -64,6 +64,10 @@ def resolve_speculation(
             f"--speculative-eagle-topk {tree.topk} with --enable-deterministic-inference: prompt chunks in one batch "
             "with draft trees use another form of attention; use --speculative-eagle-topk 1, or drop the other flag"
         )
+    if tree.topk > 1:
+        _refuse_windows(
+            tree.topk, *(config.within(context_len) for config in (model, draft and draft.config) if config)
+        )
     if draft is not None:
         record.note("speculative_draft_model_path", draft.path, "the local folder")
     return SpeculationConfig(
@@ -165,6 +169,16 @@ def _check_standalone(model: ModelConfig, draft: DraftModel, context_len: int) -
             f"and requests may have {context_len}; use --context-length {draft.config.context_length}, or another "
             "draft model"
         )
+
+
+def _refuse_windows(topk: int, *models: ModelConfig) -> None:
+    for model in models:
+        if model.windows:
+            window = min(own for own in model.windows if own is not None)
+            raise ConfigError(
+                f"--speculative-eagle-topk {topk} with {model.source}: draft trees need layers without a sliding "
+                f"window; use --speculative-eagle-topk 1, or --context-length {window}"
+            )
 
 
 # -- numeric flags

@@ -87,6 +87,9 @@ class ModelRunner:
 
     `speculation` is set after construction, as it shares parts with the runner; without it no plan may speculate.
     `graphs` is set after CUDA graphs are captured; without it every step runs kernel by kernel.
+
+    Args:
+        window: sliding window of the model's first cache group.
     """
 
     def __init__(
@@ -101,13 +104,15 @@ class ModelRunner:
         sampling: SamplingKernel | None = None,
         parallel: ParallelContext = SINGLE,
         passes: LogitsPasses = UNBOUNDED,
+        window: int | None = None,
     ) -> None:
         self.model = model
         self.kv_pool = kv_pool
         self.rows = rows
         self.attention = attention
         self.stream = stream
-        self.builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream)
+        self.window = window
+        self.builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream, window)
         self.sampler = Sampler(rows.sampling, stream, sampling, passes)
         self.sampling = StepSampling(rows, self.sampler, stream)
         self.shared = DPSteps(parallel, stream.device, kv_pool.layers)

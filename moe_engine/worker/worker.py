@@ -249,7 +249,7 @@ def _prepare(
     )
     runner = ModelRunner(
         model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel,
-        passes=LogitsPasses(options.logits_rows),
+        passes=LogitsPasses(options.logits_rows), window=config.cache_groups[0].window,
     )  # fmt: skip
     if options.host_tier_tokens:
         runner.kv_copies = KVCopies(pool, options.host_tier_tokens, stream)

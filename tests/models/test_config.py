@@ -13,7 +13,7 @@ import pytest
 
 from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, activation_dtype
+from moe_engine.models.config import CacheGroup, GQAConfig, MLAConfig, ModelConfig, activation_dtype
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.formats.plain import PLAIN
@@ -197,14 +197,31 @@ def test_head_dim_and_kv_heads_mean_nothing_to_mla(tmp_path: Path) -> None:
     assert parse(tmp_path, V3 | {"head_dim": 64, "num_key_value_heads": 1}).attention.cache_width == 576
 
 
-def test_sliding_window_bounds_the_context(tmp_path: Path) -> None:
+def test_sliding_windows_by_layer(tmp_path: Path) -> None:
     mistral = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
-    assert parse(tmp_path, mistral).context_length == 4096
+    config = parse(tmp_path, mistral)
+    assert config.context_length == 131072 and config.windows == (4096,) * config.num_layers
+    assert config.cache_groups == (CacheGroup(tuple(range(config.num_layers)), 4096),)
+    assert config.within(4096).windows == () and config.within(4097) is config
     qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096}
-    assert parse(tmp_path, qwen | {"use_sliding_window": False}).context_length == 131072
+    for off in ({}, {"use_sliding_window": False}):
+        assert parse(tmp_path, qwen | off).windows == () and len(parse(tmp_path, qwen | off).cache_groups) == 1
+    half = parse(tmp_path, qwen | {"use_sliding_window": True, "max_window_layers": 3})
+    assert half.cache_groups[0] == CacheGroup((0, 1, 2)) and half.cache_groups[1].window == 4096
+    assert half.cache_groups[1].layers == tuple(range(3, half.num_layers))
+    kinds = ["sliding_attention", "full_attention"] * half.num_layers
+    mixed = parse(tmp_path, qwen | {"use_sliding_window": True, "layer_types": kinds[: half.num_layers]})
+    assert mixed.windows[:3] == (4096, None, 4096)
+    assert parse(tmp_path, LLAMA | {"sliding_window": 4096}).windows == ()
 
+
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 8}
 
 BAD: list[tuple[dict[str, Any], list[str]]] = [
+    (
+        QWEN2 | {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 99},
+        ["layer_types", "sliding_attent"],
+    ),
     (V3 | {"architectures": ["FalconForCausalLM"]}, ["FalconForCausalLM", "DeepseekV3ForCausalLM", "LlamaForCausalLM"]),
     (V3 | {"topk_method": "best"}, ["topk_method", "best", "noaux_tc"]),
     (V3 | {"scoring_func": "tanh"}, ["scoring_func", "sigmoid"]),

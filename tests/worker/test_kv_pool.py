@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from moe_engine.kernels.attention.head_records import unpack
 from moe_engine.kernels.attention.kv_format import head_width, latent_width
 from moe_engine.models.config import GQAConfig, MLAConfig
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.loader import load_model
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
+from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec, kv_spec
+from tests.models.checkpoints import make_checkpoint
+from tests.models.stepper import Chunk, Stepper, make_backends
 
 STREAM = DeviceStream("cpu")
 
@@ -83,3 +90,46 @@ def test_unused_memory_is_not_taken() -> None:
     pool.layers[1][100_000:100_100] = 1.0
     assert not pool.layers[1][:50].any()
     assert resident() - before < 50 << 20
+
+
+@pytest.mark.parametrize(("kv_dtype", "row_bytes"), [("bfloat16", 2 * 80 + 2 * 24), ("fp8_e4m3", 96 + 28)])
+def test_index_keys_beside_the_latent(kv_dtype: str, row_bytes: int, tmp_path: Path) -> None:
+    """A second tensor per token: counted, allocated, written by the layer, and moved with the latent."""
+    config = load_model_config(make_checkpoint("deepseek_v3", tmp_path / "model"))
+    assert isinstance(config.attention, MLAConfig)
+    indexed = dataclasses.replace(config.attention, kv_lora_rank=64, qk_rope_head_dim=16, index_width=24)
+    model = dataclasses.replace(config, attention=indexed)
+    assert model.kv_bytes_per_token(kv_dtype) == row_bytes * model.num_layers
+    spec = kv_spec(model, kv_dtype)
+    assert spec.bytes_per_token == row_bytes * model.num_layers
+    pool = KVPool(spec, 16, 1, STREAM)
+    latents, keys = zip(*pool.layers)
+    assert len(latents) == model.num_layers and all(part.shape[:2] == (17, 1) for part in keys)
+    assert sum(part.nbytes for layer in pool.layers for part in layer) == pool.num_bytes
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "fp8_e4m3"])
+def test_a_layer_writes_and_reads_its_index_keys(kv_dtype: str, tmp_path: Path) -> None:
+    """A model with index keys: its logits do not change, and the rows that it wrote are read back after a move."""
+    path = make_checkpoint("deepseek_v3", tmp_path / "model")
+    plain = load_model_config(path)
+    indexed = dataclasses.replace(plain, attention=dataclasses.replace(plain.attention, index_width=24))
+    backends = make_backends(indexed)
+    results = []
+    for config in (plain, indexed):
+        pool = KVPool(kv_spec(config, kv_dtype), 256, 1, STREAM)
+        model = load_model(path, config, "float32", "cpu", backends)
+        stepper = Stepper(model, config, backends, max_rows=1, max_context=256)
+        stepper.slot_table += 1  # slot 0 is the dummy page
+        stepper.kv = pool.layers
+        results.append(stepper.step([Chunk(0, list(range(20)), False)])[0])
+    assert torch.equal(*results)
+    batch, keys = stepper.batch([Chunk(0, [1, 2, 3], False)]), torch.randn(3, 24)
+    layer = model.layers[1].attention
+    layer.write_index_keys(keys, batch)
+    free = torch.tensor([stepper.slot_table[0, 100 + i] for i in range(3)]).long()
+    pool.move(batch.slots, free)
+    for slots in (batch.slots, free):
+        read = unpack(layer.index_keys(batch)[slots], 24)[:, 0]
+        assert (read - keys).abs().max() <= (0 if kv_dtype == "float32" else 0.07) * keys.abs().max()
+    assert not model.layers[0].attention.index_keys(batch)[free].any()

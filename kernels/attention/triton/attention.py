@@ -78,7 +78,7 @@ class GroupPlan:
             queries = self.queries
             self._schedules[key] = schedule(
                 queries.query_lens, queries.context_lens, rows_per_token, split, self._device,
-                tree=queries.visible is not None, buffers=self._buffers,
+                tree=queries.visible is not None, window=queries.window, buffers=self._buffers,
             )  # fmt: skip
         return self._schedules[key]
 
@@ -282,7 +282,7 @@ class TritonGQA(_Backend):
 
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(self.plan_in_place)
+        return AttentionCapabilities(self.plan_in_place, windows=True)
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
         """See the protocol; `buffers` as in `TritonMLA.plan`."""

@@ -25,6 +25,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     columns,
     finish,
     hide,
+    inside_window,
     next_slots,
     softmax_step,
     stored_columns,
@@ -71,12 +72,13 @@ def paged_kernel(
     q_token_stride, q_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, table_stride, scale,
     PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KV_FORMAT: tl.constexpr, SCALE: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> out [T, H, D], or partial [., G, M, D] and
     lse [., G, M] to base 2.
 
     `scale` is the score scale times log2(e). WIDE: a cache has 2^31 elements or more. SCALE: offset of a record's
-    scale.
+    scale. WINDOW: positions that a query token sees; 0: all.
     """
     record = segments + tl.program_id(0) * _RECORD
     left = tl.load(record + 2)
@@ -101,16 +103,19 @@ def paged_kernel(
         mixed = tl.zeros([BLOCK_M, BLOCK], tl.float32)
         table_row = table + tl.load(rows + tl.load(record)).to(tl.int64) * table_stride
         inside = tl.arange(0, BLOCK_N)
-        slots = next_slots(table_row, begin + inside, stop)
+        lowest = tl.maximum(tl.load(record + 4) + first_row // PER_GROUP - WINDOW, 0)
+        slots = next_slots(table_row, inside_window(begin + inside, lowest, WINDOW), stop)
         for start in range(begin, stop, BLOCK_N):
             slot = slots.to(tl.int64) if WIDE else slots
-            slots = next_slots(table_row, start + BLOCK_N + inside, stop)
+            slots = next_slots(table_row, inside_window(start + BLOCK_N + inside, lowest, WINDOW), stop)
             own_keys, own_values = keys + group * key_head_stride, values + group * value_head_stride
             key = stored_columns(own_keys, slot * key_stride, 0, WIDTH, BLOCK, KV_FORMAT, dtype)
             scores = tl.dot(rotated, tl.trans(key), input_precision=PRECISION)
             if KV_FORMAT == _TOKEN:
                 scores = scores * _head_scales(own_keys, slot * key_stride, SCALE)[None, :]
             scores = hide(scores, start + inside, limit, word, before, stop, TREE, False)
+            if WINDOW > 0:
+                scores = tl.where((start + inside)[None, :] >= (limit - WINDOW)[:, None], scores, float("-inf"))
             weights, best, total, decay = softmax_step(scores, best, total, scale)
             if KV_FORMAT == _TOKEN:
                 weights = weights * _head_scales(own_values, slot * value_stride, SCALE)[None, :]
@@ -164,6 +169,7 @@ def paged_attention(
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         queries.slot_table.stride(0), scale * LOG2_E,
         **_constants(heads // groups, width, tile, form, queries.visible is not None, q.dtype),
+        WINDOW=queries.window or 0,
         WIDE=max(c.shape[0] * c.stride(0) for c in (keys, values)) >= 1 << 31,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
@@ -203,7 +209,7 @@ def aot_cases() -> list[AotCase]:
         }  # fmt: skip
         if form == FP8_TOKEN:  # records are a multiple of 4 bytes long
             signature |= dict.fromkeys(("key_stride", "key_head_stride", "value_stride", "value_head_stride"), "i32")
-        constants = {**_constants(per_group, width, tile, form, tree, dtype), "WIDE": False}
+        constants = {**_constants(per_group, width, tile, form, tree, dtype), "WIDE": False, "WINDOW": 0}
         if not tree:
             del signature["visible"]
             constants["visible"] = None

@@ -54,6 +54,14 @@ def next_slots(table_row, position, stop):
 
 
 @triton.jit
+def inside_window(position, lowest, WINDOW: tl.constexpr):
+    """With a window, positions [N] before `lowest` become `lowest`: memory outside the window is not read."""
+    if WINDOW > 0:
+        position = tl.maximum(position, lowest)
+    return position
+
+
+@triton.jit
 def hide(scores, position, limit, word, before, stop, TREE: tl.constexpr, ALIKE: tl.constexpr):
     """-inf where row m must not see context token `position` [N]: from `limit` [M] on, or with TREE where bit
     `position - before` of `word` [M] is not set; and from `stop` on. ALIKE: limit and word are scalars, common to all

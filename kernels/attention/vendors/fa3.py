@@ -43,17 +43,20 @@ class _Group:
     paged: Paged
     table: Tensor  # [R, W] int32: page numbers
     tree: Tree | None
+    window: int | None
 
     @classmethod
     def of(cls, queries: PagedQueries, plan: StepPlan) -> _Group:
         tree = None if queries.visible is None else Tree.of(queries)
         paged = Paged.of(queries, before=tree is not None)
-        return cls(paged, plan.get(queries, TABLE, lambda: paged.table), tree)
+        return cls(paged, plan.get(queries, TABLE, lambda: paged.table), tree, queries.window)
 
     def arguments(self, heads: int, value_width: int) -> dict[str, Any]:
         """Arguments for a layer with this number of query heads and this value width."""
         paged = self.paged
+        window = {} if self.window is None else {"window_size": (self.window - 1, 0)}  # without the own position
         return {
+            **window,
             "cache_seqlens": paged.kv_lens_device,
             "page_table": self.table,
             "cu_seqlens_q": paged.query_starts,
@@ -164,7 +167,7 @@ class FA3GQA(_Backend):
 
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(self.plan_in_place)
+        return AttentionCapabilities(self.plan_in_place, windows=True)
 
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any

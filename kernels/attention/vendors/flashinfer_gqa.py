@@ -55,7 +55,7 @@ class FlashInferGQA:
 
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(self.plan_in_place)
+        return AttentionCapabilities(self.plan_in_place, windows=True)
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         """The first step plans at its first layer; later steps plan here, with the parameters of the last layer run."""
@@ -78,7 +78,9 @@ class FlashInferGQA:
             paged_kv_indptr_buf=lists.page_starts, paged_kv_indices_buf=lists.pages,
             paged_kv_last_page_len_buf=lists.lens,
         )  # fmt: skip
-        return WrapperInPlace(batch, queries, form, wrapper, lambda: _arguments(Paged.of(queries), form))
+        return WrapperInPlace(
+            batch, queries, form, wrapper, lambda: _arguments(Paged.of(queries), form, window=queries.window)
+        )
 
     def paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
@@ -110,11 +112,11 @@ class FlashInferGQA:
             buffer = workspace(queries.rows.device)
             make = self._lib.BatchPrefillWithPagedKVCacheWrapper
             self._wrappers = Wrappers(lambda: make(buffer, "NHD"))
-        return self._wrappers.plan(**_arguments(paged, form, causal=tree is None), detail=tree)
+        return self._wrappers.plan(**_arguments(paged, form, tree is None, queries.window), detail=tree)
 
 
-def _arguments(paged: Paged, form: _Form, causal: bool = True) -> dict[str, Any]:
-    """Arguments of the wrapper's `plan`."""
+def _arguments(paged: Paged, form: _Form, causal: bool = True, window: int | None = None) -> dict[str, Any]:
+    """Arguments of the wrapper's `plan`. FlashInfer counts a window without the query token's own position."""
     device = paged.rows.device
     last = [kv - (count - 1) * paged.page_size for kv, count in zip(paged.kv_lens, paged.num_pages)]
     return {
@@ -127,6 +129,7 @@ def _arguments(paged: Paged, form: _Form, causal: bool = True) -> dict[str, Any]
         "head_dim_qk": form.width,
         "page_size": paged.page_size,
         "causal": causal,
+        "window_left": -1 if window is None else window - 1,
         "sm_scale": form.scale,
         "q_data_type": form.q_dtype,
         "kv_data_type": form.kv_dtype,

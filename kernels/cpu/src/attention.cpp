@@ -115,7 +115,8 @@ struct PagedSource {
 
   Keys block(const Unit& u, int64_t first, int64_t count, int64_t steps, uint32_t* values) const {
     const T* rows[BLOCK];
-    const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
+    int32_t kept[BLOCK];
+    const int32_t* slots = unit_slots(queries, u, first, count, kept);
     if (form == PLAIN) {
       for (int64_t i = 0; i < count; i++) rows[i] = at<T>(v, slots[i] * v_row + u.group * v_head);
       pack_values(rows, count, width, steps, values);
@@ -129,7 +130,8 @@ struct PagedSource {
     return read(at<uint8_t>(k, u.group * k_head), k_row);
   }
   void ahead(const Unit& u, int64_t first, int64_t count, Ahead* lines) const {
-    const int32_t* slots = queries.slots + queries.rows[u.request] * queries.slots_row + first;
+    int32_t kept[BLOCK];
+    const int32_t* slots = unit_slots(queries, u, first, count, kept);
     if (form == PLAIN) {
       add_rows(lines, at<T>(k, u.group * k_head), k_row, width, slots, count);
       add_rows(lines, at<T>(v, u.group * v_head), v_row, width, slots, count);

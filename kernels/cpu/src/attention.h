@@ -25,14 +25,25 @@ struct Queries {
   const int32_t* slots;                     // slots[row * slots_row + position]
   int64_t slots_row;
   const uint64_t* visible;  // per query token: mask of visible query tokens of its request; null: causal
+  int64_t window;           // positions that a query token sees, its own included; 0: all
 
   int64_t tokens(int64_t r) const { return starts[r + 1] - starts[r]; }
 };
 
-// Some columns of one request and one head group; `splits` of context, with partial results from `partial` on.
+// Some columns of one request and one head group; `splits` of context, with partial results from `partial` on. Its
+// columns see no position before `from`.
 struct Unit {
-  int64_t request, group, first, columns, splits, partial;
+  int64_t request, group, first, columns, splits, partial, from;
 };
+
+// The slots of `count` positions from `first` on. Positions before `u.from` repeat that position's slot: memory outside
+// a sliding window is not read.
+static INLINE const int32_t* unit_slots(const Queries& q, const Unit& u, int64_t first, int64_t count, int32_t* kept) {
+  const int32_t* slots = q.slots + q.rows[u.request] * q.slots_row;
+  if (first >= u.from) return slots + first;
+  for (int64_t i = 0; i < count; i++) kept[i] = slots[std::max(first + i, u.from)];
+  return kept;
+}
 
 // Query rows and results, by token and head.
 template <class T>
@@ -106,6 +117,11 @@ struct Attention {
     return first_query(u) + (u.first + column) / heads.group_heads;
   }
 
+  // The first visible position of a column.
+  int64_t first_position(const Unit& u, int64_t column) const {
+    return queries.window ? std::max<int64_t>(last_position(u, column) - queries.window + 1, 0) : 0;
+  }
+
   const T* query(const Unit& u, int64_t column) const {
     const int64_t c = u.first + column, head = u.group * heads.group_heads + c % heads.group_heads;
     return heads.q + (queries.starts[u.request] + c / heads.group_heads) * heads.q_token + head * heads.q_head;
@@ -147,6 +163,10 @@ struct Attention {
       const int64_t token = position - first_query(u);
       if (!queries.visible) {
         PARTS_LOOP score.v[i] = limit.v[i] >= position ? score.v[i] : -INFINITY - vf{};
+        if (queries.window) {
+          const int32_t seen = position + int32_t(queries.window);
+          PARTS_LOOP score.v[i] = limit.v[i] < seen ? score.v[i] : -INFINITY - vf{};
+        }
       } else if (token >= 0) {
         const I16 bits = load(last + (1 + token / 32) * padded);
         PARTS_LOOP score.v[i] = (bits.v[i] >> (token % 32) & 1) != 0 ? score.v[i] : -INFINITY - vf{};
@@ -168,7 +188,8 @@ struct Attention {
       F16 top = load(run.high + p);
       const F16 before = top;
       // Without a tree, positions grow with the columns: the first lane sees the fewest keys.
-      if (first + count > (queries.visible ? first_query(u) : last[p] + 1)) {
+      const bool hides = queries.window && first + queries.window <= last[p + LANES - 1];
+      if (hides || first + count > (queries.visible ? first_query(u) : last[p] + 1)) {
         mask(u, s, stride, first, count, padded, last + p, masked);
         s = masked;
         stride = LANES;
@@ -210,6 +231,8 @@ struct Attention {
       std::fill(s + count, s + padded, -INFINITY);
       for (int64_t k = std::max<int64_t>(first_query(u) - first, 0); k < count; k++)
         if (!sees(u, c, first + k)) s[k] = -INFINITY;
+      const int64_t hidden = std::min(first_position(u, c) - first, count);
+      if (hidden > 0) std::fill(s, s + hidden, -INFINITY);
       float lanes[LANES], top = run.high[c];
       F16 tops = load(s);
       for (int64_t k = LANES; k < padded; k += LANES) tops = max(tops, load(s + k));
@@ -284,7 +307,8 @@ struct Attention {
              const Unit* next = nullptr) const {
     const int64_t padded = panels_of(u.columns) * LANES, used = ceil_div(u.columns, 4) * 4;
     const bool few = u.columns <= FEW;
-    const int64_t whole = last_position(u, u.columns - 1) + 1, end = std::min<int64_t>((index + 1) * SPLIT, whole);
+    const int64_t whole = last_position(u, u.columns - 1) + 1, at = (u.from / SPLIT + index) * SPLIT;
+    const int64_t begin = std::max(at, u.from / BLOCK * BLOCK), end = std::min<int64_t>(at + SPLIT, whole);
     float* scores = scratch<float>(SCORES, BLOCK * padded + padded + BLOCK * LANES);
     float *rescale = scores + BLOCK * padded, *masked = rescale + padded;
     uint32_t* weights = scratch<uint32_t>(WEIGHTS, BLOCK * padded);
@@ -293,14 +317,17 @@ struct Attention {
     std::fill(run.total, run.total + padded, 0.f);
     const int64_t key_piece = row_multiple(T{}), value_panels = value / LANES, value_piece = 4;
     int64_t seeing = 0;
-    for (int64_t first = index * SPLIT; first < end; first += BLOCK) {
+    for (int64_t first = begin; first < end; first += BLOCK) {
       const int64_t count = std::min(BLOCK, end - first), steps = steps_of<T>(count);
-      const bool fresh = first == index * SPLIT;
+      const bool fresh = first == begin;
       while (last[seeing + LANES - 1] < first) seeing += LANES;  // whole panels past their last position
       const Keys keys = source.block(u, first, count, steps, values);
       Ahead ahead;
       if (first + BLOCK < whole) source.ahead(u, first + BLOCK, std::min(BLOCK, whole - first - BLOCK), &ahead);
-      else if (next) source.ahead(*next, 0, std::min<int64_t>(BLOCK, queries.contexts[next->request]), &ahead);
+      else if (next) {
+        const int64_t from = next->from / BLOCK * BLOCK;
+        source.ahead(*next, from, std::min<int64_t>(BLOCK, queries.contexts[next->request] - from), &ahead);
+      }
       const int64_t share = ceil_div(ahead.total(), ceil_div(count, key_piece) + ceil_div(value_panels, value_piece));
       if (few) score_few(keys, count, panels, u.columns, scores, &ahead, share);
       else score(keys, count, panels, seeing, padded, scores, &ahead, share);
@@ -356,8 +383,9 @@ struct Attention {
       const int64_t columns = queries.tokens(r) * heads.group_heads, parts = ceil_div(columns, most_columns);
       for (int64_t part = parts - 1; part >= 0; part--)  // most context first
         for (int64_t g = 0; g < heads.groups; g++) {
-          Unit u{r, g, part * most_columns, std::min(most_columns, columns - part * most_columns), 0, partial};
-          u.splits = last_position(u, u.columns - 1) / SPLIT + 1;
+          Unit u{r, g, part * most_columns, std::min(most_columns, columns - part * most_columns), 0, partial, 0};
+          u.from = first_position(u, 0);
+          u.splits = last_position(u, u.columns - 1) / SPLIT + 1 - u.from / SPLIT;
           partial += u.splits;
           most_splits = std::max(most_splits, u.splits);
           units[count++] = u;

@@ -49,7 +49,7 @@ struct Runs {
     slots[at] = s.slots[row * s.width + position];
   }
   Queries queries(const DraftStep& s, int64_t requests) const {
-    return {requests, rows, starts, contexts, s.slots, s.width, nullptr};
+    return {requests, rows, starts, contexts, s.slots, s.width, nullptr, 0};
   }
 };
 

@@ -98,7 +98,8 @@ def _caches(model: ModelConfig, kv_dtype: str) -> list[Any]:
     def parts() -> tuple[Tensor, ...]:
         return tuple(torch.empty(SLOTS, *part, dtype=dtype, device=META) for part in attention.kv_parts(kv_dtype))
 
-    return [parts()[0] if attention.kind == "mla" else parts() for _ in range(model.num_layers)]
+    layers = [parts() for _ in range(model.num_layers)]
+    return [layer[0] if len(layer) == 1 else layer for layer in layers]
 
 
 def _parallel(config: ResolvedConfig, dtype: torch.dtype) -> ParallelContext:

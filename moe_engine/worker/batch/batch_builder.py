@@ -45,15 +45,22 @@ class _SameRows:
 
 class BatchBuilder:
     """Builds batches over one set of rows. Reads `RequestRows.last_token`, writes the step's slots into
-    `RequestRows.slot_table`."""
+    `RequestRows.slot_table`.
 
-    def __init__(self, rows: RequestRows, page_size: int, form: MLAFormPolicy, stream: DeviceStream) -> None:
+    Args:
+        window: sliding window of the model's first cache group.
+    """
+
+    def __init__(
+        self, rows: RequestRows, page_size: int, form: MLAFormPolicy, stream: DeviceStream, window: int | None = None
+    ) -> None:
         self._rows = rows
         self._page_size = page_size
+        self._window = window
         self._form = form
         self._stream = stream
         self._same: _SameRows | None = None
-        self.uniform = UniformBatches(rows, page_size, stream)
+        self.uniform = UniformBatches(rows, page_size, stream, window)
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The plan's `new_rows` and `row_writes` must have been applied before."""
@@ -113,6 +120,7 @@ class BatchBuilder:
             context_lens_device=context_lens,
             slot_table=self._rows.slot_table,
             page_size=self._page_size,
+            window=self._window,
         )
         return StepBatch(
             input_ids=self._rows.last_token.index_select(0, same.rows_device),
@@ -204,6 +212,7 @@ class BatchBuilder:
                 slot_table=self._rows.slot_table,
                 page_size=self._page_size,
                 visible=visible,
+                window=self._window,
                 shared=shared if shift else (),
             )
 

@@ -40,9 +40,10 @@ class _Shape:
 class UniformBatches:
     """Builds uniform batches. The cache is keyed by the identity of the `rows` object."""
 
-    def __init__(self, rows: RequestRows, page_size: int, stream: DeviceStream) -> None:
+    def __init__(self, rows: RequestRows, page_size: int, stream: DeviceStream, window: int | None = None) -> None:
         self._rows = rows
         self._page_size = page_size
+        self._window = window
         self._stream = stream
         self._known_for: np.ndarray | None = None
         self._known: dict[int, _Shape] = {}
@@ -70,6 +71,7 @@ class UniformBatches:
             context_lens_device=context_lens,
             slot_table=self._rows.slot_table,
             page_size=self._page_size,
+            window=self._window,
         )
         return StepBatch(
             input_ids=ids.reshape(-1),
@@ -105,6 +107,7 @@ class UniformBatches:
             context_lens_device=context_lens[0],
             slot_table=self._rows.slot_table,
             page_size=self._page_size,
+            window=self._window,
         )
         slots = self._rows.slots_at(flat_device)
         return ChainSteps(levels, positions_device, slots, context_lens, queries)

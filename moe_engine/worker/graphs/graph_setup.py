@@ -31,7 +31,7 @@ def capture_graphs(
     if plan_in_place is not None:
         graphs = StepGraphs(
             settings, runner.model, plan_in_place, runner.kv_pool, runner.rows, runner.shared, runner.stream, backend,
-            runner.sampler.passes.rows_at_once,
+            runner.sampler.passes.rows_at_once, runner.window,
         )  # fmt: skip
     if graphs is None or not graphs.capture(progress=progress):
         logger.warning("No CUDA graphs: the %s attention backend cannot be replayed for other steps", attention.name)

@@ -132,6 +132,7 @@ class StepGraphs:
         stream: DeviceStream,
         backend: GraphBackend,
         max_logits: int = 1 << 30,
+        window: int | None = None,
     ) -> None:
         self._settings = settings
         self._model = model
@@ -142,6 +143,7 @@ class StepGraphs:
         self._stream = stream
         self._backend = backend
         self._max_logits = max_logits
+        self._window = window
         self._inputs = _Inputs(settings, stream)
         self._hidden: Tensor | None = None  # [T, D]
         self._logits: Tensor | None = None  # [T, V] float32
@@ -210,6 +212,7 @@ class StepGraphs:
             context_lens_device=inputs.context_lens[:size],
             slot_table=self._rows.slot_table,
             page_size=self._kv_pool.page_size,
+            window=self._window,
         )
         return ForwardBatch(
             input_ids=inputs.input_ids[:tokens],

@@ -3,7 +3,7 @@
 Page 0 is a dummy: padded tokens and warm-up write there, no request owns it, and it never holds NaN. All memory starts
 as zeros, so that a kernel that reads a tile past the end of a context gets finite numbers.
 
-Legend: C kv_lora_rank, P rotary width, G KV heads, Dh head width, L layers.
+Legend: C kv_lora_rank, P rotary width, I index key, G KV heads, Dh head width, L layers.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0) -> 
 
 
 class KVPool:
-    """`layers[i]` is `ForwardBatch.kv[i]`: [slots, C+P] for MLA, a pair of [slots, G, Dh] for GQA; with FP8 the last
-    dimension is that of `kv_format`'s rows.
+    """`layers[i]` is `ForwardBatch.kv[i]`: [slots, C+P] for MLA (with index keys a pair, the second [slots, 1, I]), a
+    pair of [slots, G, Dh] for GQA; with FP8 the last dimension is that of `kv_format`'s rows.
 
     Args:
         num_slots: tokens for requests; the tensors have one more page, the dummy page 0.
@@ -83,7 +83,7 @@ class KVPool:
                 for tensor in parts:
                     tensor.zero_()
         self._raw = [tensor.flatten(1).view(torch.uint8) for parts in self._tensors for tensor in parts]
-        self.layers: Sequence[Any] = tuple(parts[0] if spec.kind == "mla" else tuple(parts) for parts in self._tensors)
+        self.layers: Sequence[Any] = tuple(parts[0] if len(parts) == 1 else tuple(parts) for parts in self._tensors)
 
     @property
     def num_bytes(self) -> int:

@@ -52,5 +52,12 @@ def causal(num_queries: int, num_keys: int) -> Tensor:
     return torch.arange(num_keys)[None] <= torch.arange(num_keys - num_queries, num_keys)[:, None]
 
 
+def in_window(seen: Tensor, left: int) -> Tensor:
+    """`seen` [t, s] without the keys more than `left` positions before each query's own; -1: all stay."""
+    num_queries, num_keys = seen.shape
+    own = torch.arange(num_keys - num_queries, num_keys)[:, None]
+    return seen if left < 0 else seen & (torch.arange(num_keys)[None] >= own - left)
+
+
 def everything(num_queries: int, num_keys: int) -> Tensor:
     return torch.ones(num_queries, num_keys, dtype=torch.bool)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.vendors.contract import causal as causal_mask
-from tests.kernels.vendors.contract import check_index, check_shape, everything, must, poison, softmax_rows
+from tests.kernels.vendors.contract import check_index, check_shape, everything, in_window, must, poison, softmax_rows
 from tests.kernels.vendors.library_calls import launched
 
 HALF = (torch.bfloat16, torch.float16)
@@ -52,7 +52,8 @@ def flash_attn_with_kvcache(
         query = q[rows]
         if qv is not None:
             query, keys = torch.cat((query, qv[rows]), -1), torch.cat((keys, values), -1)
-        seen = (causal_mask if causal else everything)(len(query), length)
+        must(window_size == (-1, -1) or (causal and window_size[1] == 0), f"not emulated: window {window_size}")
+        seen = in_window((causal_mask if causal else everything)(len(query), length), window_size[0])
         result, sums = softmax_rows(query, keys, values, scale, seen)
         out[rows], lse[:, rows] = result.to(q.dtype), sums.float().T
     return (out, lse, None, None) if return_softmax_lse else out

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.vendors.contract import causal, check_index, check_shape, everything, must, poison, softmax_rows
+from tests.kernels.vendors.contract import (
+    causal,
+    check_index,
+    check_shape,
+    everything,
+    in_window,
+    must,
+    poison,
+    softmax_rows,
+)
 from tests.kernels.vendors.library_calls import launched, recording
 
 HALF = (torch.bfloat16, torch.float16)
@@ -280,11 +289,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
         dtype = torch.float16 if q_data_type == "float16" else q_data_type
         must(dtype in HALF and kv_data_type in (None, dtype), f"no kernels for {q_data_type}, {kv_data_type}")
         scale = head_dim_qk**-0.5 if sm_scale is None else sm_scale
-        facts = (q_starts[-1], num_qo_heads, num_kv_heads, head_dim_qk, page_size, causal, dtype, scale)
+        facts = (q_starts[-1], num_qo_heads, num_kv_heads, head_dim_qk, page_size, causal, dtype, scale, window_left)
         self._lists.fill(facts, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
         self._plan = SimpleNamespace(
             tokens=q_starts[-1], heads=num_qo_heads, kv_heads=num_kv_heads, width=head_dim_qk, page=page_size,
-            causal=causal, dtype=dtype, scale=scale,
+            causal=causal, dtype=dtype, scale=scale, left=window_left,
         )  # fmt: skip
 
     def run(
@@ -314,7 +323,7 @@ def _paged(p: Any, q_starts, kv_starts, indices, last, q, k_cache, v_cache) -> t
         must(bool(((index >= 0) & (index < len(k_cache))).all()), "a page number is out of range")
         length = (len(index) - 1) * p.page + used
         k, v = (pages[index].flatten(0, 1)[:length] for pages in (k_cache, v_cache))
-        seen = (causal if p.causal else everything)(len(q[rows]), length)
+        seen = in_window((causal if p.causal else everything)(len(q[rows]), length), p.left)
         result, natural = softmax_rows(q[rows], k, v, p.scale, seen)
         out[rows], lse[rows] = result.to(p.dtype), natural.float() / math.log(2)
     return out, lse
