@@ -57,6 +57,9 @@ class _Port:
             return [messages.Shutdown(drain=False)]
         return []
 
+    def wake(self) -> None:
+        """`receive` never waits."""
+
     def send(self, message: messages.Message) -> None:
         encoded = messages.encode(message)
         if not isinstance(message, messages.StepOutput):

@@ -19,6 +19,7 @@ from moe_engine.kernels.experts.shapes import ExpertShape
 from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.ops.shapes import OpShape
+from moe_engine.kernels.quantization.protocol import BLOCK_FP8, BlockFP8
 from moe_engine.kernels.quantization.reference import dequantize_weight, quantize_weight
 from moe_engine.kernels.sampling.protocol import Draw, SamplingParameters
 
@@ -145,7 +146,7 @@ def linear_case(shape: LinearShape) -> KernelCase:
             prepared = kernel.prepare(weight)
         else:
             blocks = quantize_weight(weight)
-            keep = kernel.capabilities.prepare_blocks
+            keep = kernel.capabilities.quantized.get(BlockFP8)
             prepared = keep(blocks, None) if keep is not None else kernel.prepare(dequantize_weight(blocks, x.dtype))
         return lambda: kernel.run(x, prepared)
 
@@ -171,14 +172,14 @@ def load_experts(kernel: Any, count: int, hidden: int, width: int, fp8: bool, de
     """Weights of `count` identical experts, each in its own memory; dequantized for kernels without FP8."""
     parts = [normal(*shape, device=device, scale=0.02) for shape in ((width, hidden), (width, hidden), (hidden, width))]
     blocks = [quantize_weight(part) for part in parts] if fp8 else []
-    keeps = kernel.capabilities.blocks
+    keeps = kernel.capabilities.quantized.get(BlockFP8)
     if keeps is None or not fp8:
         parts = [dequantize_weight(block, torch.bfloat16) for block in blocks] or parts
         weights = kernel.allocate(count, hidden, width, torch.bfloat16, device)
         for expert in range(count):
             kernel.load_expert(weights, expert, *parts)
         return weights
-    weights = keeps.allocate(count, hidden, width, device, False)
+    weights = keeps.allocate(count, hidden, width, device, BLOCK_FP8)
     for expert in range(count):
         keeps.load(weights, expert, *blocks)
     return weights

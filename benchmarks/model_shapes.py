@@ -48,7 +48,7 @@ def products(config: ModelConfig) -> ModelProducts:
     for kind, width in widths.items():
         if width:
             found += [(f"{kind}_gate_up", 2 * width, hidden), (f"{kind}_down", hidden, width)]
-    return ModelProducts(name_of(config), tuple(found), fp8=config.quant is not None)
+    return ModelProducts(name_of(config), tuple(found), fp8=bool(config.weight_format.name))
 
 
 def small_operations(config: ModelConfig) -> ModelOps:
@@ -92,6 +92,6 @@ def model_cases(config: ModelConfig, tokens: Sequence[int]) -> Iterator[KernelCa
         if config.moe is not None:
             moe = config.moe
             model = ExpertModel(
-                linear.model, moe.num_experts, moe.top_k, config.hidden_size, moe.width, config.quant is not None
+                linear.model, moe.num_experts, moe.top_k, config.hidden_size, moe.width, bool(config.weight_format.name)
             )
             yield experts_case(ExpertShape(model, count, moe.num_experts))

@@ -34,6 +34,7 @@ class Backends:
 
 
 FAMILIES = ("ops", "linear", "experts", "attention", "sampling")
+"""Families of a kernel plan; attention is that of the model's kind."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,4 @@ def _select(
 
 
 def _rows(family: str, need: Need) -> list[Row]:
-    if family == "attention":
-        return tables.MLA if need.attention == "mla" else tables.GQA
-    return {"ops": tables.OPS, "linear": tables.LINEAR, "experts": tables.EXPERTS, "sampling": tables.SAMPLING}[family]
+    return tables.FAMILIES[need.attention if family == "attention" else family]

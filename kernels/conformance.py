@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from moe_engine.kernels.ops.protocol import Ops
     from moe_engine.kernels.ops.reference import TorchOps
     from moe_engine.kernels.ops.triton_ops import TritonOps
+    from moe_engine.kernels.permutation.cpu import CpuPermutation
+    from moe_engine.kernels.permutation.protocol import Permutation
+    from moe_engine.kernels.permutation.reference import TorchPermutation
+    from moe_engine.kernels.permutation.triton_permute import TritonPermutation
     from moe_engine.kernels.sampling.cpu import CpuSampling
     from moe_engine.kernels.sampling.flashinfer import FlashInferSampling
     from moe_engine.kernels.sampling.protocol import SamplingKernel
@@ -47,3 +51,4 @@ if TYPE_CHECKING:
     LINEAR: list[LinearKernel] = [TorchLinear(), CpuLinear(), TritonLinear(), DeepGemmLinear()]
     OPS: list[Ops] = [TorchOps(), CpuOps(), TritonOps()]
     SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]
+    PERMUTATION: list[Permutation] = [TorchPermutation(), CpuPermutation(), TritonPermutation()]

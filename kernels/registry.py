@@ -22,7 +22,7 @@ class Row:
     Args:
         takes: fields of `Need` that its constructor takes, by keyword.
         workspace: scratch bytes of an attention backend on an accelerator; None: negligible.
-        why_not_recorded: why its launches cannot be captured (`AttentionCapabilities.plan_in_place`), or None.
+        why_not_captured: why its launches cannot be captured (`AttentionCapabilities.plan_in_place`), or None.
         prefers: preference by device, heads and dtypes; None: always `preference`.
         pages: page sizes of the KV cache that its fastest kernels need; () for any.
         lacks_expanded: it has no kernels for the expanded form of MLA: its constructor takes `expanded`, the most
@@ -35,7 +35,7 @@ class Row:
     why_not: Callable[[Device, Need], str | None]
     takes: tuple[str, ...] = ()
     workspace: Workspace | None = None
-    why_not_recorded: Callable[[Device, Need], str | None] | None = None
+    why_not_captured: Callable[[Device, Need], str | None] | None = None
     prefers: Callable[[Device, Need], int] | None = None
     pages: tuple[int, ...] = ()
     lacks_expanded: bool = False
@@ -46,7 +46,7 @@ class Row:
 
     def refuses_capture(self, device: Device, need: Need) -> str | None:
         """Why its launches cannot be captured as CUDA graphs, or None."""
-        return None if self.why_not_recorded is None else self.why_not_recorded(device, need)
+        return None if self.why_not_captured is None else self.why_not_captured(device, need)
 
 
 @dataclass(frozen=True)

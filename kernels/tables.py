@@ -52,33 +52,33 @@ def _triton_float32(device: Device, need: Need) -> str | None:
     return triton_why_not(device, "float32")
 
 
-def _unrecorded_torch(device: Device, need: Need) -> str | None:
+def _uncaptured_torch(device: Device, need: Need) -> str | None:
     return "the torch row reads token counts per expert or context on the host"
 
 
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
-    torch_unrecorded: WhyNot | None = None,
+    torch_uncaptured: WhyNot | None = None,
 ) -> list[Row]:  # fmt: skip
     package = f"moe_engine.kernels.{family}"
     return [
-        Row("torch", f"{package}.reference:{torch_class}", 0, torch_why_not, why_not_recorded=torch_unrecorded),
+        Row("torch", f"{package}.reference:{torch_class}", 0, torch_why_not, why_not_captured=torch_uncaptured),
         Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not),
     ]
 
 
 OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear")
-EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_unrecorded=_unrecorded_torch)
-MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_unrecorded=_unrecorded_torch)
-GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_unrecorded=_unrecorded_torch)
+EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch)
+MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch)
+GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 
 _FIXED = ("deterministic",)
 
 
-def _unrecorded_triton(device: Device, need: Need) -> str | None:
+def _uncaptured_triton(device: Device, need: Need) -> str | None:
     if not need.deterministic:
         return None
     return (
@@ -108,7 +108,7 @@ MLA.append(
         _triton_latent,
         _FIXED,
         workspaces.triton,
-        _unrecorded_triton,
+        _uncaptured_triton,
     )
 )
 GQA.append(
@@ -119,7 +119,7 @@ GQA.append(
         _triton_with_cache,
         _FIXED,
         workspaces.triton,
-        _unrecorded_triton,
+        _uncaptured_triton,
     )
 )
 
@@ -129,7 +129,7 @@ EXPERTS.append(Row("deep_gemm", "moe_engine.kernels.experts.deep_gemm:DeepGemmEx
 MLA += [
     Row(
         "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, workspace=workspaces.flashmla,
-        why_not_recorded=vendors.flash_mla_unrecorded, pages=(64,), lacks_expanded=True,
+        why_not_captured=vendors.flash_mla_uncaptured, pages=(64,), lacks_expanded=True,
     ),
     Row(
         "flashinfer", f"{_ATTENTION}.vendors.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla,
@@ -150,3 +150,14 @@ GQA += [
 SAMPLING.append(
     Row("flashinfer", "moe_engine.kernels.sampling.flashinfer:FlashInferSampling", 15, vendors.flashinfer_sampling)
 )
+
+FAMILIES: dict[str, list[Row]] = {
+    "ops": OPS,
+    "linear": LINEAR,
+    "experts": EXPERTS,
+    "mla": MLA,
+    "gqa": GQA,
+    "sampling": SAMPLING,
+    "permutation": PERMUTATION,
+}
+"""Every family; attention is one per kind."""

@@ -13,6 +13,8 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.attention import kv_format
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import WeightFormat
 
 
 @dataclass(frozen=True)
@@ -113,15 +115,6 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class QuantConfig:
-    """Block FP8: one scale per `block` of a weight. `scale_format` ``ue8m0``: scales are powers of two."""
-
-    method: str
-    block: tuple[int, int]
-    scale_format: str | None = None
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """A model of any supported family. Created by `load_model_config`; `moe_layers[i]` is True if layer i is MoE."""
 
@@ -141,8 +134,8 @@ class ModelConfig:
     rope: RopeConfig
     moe: MoEConfig | None
     moe_layers: tuple[bool, ...]
-    quant: QuantConfig | None
     checkpoint_dtype: str
+    weight_format: WeightFormat = PLAIN
     mlp_bias: bool = False
     num_nextn_predict_layers: int = 0
     sliding_window: int | None = None
@@ -192,7 +185,7 @@ def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str 
     if asked != "auto":
         raise ConfigError(f"--dtype {asked}: use auto, half, float16, bfloat16, float or float32")
     stored = config.checkpoint_dtype
-    if config.quant is not None or stored not in ("float16", "float32"):
+    if config.weight_format.name or stored not in ("float16", "float32"):
         return "bfloat16"
     if stored == "float32" and device_kind == "cpu":
         return "float32"

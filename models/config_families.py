@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
-from moe_engine.models.config_fields import Fields, is_whole, parse_eos, parse_quant, parse_rope
+from moe_engine.models.config_fields import Fields, is_whole, parse_eos, parse_rope
+from moe_engine.models.formats.table import parse_format
 
 
 def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -181,7 +182,7 @@ def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> Model
         max_position_embeddings=fields.integer("max_position_embeddings"),
         eos_token_ids=parse_eos(fields, generation),
         bos_token_id=int(bos) if is_whole(bos) else None,
-        quant=parse_quant(fields),
+        weight_format=parse_format(fields),
         checkpoint_dtype=dtype.removeprefix("torch."),
         mlp_bias=fields.flag("mlp_bias"),
         num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),

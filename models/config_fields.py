@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 from moe_engine.errors import ConfigError
-from moe_engine.models.config import QuantConfig, RopeConfig
+from moe_engine.models.config import RopeConfig
 
 _MISSING: Any = object()
 MAX_INTEGER = 2**53
@@ -181,22 +181,6 @@ def _parse_yarn(fields: Fields, section: Fields, base: RopeConfig, scales_softma
         attention_factor=attention_factor,
         softmax_factor=yarn_mscale(factor, all_dim) ** 2 if scales_softmax and all_dim else 1.0,
     )
-
-
-def parse_quant(fields: Fields) -> QuantConfig | None:
-    """Block FP8 or None. Raises ConfigError for unsupported methods."""
-    section = fields.section("quantization_config")
-    if section is None:
-        return None
-    method = section.text("quant_method")
-    if method != "fp8":
-        section.fail("quant_method", f"{method!r} is not supported; use a bf16 or a block-FP8 checkpoint")
-    if section.text("activation_scheme", "dynamic") != "dynamic":
-        section.fail("activation_scheme", "must be dynamic: static activation scales are not supported")
-    block = section.raw.get("weight_block_size") or [128, 128]
-    if not isinstance(block, list) or len(block) != 2 or not all(is_whole(b) and b > 0 for b in block):
-        section.fail("weight_block_size", f"must be two positive integers, found {block!r}")
-    return QuantConfig("fp8", (int(block[0]), int(block[1])), section.text("scale_fmt", None))
 
 
 def parse_eos(fields: Fields, generation: Mapping[str, Any]) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
-"""A requested slice of a stored matrix: of its rows, its columns, or both."""
+"""A requested slice of a stored matrix: of its rows, its columns, or both. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from moe_engine.kernels.quantization.protocol import BLOCK, num_blocks
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,26 +28,26 @@ class Cut:
         cuts = (self.rows, self.cols)[: len(whole)]
         return [n if cut is None else len(range(*cut.indices(n))) for n, cut in zip(whole, cuts)]
 
-    def keeps_blocks_whole(self, whole: Sequence[int]) -> bool:
-        """True if no 128 x 128 block is split; blocks at the edges may be smaller."""
-        return all(map(_between_blocks, (self.rows, self.cols), whole))
+    def keeps_whole(self, whole: Sequence[int], block: tuple[int, int]) -> bool:
+        """True if no block of that many rows and columns is split; blocks at the edges may be smaller."""
+        return all(map(_between_blocks, (self.rows, self.cols), whole, block))
 
-    def in_blocks(self) -> Cut:
-        """The matching slice of the scale grid, for a slice of whole blocks."""
-        return Cut(_in_blocks(self.rows), _in_blocks(self.cols))
+    def in_blocks(self, block: tuple[int, int]) -> Cut:
+        """The matching slice of the grid of blocks, for a slice of whole blocks."""
+        return Cut(_in_blocks(self.rows, block[0]), _in_blocks(self.cols, block[1]))
 
 
 UNCUT = Cut()
 
 
-def _between_blocks(cut: slice | None, length: int) -> bool:
+def _between_blocks(cut: slice | None, length: int, block: int) -> bool:
     if cut is None:
         return True
     start, stop, _ = cut.indices(length)
-    return start % BLOCK == 0 and (stop % BLOCK == 0 or stop == length)
+    return start % block == 0 and (stop % block == 0 or stop == length)
 
 
-def _in_blocks(cut: slice | None) -> slice | None:
+def _in_blocks(cut: slice | None, block: int) -> slice | None:
     if cut is None:
         return None
-    return slice((cut.start or 0) // BLOCK, None if cut.stop is None else num_blocks(cut.stop))
+    return slice((cut.start or 0) // block, None if cut.stop is None else -(-cut.stop // block))

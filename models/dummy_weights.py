@@ -7,8 +7,10 @@ import zlib
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import BlockWeight
+from moe_engine.kernels.quantization.protocol import QuantizedWeight
 from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import WeightFormat
 
 _POOL = 1_048_573  # prime, so that rows of any width start at different places
 
@@ -20,8 +22,7 @@ class DummyReader:
     pool of random values: filling runs at the speed of a copy.
 
     Args:
-        block_fp8: the projections of the decoder layers are in block FP8, as in DeepSeek V3's checkpoints.
-        power_of_two: see `WeightSource`.
+        format: of the projections of the decoder layers; a format without a kernel format is loaded as plain.
     """
 
     def __init__(
@@ -29,12 +30,10 @@ class DummyReader:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         seed: int = 0,
-        block_fp8: bool = False,
-        power_of_two: bool = False,
+        format: WeightFormat = PLAIN,
     ) -> None:
         self.dtype = dtype
-        self.power_of_two = power_of_two
-        self._block_fp8 = block_fp8
+        self.format = format
         self.device = torch.device(device)
         generator = torch.Generator().manual_seed(seed)
         self._pool = torch.randn(_POOL, generator=generator).to(self.device)
@@ -66,24 +65,23 @@ class DummyReader:
         self._fill(filled.view(-1), scale, offset)
         return out.copy_(filled)
 
-    def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Tensor | None = None) -> Tensor:
-        return self.tensor(prefix + ".weight", shape, cut, out=out)
-
-    def keeps_blocks(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
-        return self._block_fp8 and ".layers." in prefix and not prefix.endswith(".eh_proj")
-
-    def blocks(
-        self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: BlockWeight | None = None
-    ) -> BlockWeight:
-        sliced = cut.shape(shape)
-        if out is None:
-            out = BlockWeight.empty(sliced[0], sliced[1], self.device, self.power_of_two)
-        scale = 2.0**-7  # of every block: values use e4m3's range without reaching its maximum, for any K
-        self._fill(out.data.view(-1), 1 / (shape[1] ** 0.5 * scale), zlib.crc32(prefix.encode()) % _POOL)
-        out.scales.fill_(scale)
+    def linear(
+        self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Tensor | QuantizedWeight | None = None
+    ) -> Tensor | QuantizedWeight:
+        if out is None or isinstance(out, Tensor):
+            return self.tensor(prefix + ".weight", shape, cut, out=out)
+        offset = zlib.crc32(prefix.encode()) % _POOL
+        self.format.randomize(out, 1 / shape[1] ** 0.5, lambda part, scale: self._fill(part.view(-1), scale, offset))
         return out
 
+    def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
+        kept = self.format.kernel_format() is not None
+        return kept and ".layers." in prefix and not prefix.endswith(".eh_proj")
+
     def skip(self, name: str) -> None:
+        pass
+
+    def skip_linear(self, prefix: str, shape: tuple[int, int]) -> None:
         pass
 
     def finish(self) -> None:

@@ -13,19 +13,11 @@ from moe_engine.errors import CheckpointError
 from moe_engine.models import registry
 from moe_engine.models.checkpoint_files import WeightFile
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.tensors import (
-    FLOATS,
-    FP8,
-    SCALES,
-    Kind,
-    TensorSpec,
-    model_tensors,
-    names_outside_model,
-    names_outside_mtp,
-    scale_of,
-)
+from moe_engine.models.formats.plain import plain_tensor
+from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
+from moe_engine.models.formats.table import format_in_files, hint_for
+from moe_engine.models.tensors import Kind, TensorSpec, model_tensors, names_outside_model, names_outside_mtp
 
-DEFAULT_BLOCK = (128, 128)
 MAX_SHOWN = 5
 
 
@@ -44,7 +36,7 @@ def check_headers(
     """
     if not registry.is_built_in(config.architecture):
         return
-    check = _Check(files, config.quant.block if config.quant is not None else DEFAULT_BLOCK)
+    check = _Check(files, format_in_files(config.weight_format, files))
     problems = [problem for spec in model_tensors(config, include_mtp) for problem in check.problems(spec)]
     problems += _unexpected(files, config, include_mtp, check.known)
     if problems:
@@ -59,31 +51,34 @@ def check_headers(
 class _Check:
     """Compares specs one by one; `known` collects the expected names."""
 
-    def __init__(self, files: Mapping[str, WeightFile], block: tuple[int, int]) -> None:
+    def __init__(self, files: Mapping[str, WeightFile], format: WeightFormat) -> None:
         self._files = files
-        self._block = block
+        self._format = format
         self.known: set[str] = set()
 
     def problems(self, spec: TensorSpec) -> Iterator[str]:
         for name in spec.names():
-            scale = scale_of(name, self._files) if spec.kind is Kind.LINEAR else None
-            yield from self._compare(name, spec.shape, FLOATS if scale is None else (*FP8, *FLOATS))
-            if scale is not None:
-                grid = tuple(-(-size // block) for size, block in zip(spec.shape, self._block))
-                yield from self._compare(scale, grid, SCALES)
+            for stored in self._stored(name, spec):
+                yield from self._compare(stored)
 
-    def _compare(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> Iterator[str]:
+    def _stored(self, name: str, spec: TensorSpec) -> tuple[StoredTensor, ...]:
+        if spec.kind is Kind.LINEAR:
+            return self._format.tensors(name.removesuffix(".weight"), spec.shape, self._files)
+        return (plain_tensor(name, spec.shape),)
+
+    def _compare(self, stored: StoredTensor) -> Iterator[str]:
+        name = stored.name
         self.known.add(name)
         file = self._files.get(name)
         if file is None:
-            yield f"{name} {list(shape)} is missing"
+            yield f"{name} {list(stored.shape)} is missing"
             return
         found = file.tensors[name]
-        if found.shape != shape:
-            yield f"{name} in {file.path.name} has shape {list(found.shape)}, not {list(shape)}"
-        if found.dtype not in dtypes:
-            hint = " (block FP8 needs a weight_scale_inv beside it)" if found.dtype in FP8 else ""
-            yield f"{name} in {file.path.name} has dtype {found.dtype}{hint}, not one of {', '.join(dtypes)}"
+        if found.shape != stored.shape:
+            yield f"{name} in {file.path.name} has shape {list(found.shape)}, not {list(stored.shape)}"
+        if found.dtype not in stored.dtypes:
+            accepted = ", ".join(stored.dtypes)
+            yield f"{name} in {file.path.name} has dtype {found.dtype}{hint_for(found.dtype)}, not one of {accepted}"
 
 
 def _unexpected(

@@ -112,14 +112,6 @@ def _open(
     device = torch.device(device)
     if isinstance(dtype, str):
         dtype = getattr(torch, activation_dtype(config, dtype, device.type))
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    quant = config.quant
-    if quant is not None:
-        options["power_of_two"] = quant.scale_format == "ue8m0"
-    if load_format == "dummy":
-        options |= {"seed": seed, "block_fp8": quant is not None and quant.block == (128, 128)}
-    else:
-        options |= {"ignore": ignore, "progress": progress}
-        if quant is not None:
-            options["block"] = quant.block
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "format": config.weight_format}
+    options |= {"seed": seed} if load_format == "dummy" else {"ignore": ignore, "progress": progress}
     return open_source(load_format, path, **options)

@@ -5,12 +5,15 @@ Parameters are those listed in `tensors`.
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.tensors import EMBEDDING, Kind, TensorSpec, model_tensors
 from moe_engine.parallel.topology import Topology
 
 ONE_RANK = Topology()
-FP8_BLOCK_ELEMENTS = 128 * 128
 _KV_B, _LAYER = ".kv_b_proj.weight", "model.layers."
 
 MAX_EXPANDED_TOKENS = 16384
@@ -59,40 +62,30 @@ def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     return sum(spec.num_elements * spec.copies for spec in model_tensors(config, include_mtp))
 
 
-def num_active_parameters(config: ModelConfig) -> int:
-    """Active parameters per token: K of E experts, the whole head, one row of the embedding (not counted)."""
-    top_k = config.moe.top_k if config.moe is not None else 1
-    return sum(
-        spec.num_elements * min(spec.copies, top_k)
-        for spec in model_tensors(config)
-        if config.tie_word_embeddings or spec.name != EMBEDDING
-    )
-
-
 def weight_bytes(
     config: ModelConfig,
     dtype_bytes: int,
     include_mtp: bool = False,
     topology: Topology = ONE_RANK,
     redundant_experts: int = 0,
-    keeps_fp8: bool = False,
+    format: WeightFormat = PLAIN,
 ) -> int:
     """Weight bytes of one rank: activation dtype; norms, router and the rotary table (one for all layers) in float32;
-    kv_b in both forms. For kernels that keep one copy (the reference rows); `keeps_fp8`: for kernels that multiply
-    block FP8 without dequantization."""
-    plain = wide = blocks = 0
+    kv_b in both forms. For kernels that keep one copy (the reference rows), and projections of layers in `format`."""
+    plain = wide = 0
+    kept = Fraction(0)
     for spec in model_tensors(config, include_mtp):
         held = _held_elements(config, spec, topology, redundant_experts)
         if spec.kind is Kind.WIDE:
             wide += spec.num_elements
         elif spec.name.endswith(_KV_B):
             plain += 2 * held
-        elif keeps_fp8 and spec.kind is Kind.LINEAR and spec.name.startswith(_LAYER):
-            blocks += held
+        elif spec.kind is Kind.LINEAR and spec.name.startswith(_LAYER):
+            kept += held * format.bytes_per_element(spec.shape, dtype_bytes)
         else:
             plain += held
     rotary = config.context_length * config.rope.width
-    return plain * dtype_bytes + 4 * (wide + rotary) + blocks + 4 * blocks // FP8_BLOCK_ELEMENTS
+    return plain * dtype_bytes + 4 * (wide + rotary) + int(kept)
 
 
 def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int) -> int:

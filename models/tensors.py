@@ -14,18 +14,13 @@ from math import prod
 
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 
-FLOATS = ("F32", "BF16", "F16", "F64")
-FP8 = ("F8_E4M3", "F8_E5M2")
-SCALES = ("F32", "BF16", "F8_E8M0", "U8")
-"""Dtypes of safetensors: of unquantized tensors, of block-FP8 weights, of their scales (U8 holds E8M0 bytes)."""
-
 EMBEDDING = "model.embed_tokens.weight"
 _LAYERS = "model.layers."
 _ROTARY = "rotary_emb.inv_freq"
 
 
 class Kind(enum.Enum):
-    """Storage of a tensor: LINEAR weights may be block FP8, WIDE weights are kept in float32."""
+    """Storage of a tensor: LINEAR weights are in the checkpoint's `WeightFormat`, WIDE weights are kept in float32."""
 
     LINEAR = "linear"
     PLAIN = "plain"
@@ -165,12 +160,6 @@ def _linear(prefix: str, rows: int, cols: int, bias: bool = False) -> Iterator[T
 
 def _norm(prefix: str, width: int) -> TensorSpec:
     return TensorSpec(f"{prefix}.weight", (width,), Kind.WIDE)
-
-
-def scale_of(name: str, names: Collection[str]) -> str | None:
-    """Name of a block-FP8 weight's scale grid, in either naming scheme; None if there is none."""
-    spellings = (f"{name}_scale_inv", f"{name.removesuffix('.weight')}.scale")
-    return next((scale for scale in spellings if scale in names), None)
 
 
 # -- tensors that are not required

@@ -1,43 +1,42 @@
 """Pull-based weight loading: a model requests tensors, or slices of them, with their expected shapes.
 
 Bytes are read once, directly from the mapped file into the destination tensor; the mapping's pages are released after
-each tensor. Block-FP8 weights are dequantized, or returned as stored for kernels that support them. Tensors that were
-never requested are an error at the end (`finish`).
+each tensor. The checkpoint's `WeightFormat` reads matrices: dequantized, or as stored for kernels that declare its
+form. Tensors that were never requested are an error at the end (`finish`).
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from moe_engine.errors import CheckpointError
-from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight
 from moe_engine.models.checkpoint_files import TensorHeader, read_checkpoint
 from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.formats.plain import PLAIN, plain_tensor
+from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
+from moe_engine.models.formats.table import format_in_files, hint_for, supported_checkpoints
+from moe_engine.models.host_copy import copy_into
 from moe_engine.models.safetensors_file import SafetensorsFile
-from moe_engine.models.tensors import FLOATS, FP8, SCALES, scale_of
-
-_CHUNK_ELEMENTS = 1 << 22
-_ONE_THREAD_ELEMENTS = 1 << 22
 
 
 class WeightSource(Protocol):
     """Source of a layer's weights. `shape` is the full tensor's, as expected in the checkpoint.
 
-    `power_of_two`: activations of block-FP8 products use power-of-two scales.
+    `format`: of the matrices of linear layers and experts.
     """
 
     dtype: torch.dtype
     device: torch.device
-    power_of_two: bool
+    format: WeightFormat
 
     def tensor(
         self,
@@ -55,22 +54,21 @@ class WeightSource(Protocol):
             out: destination of the sliced shape, which is returned; its dtype takes precedence.
         """
 
-    def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Tensor | None = None) -> Tensor:
-        """`prefix`.weight [N, K] in the activation dtype, dequantized if it has a scale."""
+    def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Any = None) -> Any:
+        """The matrix `prefix` [N, K]: into a Tensor `out` dequantized, into a weight of the format's `kernel_format` as
+        stored. Default: a newly allocated Tensor in the activation dtype. Returns `out`."""
 
-    def keeps_blocks(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
-        """True if `blocks` supports this slice: stored as e4m3 in 128 x 128 blocks, none of them split."""
-
-    def blocks(
-        self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: BlockWeight | None = None
-    ) -> BlockWeight:
-        """`prefix`.weight as stored, with scales in float32; only if `keeps_blocks`."""
+    def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
+        """True if `linear` can read this slice into a weight of the format's `kernel_format`."""
 
     def has(self, name: str) -> bool:
         """True if the checkpoint has a tensor of that name."""
 
     def skip(self, name: str) -> None:
-        """Marks a tensor (and its scales) as belonging to other ranks."""
+        """Marks a tensor as belonging to other ranks."""
+
+    def skip_linear(self, prefix: str, shape: tuple[int, int]) -> None:
+        """Marks the tensors of a matrix as belonging to other ranks."""
 
     def finish(self) -> None:
         """Ends loading. Raises CheckpointError if tensors remain that no layer requested."""
@@ -82,8 +80,7 @@ class WeightReader:
     Args:
         directory: has model.safetensors, or an index and its shards.
         dtype: the activation dtype of returned tensors.
-        block: rows and columns per scale of a block-FP8 weight.
-        power_of_two: the checkpoint's scale format is UE8M0, also for activations.
+        format: of the matrices, by config.json.
         ignore: returns the names that may stay unread (and do not count for the progress bar).
         progress: a bar with bytes, rate and remaining time on stderr.
 
@@ -99,19 +96,17 @@ class WeightReader:
         directory: str | Path,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
-        block: tuple[int, int] = (BLOCK, BLOCK),
-        power_of_two: bool = False,
+        format: WeightFormat = PLAIN,
         ignore: Callable[[Collection[str]], Collection[str]] = lambda names: (),
         progress: bool = False,
     ) -> None:
         self.dtype = dtype
         self.device = torch.device(device)
         self._directory = Path(directory)
-        self._block = block
-        self.power_of_two = power_of_two
         self._lock = threading.Lock()
         self.num_bytes_read = 0
         self._files = _open_files(self._directory)
+        self.format = format_in_files(format, self._files)
         # A projection of width 0 (no shared experts, as saved by transformers) has no data and is never requested.
         self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
         total = sum(self._entry(name).num_bytes for name in self._unread)
@@ -124,9 +119,12 @@ class WeightReader:
         return name in self._files
 
     def skip(self, name: str) -> None:
-        for unread in (name, scale_of(name, self._files)):
-            if unread in self._unread:
-                self._account(unread, 0)
+        if name in self._unread:
+            self._account(name, 0)
+
+    def skip_linear(self, prefix: str, shape: tuple[int, int]) -> None:
+        for stored in self.format.tensors(prefix, shape, self._files):
+            self.skip(stored.name)
 
     def tensor(
         self,
@@ -137,44 +135,38 @@ class WeightReader:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        part = self._part(name, shape, FLOATS, cut)
-        if out is None:
-            out = torch.empty(part.shape, dtype=dtype or self.dtype, device=self.device)
-        _copy(out, part)
-        self._done(name, part.numel() * part.element_size())
+        with self.open(plain_tensor(name, shape), cut) as part:
+            if out is None:
+                out = torch.empty(part.shape, dtype=dtype or self.dtype, device=self.device)
+            copy_into(out, part)
         return out
 
-    def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Tensor | None = None) -> Tensor:
-        name = prefix + ".weight"
-        scale_name = scale_of(name, self._files)
-        if scale_name is None:
-            return self.tensor(name, shape, cut, out=out)
-        part = self._part(name, shape, (*FP8, *FLOATS), cut)
+    def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Any = None) -> Any:
         if out is None:
-            out = torch.empty(part.shape, dtype=self.dtype, device=self.device)
-        dequantize_into(out, part, self._scale(scale_name, shape), self._block, cut)
-        self._done(name, part.numel() * part.element_size())
+            out = torch.empty(cut.shape(shape), dtype=self.dtype, device=self.device)
+        self.format.load(self, prefix, shape, cut, out)
         return out
 
-    def keeps_blocks(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
-        name = prefix + ".weight"
-        if scale_of(name, self._files) is None or self._block != (BLOCK, BLOCK):
-            return False
-        return self._entry(name).dtype == "F8_E4M3" and cut.keeps_blocks_whole(shape)
+    def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
+        return self.format.keeps(self, prefix, shape, cut)
 
-    def blocks(
-        self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: BlockWeight | None = None
-    ) -> BlockWeight:
-        name = prefix + ".weight"
-        scale_name = scale_of(name, self._files)
-        assert scale_name is not None
-        part = self._part(name, shape, FP8, cut)
-        if out is None:
-            out = BlockWeight.empty(part.shape[0], part.shape[1], self.device, self.power_of_two)
-        out.scales.copy_(cut.in_blocks().of(self._scale(scale_name, shape)))
-        _copy(out.data, part)
+    # -- `StoredTensors`, for the format
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._files
+
+    def dtype_of(self, name: str) -> str | None:
+        return self._entry(name).dtype if name in self._files else None
+
+    @contextmanager
+    def open(self, tensor: StoredTensor, cut: Cut = UNCUT) -> Iterator[Tensor]:
+        name = tensor.name
+        self._check(tensor)
+        self._files[name].prefetch(name, cut)
+        part = cut.of(self._files[name].view(name))
+        yield part
         self._done(name, part.numel() * part.element_size())
-        return out
 
     def finish(self) -> None:
         self._bar.close()
@@ -188,41 +180,27 @@ class WeightReader:
                 f"{', ...' if len(left) > 5 else ''}; check that config.json belongs to these files"
             )
 
-    def _scale(self, name: str, shape: tuple[int, int]) -> Tensor:
-        """The scale grid in float32. uint8 is e8m0: value 2^(byte - 127)."""
-        grid = (-(-shape[0] // self._block[0]), -(-shape[1] // self._block[1]))
-        raw = self._part(name, grid, SCALES)
-        scale = (raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw).to(torch.float32, copy=True)
-        self._done(name, raw.numel() * raw.element_size())
-        return scale
-
     def _entry(self, name: str) -> TensorHeader:
         return self._files[name].entries[name]
 
-    def _check(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
+    def _check(self, tensor: StoredTensor) -> None:
+        name, shape = tensor.name, list(tensor.shape)
         if name not in self._files:
             raise CheckpointError(
-                f"{self._directory}: tensor {name} of shape {list(shape)} is missing; "
+                f"{self._directory}: tensor {name} of shape {shape} is missing; "
                 "check that config.json belongs to these files and that no shard is missing"
             )
         entry, where = self._entry(name), self._files[name].path
-        if entry.shape != tuple(shape):
+        if entry.shape != tuple(tensor.shape):
             raise CheckpointError(
-                f"{where}: tensor {name} has shape {list(entry.shape)}, config.json implies {list(shape)}; "
+                f"{where}: tensor {name} has shape {list(entry.shape)}, config.json implies {shape}; "
                 "check that config.json belongs to these files"
             )
-        if entry.dtype not in dtypes:
-            hint = " (block FP8 needs a weight_scale_inv beside it)" if entry.dtype in FP8 else ""
+        if entry.dtype not in tensor.dtypes:
             raise CheckpointError(
-                f"{where}: tensor {name} has dtype {entry.dtype}{hint}, expected one of {', '.join(dtypes)}; "
-                "use a bf16 or block-FP8 checkpoint"
+                f"{where}: tensor {name} has dtype {entry.dtype}{hint_for(entry.dtype)}, expected one of "
+                f"{', '.join(tensor.dtypes)}; use a {supported_checkpoints()} checkpoint"
             )
-
-    def _part(self, name: str, shape: tuple[int, ...], dtypes: Sequence[str], cut: Cut = UNCUT) -> Tensor:
-        """A view of a slice of a tensor, after checking its shape and dtype."""
-        self._check(name, shape, dtypes)
-        self._files[name].prefetch(name, cut)
-        return cut.of(self._files[name].view(name))
 
     def _done(self, name: str, num_bytes: int) -> None:
         with self._lock:
@@ -236,36 +214,6 @@ class WeightReader:
             self._unread.discard(name)
             self._bar.total -= self._entry(name).num_bytes - num_bytes
             self._bar.update(num_bytes)
-
-
-def dequantize_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], cut: Cut) -> None:
-    """out[r, c] = weight[r, c] * scale[r div block, c div block], a bounded number of rows at a time.
-
-    `weight` is the slice `cut` of a tensor with full scale grid `scale`; blocks at the edges are smaller.
-    """
-    weight, scale = weight.to(out.device), scale.to(out.device)
-    num_rows, num_cols = weight.shape
-    first_row, first_col = _first(cut.rows), _first(cut.cols)
-    row_block = (torch.arange(num_rows, device=out.device) + first_row) // block[0]
-    col_block = (torch.arange(num_cols, device=out.device) + first_col) // block[1]
-    step = max(1, _CHUNK_ELEMENTS // max(1, num_cols))
-    for start in range(0, num_rows, step):
-        stop = min(start + step, num_rows)
-        grid = scale.index_select(0, row_block[start:stop]).index_select(1, col_block)
-        out[start:stop].copy_(grid.mul_(weight[start:stop].float()))
-
-
-def _copy(out: Tensor, part: Tensor) -> None:
-    """out = part; same-dtype copies of moderate size use one thread, since waking others costs more than it saves."""
-    plain = out.dtype == part.dtype and out.device == part.device and out.is_contiguous() and part.is_contiguous()
-    if plain and 0 < part.numel() <= _ONE_THREAD_ELEMENTS:
-        np.copyto(out.view(-1).view(torch.uint8).numpy(), part.view(-1).view(torch.uint8).numpy())
-    else:
-        out.copy_(part)
-
-
-def _first(cut: slice | None) -> int:
-    return (cut.start or 0) if cut else 0
 
 
 def _open_files(directory: Path) -> dict[str, SafetensorsFile]:

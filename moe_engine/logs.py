@@ -17,7 +17,7 @@ READY_LINE = "The server is fired up and ready to roll!"
 
 
 class Formatter(logging.Formatter):
-    """``[time tag] message``. The tag is `parallel.context.ParallelContext.log_tag`: empty or `` DP0 TP1``."""
+    """``[time tag] message``. The tag is empty or has the rank: `` DP0 TP1``."""
 
     def __init__(self, tag: str = "") -> None:
         tag = f" {tag.strip()}" if tag.strip() else ""
@@ -120,6 +120,13 @@ def kv_line(dtype: str, num_tokens: int, kv_gb: float, *, is_mla: bool = True) -
     if is_mla:
         return head + f"KV size: {kv_gb:.2f} GB"
     return head + f"K size: {kv_gb / 2:.2f} GB, V size: {kv_gb / 2:.2f} GB"
+
+
+def host_tier_line(num_tokens: int, num_bytes: int, write_policy: str) -> str:
+    return (
+        f"Allocating {num_bytes / 1e9:.2f} GB host memory for hierarchical KV cache, #tokens: {num_tokens}, "
+        f"write policy: {write_policy}"
+    )
 
 
 def pool_end_line(available_gb: float) -> str:

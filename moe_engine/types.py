@@ -197,6 +197,8 @@ class Status(enum.IntEnum):
     WAITING = 0
     RUNNING = 1
     FINISHED = 2
+    WAITING_FOR_KV = 3
+    """In the queue while KV of its prefix is loaded into the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,6 +416,30 @@ class StepFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class KVLoad:
+    """Copies KV from `places` of the connector to `slots` of the pool. The copy may end after the step."""
+
+    id: int
+    places: list[int]
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class KVOps:
+    """Copies between the KV pool and a connector (`scheduler.kv_connector`). Every rank runs them in plan order, before
+    the step's forward: it waits for the loads `arrived`, stores, then begins `loads`.
+
+    Stores copy store_slots[i] of the pool to store_places[i]; places are distinct. The step may overwrite the slots.
+    `arrived` are loads that the scheduler regards as complete: this step and later steps may use their slots.
+    """
+
+    store_slots: list[int] = field(default_factory=list)
+    store_places: list[int] = field(default_factory=list)
+    loads: list[KVLoad] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes; may be empty. Lists are indexed by the R requests of the step, decodes first.
 
@@ -438,6 +464,7 @@ class StepPlan:
     finished_rows: list[int] = field(default_factory=list)
     speculation: Speculation | None = None
     dp_facts: tuple[StepFacts, ...] | None = None
+    kv_ops: KVOps | None = None
     masked: list[int] = field(default_factory=list)
 
     @property
@@ -467,5 +494,7 @@ class StepResult:
     model_seconds: float = 0.0
     cuda_graph: bool = False
     """Whether the model's forward was a CUDA-graph replay."""
+    kv_done: tuple[int, ...] = ()
+    """Loads of `StepPlan.kv_ops` that are complete. Later completions are reported by `StepWorker.on_kv_done`."""
     errors: dict[int, FinishReason] | None = None
     """By row: why a token is invalid, if logits processors made it so; perhaps of a draft that is not accepted."""

@@ -96,12 +96,6 @@ class ParallelContext:
         """Slots beyond one per expert."""
         return 0 if self.experts is None else self.experts.num_redundant
 
-    @property
-    def log_tag(self) -> str:
-        """Rank tag of log lines, after the time: `` DP0 TP1``, only axes of size > 1."""
-        tag = f" DP{self.attn_dp_rank}" if self.attn_dp_size > 1 else ""
-        return tag + (f" TP{self.world_rank}" if self.world_size > 1 else "")
-
 
 SINGLE = ParallelContext()
 

@@ -115,9 +115,6 @@ class Topology:
     def attn_dp_rank(self, rank: int) -> int:
         return rank // self.attn_tp_size
 
-    def moe_tp_rank(self, rank: int) -> int:
-        return rank % self.moe_tp_size
-
     def ep_rank(self, rank: int) -> int:
         return rank // self.moe_tp_size
 

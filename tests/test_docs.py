@@ -21,7 +21,10 @@ from moe_engine.planning import resolve_graphs, resolve_parallel, resolve_specul
 from moe_engine.planning.resolve_limits import CPU_CHUNK, CPU_MAX_RUNNING, GPU_CHUNKS, GPU_MAX_RUNNING
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "slurm/README.md", "benchmarks/README.md", "moe_engine/demo/README.md")
+PAGES = (
+    "README.md", "CONTRIBUTING.md", "slurm/README.md", "benchmarks/README.md", "moe_engine/demo/README.md",
+    "tests/README.md",
+)  # fmt: skip
 DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in PAGES)])
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
 SOURCES = (

@@ -13,8 +13,7 @@ from moe_engine.models.sizes import weight_bytes
 def decode_bytes(config: ModelConfig, batch: int, context: int) -> int:
     """Weights once (of the experts those hit by B independent choices of K, of the embedding B rows), and the KV of B
     requests with S tokens each, without activations."""
-    fp8 = config.quant is not None
-    read = weight_bytes(config, 2, keeps_fp8=fp8) - 4 * config.context_length * config.rope.width
+    read = weight_bytes(config, 2, format=config.weight_format) - 4 * config.context_length * config.rope.width
     read -= 2 * config.hidden_size * max(0, config.vocab_size - batch) * (not config.tie_word_embeddings)
     attention = config.attention
     if isinstance(attention, MLAConfig):  # kv_b is kept in both forms, a decode reads one
@@ -22,6 +21,7 @@ def decode_bytes(config: ModelConfig, batch: int, context: int) -> int:
         read -= 2 * config.num_layers * attention.num_heads * per_head * attention.kv_lora_rank
     if config.moe is not None:
         moe = config.moe
+        fp8 = bool(config.weight_format.name)
         model = ExpertModel("", moe.num_experts, moe.top_k, config.hidden_size, moe.width, fp8)
         hit = ExpertShape(model, batch, moe.num_experts).experts_hit
         expert = 3 * config.hidden_size * moe.width

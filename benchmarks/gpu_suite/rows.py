@@ -11,20 +11,13 @@ from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Choice, Row
 from moe_engine.kernels.triton.availability import why_not as triton_why_not
 
-FAMILIES: dict[str, list[Row]] = {
-    "ops": tables.OPS,
-    "linear": tables.LINEAR,
-    "experts": tables.EXPERTS,
-    "mla": tables.MLA,
-    "gqa": tables.GQA,
-    "sampling": tables.SAMPLING,
-}
-
 PARTS = {
     "quantization": {"torch": "quantization.reference", "triton": "quantization.triton_rows"},
     "permutation": {"triton": "permutation.triton_permute"},
 }
-"""Kernels that are parts of a family's row and not in a table: modules, used as rows."""
+"""Kernels that are parts of other families' rows: modules, used as rows."""
+
+FAMILIES = {family: rows for family, rows in tables.FAMILIES.items() if family not in PARTS}
 
 
 class Rows:

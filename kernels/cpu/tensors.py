@@ -68,7 +68,7 @@ class Panels:
 
     kind: int
     weight: int  # address of `storage`
-    bias: int | None
+    bias: int | None  # address of `padded_bias`
     storage: Tensor
     padded_bias: Tensor | None
     heads: int = 1

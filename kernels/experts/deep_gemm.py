@@ -13,14 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
-from moe_engine.kernels.experts.protocol import BlockExperts, ExpertsCapabilities
+from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Groups, Operand
 from moe_engine.kernels.quantization.protocol import (
     BLOCK,
+    BLOCK_FP8,
     FP8,
     UNQUANTIZED,
     Activation,
     ActivationFormat,
+    BlockFP8,
     BlockWeight,
     QuantizedActivation,
     QuantizedRows,
@@ -83,8 +85,8 @@ class DeepGemmExperts:
 
     @property
     def capabilities(self) -> ExpertsCapabilities:
-        blocks = BlockExperts(self.allocate_blocks, self.load_expert_blocks)
-        return ExpertsCapabilities(blocks, warm_up=self.warm_up)
+        blocks = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
+        return ExpertsCapabilities({BlockFP8: blocks}, warm_up=self.warm_up)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         if dtype != torch.bfloat16:
@@ -96,14 +98,14 @@ class DeepGemmExperts:
         return self._weights(num_experts, hidden, width, Layer(gate_up, down))
 
     def allocate_blocks(
-        self, num_experts: int, hidden: int, width: int, device: Any, power_of_two: bool = False
+        self, num_experts: int, hidden: int, width: int, device: Any, format: BlockFP8 = BLOCK_FP8
     ) -> ExpertWeights:
         """See the protocol; experts of sizes that the library does not support in FP8 are kept in bf16."""
         if width % BLOCK or not self._gemm.serves(hidden, width) or not self._gemm.serves(2 * width, hidden):
             return self.allocate(num_experts, hidden, width, torch.bfloat16, device)
         gate_up = self._blocks(num_experts, 2 * width, hidden, device)
         down = self._blocks(num_experts, hidden, width, device)
-        return self._weights(num_experts, hidden, width, Layer(gate_up, down, power_of_two))
+        return self._weights(num_experts, hidden, width, Layer(gate_up, down, format.power_of_two))
 
     def _blocks(self, num_experts: int, n: int, k: int, device: Any) -> Stack:
         data = torch.empty(num_experts, n, k, dtype=FP8, device=device)

@@ -5,14 +5,14 @@ Legend: T tokens, D hidden, I expert width, E (local) experts, K experts per tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
-from moe_engine.kernels.quantization.protocol import ActivationFormat, BlockWeight
+from moe_engine.kernels.quantization.protocol import ActivationFormat, KernelFormat
 from moe_engine.kernels.vendors.warming import StepShapes
 
 if TYPE_CHECKING:
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class BlockExperts:
-    """Block-FP8 experts kept as the checkpoint stores them; `ExpertsKernel.run` quantizes its input rows."""
+class QuantizedExperts:
+    """Experts kept as the checkpoint stores them; `ExpertsKernel.run` quantizes its input rows if necessary."""
 
-    allocate: Callable[[int, int, int, Any, bool], ExpertWeights]
-    """(num_experts, hidden, width, device, power_of_two) -> FP8 weights and scales of a layer. `power_of_two`: see
-    `BlockWeight`, for all experts."""
+    allocate: Callable[[int, int, int, Any, Any], ExpertWeights]
+    """(num_experts, hidden, width, device, format) -> the weights of a layer; format: a `KernelFormat`."""
 
-    load: Callable[[ExpertWeights, int, BlockWeight, BlockWeight, BlockWeight], None]
-    """(weights, expert, gate, up, down): stores one expert: gate, up [I, D], down [D, I]."""
+    load: Callable[[ExpertWeights, int, Any, Any, Any], None]
+    """(weights, expert, gate, up, down): copies one expert: gate, up [I, D], down [D, I], each a `QuantizedWeight`."""
 
 
 @dataclass(frozen=True)
 class ExpertsCapabilities:
     """The optional parts of an experts kernel; None: not supported."""
 
-    blocks: BlockExperts | None = None
+    quantized: Mapping[type[KernelFormat], QuantizedExperts] = field(default_factory=dict)
+    """Formats that are multiplied without dequantization."""
 
     fuse_layer: Callable[[MoELayer], FusedMoE | None] | None = None
     """The whole layer on one rank in one call, router and shared expert included; None if these weights are not

@@ -19,8 +19,7 @@ from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationForm
 
 
 class TorchExperts:
-    """`ExpertsKernel`, `FusedExperts` and `MovableExperts` for any device; supports both layouts. `data` is
-    (gate_up [E, 2I, D], down [E, D, I])."""
+    """`ExpertsKernel` for any device; supports both layouts. `data` is (gate_up [E, 2I, D], down [E, D, I])."""
 
     name = "torch"
     capabilities = ExpertsCapabilities()

@@ -13,15 +13,17 @@ from torch import Tensor
 
 from moe_engine.kernels.device import multiplies_fp8
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
-from moe_engine.kernels.experts.protocol import BlockExperts, ExpertsCapabilities
+from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
 from moe_engine.kernels.experts.tiles import ExpertTiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization.protocol import (
+    BLOCK_FP8,
     FP8,
     UNQUANTIZED,
     Activation,
     ActivationFormat,
+    BlockFP8,
     BlockWeight,
     QuantizedActivation,
     QuantizedRows,
@@ -70,8 +72,8 @@ class TritonExperts:
 
     @property
     def capabilities(self) -> ExpertsCapabilities:
-        blocks = BlockExperts(self.allocate_blocks, self.load_expert_blocks)
-        return ExpertsCapabilities(blocks, warm_up=self.warm_up)
+        blocks = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
+        return ExpertsCapabilities({BlockFP8: blocks}, warm_up=self.warm_up)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
@@ -79,7 +81,7 @@ class TritonExperts:
         return self._weights(num_experts, hidden, width, TritonExpertWeights(gate_up, down))
 
     def allocate_blocks(
-        self, num_experts: int, hidden: int, width: int, device: Any, power_of_two: bool = False
+        self, num_experts: int, hidden: int, width: int, device: Any, format: BlockFP8 = BLOCK_FP8
     ) -> ExpertWeights:
         """See the protocol; on devices without FP8 products the experts become bf16."""
         if not multiplies_fp8(torch.device(device).type):
@@ -90,7 +92,7 @@ class TritonExperts:
             torch.empty(num_experts, hidden, width, dtype=FP8, device=device),
             torch.empty(num_experts, 2, narrow, wide, device=device),
             torch.empty(num_experts, wide, narrow, device=device),
-            power_of_two,
+            format.power_of_two,
         )
         return self._weights(num_experts, hidden, width, data)
 

@@ -51,7 +51,7 @@ class CpuLinear:
         n = weight.out_features
         out = torch.empty((tokens, n), dtype=x.dtype)
         self._lib.moe_linear(
-            data.kind, x.data_ptr(), x.stride(0), tokens, k, data.weight, n, data.bias, None, 0, out.data_ptr(), n
+            data.kind, x.data_ptr(), x.stride(0), tokens, k, data.weight, n, data.bias, out.data_ptr(), n
         )
         return out
 
@@ -72,8 +72,7 @@ class CpuLinear:
             raise ValueError("run_mlp needs an MLP width that is a multiple of 16, and no biases")
         out = torch.empty((tokens, n), dtype=x.dtype)
         self._lib.moe_mlp(
-            first.kind, x.data_ptr(), x.stride(0), tokens, k, width, first.weight, second.weight, n, None, n,
-            out.data_ptr(), n,
+            first.kind, x.data_ptr(), x.stride(0), tokens, k, width, first.weight, second.weight, n, out.data_ptr(), n,
         )  # fmt: skip
         return out
 

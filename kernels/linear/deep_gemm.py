@@ -20,6 +20,7 @@ from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
     ActivationFormat,
+    BlockFP8,
     BlockWeight,
     QuantizedActivation,
     unquantized,
@@ -54,7 +55,7 @@ class DeepGemmLinear(CublasLinear):
 
     @property
     def capabilities(self) -> LinearCapabilities:
-        return LinearCapabilities(self.prepare_blocks, self.warm_up)
+        return LinearCapabilities({BlockFP8: self.prepare_blocks}, self.warm_up)
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """See the protocol; a weight of sizes that the library does not support becomes bf16."""

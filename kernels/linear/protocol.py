@@ -5,13 +5,13 @@ Legend: T tokens, K in-features, N out-features, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import ActivationFormat, BlockWeight
+from moe_engine.kernels.quantization.protocol import ActivationFormat, KernelFormat
 from moe_engine.kernels.vendors.warming import StepShapes
 
 MLPCall = Callable[[Any], Tensor]
@@ -33,9 +33,9 @@ class PreparedLinear:
 class LinearCapabilities:
     """The optional parts of a linear kernel; None: not supported."""
 
-    prepare_blocks: Callable[[BlockWeight, Tensor | None], PreparedLinear] | None = None
-    """Keeps block-FP8 weights as the checkpoint stores them: weight [N, K] in blocks of 128 x 128, bias [N] in the
-    activation dtype, or None. May keep or drop the weight."""
+    quantized: Mapping[type[KernelFormat], Callable[[Any, Tensor | None], PreparedLinear]] = field(default_factory=dict)
+    """Formats that are multiplied without dequantization, each with its `prepare`: a `QuantizedWeight` [N, K] of that
+    format, bias [N] in the activation dtype, or None. May keep or drop the weight."""
 
     warm_up: Callable[[StepShapes], int] | None = None
     """Compiles what the kernel compiles at first use, see `vendors.warming`; returns the number of products run."""

@@ -20,6 +20,7 @@ from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
     ActivationFormat,
+    BlockFP8,
     BlockWeight,
     QuantizedActivation,
     QuantizedRows,
@@ -45,7 +46,7 @@ class TritonLinear(CublasLinear):
 
     @property
     def capabilities(self) -> LinearCapabilities:
-        return LinearCapabilities(self.prepare_blocks)
+        return LinearCapabilities({BlockFP8: self.prepare_blocks})
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """See the protocol; on devices without FP8 products the weight becomes bf16."""

@@ -8,6 +8,7 @@ Legend: M rows, N out-features, K in-features. A weight has one scale per 128 x 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -53,6 +54,43 @@ class BlockWeight:
         return BlockWeight(
             self.data[start:stop], self.scales[start // BLOCK : num_blocks(stop)], power_of_two=self.power_of_two
         )
+
+
+class QuantizedWeight(Protocol):
+    """A weight [N, K] that kernels multiply without dequantization, in its own dataclass of tensors."""
+
+    def rows(self, start: int, stop: int) -> Self:
+        """A view of rows [start, stop). `start` is a multiple of `KernelFormat.row_block`; so is `stop`, unless it is
+        the end."""
+
+
+class KernelFormat(Protocol):
+    """The form of quantized weights that kernels multiply: a frozen dataclass. Kernels declare in their capabilities
+    which classes they take."""
+
+    @property
+    def row_block(self) -> int:
+        """Rows of a weight that share scales."""
+
+    def empty(self, n: int, k: int, device: torch.device | str) -> QuantizedWeight:
+        """Uninitialised memory for a weight [N, K]."""
+
+
+@dataclass(frozen=True)
+class BlockFP8:
+    """`KernelFormat` of `BlockWeight`; `power_of_two` as there."""
+
+    power_of_two: bool = False
+
+    @property
+    def row_block(self) -> int:
+        return BLOCK
+
+    def empty(self, n: int, k: int, device: torch.device | str) -> BlockWeight:
+        return BlockWeight.empty(n, k, device, self.power_of_two)
+
+
+BLOCK_FP8 = BlockFP8()
 
 
 @dataclass(frozen=True)

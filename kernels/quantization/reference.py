@@ -76,8 +76,3 @@ def quantize_weight(weight: Tensor, power_of_two: bool = False) -> BlockWeight:
         scales = scales.log2().ceil().exp2()
     quantized = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     return BlockWeight(quantized.view(padded.shape)[:n, :k].contiguous(), scales.contiguous(), power_of_two)
-
-
-def block_product(rows: QuantizedRows, weight: BlockWeight) -> Tensor:
-    """rows @ weight.T of the quantized data in float64: the reference for a kernel's float32 sums. [M, N]."""
-    return dequantize_rows(rows, torch.float64) @ dequantize_weight(weight, torch.float64).t()

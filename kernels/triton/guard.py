@@ -1,4 +1,4 @@
-"""Compilation guard: counts compilations before and after READY, to detect compiler stalls while serving.
+"""Compilation guard: counts compilations after READY, to detect compiler stalls while serving.
 
 Triton has one listener per process, so the counts are per process. The engine's start calls `watch` before the first
 kernel and `ready` at the end of warm-up; metrics read `compilations_after_ready`. Other compilers (torch.compile)
@@ -22,8 +22,6 @@ class _Counts:
     lock: threading.Lock = field(default_factory=threading.Lock)
     watching: bool = False
     is_ready: bool = False
-    compiled: int = 0  # before READY
-    cached: int = 0
     late: list[str] = field(default_factory=list)
 
 
@@ -54,10 +52,9 @@ def ready() -> None:
 
 
 def reset() -> None:
-    """Resets all counts to the state before READY, for a new engine in this process."""
+    """Back to the state before READY, for a new engine in this process."""
     with _counts.lock:
         _counts.is_ready = False
-        _counts.compiled = _counts.cached = 0
         _counts.late = []
 
 
@@ -65,8 +62,6 @@ def note(name: str, seconds: float, cache_hit: bool) -> None:
     """Records a compilation, or a first load from the cache."""
     with _counts.lock:
         if not _counts.is_ready:
-            _counts.cached += cache_hit
-            _counts.compiled += not cache_hit
             return
         _counts.late.append(name)
     how = "was loaded from the cache" if cache_hit else f"was compiled ({seconds:.2f} s)"
@@ -76,8 +71,3 @@ def note(name: str, seconds: float, cache_hit: bool) -> None:
 def compilations_after_ready() -> int:
     """Number of kernels compiled, or first loaded, after READY."""
     return len(_counts.late)
-
-
-def compilations_before_ready() -> tuple[int, int]:
-    """(compiled, loaded from the cache) since `watch` or `reset`."""
-    return _counts.compiled, _counts.cached

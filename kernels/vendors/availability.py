@@ -45,7 +45,7 @@ def flash_mla(device: Device, need: Need) -> str | None:
     return None
 
 
-def flash_mla_unrecorded(device: Device, need: Need) -> str | None:
+def flash_mla_uncaptured(device: Device, need: Need) -> str | None:
     if need.kv_dtype != E4M3 or device.capability is None or device.capability[0] >= 10:
         return None
     return "FlashMLA's kernel for FP8 records takes no list lengths on Hopper, so lists cannot be renewed in place"

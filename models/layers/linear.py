@@ -5,29 +5,33 @@ Legend: T tokens, K in-features, N out-features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import LinearKernel
-from moe_engine.kernels.quantization.protocol import BLOCK, Activation, BlockWeight, as_format
-from moe_engine.models.cut import Cut
+from moe_engine.kernels.quantization.protocol import Activation, KernelFormat, as_format
+from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import WHOLE, Share
 
 
 class Linear:
-    """x [T, K] -> x @ W.T (+ bias) [T, N]."""
+    """x [T, K] -> x @ W.T (+ bias) [T, N].
 
-    def __init__(self, kernel: LinearKernel, weight: Tensor | BlockWeight, bias: Tensor | None = None) -> None:
+    Args:
+        weight: [N, K], a Tensor, or a `QuantizedWeight` of `format`.
+        format: one that the kernel declares; None: a Tensor.
+    """
+
+    def __init__(
+        self, kernel: LinearKernel, weight: Any, bias: Tensor | None = None, format: KernelFormat | None = None
+    ) -> None:
         self._run: Callable[..., Tensor] = kernel.run
-        if isinstance(weight, BlockWeight):
-            prepare_blocks = kernel.capabilities.prepare_blocks
-            assert prepare_blocks is not None
-            self.weight = prepare_blocks(weight, bias)
-        else:
-            self.weight = kernel.prepare(weight, bias)
+        prepare = kernel.prepare if format is None else kernel.capabilities.quantized[type(format)]
+        self.weight = prepare(weight, bias)
         self.input_format = kernel.input_format(self.weight)
         """Activation format of x."""
 
@@ -51,8 +55,8 @@ def load_linear(
 ) -> Linear:
     """Merges several projections of the same input into one product: rows stacked in the given order.
 
-    Block-FP8 weights stay FP8 if the kernel supports it and no block is split, by sharding or by stacking; else they
-    are dequantized.
+    Quantized weights stay as stored if the kernel declares their format and no scale's rows or columns are split, by
+    sharding or by stacking; else they are dequantized.
 
     Args:
         out_features, in_features: of the unsharded projections.
@@ -64,26 +68,48 @@ def load_linear(
     counts = [share.width(rows) for share, rows in zip(shares, out_features)]
     total, cuts = sum(counts), [Cut(s.cut(rows), in_share.cut(in_features)) for s, rows in zip(shares, out_features)]
     has_bias = bias and in_share.is_first
-    keeps = kernel.capabilities.prepare_blocks is not None and all(
-        reader.keeps_blocks(prefix, (rows, in_features), cut) for prefix, rows, cut in zip(prefixes, out_features, cuts)
-    )
-    width = in_share.width(in_features)
-    weight: Tensor | BlockWeight
-    if keeps and all(count % BLOCK == 0 for count in counts[:-1]):
-        weight = BlockWeight.empty(total, width, reader.device, reader.power_of_two)
-    else:
-        weight = torch.empty(total, width, dtype=reader.dtype, device=reader.device)
+    parts = [Projection(prefix, (rows, in_features), cut) for prefix, rows, cut in zip(prefixes, out_features, cuts)]
+    format = format_for(kernel.capabilities.quantized, reader, parts)
+    if format is not None and any(count % format.row_block for count in counts[:-1]):
+        format = None
+    weight = empty_weight(format, total, in_share.width(in_features), reader)
     biases = torch.empty(total, dtype=reader.dtype, device=reader.device) if has_bias else None
     start = 0
-    for prefix, rows, cut, count in zip(prefixes, out_features, cuts, counts):
+    for part, count in zip(parts, counts):
         stop = start + count
-        if isinstance(weight, BlockWeight):
-            reader.blocks(prefix, (rows, in_features), cut, out=weight.rows(start, stop))
-        else:
-            reader.linear(prefix, (rows, in_features), cut, out=weight[start:stop])
+        reader.linear(*part, out=weight[start:stop] if format is None else weight.rows(start, stop))
         if biases is not None:
-            reader.tensor(prefix + ".bias", (rows,), Cut(cut.rows), out=biases[start:stop])
+            reader.tensor(part.name + ".bias", part.shape[:1], Cut(part.cut.rows), out=biases[start:stop])
         elif bias:
-            reader.skip(prefix + ".bias")
+            reader.skip(part.name + ".bias")
         start = stop
-    return Linear(kernel, weight, biases)
+    return Linear(kernel, weight, biases, format)
+
+
+class Projection(NamedTuple):
+    """A stored matrix: its name, its full shape, and the requested slice."""
+
+    name: str
+    shape: tuple[int, int]
+    cut: Cut = UNCUT
+
+
+def format_for(
+    declared: Mapping[type[KernelFormat], Any], reader: WeightSource, parts: Sequence[Projection]
+) -> KernelFormat | None:
+    """The kernel format in which a kernel gets these matrices; None: as Tensors.
+
+    Args:
+        declared: the kernel's `capabilities.quantized`.
+    """
+    format = reader.format.kernel_format()
+    if format is None or type(format) not in declared:
+        return None
+    return format if all(reader.keeps(*part) for part in parts) else None
+
+
+def empty_weight(format: KernelFormat | None, n: int, k: int, reader: WeightSource) -> Any:
+    """Uninitialised memory [N, K] for `reader.linear`: a `QuantizedWeight` of `format`, or a Tensor."""
+    if format is None:
+        return torch.empty(n, k, dtype=reader.dtype, device=reader.device)
+    return format.empty(n, k, reader.device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,12 +22,14 @@ from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
     ActivationFormat,
+    KernelFormat,
     as_format,
     common_format,
     unquantized,
 )
 from moe_engine.models.config import ModelConfig, MoEConfig
-from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.cut import Cut
+from moe_engine.models.layers.linear import Projection, empty_weight, format_for
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.models.load_threads import for_each
@@ -242,25 +244,17 @@ def held_experts(moe: MoEConfig, layer_index: int, parallel: ParallelContext) ->
     return list(range(parallel.ep.rank * count, (parallel.ep.rank + 1) * count))
 
 
-class Projection(NamedTuple):
-    """A weight of an expert: its name, its full shape, and the requested slice."""
-
-    name: str
-    shape: tuple[int, int]
-    cut: Cut = UNCUT
-
-
 class StoredExperts:
     """The stored experts of a layer, and loading of a rank's `part` of them into its slots.
 
-    Block-FP8 experts stay FP8 if the kernel supports it and the part splits no block; others use scratch memory for one
-    expert per thread.
+    Quantized experts stay as stored if the kernel declares their format and the part splits no scale's rows or columns.
+    Loading uses scratch memory for one expert per thread.
     """
 
     def __init__(
         self, kernel: ExpertsKernel, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames, part: Share = WHOLE
     ) -> None:
-        self.kernel, self._blocks = kernel, kernel.capabilities.blocks
+        self.kernel = kernel
         self._prefix, self._names = prefix, names
         self._num_experts, self._hidden, self._whole = moe.num_experts, hidden, moe.width
         self._width, self._cut = part.width(moe.width), part.cut(moe.width)
@@ -270,46 +264,36 @@ class StoredExperts:
         slots: dict[int, list[int]] = {}
         for slot, expert in enumerate(held):
             slots.setdefault(expert, []).append(slot)
-        if self._keeps_blocks(reader, held[0]):
-            assert self._blocks is not None
-            weights = self._blocks.allocate(len(held), self._hidden, self._width, reader.device, reader.power_of_two)
+        format, sizes = self._format(reader, held[0]), (len(held), self._hidden, self._width)
+        if format is None:
+            weights = self.kernel.allocate(*sizes, reader.dtype, reader.device)
         else:
-            weights = self.kernel.allocate(len(held), self._hidden, self._width, reader.dtype, reader.device)
+            weights = self.kernel.capabilities.quantized[type(format)].allocate(*sizes, reader.device, format)
         self.fill(reader, weights, slots)
         for expert in sorted(set(range(self._num_experts)).difference(slots)):
             for projection in self._projections(expert):
-                reader.skip(f"{projection.name}.weight")
+                reader.skip_linear(projection.name, projection.shape)
         return weights
 
     def fill(self, reader: WeightSource, weights: ExpertWeights, slots: Mapping[int, Sequence[int]]) -> None:
         """Reads experts into their slots, by expert."""
-        experts, kernel, blocks, width, hidden = list(slots), self.kernel, self._blocks, self._width, self._hidden
+        experts, kernel, wide = list(slots), self.kernel, (self._width, self._hidden)
+        format = self._format(reader, experts[0])
+        store = kernel.load_expert if format is None else kernel.capabilities.quantized[type(format)].load
 
-        def scratch() -> tuple[Tensor, Tensor, Tensor]:
-            flat = torch.empty(3, width * hidden, dtype=reader.dtype, device=reader.device)
-            return flat[0].view(width, hidden), flat[1].view(width, hidden), flat[2].view(hidden, width)
+        def scratch() -> list[Any]:
+            return [empty_weight(format, *shape, reader) for shape in (wide, wide, wide[::-1])]
 
-        def load(index: int, parts: tuple[Tensor, Tensor, Tensor]) -> None:
+        def load(index: int, parts: list[Any]) -> None:
             for projection, out in zip(self._projections(experts[index]), parts):
                 reader.linear(*projection, out=out)
             for slot in slots[experts[index]]:
-                kernel.load_expert(weights, slot, *parts)
+                store(weights, slot, *parts)
 
-        def load_blocks(index: int, nothing: None) -> None:
-            assert blocks is not None
-            gate, up, down = (reader.blocks(*projection) for projection in self._projections(experts[index]))
-            for slot in slots[experts[index]]:
-                blocks.load(weights, slot, gate, up, down)
+        for_each(len(experts), scratch, load)
 
-        if self._keeps_blocks(reader, experts[0]):
-            for_each(len(experts), lambda: None, load_blocks)
-        else:
-            for_each(len(experts), scratch, load)
-
-    def _keeps_blocks(self, reader: WeightSource, expert: int) -> bool:
-        return self._blocks is not None and all(
-            reader.keeps_blocks(*projection) for projection in self._projections(expert)
-        )
+    def _format(self, reader: WeightSource, expert: int) -> KernelFormat | None:
+        return format_for(self.kernel.capabilities.quantized, reader, self._projections(expert))
 
     def _projections(self, expert: int) -> list[Projection]:
         """Gate, up and down."""

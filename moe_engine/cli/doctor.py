@@ -23,15 +23,6 @@ from moe_engine.planning.machine import probe_machine
 
 PACKAGES = ("moe-engine", "torch", "safetensors", "tokenizers", "transformers", "fastapi", "uvicorn", "pyzmq", "triton")
 USEFUL_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "sve")
-FAMILIES = {
-    "ops": "OPS",
-    "linear": "LINEAR",
-    "experts": "EXPERTS",
-    "attention (MLA)": "MLA",
-    "attention (GQA)": "GQA",
-    "sampling": "SAMPLING",
-    "permutation": "PERMUTATION",
-}
 LEAST_FILES = 4096
 
 
@@ -85,11 +76,12 @@ def _device(kind: str, cpu: Device) -> Device:
 def _kernels(device: Device) -> dict[str, dict[str, str]]:
     """By family and row: ``runs``, or ``does not run`` with the reason, for bfloat16."""
     found: dict[str, dict[str, str]] = {}
-    for family, table in FAMILIES.items():
-        kind = "gqa" if table == "GQA" else "mla"
-        need = Need("bfloat16", attention=kind)
-        reasons = {row.name: row.why_not(device, need) for row in getattr(tables, table)}
-        found[family] = {name: f"does not run: {why}" if why else "runs" for name, why in reasons.items()}
+    for family, rows in tables.FAMILIES.items():
+        kind = family if family in ("mla", "gqa") else None
+        need = Need("bfloat16", attention=kind or "mla")
+        reasons = {row.name: row.why_not(device, need) for row in rows}
+        shown = f"attention ({kind.upper()})" if kind else family
+        found[shown] = {name: f"does not run: {why}" if why else "runs" for name, why in reasons.items()}
     return found
 
 

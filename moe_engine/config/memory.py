@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from moe_engine.config.field import flag
 from moe_engine.config.values import parse_count
 
+WRITE_THROUGH = "write-through to the host-RAM tier"
 OTHER_KV = "4-bit KV caches and KV caches with block scales"
 
 
@@ -59,4 +60,25 @@ class MemoryArgs:
         choices=("auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2"),
         synonyms={"bf16": "bfloat16"},
         unsupported=dict.fromkeys(("mxfp8", "fp4_e2m1", "nvfp4", "fp4_mx_block16"), OTHER_KV),
+    )
+    enable_hierarchical_cache: bool = flag(
+        False,
+        "Host-RAM tier of the KV cache: prefixes that leave the KV cache are kept in host memory, and are loaded back "
+        "when a request returns to them.",
+        aliases=("--enable-hicache",),
+    )
+    hicache_ratio: float = flag(
+        2.0, "Size of the host-RAM tier, as a multiple of the KV cache. Needs --enable-hierarchical-cache.",
+        metavar="RATIO",
+    )  # fmt: skip
+    hicache_size: int = flag(
+        0,
+        "Size of the host-RAM tier of each rank in GB (10^9 bytes), instead of --hicache-ratio. 0: by the ratio.",
+        metavar="GB",
+    )
+    hicache_write_policy: str = flag(
+        "write_back",
+        "When KV is copied to the host-RAM tier. write_back: when it leaves the KV cache.",
+        choices=("write_back",),
+        unsupported=dict.fromkeys(("write_through", "write_through_selective"), WRITE_THROUGH),
     )

@@ -21,6 +21,7 @@ from moe_engine.core.bad_words import BadWords
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.expert_calls import ExpertCalls
+from moe_engine.core.kv_arrivals import KVArrivals
 from moe_engine.core.late_masks import LateMasks
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
@@ -55,6 +56,9 @@ class CoreTransport(Protocol):
 
     def send(self, message: messages.Message) -> None: ...
 
+    def wake(self) -> None:
+        """Ends a wait of `receive`, or the next one. Thread-safe."""
+
 
 class EngineCore:
     """Drives a scheduler and a worker until shutdown."""
@@ -76,6 +80,7 @@ class EngineCore:
         problem_of: Callable[[StepPlan], str | None] = lambda plan: None,
         experts: ExpertCalls | None = None,
         group: int = 0,
+        kv_arrivals: KVArrivals | None = None,
     ) -> None:
         """
         Args:
@@ -85,6 +90,7 @@ class EngineCore:
             dp_sync: step sync with the schedulers of the other attention groups; None with a single group.
             experts: handles expert-recording calls.
             group: attention group that this core serves.
+            kv_arrivals: loads of KV that end after their step's result; None without a KV connector.
         """
         self._scheduler = scheduler
         self._worker = worker
@@ -100,6 +106,8 @@ class EngineCore:
         self._problem_of = problem_of
         self._experts = experts
         self._group = group
+        self._kv_arrivals = kv_arrivals
+        self._waits_for_kv = False
         self._late_masks = LateMasks(worker, scheduler.config.vocab_size, self._masks_failed)
         self._calls: list[tuple[int, Future[Any]]] = []  # begun, without a reply yet
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
@@ -117,12 +125,16 @@ class EngineCore:
                 return
             self._note_busy(not idle)
             self._status.write(last_turn=time.monotonic())
-            may_wait = idle and not self._stopping
+            may_wait = (idle and not self._stopping) or self._waits_for_kv
             timeout = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
             for message in self._transport.receive(timeout if may_wait else 0.0):
                 self._handle(message)
             self._answer_calls()
+            if self._kv_arrivals is not None and (loads := self._kv_arrivals.take()):
+                self._scheduler.kv_arrived(loads)
             self._step()
+            if self._kv_arrivals is not None:
+                self._waits_for_kv = self._in_flight is None and self._scheduler.num_loading > 0
 
     def start_over(self) -> None:
         """After `run` has raised: running requests return to the queue and are computed again by the next `run`."""
@@ -374,7 +386,7 @@ def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:
         if finish is None and logprobs is None and prompt_logprobs is None
         else _delta(event)
         for event in events
-        for rid, tokens, finish, _, _, cached, retractions, logprobs, prompt_logprobs, _, _ in (event,)
+        for rid, tokens, finish, cached, retractions, logprobs, prompt_logprobs, _, _ in (event,)
     ]
 
 

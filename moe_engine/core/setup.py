@@ -13,6 +13,7 @@ from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.expert_calls import ExpertCalls
+from moe_engine.core.kv_arrivals import KVArrivals
 from moe_engine.core.loop import CoreTransport, EngineCore
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
@@ -63,6 +64,10 @@ def make_core(
         "max_running_requests": config.max_running_requests,
         "schedule_conservativeness": config.schedule_conservativeness,
     }
+    kv_arrivals = None
+    if config.host_tier_tokens:
+        kv_arrivals = KVArrivals(transport.wake)
+        worker.on_kv_done(kv_arrivals.report)
     return EngineCore(
         Scheduler(scheduler_config(config)),
         driver,
@@ -77,6 +82,7 @@ def make_core(
         dp_sync=dp_sync,
         group=group,
         first_half=partial(_first_half, config.args.parallel),
+        kv_arrivals=kv_arrivals,
         problem_of=lambda plan: config.limits.problem_of(plan.num_tokens, len(plan.rows)),
     )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
+
 import zmq
 
 from moe_engine.core import messages
@@ -33,21 +36,36 @@ class ZmqTransport:
         self.address = bind(self._in, to_core_address, keys)
         self._frames: FrameReader[messages.ToCore] = FrameReader("engine core", messages.decode_to_core)
         self._poller = zmq.Poller()
-        for socket in (self._in,) if wake is None else (self._in, wake):
-            self._poller.register(socket, zmq.POLLIN)
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._poller.register(self._woken.fileno(), zmq.POLLIN)
+        for receiver in (self._in,) if wake is None else (self._in, wake):
+            self._poller.register(receiver, zmq.POLLIN)
         self._out = context.socket(zmq.PUSH)
         self._out.setsockopt(zmq.SNDHWM, 0)
         self._out.setsockopt(zmq.LINGER, 1000)
         connect(self._out, from_core_address, keys)
 
     def receive(self, timeout: float) -> list[messages.Message]:
-        if timeout and not self._poller.poll(int(timeout * 1000)):
-            return []
+        if timeout:
+            ready = self._poller.poll(int(timeout * 1000))
+            if not ready:
+                return []
+            if any(source == self._woken.fileno() for source, _ in ready):
+                self._woken.recv(4096)
         return list(self._frames.drain(self._in))
 
     def send(self, message: messages.Message) -> None:
         self._out.send(messages.encode(message))
 
+    def wake(self) -> None:
+        """Ends a wait of `receive`, or the next one. Thread-safe."""
+        with suppress(BlockingIOError):  # full of wake-ups
+            self._wake.send(b".")
+
     def close(self) -> None:
+        self._woken.close()
+        self._wake.close()
         self._in.close(0)
         self._out.close(1000)

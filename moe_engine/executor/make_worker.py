@@ -54,6 +54,10 @@ def make_worker(
     is_mla = config.model.attention.kind == "mla"
     logger.info("%s", load_end)
     logger.info("%s", logs.kv_line(config.kv_cache_dtype, config.max_total_num_tokens, kv, is_mla=is_mla))
+    copies = worker.runner.kv_copies
+    if copies is not None:
+        policy = config.args.memory.hicache_write_policy
+        logger.info("%s", logs.host_tier_line(config.host_tier_tokens, copies.num_bytes, policy))
     logger.info("%s", logs.pool_end_line(available_gb(config.device)))
     return worker
 

@@ -62,6 +62,7 @@ def fingerprint(config: ResolvedConfig) -> str:
         config.kv_cache_dtype,
         config.context_len,
         config.page_size,
+        config.host_tier_tokens,
         config.limits,
         config.speculation,
         replace(config.experts, directory=Path()),

@@ -61,11 +61,6 @@ class Frontend:
         """By the client's id, from the start of the request until the sequence has ended here."""
         self._preparer = Preparer(client.info, tokenizer, self.settings)
 
-    @property
-    def num_live(self) -> int:
-        """Sequences started and not ended."""
-        return len(self._live)
-
     # -- whole requests
 
     async def generate(self, inp: GenerateInput) -> dict[str, Any] | list[dict[str, Any]]:

@@ -11,19 +11,20 @@ from pathlib import Path
 
 from moe_engine.errors import ConfigError
 from moe_engine.models.checkpoint_files import WeightFile
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.table import format_in_files
 from moe_engine.models.tensors import layer_index
 
-SCALE_SUFFIXES = ("_scale_inv", ".scale", "_scale")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 
 @dataclass(frozen=True)
 class CheckpointFacts:
-    """Sums over the safetensors headers. `num_elements` counts weights only: no FP8 scales, no MTP layers."""
+    """Sums over the safetensors headers. `num_elements` counts weights only: no scales, no MTP layers."""
 
     num_files: int
-    num_tensors: int
     num_elements: int
     stored_bytes: int
 
@@ -69,16 +70,18 @@ def _download(hub_id: str, revision: str | None, download_dir: str | None, flag:
         ) from None
 
 
-def sums(files: Mapping[str, WeightFile], num_layers: int) -> CheckpointFacts:
+def sums(files: Mapping[str, WeightFile], num_layers: int, declared: WeightFormat = PLAIN) -> CheckpointFacts:
     """Sums over a checkpoint's headers.
 
     Args:
         num_layers: layers of the model; tensors of layers beyond (MTP) are not counted as weights.
+        declared: the weight format in config.json.
     """
+    format = format_in_files(declared, files)
     num_elements = stored = 0
     for name, file in files.items():
         tensor = file.tensors[name]
         stored += tensor.num_bytes
-        if not name.endswith(SCALE_SUFFIXES) and layer_index(name) < num_layers:
+        if not format.is_scale(name) and layer_index(name) < num_layers:
             num_elements += prod(tensor.shape)
-    return CheckpointFacts(len({file.path for file in files.values()}), len(files), num_elements, stored)
+    return CheckpointFacts(len({file.path for file in files.values()}), num_elements, stored)

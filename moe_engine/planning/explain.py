@@ -68,7 +68,8 @@ def _text(value: Any) -> str:
 
 def facts_of(config: ResolvedConfig) -> dict[str, int]:
     """Limits of a request that follow from the configuration."""
-    return {
+    tier = {"host_tier_tokens": config.host_tier_tokens} if config.host_tier_tokens else {}
+    return tier | {
         "max_total_num_tokens": config.max_total_num_tokens,
         "max_req_len": config.max_req_len,
         "max_req_input_len": config.max_req_input_len,

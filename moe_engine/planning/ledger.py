@@ -51,6 +51,8 @@ class MemoryLedger:
     num_tokens: int
     page_size: int
     logits_rows: int = 0
+    host_tier_tokens: int = 0
+    """Tokens of the host-RAM tier of the KV cache; on a CPU a row has its memory."""
 
     @property
     def fixed_bytes(self) -> int:

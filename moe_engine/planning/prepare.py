@@ -61,7 +61,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         model,
         found,
         model_path=str(config_folder),
-        checkpoint=sums(files, model.num_layers) if files else None,
+        checkpoint=sums(files, model.num_layers, model.weight_format) if files else None,
         draft=draft,
         drawn_seed=secrets.randbits(SEED_BITS),
         place=place,

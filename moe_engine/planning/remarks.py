@@ -19,6 +19,8 @@ DEPENDENTS = {
     "eplb_rebalance_layers_per_chunk": "enable_eplb",
     "eplb_min_rebalancing_utilization_threshold": "enable_eplb",
     "expert_distribution_recorder_buffer_size": "expert_distribution_recorder_mode",
+    "hicache_ratio": "enable_hierarchical_cache",
+    "hicache_size": "enable_hierarchical_cache",
 }
 """Flag -> the flag without which it has no effect."""
 

@@ -103,6 +103,11 @@ class ResolvedConfig:
         return self.ledger.num_tokens
 
     @property
+    def host_tier_tokens(self) -> int:
+        """Tokens of the host-RAM tier of the KV cache; 0: none."""
+        return self.ledger.host_tier_tokens
+
+    @property
     def max_req_len(self) -> int:
         """Max length of prompt plus answer."""
         return min(self.context_len - 1, self.max_total_num_tokens - 1)
@@ -335,8 +340,8 @@ def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Recor
         return dtype
     if dtype == "float16" and machine.device == "cpu":
         return record.note("dtype", "bfloat16", "the checkpoint is float16, and CPU kernels compute in bfloat16")
-    if model.quant is not None:
-        return record.note("dtype", dtype, f"compute type of {model.quant.method} weights")
+    if stored := model.weight_format.name:
+        return record.note("dtype", dtype, f"compute type of {stored} weights")
     return record.note("dtype", dtype, f"the checkpoint is {model.checkpoint_dtype}")
 
 
@@ -357,7 +362,7 @@ def _kv_dtype(args: EngineArgs, dtype: str, record: Record) -> str:
 
 
 def _check_quantization(args: EngineArgs, model: ModelConfig, record: Record) -> None:
-    asked, found = args.model.quantization, model.quant.method if model.quant else None
+    asked, found = args.model.quantization, model.weight_format.name or None
     if asked is not None and found is None:
         raise NotAvailableYet(
             f"--quantization {asked}: not supported yet: quantising while loading ({model.source}: the weights are not "
@@ -411,6 +416,8 @@ def _size(
             parallel=parallel,
             experts=experts,
             graphs=graphs,
+            tier_ratio=memory.hicache_ratio if memory.enable_hierarchical_cache else 0.0,
+            tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
         )
     )
 

@@ -6,6 +6,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.formats.table import kept_format
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_kernels import FLAGS
 from moe_engine.planning.resolve_parallel import ParallelPlan
@@ -34,8 +35,8 @@ def compiled_rows(
         )
     if parallel.topology.tp_size > 1:
         raise ConfigError(f"{FLAG} with --tp-size {parallel.topology.tp_size}: only layers of one rank are compiled")
-    if model.quant is not None and device != "cpu":
-        raise ConfigError(f"{FLAG} with {model.quant.method} weights: torch cannot trace their GEMM kernels; drop it")
+    if kept := kept_format(model.weight_format, device).name:
+        raise ConfigError(f"{FLAG} with {kept} weights: torch cannot trace their GEMM kernels; drop it")
     for name in (FLAGS[family] for family in INSIDE):
         value = getattr(asked, name)
         if value not in ("auto", "torch"):

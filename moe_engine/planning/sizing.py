@@ -12,6 +12,8 @@ from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRATCH_BYTES
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.table import kept_format
 from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning.attention_memory import draft_workspace_rows, workspace_rows
@@ -33,6 +35,7 @@ from moe_engine.planning.resolve_graphs import graph_row
 from moe_engine.planning.resolve_limits import SMALL_DISPATCH
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
+from moe_engine.planning.tier_memory import tier_bytes_per_token, tier_reserve, tier_rows, tier_tokens
 from moe_engine.types import GraphSettings
 
 CPU_SHARE = 0.8
@@ -80,6 +83,9 @@ class SizingInput:
     parallel: ParallelPlan = SINGLE_PROCESS
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     graphs: GraphSettings = field(default_factory=GraphSettings)
+    tier_ratio: float = 0.0
+    """Tokens of the host-RAM tier over those of the KV cache, unless `tier_bytes` is its size; both 0: no tier."""
+    tier_bytes: int = 0
 
     @property
     def page_size(self) -> int:
@@ -92,9 +98,9 @@ class SizingInput:
         return self.local_model.kv_bytes_per_token(self.kv_dtype, self.uses_mtp) + drafted
 
     @property
-    def keeps_fp8(self) -> bool:
-        """Whether the device's kernels use block-FP8 weights without dequantising them."""
-        return self.model.quant is not None and self.machine.device == "cuda"
+    def weight_format(self) -> WeightFormat:
+        """The format in which the device's kernels hold the weights."""
+        return kept_format(self.model.weight_format, self.machine.device)
 
     @property
     def local_model(self) -> ModelConfig:
@@ -146,7 +152,9 @@ def size_memory(given: SizingInput) -> Sizing:
     ids = SLOT_TOKEN_BYTES * (tokens + page)
     rows = (*rows, LedgerRow("tokens of slots", ids, "ids beside the KV cache, for penalties"))
     limit, limit_reason = memory_limit(given, rows)
-    ledger = MemoryLedger(rows, limit, limit_reason, given.bytes_per_token, tokens, page, given.logits_rows)
+    tier = tier_tokens(given, tokens)
+    rows = (*rows, *tier_rows(given, tier))
+    ledger = MemoryLedger(rows, limit, limit_reason, given.bytes_per_token, tokens, page, given.logits_rows, tier)
     running, running_reason = _choose_running(given, tokens)
     if given.mem_fraction is not None:
         return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "asked for")
@@ -160,11 +168,11 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     limits, model, topology = given.limits, given.model, given.parallel.topology
     redundant = given.experts.num_redundant
     weights = sizes.weight_bytes(
-        model, given.dtype_bytes, topology=topology, redundant_experts=redundant, keeps_fp8=given.keeps_fp8
+        model, given.dtype_bytes, topology=topology, redundant_experts=redundant, format=given.weight_format
     )
     detail = f"{_count(sizes.num_parameters(model))} parameters as {given.dtype}"
-    if model.quant is not None:
-        detail += f", {model.quant.method} " + ("as stored" if given.keeps_fp8 else "dequantised while loading")
+    if stored := model.weight_format.name:
+        detail += f", {stored} " + ("as stored" if given.weight_format.name else "dequantised while loading")
     if topology.tp_size > 1:
         detail += f", one shard of {topology.tp_size}"
     if redundant:
@@ -255,9 +263,8 @@ def _draft_rows(given: SizingInput) -> list[LedgerRow]:
     model, size, topology = given.model, given.dtype_bytes, given.parallel.topology
     if given.uses_mtp:
         layers = model.num_nextn_predict_layers
-        keeps = given.keeps_fp8
-        extra = sizes.weight_bytes(model, size, True, topology, keeps_fp8=keeps)
-        extra -= sizes.weight_bytes(model, size, topology=topology, keeps_fp8=keeps)
+        extra = sizes.weight_bytes(model, size, True, topology, format=given.weight_format)
+        extra -= sizes.weight_bytes(model, size, topology=topology, format=given.weight_format)
         count = _count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
         detail = f"{layers} MTP layer{'s' * (layers > 1)}, {count} parameters; embedding and head are the model's"
         # of each row's last token; for several layers also of earlier tokens, and a copy of those during an update
@@ -328,7 +335,9 @@ def _fitting_tokens(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int)
     """KV slots that fit. --mem-fraction-static counts weights and KV only; else the slots' token ids count too."""
     left = limit - sum(row.num_bytes for row in rows)
     ids = 0 if given.mem_fraction is not None else SLOT_TOKEN_BYTES
-    return tokens_that_fit(left, given.bytes_per_token + ids, given.page_size)
+    stored, ratio = tier_reserve(given)
+    each = given.bytes_per_token + ids + math.ceil(ratio * tier_bytes_per_token(given))
+    return tokens_that_fit(left - stored, each, given.page_size)
 
 
 def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
@@ -371,6 +380,7 @@ def _choose_running(given: SizingInput, tokens: int) -> tuple[int, str]:
 
 def _refusal(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int, limit_reason: str, fits: int) -> ConfigError:
     per_token = given.bytes_per_token
+    rows = (*rows, *tier_rows(given, tier_tokens(given, given.min_tokens)))
     ledger = MemoryLedger(rows, limit, limit_reason, per_token, given.min_tokens, given.page_size)
     if fits > 0 and given.max_total_tokens is not None:
         return ConfigError(
@@ -450,10 +460,11 @@ def _smaller_steps(given: SizingInput) -> Iterator[tuple[list[str], StepLimits]]
 
 def _sufficient_fraction(given: SizingInput) -> float | None:
     """The least --mem-fraction-static that fits the launch into 97% of the available memory, or None."""
-    rows = fixed_rows(given)
+    tier = tier_rows(given, tier_tokens(given, given.min_tokens))
+    rows = (*fixed_rows(given), *tier)
     ledger = MemoryLedger(rows, 0, "", given.bytes_per_token, given.min_tokens, given.page_size)
     if ledger.total_bytes > 0.97 * given.machine.available_bytes:
         return None
-    static = (ledger.weight_bytes + ledger.kv_bytes) / given.machine.total_bytes
+    static = (ledger.weight_bytes + ledger.kv_bytes + sum(row.num_bytes for row in tier)) / given.machine.total_bytes
     fraction = int(static * 1000 + 1) / 1000
     return fraction if fraction < 1 and fraction != given.mem_fraction else None

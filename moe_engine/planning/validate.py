@@ -43,6 +43,7 @@ LEAST = {
     "eplb_rebalance_num_iterations": 1,
     "eplb_rebalance_layers_per_chunk": 1,
     "random_seed": -(2**63),
+    "hicache_size": 0,
     "timeout_keep_alive": 1,
     "timeout_graceful_shutdown": 0,
 }
@@ -55,6 +56,7 @@ MOST = {
     "port": 65535,
     "random_seed": 2**63 - 1,
     "speculative_eagle_topk": 64,
+    "hicache_size": 1 << 20,
 }
 
 HIDDEN = "***"
@@ -63,7 +65,7 @@ HIDDEN = "***"
 
 def check(args: EngineArgs) -> None:
     """Raises ConfigError for the first value out of range and the first pair of flags that contradict each other."""
-    for complaint in (*_ranges(args), *_scheduling(args), *_memory(args), *_front_end(args)):
+    for complaint in (*_ranges(args), *_scheduling(args), *_memory(args), *_host_tier(args), *_front_end(args)):
         raise ConfigError(complaint)
 
 
@@ -104,6 +106,16 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
         yield "--schedule-low-priority-values-first needs --enable-priority-scheduling"
     if scheduling.enable_mixed_chunk and memory.chunked_prefill_size == -1:
         yield "--enable-mixed-chunk mixes decodes into chunks, and --chunked-prefill-size -1 disables them; drop one"
+
+
+def _host_tier(args: EngineArgs) -> Iterator[str]:
+    memory = args.memory
+    if not memory.enable_hierarchical_cache:
+        return
+    if args.scheduling.disable_radix_cache:
+        yield "--enable-hierarchical-cache keeps cached prefixes, --disable-radix-cache caches none; drop one of them"
+    if not memory.hicache_size and memory.hicache_ratio <= 0:
+        yield f"--hicache-ratio {memory.hicache_ratio:g}: must be positive"
 
 
 def attention_groups(args: EngineArgs) -> int:

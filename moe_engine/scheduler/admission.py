@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.policies import Policy
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
-from moe_engine.types import Request
+from moe_engine.types import Request, Status
 
 _UNLIMITED = 1 << 60
 SHARED_TOKENS = 32
@@ -126,7 +127,7 @@ class Admission:
             may_admit: False to continue `chunked` only.
             may_join: the requests that may be admitted; None: all.
         """
-        batch = PrefillBatch()
+        batch, connector = PrefillBatch(), self._kv_cache.connector
         budget = PrefillBudget(self._config, self._kv_cache, ratio, running, num_mixed)
         if chunked is not None and not self._continue(chunked, batch, budget, others=num_running > 1):
             return batch
@@ -135,6 +136,8 @@ class Admission:
                 if may_join is not None and not may_join(entry.request):
                     continue
                 if self._is_computed_by(batch, entry):
+                    continue
+                if connector is not None and self._waits_for_kv(connector, entry, batch, budget, num_running, may_join):
                     continue
                 batch.blocked = self._admit(entry, batch, budget, num_running)
                 if batch.blocked is not Blocked.NOTHING:
@@ -161,6 +164,28 @@ class Admission:
             and job.entry.prefix_keys[:least] == keys
             for job in batch.jobs
         )
+
+    def _waits_for_kv(
+        self,
+        connector: KVConnector,
+        entry: Waiting,
+        batch: PrefillBatch,
+        budget: PrefillBudget,
+        num_running: int,
+        may_join: Callable[[Request], bool] | None,
+    ) -> bool:
+        """Whether the request waits for KV of its prefix; begins the load if the request fits. While there are suspects
+        of a failed step nothing is loaded."""
+        config, kv_cache, request = self._config, self._kv_cache, entry.request
+        if request.status is Status.WAITING_FOR_KV:
+            return True
+        if may_join is not None or kv_cache.rows.num_free == 0 or not connector.get_num_new_matched_tokens(entry):
+            return False
+        left = config.ceil_page(len(entry.tokens) - entry.matched(kv_cache.tree).length)
+        total = left + expected_growth(request, config.clip_max_new_tokens) + config.page_size
+        if (num_running or batch.jobs) and total >= budget.rem_total:
+            return False  # `_admit` refuses it for the same reason
+        return connector.start_load(entry, kv_cache.step)
 
     def _continue(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, others: bool) -> bool:
         """Adds the next chunk of the chunked request. True if it is the last one and others may join."""

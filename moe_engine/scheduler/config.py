@@ -45,6 +45,8 @@ class SchedulerConfig:
     """Sampled ids outside [0, vocab_size) abort their request; None checks only for negative ids."""
     random_seed: int = 0
     speculation: SpeculationConfig | None = None
+    host_tier_tokens: int = 0
+    """Size of the host-RAM tier (``--enable-hierarchical-cache``); 0: none."""
     max_consecutive_prefills: int = 32
     """Max prefill-only steps in a row; then running requests get a decode step even if prompts still wait."""
 
@@ -88,6 +90,8 @@ class SchedulerConfig:
             raise ConfigError(
                 f"--enable-priority-scheduling needs --schedule-policy fcfs, lof or priority, not {self.policy}"
             )
+        if self.host_tier_tokens and self.disable_radix_cache:
+            raise ConfigError("--enable-hierarchical-cache needs the radix cache; give no --disable-radix-cache")
         for flag, value in (
             ("--max-queued-requests", self.max_queued_requests),
             ("--prefill-max-requests", self.prefill_max_requests),

@@ -34,8 +34,6 @@ class RequestEvent(NamedTuple):
     rid: str
     token_ids: list[int]
     finish_reason: FinishReason | None
-    num_prompt: int
-    num_output: int
     cached_tokens: int
     retractions: int
     logprobs: PackedLogprobs | None = None
@@ -61,8 +59,6 @@ def finish_event(
         request.rid,
         token_ids,
         reason,
-        len(request.prompt_ids),
-        len(request.output_ids),
         request.cached_tokens,
         request.retractions,
         logprobs,
@@ -141,4 +137,8 @@ class SchedulerStats:
     generation_tokens_total: int
     oldest_wait_seconds: float
     num_drains_total: int
+    host_hit_tokens_total: int = 0
+    """Tokens loaded from the host-RAM tier; of the tier also the tokens in use and its size."""
+    host_used_tokens: int = 0
+    host_total_tokens: int = 0
     speculation: SpecStats | None = None

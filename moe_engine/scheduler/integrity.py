@@ -17,12 +17,18 @@ from moe_engine.types import Request
 def check_integrity(kv_cache: KVCacheManager, live: Iterable[Request]) -> list[str]:
     """Checks and repairs tree, slots and rows. Returns the findings, empty if there are none."""
     running = [request for request in live if request.row >= 0]
-    findings = check_tree(kv_cache.tree, [r.tree_node for r in running if r.tree_node is not None])
+    held = [r.tree_node for r in running if r.tree_node is not None]
+    connector = kv_cache.connector
+    if connector is not None:
+        held += connector.held_nodes()
+    findings = check_tree(kv_cache.tree, held)
+    if connector is not None:
+        findings += connector.check_integrity()
     page = kv_cache.page_size
     cached: set[int] = set()
     for node in walk(kv_cache.tree):
         cached.update(node.slots[::page])
-    private: set[int] = set()
+    private: set[int] = set(connector.held_slots()[::page]) if connector is not None else set()
     rows: set[int] = set()
     for request in running:
         if request.tree_node is not None and request.num_in_tree != request.tree_node.end:
@@ -61,10 +67,10 @@ def _check_pool(name: str, pool: DeferredFreePool, owned: set[int]) -> list[str]
 
 
 def walk(tree: RadixCache) -> list[Node]:
-    """All nodes, parents first."""
+    """All nodes with slots, and the roots; parents first."""
     nodes = list(tree.roots.values())
     for node in nodes:  # grows while it runs
-        nodes.extend(node.children.values())
+        nodes.extend(tree.below(node))
     return nodes
 
 
@@ -112,7 +118,7 @@ def check_tree(tree: RadixCache, held: list[Node]) -> list[str]:
 def _check_node(tree: RadixCache, node: Node, seen: set[int]) -> list[str]:
     findings = []
     page = tree.page_size
-    if not node.alive:
+    if not tree.is_present(node):
         findings.append("a dead node is in the tree")
         node.alive = True
     if len(node.tokens) != len(node.slots) or len(node.tokens) % page:
@@ -125,6 +131,6 @@ def _check_node(tree: RadixCache, node: Node, seen: set[int]) -> list[str]:
     if node.end != node.parent.end + len(node.tokens) or not node.tokens:
         findings.append(f"a node's end is {node.end}, {node.parent.end} + {len(node.tokens)} was expected")
         node.end = node.parent.end + len(node.tokens)
-    if node.parent.children.get(tree.child_key(node.tokens, 0)) is not node:
+    if not tree.is_registered(node):
         findings.append("a node has the wrong key in its parent")
     return findings

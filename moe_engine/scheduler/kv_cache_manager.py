@@ -7,6 +7,8 @@ others are private. Slots and rows are freed "after" the last planned step, beca
 from __future__ import annotations
 
 from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.host_tier import HostTier
+from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
@@ -34,7 +36,12 @@ class KVCacheManager:
         self.slots = SlotAllocator(config.num_slots, config.page_size)
         self.rows = DeferredFreePool(range(config.max_rows))
         cache = DisabledCache if config.disable_radix_cache else RadixCache
-        self.tree: RadixCache = cache(config.page_size, self.slots.free)
+        self.connector: KVConnector | None = None
+        """KV outside the pool, if there is any."""
+        if config.host_tier_tokens:
+            self.connector = HostTier(config.host_tier_tokens, self.slots, self.make_room)
+        tree = cache(config.page_size, self.slots.free) if self.connector is None else self.connector.tree
+        self.tree: RadixCache = tree
         self.step = 0
 
     # -- counts, in tokens
@@ -209,5 +216,7 @@ class KVCacheManager:
     def reset(self) -> None:
         """Clears tree and ownership; only if no request holds slots and no step is in flight."""
         self.tree.flush(0)
+        if self.connector is not None:
+            self.connector.reset()
         self.slots.reset()
         self.rows.reset()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from moe_engine.scheduler.admission import PrefillJob
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
-from moe_engine.types import NewRow, Request, RowWrite, Speculation, StepPlan
+from moe_engine.types import KVOps, NewRow, Request, RowWrite, Speculation, StepPlan
 
 
 @dataclass(slots=True)
@@ -28,6 +28,7 @@ class StepRecord:
     finished_rows: list[int] = field(default_factory=list)
     row_writes: list[RowWrite] = field(default_factory=list)
     """As in the plan, to repeat them if the worker may not have applied them."""
+    kv_ops: KVOps | None = None
     alone: Request | None = None
     """The suspect that runs alone in this step."""
 
@@ -126,7 +127,12 @@ class PlanDraft:
         return samples and wants_more > 1
 
     def finish(
-        self, number: int, row_writes: list[RowWrite], finished_rows: list[int], follow: bool = False
+        self,
+        number: int,
+        row_writes: list[RowWrite],
+        finished_rows: list[int],
+        follow: bool = False,
+        kv_ops: KVOps | None = None,
     ) -> tuple[StepPlan, StepRecord]:
         """The plan and its record. `follow`: the drafter runs a draft extend. Takes over the lists."""
         speculation = None
@@ -145,12 +151,14 @@ class PlanDraft:
             row_writes=row_writes,
             finished_rows=finished_rows,
             speculation=speculation,
+            kv_ops=kv_ops,
         )
         rows = self.rows
         if self.prefilled:
             rows = [row for row, samples in zip(self.rows, self.samples) if samples]
         record = StepRecord(number, self.sampled, rows, self.prefilled, self.ended, self.depths, self.num_decodes)
         record.prompt_spans, record.finished_rows, record.row_writes = self.prompt_spans, finished_rows, row_writes
+        record.kv_ops = kv_ops
         return plan, record
 
 

@@ -11,7 +11,7 @@ therefore be stored, and a later match can start from it instead of from the roo
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
 ChildKey = int | tuple[int, ...]
@@ -72,6 +72,7 @@ class RadixCache:
     """
 
     enabled = True
+    make_node = Node
 
     def __init__(self, page_size: int, free: Callable[[list[int], int], None]) -> None:
         self.page_size = page_size
@@ -182,10 +183,9 @@ class RadixCache:
         stack = [node]
         while stack:
             node = stack.pop()
-            node.alive = False
             stack.extend(node.children.values())
             self.num_evictable -= len(node.tokens)
-            self._free(node.slots, node.free_after)
+            self._drop(node, node.free_after)
         self.version += 1
         self._offer(parent)
 
@@ -224,14 +224,7 @@ class RadixCache:
         read them.
         """
         freed = 0
-        while freed < num_tokens and self.heap:
-            stamp, _, node = heapq.heappop(self.heap)
-            node.in_heap = False
-            if not node.alive or node.lock or node.children:
-                continue  # added again when it becomes an unlocked leaf
-            if node.last_access != stamp:
-                self._offer(node)
-                continue
+        while freed < num_tokens and (node := self._next_leaf()) is not None:
             keep = max(0, len(node.tokens) - (num_tokens - freed))
             keep -= keep % self.page_size
             tail = node.slots[keep:]
@@ -249,16 +242,26 @@ class RadixCache:
             self.version += 1
         return freed
 
+    def _next_leaf(self) -> Node | None:
+        """Takes the least recently used unlocked leaf from the heap."""
+        while self.heap:
+            stamp, _, node = heapq.heappop(self.heap)
+            node.in_heap = False
+            if not node.alive or node.lock or node.children:
+                continue  # added again when it becomes an unlocked leaf
+            if node.last_access == stamp:
+                return node
+            self._offer(node)
+        return None
+
     def flush(self, after_step: int = 0) -> None:
         """Clears the tree and frees all slots. No request may hold a lock."""
         for root in self.roots.values():
             stack = [root]
             while stack:
                 node = stack.pop()
-                node.alive = False
                 stack.extend(node.children.values())
-                if node.slots:
-                    self._free(node.slots, max(node.free_after, after_step))
+                self._drop(node, max(node.free_after, after_step))
         self._clear()
 
     def rebuild_heap(self, nodes: list[Node]) -> None:
@@ -270,13 +273,27 @@ class RadixCache:
                 self._offer(node)
         self.version += 1
 
+    # -- views for the integrity check
+
+    def below(self, node: Node) -> Iterable[Node]:
+        """The nodes with slots directly below `node`."""
+        return node.children.values()
+
+    def is_present(self, node: Node) -> bool:
+        """Whether `node` may be in the tree."""
+        return node.alive
+
+    def is_registered(self, node: Node) -> bool:
+        """Whether the parent of `node` finds it by its key."""
+        return node.parent is not None and node.parent.children.get(self.child_key(node.tokens, 0)) is node
+
     # -- internals
 
     def _root(self, extra_key: Hashable) -> Node:
         root = self.roots.get(extra_key)
         if root is None:
             self._serial += 1
-            root = self.roots[extra_key] = Node(None, [], [], self._serial)
+            root = self.roots[extra_key] = self.make_node(None, [], [], self._serial)
             self._root_keys[root.serial] = extra_key
         return root
 
@@ -314,13 +331,19 @@ class RadixCache:
             node.in_heap = True
             heapq.heappush(self.heap, (node.last_access, node.serial, node))
 
+    def _drop(self, node: Node, after_step: int) -> None:
+        """Frees the slots of a node that leaves the tree with its children."""
+        node.alive = False
+        if node.slots:
+            self._free(node.slots, after_step)
+
     def _drop_root(self, root: Node) -> None:
         root.alive = False
         del self.roots[self._root_keys.pop(root.serial)]
 
     def _add_leaf(self, parent: Node, tokens: list[int], slots: list[int], after_step: int) -> Node:
         self._serial += 1
-        node = Node(parent, tokens, slots, self._serial)
+        node = self.make_node(parent, tokens, slots, self._serial)
         node.free_after = after_step
         parent.children[self.child_key(tokens, 0)] = node
         self.num_evictable += len(tokens)
@@ -342,7 +365,7 @@ class RadixCache:
         self._serial += 1
         parent = node.parent
         assert parent is not None
-        upper = Node(parent, node.tokens[:count], node.slots[:count], self._serial)
+        upper = self.make_node(parent, node.tokens[:count], node.slots[:count], self._serial)
         upper.lock = node.lock
         upper.last_access = node.last_access
         upper.free_after = node.free_after

@@ -78,8 +78,6 @@ def read_result(
                 request.rid,
                 kept,
                 None,
-                len(request.prompt_ids),
-                len(outputs),
                 request.cached_tokens,
                 request.retractions,
                 mine,

@@ -16,7 +16,7 @@ import logging
 import operator
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, Literal
 
@@ -32,7 +32,7 @@ from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.scheduler.results import read_result
 from moe_engine.scheduler.retraction import choose_preempted, choose_victims
 from moe_engine.scheduler.speculation import Speculator
-from moe_engine.scheduler.stats import Totals, snapshot
+from moe_engine.scheduler.stats import Totals, plan_facts, snapshot
 from moe_engine.scheduler.suspects import Suspects
 from moe_engine.scheduler.token_ratio import NewTokenRatio
 from moe_engine.types import FinishReason, Request, Status, StepPlan, StepResult
@@ -60,6 +60,7 @@ class Scheduler:
         self.config = config
         self.table = RequestTable(config)
         self.kv_cache = self.table.kv_cache
+        self._connector = self.kv_cache.connector
         self.ratio = NewTokenRatio(config)
         self.speculator = Speculator(config.speculation) if config.speculation is not None else None
         self.last_facts: PlanFacts | None = None
@@ -93,7 +94,7 @@ class Scheduler:
         events = self.table.add(request, self._clock())
         if self.config.uses_priority:
             self._retry_at = 0
-        return events
+        return self._suspects.without_probe(events)
 
     def abort(self, rids: Iterable[str], reason: FinishReason = ABORTED) -> list[RequestEvent]:
         """Ends these requests, if they have not ended already. Returns the final events of waiting requests, and of
@@ -123,6 +124,9 @@ class Scheduler:
         now, records = self._clock(), list(self._in_flight)
         assert records and records[0].number == number
         self._drop_in_flight()
+        if self._connector is not None:
+            kv_ops = [record.kv_ops for record in records if record.kv_ops is not None]
+            self._connector.steps_failed(kv_ops, self.kv_cache.step)
         cause = records[0].alone
         suspects, events, num_retracted = roll_back(self.table, records, now)
         self.totals.retractions += num_retracted
@@ -189,7 +193,10 @@ class Scheduler:
             return self._drain()  # a suspect's step must succeed before another is planned or its KV is cached
         self._cache_prefills()
         if not self._suspects:
-            return self._schedule(hold_prefill)
+            plan = self._schedule(hold_prefill)
+            if self._connector is not None and not isinstance(plan, StepPlan):
+                return self.empty_plan() if self._connector.has_new_loads and not self._in_flight else plan
+            return plan
         turns = (self._schedule_alone, self._schedule) if self._suspect_turn else (self._schedule, self._schedule_alone)
         return turns[0](hold_prefill) or turns[1](hold_prefill)
 
@@ -274,7 +281,7 @@ class Scheduler:
         some_end = self._add_decodes(draft, self._decodable(alone))
         if some_end is not None:
             self.ratio.decay()
-        elif self._in_flight:
+        elif self._in_flight or self.num_loading:
             return False
         else:
             self._retract()
@@ -384,24 +391,12 @@ class Scheduler:
         table, kv_cache = self.table, self.kv_cache
         kv_cache.step += 1
         follow = self.speculator is not None and self._follows(draft, batch)
-        plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow)
+        kv_ops = self._connector.build_connector_meta() if self._connector is not None else None
+        plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, kv_ops)
         table.row_writes, table.finished_rows = [], []
         record.alone = alone
         self._in_flight.append(record)
-        used = kv_cache.num_used
-        self.last_facts = PlanFacts(
-            number=plan.number,
-            new_seq=len(batch.jobs),
-            new_token=batch.num_tokens,
-            cached_token=batch.cached_tokens,
-            num_decodes=draft.num_decodes,
-            num_running=num_before,
-            num_queued=len(table.queue),
-            num_used=used,
-            token_usage=used / kv_cache.slots.num_slots,
-            draft_depth=max(draft.depths, default=0),
-            prompt_logprobs=any(_asks_prompt_logprobs(job.entry.request) for job in batch.jobs),
-        )
+        self.last_facts = plan_facts(plan, draft, batch, num_before, table)
         return plan
 
     def _follows(self, draft: PlanDraft, batch: PrefillBatch) -> bool:
@@ -425,6 +420,8 @@ class Scheduler:
         record = self._in_flight.popleft()
         if self.kv_cache.retire(result.number):
             self._retry_at = 0
+        if result.kv_done:
+            self.kv_arrived(result.kv_done)
         released, now = self.table.num_released, self._clock()
         draft_outcomes: list[tuple[int, int]] = []
         events = read_result(self.table, record, result, now, draft_outcomes)
@@ -442,7 +439,19 @@ class Scheduler:
             self._reset_if_idle()
         return self._suspects.without_probe(events)
 
+    def kv_arrived(self, kv_done: Sequence[int]) -> None:
+        """The worker has completed these loads."""
+        assert self._connector is not None
+        self._connector.update_connector_output(kv_done, self.kv_cache.step)
+        self._retry_at = 0
+        self._reset_if_idle()
+
     # -- state
+
+    @property
+    def num_loading(self) -> int:
+        """Loads of KV in progress."""
+        return self._connector.num_loading if self._connector is not None else 0
 
     @property
     def num_in_flight(self) -> int:
@@ -460,8 +469,8 @@ class Scheduler:
         return len(self.table.queue) + (self.table.chunked is not None)
 
     def is_idle(self) -> bool:
-        """Whether there is no request and no step in flight."""
-        return not self.table.live and not self._in_flight
+        """Whether there is no request, no step in flight and no load of KV."""
+        return not self.table.live and not self._in_flight and not self.num_loading
 
     def _reset_if_idle(self) -> None:
         """When idle, resets the ratio and compares counts; runs the full integrity check only if they disagree."""
@@ -489,7 +498,3 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         speculation = self.speculator.stats() if self.speculator is not None else None
         return snapshot(self.table, self.totals, self.ratio.value, self._clock(), speculation)
-
-
-def _asks_prompt_logprobs(request: Request) -> bool:
-    return request.logprobs is not None and request.logprobs.start is not None

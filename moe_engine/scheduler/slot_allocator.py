@@ -39,10 +39,6 @@ class DeferredFreePool:
     def num_total(self) -> int:
         return len(self._all)
 
-    @property
-    def retired(self) -> int:
-        return self._retired
-
     def take(self, count: int) -> list[int] | None:
         """Allocates `count` ids; None, without a change, if fewer are free."""
         if count == 0:

@@ -99,7 +99,7 @@ class Speculator:
 
 def _cost(record: StepRecord, result: StepResult) -> StepCost | None:
     """Cost of a decode-only step; None for other steps, and if the worker does not report it."""
-    if record.prefilled or not result.seconds:
+    if record.prefilled or not record.sampled or not result.seconds:
         return None
     drafting = sum(1 for depth in record.depths if depth)
     depth = max(record.depths, default=0)

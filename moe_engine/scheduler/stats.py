@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_engine.scheduler.events import SchedulerStats, SpecStats
+from moe_engine.scheduler.admission import PrefillBatch
+from moe_engine.scheduler.events import PlanFacts, SchedulerStats, SpecStats
+from moe_engine.scheduler.plan_draft import PlanDraft
 from moe_engine.scheduler.request_table import RequestTable
+from moe_engine.types import Request, StepPlan
 
 
 @dataclass(slots=True)
@@ -26,6 +29,7 @@ def snapshot(
 ) -> SchedulerStats:
     """Statistics of this scheduler, in constant time: the status board is updated many times a second."""
     kv_cache, queue = table.kv_cache, table.queue
+    connector = kv_cache.connector
     used = kv_cache.num_used
     oldest = queue.oldest_arrival()
     return SchedulerStats(
@@ -47,5 +51,33 @@ def snapshot(
         generation_tokens_total=totals.generated_tokens,
         oldest_wait_seconds=now - oldest if oldest is not None else 0.0,
         num_drains_total=totals.drains,
+        host_hit_tokens_total=connector.num_loaded_tokens if connector is not None else 0,
+        host_used_tokens=connector.num_stored if connector is not None else 0,
+        host_total_tokens=connector.num_places if connector is not None else 0,
         speculation=speculation,
     )
+
+
+def plan_facts(
+    plan: StepPlan, draft: PlanDraft, batch: PrefillBatch, num_before: int, table: RequestTable
+) -> PlanFacts:
+    """Facts of a plan; `num_before`: requests that ran before its prefills joined."""
+    kv_cache = table.kv_cache
+    used = kv_cache.num_used
+    return PlanFacts(
+        number=plan.number,
+        new_seq=len(batch.jobs),
+        new_token=batch.num_tokens,
+        cached_token=batch.cached_tokens,
+        num_decodes=draft.num_decodes,
+        num_running=num_before,
+        num_queued=len(table.queue),
+        num_used=used,
+        token_usage=used / kv_cache.slots.num_slots,
+        draft_depth=max(draft.depths, default=0),
+        prompt_logprobs=any(_asks_prompt_logprobs(job.entry.request) for job in batch.jobs),
+    )
+
+
+def _asks_prompt_logprobs(request: Request) -> bool:
+    return request.logprobs is not None and request.logprobs.start is not None

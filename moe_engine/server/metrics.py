@@ -39,6 +39,8 @@ _GAUGES = {
     "context_len": "Longest sequence, tokens.",
     "weight_memory_usage_gb": "Memory of the weights, GB.",
     "kv_cache_memory_usage_gb": "Memory of the KV pool, GB.",
+    "hicache_host_used_tokens": "Tokens in the host-RAM tier of the KV cache.",
+    "hicache_host_total_tokens": "Size of the host-RAM tier of the KV cache in tokens; 0 without it.",
 }
 _FROM_STATE = {
     "kv_used_tokens": "num_used",
@@ -48,6 +50,8 @@ _FROM_STATE = {
     "cache_hit_rate": "cache_hit_rate",
     "num_retracted_reqs": "num_retracted",
     "new_token_ratio": "new_token_ratio",
+    "hicache_host_used_tokens": "host_used_tokens",
+    "hicache_host_total_tokens": "host_total_tokens",
     "is_cuda_graph": "is_cuda_graph",
     "compilations_after_ready": "compilations_after_ready",
 }
@@ -58,6 +62,10 @@ _TOTALS_FROM_STATE = {
     "num_retracted_requests_total": (
         "num_retractions_total",
         "Number of retractions of running requests to the queue.",
+    ),
+    "hicache_host_hit_tokens_total": (
+        "host_hit_tokens_total",
+        "Tokens loaded from the host-RAM tier of the KV cache.",
     ),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,12 @@ class DeviceStream:
         mapping = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(mapping, dtype=dtype).view(*shape)
 
+    def host_bytes(self, num_rows: int, width: int) -> Tensor:
+        """Host memory [num_rows, width] for copies from and to the device; pinned on an accelerator."""
+        if not self.asynchronous:
+            return self.lazy_zeros((num_rows, width), torch.uint8)
+        return torch.zeros(num_rows, width, dtype=torch.uint8, pin_memory=True)
+
     def free_bytes(self) -> int:
         """Free memory of the device (on the CPU: of the machine)."""
         if self.device.type == "cuda":
@@ -173,6 +180,34 @@ class StreamPending:
         return self._result
 
 
+class CopyLane:
+    """A thread with a stream of its own, for copies beside the steps. Calls run in order. A call begins when the work
+    launched before it by the calling thread is done; its future is done when its own work is.
+
+    Args:
+        stream: the device of the steps.
+    """
+
+    def __init__(self, stream: DeviceStream) -> None:
+        self._device = stream.device
+        self._stream = torch.cuda.Stream(stream.device)
+        self._thread = ThreadPoolExecutor(1, "worker-kv-copies", initializer=stream.bind_thread)
+
+    def run(self, call: Callable[..., None], *args: Any) -> Future[None]:
+        before = torch.cuda.Event()
+        before.record()
+        return self._thread.submit(self._run, before, call, args)
+
+    def _run(self, before: torch.cuda.Event, call: Callable[..., None], args: tuple[Any, ...]) -> None:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            self._stream.wait_event(before)
+            call(*args)
+            self._stream.synchronize()
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
 class CudaGraphs:
     """Implements `step_graphs.GraphBackend`. All graphs share one memory pool, which only one of them uses at a
     time."""
@@ -193,6 +228,11 @@ class CudaGraphs:
 def make_graphs(device: torch.device) -> CudaGraphs | None:
     """The graph backend of a device; None on a CPU, which has no kernel launches to save."""
     return CudaGraphs(device) if device.type == "cuda" else None
+
+
+def make_copy_lane(stream: DeviceStream) -> CopyLane | None:
+    """The lane for copies beside the steps; None on a CPU, where a copy takes as long beside a step as in it."""
+    return CopyLane(stream) if stream.asynchronous else None
 
 
 def make_lane(device: torch.device) -> CommStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -29,6 +29,7 @@ from moe_engine.worker.batch.step_batch import StepBatch, concatenate
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.graphs.step_graphs import StepGraphs, StepShape
+from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool
 from moe_engine.worker.sampling.logits_passes import UNBOUNDED, LogitsPasses
 from moe_engine.worker.sampling.logprobs import PendingLogprobs, PendingPrompt, prompt_logprobs
@@ -111,6 +112,7 @@ class ModelRunner:
         self.sampling = StepSampling(rows, self.sampler, stream)
         self.shared = DPSteps(parallel, stream.device, kv_pool.layers)
         self.speculation: SpeculativeStep | None = None
+        self.kv_copies: KVCopies | None = None
         self.graphs: StepGraphs | None = None
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         rows.edits.custom.group = parallel.attn_tp
@@ -134,7 +136,10 @@ class ModelRunner:
             StepError: with step, phase and sizes; the rows of the plan are then in an undefined state until the next
                 `NewRow`.
         """
-        return self.launch(plan).take()
+        result = self.launch(plan).take()
+        if plan.kv_ops is None or self.kv_copies is None:
+            return result
+        return replace(result, kv_done=self.kv_copies.take_done())
 
     def launch(self, plan: StepPlan) -> PendingResult:
         """Runs a step until the download of its results has started; on the CPU the step is then complete.
@@ -151,12 +156,18 @@ class ModelRunner:
                 return self._launch(plan)
         except Exception as error:
             self._failed = plan.number
+            if self.kv_copies is not None:
+                self.kv_copies.end_all()
             raise StepError(
                 f"step {plan.number}, {self._phase}: {len(plan.rows)} requests ({plan.num_decodes} decodes), "
                 f"{plan.num_tokens} tokens: {type(error).__name__}: {error}"
             ) from error
 
     def _launch(self, plan: StepPlan) -> PendingResult:
+        if plan.kv_ops is not None:
+            assert self.kv_copies is not None
+            self._phase = "copying KV"
+            self.kv_copies.start(plan.kv_ops)
         self._phase = "updating rows"
         if plan.finished_rows or plan.new_rows or plan.row_writes:
             self.rows.apply(plan.finished_rows, plan.new_rows, plan.row_writes)

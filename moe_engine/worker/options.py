@@ -32,6 +32,7 @@ class WorkerOptions:
         shapes: the largest sizes of a step, for kernels that compile at first use.
         logits_rows: max rows of logits at once; a step with more computes several passes.
         dummy_seed: seed of the random weights of load_format ``dummy``; not a flag.
+        host_tier_tokens: tokens of the host-RAM tier of the KV cache.
         absorbed_break_even: measured value of `MLAFormPolicy`; None derives it from the model's widths. Not a flag.
     """
 
@@ -56,6 +57,7 @@ class WorkerOptions:
     logits_rows: int = sizes.MAX_LOGITS_ROWS
     dummy_seed: int = 0
     absorbed_break_even: float | None = None
+    host_tier_tokens: int = 0
 
     @property
     def kv_dtype(self) -> str:

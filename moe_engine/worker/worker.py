@@ -34,6 +34,7 @@ from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.eplb.expert_setup import attach_experts, with_experts
 from moe_engine.worker.graphs.compile_setup import finish_regions, start_regions
 from moe_engine.worker.graphs.graph_setup import capture_graphs
+from moe_engine.worker.kv_cache.kv_copies import KVCopies, Listener
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.model_runner import ModelRunner, PendingResult
 from moe_engine.worker.options import WorkerOptions
@@ -159,6 +160,11 @@ class Worker:
             "view_experts": experts.snapshot,
         }
 
+    def on_kv_done(self, listener: Listener) -> None:
+        """Reports loads that are done after their step's result. The listener is called from another thread."""
+        if self.runner.kv_copies is not None:
+            self.runner.kv_copies.listener = listener
+
     def state(self) -> dict[str, Any]:
         """Values that change while serving, for metrics."""
         return self.experts.state() | {"compilations_after_ready": guard.compilations_after_ready()}
@@ -168,6 +174,8 @@ class Worker:
         self.abandon()
         self._thread.shutdown()
         self.experts.close()
+        if self.runner.kv_copies is not None:
+            self.runner.kv_copies.close()
         if self._collector is not None:
             self._collector.shutdown()
 
@@ -249,6 +257,8 @@ def _prepare(
         model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel,
         passes=LogitsPasses(options.logits_rows),
     )  # fmt: skip
+    if options.host_tier_tokens:
+        runner.kv_copies = KVCopies(pool, options.host_tier_tokens, stream)
     draft_bytes = 0
     if speculation is not None:
         drafts = options.kernels.draft

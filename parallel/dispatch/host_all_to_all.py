@@ -103,8 +103,7 @@ class HostAllToAll:
         """Writes the message headers; rows follow if they fit.
 
         Returns:
-                The sizes of the messages [R], and the offset of each rank's rows relative to the first row [R]; in
-                bytes.
+            The sizes of the messages [R], and the offset of each rank's rows relative to the first row [R]; in bytes.
         """
         record, own = self._records.num_bytes, self._group.rank
         sizes, bases, begin, first = [0] * len(num_sent), [0] * len(num_sent), 0, 0

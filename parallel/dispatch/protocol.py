@@ -121,14 +121,14 @@ class Dispatcher(Protocol):
 
         Args:
             x: [T, D], unquantized unless it `takes_rows`; T may differ between ranks and be 0.
-                format: activation format of the experts: sets the scales of tokens sent in FP8, and if it has rows the
-                    batch may stay FP8.
+            format: activation format of the experts: sets the scales of tokens sent in FP8, and if it has rows the
+                batch may stay FP8.
             topk_ids: [T, K] physical experts, each at most once per token; -1 is skipped (dropped choice, lost rank).
             topk_weights: float32 [T, K]; sent with the tokens.
 
         Returns:
-                The rows for this rank's experts, and the handle for `combine`. At most `NUM_LIVE` handles may be
-                pending; the batch is valid until its handle is combined.
+            The rows for this rank's experts, and the handle for `combine`. At most `NUM_LIVE` handles may be
+            pending; the batch is valid until its handle is combined.
 
         Raises:
             ValueError: ids out of range or repeated (normal mode; low latency does not check).
@@ -140,8 +140,8 @@ class Dispatcher(Protocol):
 
         Args:
             rows: the experts' results in the layout of the batch; rows beyond its counts are never read.
-                topk_weights: the ones passed to dispatch. Most backends have sent them to the experts' ranks, which sum
-                    before they send back; some apply them here.
+            topk_weights: the ones passed to dispatch. Most backends have sent them to the experts' ranks, which sum
+                before they send back; some apply them here.
         """
 
     def check_peers(self) -> None:

@@ -5,7 +5,7 @@ Legend: L layers, E logical experts, P physical experts, S passes.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,21 +46,6 @@ class LogicalMap:
         if self.is_identity:
             return physical
         return self._sums.zero_().scatter_add_(1, self._target, physical)[:, :-1]
-
-
-class Accumulator(Protocol):
-    """Stores passes until they are dumped."""
-
-    def add(self, pass_id: int, counts: PassCounts, logical: Tensor) -> None:
-        """Stores a pass; `logical` is int32 [L, E]."""
-
-    def total(self) -> Tensor:
-        """int64 [L, E] tokens since `clear_total`."""
-
-    def clear_total(self) -> None: ...
-
-    def reset(self) -> None:
-        """Clears the passes, not the total."""
 
 
 class StatAccumulator:

@@ -28,7 +28,9 @@ from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.ops.shapes import ModelOps
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.sizes import num_active_parameters
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.plain import PLAIN
+from tests.models.parameters import num_active_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ModelOps("small", 96, 300, 4, 16, 32, 48, 64, 24, 16, 3)
@@ -144,8 +146,8 @@ def test_floors_of_a_model(tmp_path, capsys):
 
 def test_models_of_the_suite_are_what_they_say(tmp_path):
     lite, layers = (load_model_config(write_model(tmp_path / n, c)) for n, c in (("a", V2_LITE), ("b", V3_LAYERS)))
-    assert lite.num_layers == 27 and lite.moe.num_experts == 64 and lite.quant is None
-    assert layers.quant.block == (128, 128) and layers.moe.group_score == "top2" and sum(layers.moe_layers) == 4
+    assert lite.num_layers == 27 and lite.moe.num_experts == 64 and lite.weight_format == PLAIN
+    assert layers.weight_format == BlockFP8Format() and layers.moe.group_score == "top2" and sum(layers.moe_layers) == 4
 
 
 def test_a_decode_step_reads_no_less_than_its_floor(tmp_path):

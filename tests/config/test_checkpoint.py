@@ -25,7 +25,7 @@ def test_headers_are_summed(tmp_path):
         },
     )
     facts = sums(read_checkpoint(tmp_path), num_layers=1)
-    assert (facts.num_files, facts.num_tensors) == (1, 4)
+    assert facts.num_files == 1
     assert facts.num_elements == 32 + 16 and facts.stored_bytes == 64 + 16 + 4 + 64
     assert not read_checkpoint(tmp_path / "nothing")
 

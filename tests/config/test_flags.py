@@ -133,7 +133,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prefill"),
         ("--disaggregation-mode decode", "prefill-decode disaggregation"),
         ("--grammar-backend llguidance", "structured output"),
-        ("--enable-hicache", "hierarchical KV cache"),
+        ("--hicache-storage-backend file", "hierarchical KV cache"),
         ("--cpu-offload-gb 4", "weights offloaded to RAM"),
         ("--kv-cache-dtype nvfp4", "4-bit KV caches"),
         ("--attention-backend trtllm_mla", "TensorRT-LLM kernels"),
@@ -159,7 +159,7 @@ def test_unsupported_flags_are_refused_by_name(text, words):
     "text",
     [
         "--pp-size 1 --attn-cp-size 1 --moe-dp-size 1 --cpu-offload-gb 0",
-        "--pipeline-parallel-size 1 --grammar-backend none --hicache-ratio 2 --disaggregation-mode null",
+        "--pipeline-parallel-size 1 --grammar-backend none --hicache-io-backend kernel --disaggregation-mode null",
         "--cuda-graph-backend-prefill disabled",
     ],
 )
@@ -210,7 +210,7 @@ def test_a_refusal_recommends_nothing_that_is_refused(name):
         ("--grammar-backend outlines", "structured output"),
         ("--max-loras-per-batch 8", "LoRA adapters"),
         ("--lora-backend triton", "LoRA adapters"),
-        ("--hicache-ratio 2", "hierarchical KV cache"),
+        ("--hicache-mem-layout layer_first", "hierarchical KV cache"),
         ("--disaggregation-transfer-backend mooncake", "prefill-decode disaggregation"),
         ("--ds-heavy-token-num 256", "removed from SGLang too"),
         ("--disable-fast-image-processor", "no image processor"),

@@ -118,7 +118,7 @@ def test_attention_that_cannot_be_replayed(on_gpu) -> None:
     assert any("no CUDA graphs: --enable-deterministic-inference cuts contexts" in note for note in config.notes)
     assert config.flat()["cuda_graph_backend_decode"] == "disabled"
     assert not config.graphs.sizes and all(row.name != "CUDA graphs" for row in config.ledger.rows)
-    rows = {row.name: row.why_not_recorded for row in tables.MLA}
+    rows = {row.name: row.why_not_captured for row in tables.MLA}
     hopper, blackwell = (Device("cuda", "a GPU", (major, 0)) for major in (9, 10))
     fp8, plain = Need("bfloat16", kv_dtype="fp8_e4m3"), Need("bfloat16")
     flashmla = rows["flashmla"]

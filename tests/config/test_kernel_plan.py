@@ -144,8 +144,8 @@ class Built:
 
 def _plan(rows: list[Row], captured: bool) -> KernelPlan:
     with pytest.MonkeyPatch.context() as patch:
-        for family in ("OPS", "LINEAR", "EXPERTS", "MLA", "GQA", "SAMPLING"):
-            patch.setattr(tables, family, rows)
+        for family in tables.FAMILIES:
+            patch.setitem(tables.FAMILIES, family, rows)
         return plan_kernels(Device("cuda", "GPU", (9, 0)), Need("bfloat16"), captured=captured)
 
 
@@ -157,9 +157,8 @@ def test_the_next_best_row_replaces_one_that_fails_to_load(monkeypatch: pytest.M
         Row("fourth", f"{__name__}:Missing", 30, lambda device, need: None),
     ]
     plan = _plan(rows, False)
-    monkeypatch.setattr(tables, "MLA", rows)
-    for family in ("OPS", "LINEAR", "EXPERTS", "SAMPLING"):
-        monkeypatch.setattr(tables, family, rows)
+    for family in tables.FAMILIES:
+        monkeypatch.setitem(tables.FAMILIES, family, rows)
     for choice in build_backends(plan).choices:
         assert choice.row.name == "second" and {"third", "fourth"} < set(choice.refused)
 
@@ -168,11 +167,11 @@ def test_a_row_that_cannot_be_captured_does_not_replace_one_of_a_captured_launch
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rows = [
-        Row("torch", f"{__name__}:Built", 0, lambda *_: None, why_not_recorded=lambda *_: "it reads counts"),
+        Row("torch", f"{__name__}:Built", 0, lambda *_: None, why_not_captured=lambda *_: "it reads counts"),
         Row("best", f"{__name__}:Missing", 20, lambda *_: None),
     ]
     plan = _plan(rows, True)
-    for family in ("OPS", "LINEAR", "EXPERTS", "MLA", "SAMPLING"):
-        monkeypatch.setattr(tables, family, rows)
+    for family in tables.FAMILIES:
+        monkeypatch.setitem(tables.FAMILIES, family, rows)
     with pytest.raises(ConfigError, match=r"'best' failed to load.*torch would replace it, but.*it reads counts"):
         build_backends(plan)

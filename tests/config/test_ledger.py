@@ -139,3 +139,28 @@ def test_gpu_limit_keeps_a_reserve(resolved):
     ledger = resolved(on=machine(138, 141, "cuda")).ledger
     assert ledger.limit_bytes == 138 * GB - int(0.04 * 141 * GB)
     assert "processes" not in [row.name for row in ledger.rows]
+
+
+def test_the_host_tier_shares_the_memory_of_a_cpu(resolved):
+    alone = resolved(V2_LITE, on=machine(60, 64), mem_fraction_static=0.6)
+    tiered = resolved(V2_LITE, on=machine(60, 64), mem_fraction_static=0.6, enable_hierarchical_cache=True)
+    assert alone.host_tier_tokens == 0
+    assert tiered.host_tier_tokens == 2 * tiered.max_total_num_tokens
+    assert tiered.max_total_num_tokens == pytest.approx(alone.max_total_num_tokens / 3, rel=0.001)
+    assert tiered.ledger.bytes_of("host KV tier") == tiered.host_tier_tokens * 31104
+    assert tiered.ledger.total_bytes <= tiered.ledger.limit_bytes
+    sized = resolved(
+        V2_LITE,
+        on=machine(60, 64),
+        mem_fraction_static=0.6,
+        enable_hierarchical_cache=True,
+        hicache_size=3,
+        page_size=4,
+    )
+    assert sized.host_tier_tokens == 3 * 10**9 // 31104 // 4 * 4
+
+
+def test_flags_of_the_host_tier(resolved):
+    assert "--disable-radix-cache" in refusal(resolved, enable_hierarchical_cache=True, disable_radix_cache=True)
+    assert "--hicache-ratio 0" in refusal(resolved, enable_hierarchical_cache=True, hicache_ratio=0.0)
+    assert "write-through" in refusal(resolved, enable_hierarchical_cache=True, hicache_write_policy="write_through")

@@ -11,6 +11,7 @@ import msgspec
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.core import messages
+from moe_engine.core.kv_arrivals import KVArrivals
 from moe_engine.core.loop import EngineCore
 from moe_engine.core.setup import scheduler_config
 from moe_engine.core.shared_status import SharedStatus
@@ -77,6 +78,9 @@ class ScriptedPort:
             out.append(messages.Shutdown())
         return out
 
+    def wake(self) -> None:
+        """`receive` never waits."""
+
     def send(self, message: messages.Message) -> None:
         message = messages.decode_from_core(messages.encode(message))  # as it would arrive
         assert isinstance(message, messages.StepOutput)
@@ -123,9 +127,12 @@ class InProcessEngine:
         self.scheduler = Scheduler(config)
         port = ScriptedPort(script)
         eos = frozenset(self.config.model.eos_token_ids)
+        arrivals = KVArrivals(port.wake)
+        self.worker.on_kv_done(arrivals.report)
         core = EngineCore(
-            self.scheduler, self.worker, port, self._status, StepReporter(), eos_token_ids=eos, overlap=overlap
-        )
+            self.scheduler, self.worker, port, self._status, StepReporter(), eos_token_ids=eos, overlap=overlap,
+            kv_arrivals=arrivals if config.host_tier_tokens else None,
+        )  # fmt: skip
         core.run()
         self.check_pool_whole()
         return port.answers

@@ -15,7 +15,10 @@ from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, activation_dtype
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.plain import PLAIN
 from tests.models.checkpoints import KINDS, make_checkpoint
+from tests.models.parameters import num_active_parameters
 
 V3: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -125,13 +128,13 @@ def test_deepseek_v3_sizes(tmp_path: Path) -> None:
     assert sizes.num_parameters(config, include_mtp=True) - sizes.num_parameters(config) == pytest.approx(
         11.6e9, rel=5e-3
     )
-    assert sizes.num_active_parameters(config) == pytest.approx(36.6e9, rel=5e-3)
+    assert num_active_parameters(config) == pytest.approx(36.6e9, rel=5e-3)
     assert config.attention.cache_width == 576
     assert config.kv_bytes_per_token("bfloat16") == 70_272
     assert config.rope.attention_factor == 1.0
     assert 192**-0.5 * config.rope.softmax_factor == pytest.approx(0.135234, rel=1e-5)
     assert config.moe_layers == (False,) * 3 + (True,) * 58
-    assert config.quant is not None and config.quant.block == (128, 128)
+    assert config.weight_format == BlockFP8Format((128, 128))
     assert config.context_length == 163840
     assert activation_dtype(config) == "bfloat16"
     second_kv_b = 61 * 128 * 256 * 512
@@ -180,7 +183,7 @@ def test_ints_may_be_floats_and_eos_ids_are_joined(tmp_path: Path) -> None:
     config = load_model_config(path)
     assert config.hidden_size == 7168 and isinstance(config.hidden_size, int)
     assert config.eos_token_ids == (1, 128805) and config.bos_token_id == 0
-    assert config.quant is not None and config.quant.block == (128, 64)
+    assert config.weight_format == BlockFP8Format((128, 64))
 
 
 def test_overrides_are_merged(tmp_path: Path) -> None:
@@ -257,9 +260,8 @@ def test_activation_dtype(tmp_path: Path) -> None:
     assert [activation_dtype(c) for c in (llama, wide, half)] == ["bfloat16", "float32", "float16"]
     assert activation_dtype(wide, device_kind="cuda") == "float16"
     assert activation_dtype(wide, "bfloat16") == "bfloat16"
-    assert (
-        activation_dtype(dataclasses.replace(parse(tmp_path, V3), quant=None, checkpoint_dtype="float16")) == "bfloat16"
-    )
+    unquantized = dataclasses.replace(parse(tmp_path, V3), weight_format=PLAIN, checkpoint_dtype="float16")
+    assert activation_dtype(unquantized) == "bfloat16"
     with pytest.raises(ConfigError, match="--dtype"):
         activation_dtype(llama, "int8")
 

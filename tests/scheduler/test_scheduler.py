@@ -41,7 +41,7 @@ def test_plan_of_a_prompt_then_decodes() -> None:
     second = plan(s)  # while the first is in flight
     assert (second.starts, second.counts, second.num_decodes, second.input_ids) == ([3], [1], 1, [])
     (event,) = answer(s, first, 8)
-    assert event == RequestEvent("a", [8], None, 3, 1, 0, 0)
+    assert event == RequestEvent("a", [8], None, 0, 0)
     third = plan(s)
     assert third.starts == [4]
     answer(s, second)

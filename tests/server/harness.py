@@ -1,4 +1,4 @@
-"""An application over the fake engine, and ways to talk to it: in process, or over a real socket."""
+"""An application over the fake engine, called in process or over a real socket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything a client can get wrong is answered with 400 that names the field, and never reaches the engine."""
+"""Every error of a client is answered with 400 and the field's name, and never reaches the engine."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_large_body_is_refused_unread():
 
 @pytest.mark.parametrize("form", ["Content-Length: 5000", "Transfer-Encoding: chunked"])
 def test_oversized_body_closes_the_connection(form):
-    """Its rest would be taken for the next request."""
+    """The rest of the body must not be read as the next request."""
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\n{form}\r\n\r\n".encode()
     body = b" " * 4000 if "Length" in form else b"fa0\r\n" + b" " * 4000 + b"\r\n"
     with real_server(FakeClient(), max_body_bytes=1000) as address:
@@ -254,7 +254,7 @@ def test_oversized_body_closes_the_connection(form):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_any_model_name_is_accepted_and_echoed(path):
-    """As SGLang does: snippets with another model's name work."""
+    """The same as SGLang: snippets with another model's name work."""
     client = FakeClient()
     body = {"prompt": "x", **chat()}
     for name in ("tiny", "default", "/models/tiny", "gpt-4", "org/model-7B"):
@@ -288,7 +288,7 @@ def test_unknown_models_are_not_listed():
     ],
 )
 def test_numbers_nulls_and_unknown_fields_that_are_accepted(body):
-    """As in JSON Schema 5.0 is an integer; null is the default."""
+    """5.0 is an integer, as in JSON Schema; null is the default."""
     assert post(FakeClient(), "/generate", body).status_code == 200
 
 

@@ -138,7 +138,7 @@ def test_tokenizer_that_no_process_can_load_uses_threads(places, monkeypatch, si
 
 @pytest.mark.parametrize("settings", [SETTINGS, {"skip_tokenizer_init": True}], ids=["text", "ids"])
 def test_large_bodies_get_the_same_responses_as_small_ones(settings):
-    """One process serves them one after the other: failed work leaves no state."""
+    """One process serves all requests in turn: failed work leaves no state."""
 
     async def session(http):
         for path, body in [*CASES, *WRONG]:
@@ -150,7 +150,7 @@ def test_large_bodies_get_the_same_responses_as_small_ones(settings):
 
 
 def test_long_texts():
-    """Tokens, counts and text come through in parts of the right order."""
+    """Tokens, counts and text arrive in parts, in order."""
     client = FakeClient()
     text = "Hello world, how are you today? 12345\n" * 40_000
     ids = client.tokenizer.encode(text)
@@ -176,7 +176,7 @@ def test_large_batches_reach_the_engine_whole():
 
 
 def children() -> list[psutil.Process]:
-    """Live processes that decode bodies, not those that other tests of this process left."""
+    """Live processes that decode bodies, without those of other tests of this process."""
     return [p for p in psutil.Process().children() if _decodes_bodies(p)]
 
 
@@ -300,7 +300,7 @@ def test_control_bodies_are_short():
 
 
 def test_aborted_response_does_not_look_complete():
-    """The status is on its way already: a client sees it by the connection alone."""
+    """The status was already sent: only the connection shows the failure to a client."""
 
     async def parts():
         yield b"["

@@ -1,4 +1,4 @@
-"""What stands around a request: offers to upgrade, encodings, methods, addresses, the lines uvicorn logs."""
+"""The HTTP layer around a request: upgrade offers, encodings, methods, addresses, log lines of uvicorn."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CHUNKED = (
     ids=["one-segment", "next-request-apart", "body-cut", "twice", "chunked", "byte-by-byte"],
 )
 def test_upgrade_header_does_not_lose_the_body(parts):
-    """Java's HttpClient and `curl --http2` make that offer with every first request."""
+    """Java's HttpClient and `curl --http2` send that offer with every first request."""
     with real_server(FakeClient()) as address:
         *generated, (health, _) = exchange(address, *parts)
     assert health == 200
@@ -88,7 +88,7 @@ def test_upgrade_header_without_a_body():
 
 
 def test_private_attributes_of_uvicorn_exist():
-    """It is not promised to stay. pyproject.toml allows the versions that were tried; raise its bound after this
+    """This internal interface may change. pyproject.toml allows the tested versions; raise its bound after this
     file's tests."""
     with real_server(FakeClient()) as address, connected(address) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -116,7 +116,7 @@ def connected(address: str) -> socket.socket:
 
 
 def answer_to(address: str, *parts: bytes) -> bytes:
-    """What comes back until the server closes the connection."""
+    """The answer until the server closes the connection."""
     received = b""
     with connected(address) as connection:
         try:

@@ -185,7 +185,7 @@ def test_monotonic_sums_are_counters():
 
 
 def test_several_schedulers_on_one_page():
-    """Counts add up, ratios do not."""
+    """Counts are summed, ratios are not."""
     client = FakeClient()
     client.state = [
         {"new_token_ratio": 0.5, "num_free": 10, "num_evictable": 5, "num_used": 1},
@@ -200,7 +200,7 @@ def test_several_schedulers_on_one_page():
 
 
 def test_speculation_metrics():
-    """Counts of several ranks add up; without speculation there are none of these."""
+    """Counts of several ranks are summed; without speculation there are no such counts."""
     client = FakeClient()
     assert "spec_" not in get(client, "/metrics", enable_metrics=True).text
     ranks: list[dict[str, Any]] = [

@@ -65,7 +65,7 @@ def test_pages_of_other_origins_change_nothing(path):
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions", "/tokenize"])
 def test_pages_of_other_origins_send_json_or_nothing(path):
-    """With JSON the browser asks first, and the answer is yes: chat pages on other ports work, as with SGLang."""
+    """The preflight request of JSON is allowed: chat pages on other ports work, as with SGLang."""
     body = b'{"text": "x", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}'
     if path == "/tokenize":
         body = b'{"prompt": "x"}'

@@ -1,4 +1,4 @@
-"""Log-probabilities as JSON: right, rendered once, only when the client takes them, and in bounded pieces of work."""
+"""Log-probabilities as JSON: correct, rendered once, only on request, and in bounded pieces of work."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def entries(rng: random.Random, count: int, best: int, asked: int = 0) -> list[E
 
 
 def rendered(form: LogprobFormat, block: PackedLogprobs, cut: int) -> Any:
-    """In two parts; as a client reads it."""
+    """The answer in two parts, as a client reads them."""
     columns: list[list[Any]] = []
     for part in (block.part(0, cut), block.part(cut, block.num_tokens)):
         if part.num_tokens:
@@ -65,7 +65,7 @@ def rendered(form: LogprobFormat, block: PackedLogprobs, cut: int) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What JSON makes of an object of Python's."""
+    """A Python object through JSON."""
     return json.loads(msgspec.json.encode(value))
 
 
@@ -165,7 +165,7 @@ def in_process(app: Any) -> httpx.AsyncClient:
 
 
 async def burst(core: FakeCore, num_sequences: int, steps: int, block: PackedLogprobs) -> None:
-    """Waits for the requests, then sends all steps of all of them while the loop stands still."""
+    """Waits for the requests, then sends all their steps while the loop is blocked."""
     rids = []
     while len(rids) < num_sequences:
         message = await core.got(0)

@@ -51,7 +51,7 @@ def operations(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]
 
 
 def is_empty(schema: dict[str, Any]) -> bool:
-    """Whether a schema accepts anything."""
+    """True if a schema accepts every value."""
     return not schema.keys() & {"$ref", "anyOf", "type", "enum"}
 
 
@@ -201,7 +201,7 @@ def test_answers_of_control_endpoints_have_the_described_type():
 
 @pytest.mark.parametrize("path", sorted(BY_PATH))
 def test_errors_conform(path):
-    """The one form under /v1, the other elsewhere, whichever part of the server refuses."""
+    """OpenAI's form of an error under /v1, SGLang's elsewhere, from every part of the server."""
     kind = OpenAIError if path.startswith("/v1") else Error
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
 

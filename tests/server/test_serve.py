@@ -1,4 +1,4 @@
-"""The server process: ready hook, draining on SIGTERM, leaving on the second signal, a taken port."""
+"""The server process: ready hook, draining on SIGTERM, exit on the second signal, a port in use."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_sigterm_drains(start):
 
 
 def test_a_drain_has_a_limit(start):
-    """--timeout-graceful-shutdown: a request that would go on for 45 s does not hold up the end."""
+    """--timeout-graceful-shutdown: a request of 45 s does not delay the exit."""
     process, address = start(5, 1)
     thread, answers = ask_in_background(address)
     process.send_signal(signal.SIGTERM)

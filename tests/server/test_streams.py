@@ -1,4 +1,4 @@
-"""The form of event streams, reasoning and tools in them, and clients that hang up."""
+"""The form of event streams, with reasoning and tools, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TestParsers:
         assert got == ("why", "", [("get_weather", '{"city": "Paris"}')], "tool_calls")
 
     def test_truncated_tool_call_is_not_the_finish_reason(self, per_step, stream):
-        """The call may be cut too: a client must not run it as if the model had ended there."""
+        """The call may be truncated: a client must not run a call that the model has not ended."""
         tokens = len(FakeClient().tokenizer.encode("I look. " + CALL, False))
         for max_tokens, reason in ((tokens, "length"), (tokens - 2, "length"), (tokens + 1, "tool_calls")):
             body = {"tools": TOOLS, "max_tokens": max_tokens}

@@ -162,8 +162,8 @@ def _use(monkeypatch: pytest.MonkeyPatch) -> None:
         Row("torch", f"{__name__}:Plain", 0, lambda device, need: None),
         Row("cpu", f"{__name__}:Broken", 10, lambda device, need: None),
     ]
-    for family in ("OPS", "LINEAR", "EXPERTS", "MLA", "GQA", "SAMPLING"):
-        monkeypatch.setattr(tables, family, rows)
+    for family in tables.FAMILIES:
+        monkeypatch.setitem(tables.FAMILIES, family, rows)
 
 
 def test_auto_falls_back_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +181,8 @@ def test_refused_rows_are_logged_with_the_reason(
 ) -> None:
     """A machine without a compiler uses torch rows, and logs it once."""
     _use(monkeypatch)
-    tables.OPS[1] = dataclasses.replace(tables.OPS[1], why_not=lambda device, need: "needs a compiler")  # all share it
+    rows = tables.FAMILIES["ops"]  # all families share them
+    rows[1] = dataclasses.replace(rows[1], why_not=lambda device, need: "needs a compiler")
     kernel_choice.build_backends(plan_kernels(Device("cpu", "test"), Need("float32"), {"ops": "torch"}))
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == "linear, experts, attention, sampling: using torch kernels, because cpu needs a compiler"

@@ -55,16 +55,14 @@ struct Rows {
   }
 };
 
-// out = x w + bias, then rounded; with `sum`, the result is added to sum and rounded again (as in separate calls).
+// out = x w + bias, then rounded.
 template <class T>
-INLINE void finish(const float* c, int64_t ldc, int64_t m, int64_t columns, const float* bias, const T* sum,
-                          int64_t lds, T* out, int64_t ldo) {
+INLINE void finish(const float* c, int64_t ldc, int64_t m, int64_t columns, const float* bias, T* out, int64_t ldo) {
   for (int64_t i = 0; i < m; i++)
     for (int64_t j = 0; j < columns; j += LANES) {
       const int64_t here = columns - j;
       F16 value = load(c + i * ldc + j);
       if (bias) value = value + load(bias + j);
-      if (sum) value = round_to(value, T{}) + load_some(sum + i * lds + j, here);
       store_some(out + i * ldo + j, value, here);
     }
 }

@@ -169,7 +169,7 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
 // A dense gated MLP from the packed weights of two linear layers, gate_up [2I, D] with I a multiple of 16.
 template <class T>
 static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const uint32_t* gate_up,
-                const uint32_t* down, int64_t out_features, const T* sum, int64_t lds, T* out, int64_t ldo) {
+                const uint32_t* down, int64_t out_features, T* out, int64_t ldo) {
   if (m <= 0) return;
   const int64_t in_steps = packed_steps<T>(hidden), mid_steps = packed_steps<T>(width);
   const Packed first{gate_up, 2 * panels_of(width), in_steps}, second{down, panels_of(out_features), mid_steps};
@@ -206,7 +206,7 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
       product<T>(middle + row * stride, stride * int64_t(sizeof(T)), here, width, second, p, count,
                  p + count, c, GROUP * LANES);
       finish<T>(c, GROUP * LANES, here, std::min(count * LANES, out_features - column), nullptr,
-                sum ? sum + row * lds + column : nullptr, lds, out + row * ldo + column, ldo);
+                out + row * ldo + column, ldo);
     }
   });
 }
@@ -244,12 +244,12 @@ API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int
 }
 
 API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const void* gate_up,
-                 const void* down, int64_t out_features, const void* sum, int64_t lds, void* out, int64_t ldo) {
+                 const void* down, int64_t out_features, void* out, int64_t ldo) {
   auto first = static_cast<const uint32_t*>(gate_up), second = static_cast<const uint32_t*>(down);
   if (is_bf16)
-    mlp(static_cast<const bf16*>(x), ldx, m, hidden, width, first, second, out_features, static_cast<const bf16*>(sum),
-        lds, static_cast<bf16*>(out), ldo);
+    mlp(static_cast<const bf16*>(x), ldx, m, hidden, width, first, second, out_features, static_cast<bf16*>(out),
+        ldo);
   else
     mlp(static_cast<const float*>(x), ldx, m, hidden, width, first, second, out_features,
-        static_cast<const float*>(sum), lds, static_cast<float*>(out), ldo);
+        static_cast<float*>(out), ldo);
 }

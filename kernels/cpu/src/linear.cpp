@@ -23,7 +23,7 @@ static void pack(const T* weight, int64_t ldw, int64_t n, int64_t k, uint32_t* o
 
 template <class T>
 static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t* weight, int64_t n, const float* bias,
-                   const T* sum, int64_t lds, T* out, int64_t ldo) {
+                   T* out, int64_t ldo) {
   if (m <= 0 || n <= 0) return;
   const Packed w{weight, panels_of(n), packed_steps<T>(k)};
   const Rows<T> rows(x, ldx, m, k, SHARED_ROWS);
@@ -38,7 +38,7 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
       const int64_t count = std::min(GROUP, last - p), column = p * LANES;
       product<T>(rows.data + row * rows.stride, rows.stride, here, k, w, p, count, p + count, c, GROUP * LANES);
       finish(c, GROUP * LANES, here, std::min(count * LANES, n - column), bias ? bias + column : nullptr,
-             sum ? sum + row * lds + column : nullptr, lds, out + row * ldo + column, ldo);
+             out + row * ldo + column, ldo);
     }
   });
 }
@@ -71,7 +71,7 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t count = std::min(GROUP, last - p), column = p * LANES;
       product<T>(a, stride * int64_t(sizeof(T)), here, k, w, p, count, p + count, c, GROUP * LANES);
-      finish<T>(c, GROUP * LANES, here, std::min(count * LANES, n - column), nullptr, nullptr, 0,
+      finish<T>(c, GROUP * LANES, here, std::min(count * LANES, n - column), nullptr,
                 out + row * out_token + head * out_head + column, out_token);
     }
   });
@@ -104,14 +104,12 @@ API void moe_pack(int is_bf16, const void* weight, int64_t ldw, int64_t n, int64
 }
 
 API void moe_linear(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t k, const void* weight, int64_t n,
-                    const float* bias, const void* sum, int64_t lds, void* out, int64_t ldo) {
+                    const float* bias, void* out, int64_t ldo) {
   auto w = static_cast<const uint32_t*>(weight);
   if (is_bf16)
-    linear(static_cast<const bf16*>(x), ldx, m, k, w, n, bias, static_cast<const bf16*>(sum), lds,
-           static_cast<bf16*>(out), ldo);
+    linear(static_cast<const bf16*>(x), ldx, m, k, w, n, bias, static_cast<bf16*>(out), ldo);
   else
-    linear(static_cast<const float*>(x), ldx, m, k, w, n, bias, static_cast<const float*>(sum), lds,
-           static_cast<float*>(out), ldo);
+    linear(static_cast<const float*>(x), ldx, m, k, w, n, bias, static_cast<float*>(out), ldo);
 }
 
 API void moe_linear_heads(int is_bf16, const void* x, int64_t x_token, int64_t x_head, int64_t tokens, int64_t heads,

@@ -5,8 +5,8 @@ the planning rank, so all ranks act together:
 
     counting   until the interval is over; then the ranks sum their counts
     planning   on a thread of the planning rank, which broadcasts every few passes whether the plan is ready
-    moving     one chunk per pass, or every few passes if passes are short: a lane transfers the chunk to spare slots
-               during passes and prepares the layer's table; both are swapped in before the next pass
+    moving     one chunk per pass, or every few passes if passes are short: the comm stream transfers the chunk to spare
+               slots during passes and prepares the layer's table; both are swapped in before the next pass
 
 Legend: L layers, E logical experts, P physical experts (slots).
 """

@@ -82,6 +82,7 @@ class KVPool:
             for parts in self._tensors:
                 for tensor in parts:
                     tensor.zero_()
+        self._raw = [tensor.flatten(1).view(torch.uint8) for parts in self._tensors for tensor in parts]
         self.layers: Sequence[Any] = tuple(parts[0] if spec.kind == "mla" else tuple(parts) for parts in self._tensors)
 
     @property
@@ -95,6 +96,18 @@ class KVPool:
             for tensor in parts:
                 rows = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch cannot index float8
                 rows.index_copy_(0, target, rows.index_select(0, source))
+
+    def read_rows(self, slots: Tensor) -> Tensor:
+        """The KV of slots [n] in all layers, as bytes [n, bytes_per_token]; new memory."""
+        return torch.cat([tensor.index_select(0, slots) for tensor in self._raw], 1)
+
+    def write_rows(self, slots: Tensor, rows: Tensor) -> None:
+        """The opposite of `read_rows`."""
+        begin = 0
+        for tensor in self._raw:
+            width = tensor.shape[1]
+            tensor.index_copy_(0, slots, rows[:, begin : begin + width])
+            begin += width
 
     def clear_dummy_page(self) -> None:
         for parts in self._tensors:

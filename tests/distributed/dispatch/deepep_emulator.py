@@ -1,6 +1,6 @@
-"""DeepEP as its documentation has it, over gloo: three generations that refuse whatever the real library refuses.
+"""DeepEP by its documentation, over gloo: three generations; calls that the library refuses are refused.
 
-Every rank shares all it has and takes what is its own: slow, plain, and made without our dispatch code. What the
+Every rank shares all its data and takes its own part: slow, and independent of our dispatch code. Memory that the
 library leaves uninitialised is NaN here. Contracts: deep_ep/buffers/legacy.py, elastic.py and ep.py.
 """
 
@@ -49,7 +49,7 @@ def check_choices(topk_idx: Tensor, num_experts: int) -> None:
 
 
 class Ranks:
-    """What every generation needs of its process group."""
+    """Parts that every generation needs of its process group."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -65,7 +65,7 @@ class Ranks:
 
 
 def pack(data: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Fit for pickling: float8 as bytes."""
+    """A picklable form: float8 as bytes."""
     return (data.view(torch.uint8) if data.dtype == FP8 else data), scales
 
 
@@ -260,7 +260,7 @@ class EPHandle:
 
 
 class Second:
-    """What `ElasticBuffer` and `EPBuffer` share: the expanded form."""
+    """The expanded form, which `ElasticBuffer` and `EPBuffer` share."""
 
     def __init__(self, group, max_tokens, hidden, top_k, fp8):
         self._ranks = Ranks(group)

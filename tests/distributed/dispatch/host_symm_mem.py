@@ -16,7 +16,7 @@ INTERPRETED = {"TRITON_INTERPRET": "1"}
 
 
 class HostSymmetricMemory:
-    """Every rank's bytes lie in one segment, which each process has at addresses of its own."""
+    """All ranks' bytes are in one segment, which each process maps at its own addresses."""
 
     def __init__(self) -> None:
         assert os.environ.get("TRITON_INTERPRET") == "1", "kernels on host memory need the interpreter"

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of `HostGroup`."""
+"""Functions that ranks run in the tests of `HostGroup`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
 def drawn(seed: int, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What a rank brings; every rank can draw what the others bring."""
+    """The input of a rank; every rank can draw the inputs of the others."""
     generator = torch.Generator().manual_seed(seed * 64 + rank)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -75,7 +75,7 @@ def _all_to_all(group: HostGroup, rng: random.Random, seed: int, length: int, dt
 
 
 def fall_back(rank: int) -> tuple[str, float]:
-    """The group that ranks come to when one of them finds no memory to share, and a sum through it."""
+    """The group that ranks use if one of them finds no shared memory, and a sum through it."""
 
     def refuse(num_bytes: int, reserve: bool) -> tuple[int, str]:
         raise OSError(28, "No space left on device")

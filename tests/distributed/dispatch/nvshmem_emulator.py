@@ -1,8 +1,8 @@
-"""torch's shuffles over NVSHMEM as their source has them, over gloo: they refuse what it refuses or would corrupt.
+"""torch's shuffles over NVSHMEM by their source, over gloo: calls that NVSHMEM refuses or corrupts are refused.
 
 Contract: torch/csrc/distributed/c10d/symm_mem/nvshmem_extension.cu, all_to_all_vdev_2d and its `_offset`. Nothing is
 zeroed, rows that no rank sent keep their values, and a rank's input must stay unchanged until its next shuffle, because
-other ranks read it late. Plain loops over what every rank shares: none of our dispatch code.
+other ranks read it late. Loops over shared data, independent of our dispatch code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Ranks for tests: processes joined by gloo over loopback, with an end in every case.
+"""Ranks for tests: processes joined by gloo over loopback, which always end.
 
-`run_ranks(n, function, ...)` calls `function(rank, ...)` on n ranks and returns what each returned. `Ranks` keeps them
+`run_ranks(n, function, ...)` calls `function(rank, ...)` on n ranks and returns the results. `Ranks` keeps them
 for many calls, because ranks cost a moment to start. They are forked from a server that has imported torch and
 dispatch. A rank that raises, dies or hangs ends the call: the others are killed and `RanksFailed` names the position of
 each.
@@ -33,7 +33,7 @@ GRACE_S = 1.0  # between the request for a hung rank's stack and its end
 
 
 class RanksFailed(AssertionError):
-    """The fate of each rank that did not return."""
+    """The error of each rank that did not return."""
 
 
 class Ranks:
@@ -84,7 +84,7 @@ class Ranks:
         return self.finish(timeout_s)
 
     def start(self, function: Callable[..., Any], *args: Any) -> None:
-        """The first half of `call`: for tests that meddle with running ranks."""
+        """The first half of `call`, for tests that disturb running ranks."""
         for pipe in self._pipes:
             pipe.send((function, args))
 
@@ -134,7 +134,7 @@ class Ranks:
         raise RanksFailed("\n".join(f"rank {rank} of {self.n}: {text}" for rank, text in sorted(failures.items())))
 
     def _stack(self, rank: int) -> str:
-        """What faulthandler wrote at the signal; empty if the rank cannot even do that (stopped, in a system call)."""
+        """Output of faulthandler at the signal; empty if the rank cannot write it (stopped, in a system call)."""
         file = Path(self._folder.name, f"stack{rank}")
         for _ in range(50):
             if file.exists() and file.stat().st_size:
@@ -144,7 +144,7 @@ class Ranks:
         return ""
 
     def close(self) -> None:
-        """Ends the ranks: politely if they are idle, by SIGKILL otherwise."""
+        """Ends the ranks: by a message if they are idle, else by SIGKILL."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send(None)
@@ -176,7 +176,7 @@ def _context() -> ForkServerContext:
 
 
 def _serve(rank: int, n: int, pipe: Any, folder: str, gloo_timeout_s: float, environment: dict[str, str]) -> None:
-    """The life of a rank: joins the world, then calls what it is sent."""
+    """Main loop of a rank: joins the world, then runs the functions that it receives."""
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR", **environment})
     import torch
     import torch.distributed as dist
@@ -197,7 +197,7 @@ def _serve(rank: int, n: int, pipe: Any, folder: str, gloo_timeout_s: float, env
 
 
 def _as_bytes(answer: Any) -> bytes:
-    """Pickled, tensors by value: a pipe's `send` makes a file in shared memory of each, which takes longer than most
+    """Pickled, tensors by value: a pipe's `send` makes a file in shared memory per tensor, which is slower than most
     calls."""
     import torch
 

@@ -1,6 +1,6 @@
-"""Routings to try, the experts they go to, and what must come out: plain loops and float64, none of our dispatch code.
+"""Test routings, their experts, and the expected results: loops in float64, independent of our dispatch code.
 
-Toy expert e: y = (1 + e / 8) x + (e + 1) / 16 * roll(x, 1), so that each expert, channel and token gives another value.
+Toy expert e: y = (1 + e / 8) x + (e + 1) / 16 * roll(x, 1), so that each expert, channel and token has another value.
 Legend: T tokens, D hidden, K choices, E experts, R ranks.
 """
 
@@ -38,7 +38,7 @@ class Routing:
         return x, ids, weights
 
     def rows_of_experts(self) -> list[int]:
-        """How many rows each expert must get, counted in Python."""
+        """Number of rows of each expert, counted in Python."""
         counts = [0] * self.num_experts
         for rank in self.ids:
             for token in rank:
@@ -54,7 +54,7 @@ def toy_expert(x: Tensor, expert: int) -> Tensor:
 
 @lru_cache(64)
 def expected(routing: Routing, rank: int, hidden: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """`dense` of a rank's tokens, once for all ways to dispatch them."""
+    """`dense` of a rank's tokens, computed once for all dispatchers."""
     return dense(*routing.of(rank, hidden, dtype))
 
 
@@ -97,7 +97,7 @@ def draw_ids(
 
 @st.composite
 def routings(draw: st.DrawFn, num_ranks: int, local_and_top_k: list[tuple[int, int]]) -> Routing:
-    """Any number of tokens on any rank, none at all among them, and every kind of choice."""
+    """Any number of tokens on each rank, also none, and every kind of choice."""
     local, top_k = draw(st.sampled_from(local_and_top_k))
     sizes = draw(st.lists(st.integers(0, MAX_TOKENS), min_size=num_ranks, max_size=num_ranks))
     seed = draw(st.integers(0, 2**20))

@@ -1,4 +1,4 @@
-"""Sums of chosen rows against float64, for every function that makes them."""
+"""Sums of chosen rows against float64, for every function that computes them."""
 
 from __future__ import annotations
 

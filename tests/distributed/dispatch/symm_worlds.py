@@ -1,4 +1,4 @@
-"""What a rank does in the tests of dispatch through peers' memory: the kernels that a GPU runs, interpreted, on memory
+"""Functions that ranks run in the tests of dispatch through peers' memory: a GPU's kernels, interpreted, on memory
 that the processes share. Memory that the kernels have not written since is NaN, and -1 in integers."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ made: dict[Any, tuple[Any, HostSymmetricMemory, DistributedGroup]] = {}
 
 
 def dispatcher_of(setup: Setup, routing: Routing) -> tuple[Any, HostSymmetricMemory, DistributedGroup]:
-    """With both modes, on a group of its own; and what gives it memory, if it takes any."""
+    """A dispatcher with both modes, on its own group; and the source of its memory, if any."""
     key = (setup, routing.num_experts, routing.top_k)
     if key not in made:
         process_group = dist.new_group()
@@ -76,14 +76,14 @@ def run_routings(rank: int, setup: Setup, routings: list[Routing], phase: Phase 
 
 
 def run_live(rank: int, setup: Setup, first: Routing, second: Routing, newest_first: bool) -> tuple[Outcome, Outcome]:
-    """Two live results in spoilt memory, combined in either order; a third dispatch is refused."""
+    """Two pending results in overwritten memory, combined in either order; a third dispatch is refused."""
     dispatcher, memory, group = dispatcher_of(setup, first)
     spoil(memory, group)
     return two_alive(dispatcher, rank, setup, first, second, newest_first)
 
 
 def replay(rank: int, setup: Setup, routings: list[Routing]) -> list[Outcome]:
-    """The same slot again and again without the host's part, as replays of a captured graph use it; no two barriers
+    """The same slot repeatedly, without the host's part, as in replays of a captured graph; no two barriers
     in between, so that ranks run ahead of each other as far as the kernels let them."""
     dispatcher, _, _ = dispatcher_of(setup, routings[0])
     exchange = dispatcher._by_phase["decode"]._exchange

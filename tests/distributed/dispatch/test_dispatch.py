@@ -31,12 +31,12 @@ def setups_of(backends: tuple[str, ...], num_nodes: int = 1, as_device: bool = F
 
 
 def small_rooms() -> list[Setup]:
-    """Rooms that most routings are larger than, and rooms that some are."""
+    """Rooms that are too small for most routings, and rooms that are too small for some."""
     return [Setup("all_to_all", "normal", "bfloat16", fp8, room_tokens=n) for n in (1, 3) for fp8 in (False, True)]
 
 
 def uncompiled() -> list[Setup]:
-    """As where no compiler is."""
+    """A machine without a compiler."""
     made = [
         Setup(b, m, "bfloat16", m == "normal", compiled=False) for b in ("all_to_all", "shared_memory") for m in MODES
     ]
@@ -45,7 +45,7 @@ def uncompiled() -> list[Setup]:
 
 
 def deepep_setups() -> list[Setup]:
-    """The first generation's low latency takes few hidden sizes."""
+    """The first generation's low latency mode supports few hidden sizes."""
     return [
         Setup("deepep", mode, "bfloat16", fp8, 2048, library=library)
         for library in ("Buffer", "ElasticBuffer", "EPBuffer")
@@ -55,7 +55,7 @@ def deepep_setups() -> list[Setup]:
 
 
 def read_as_rows(setups: list[Setup]) -> list[Setup]:
-    """Those in which tokens travel in FP8, for experts that read them so."""
+    """Setups whose tokens are sent in FP8, for experts that read FP8."""
     return [replace(setup, rows=True, as_device=True) for setup in setups if setup.fp8]
 
 

@@ -98,7 +98,7 @@ def test_adapters_say_what_the_library_cannot_do(why_not: object, changed: dict[
 
 
 def test_sizes_that_the_first_deepep_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As its adapter refuses them, but before anything is started."""
+    """The same refusals as the adapter's, before anything is started."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "deep_ep").mkdir()
     (tmp_path / "deep_ep" / "__init__.py").touch()

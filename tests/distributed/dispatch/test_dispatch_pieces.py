@@ -95,7 +95,7 @@ def test_handles_are_used_once_with_the_weights_of_their_dispatch() -> None:
 
 
 def test_low_latency_keeps_within_its_rows_even_if_experts_are_named_twice() -> None:
-    """No check of the ids there; rows beyond the capacity are left out."""
+    """Ids are not checked; rows beyond the capacity are dropped."""
     x, ids, weights = choices(11, num_tokens=16)
     ids.fill_(3)
     ours = dispatcher(static=True)

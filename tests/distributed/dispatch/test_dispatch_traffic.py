@@ -1,4 +1,4 @@
-"""What crosses between ranks and nodes, counted from the routing in Python and compared with what the groups sent."""
+"""Traffic between ranks and nodes, counted from the routing in Python and compared with the groups' messages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def routing_of(seed: int) -> Routing:
 
 
 def pairs(routing: Routing, source: int, experts_of_side: int) -> dict[int, int]:
-    """How many of the source's tokens have an expert on each side (a rank, a node)."""
+    """Number of the source's tokens with an expert on each side (a rank, a node)."""
     found: dict[int, int] = {}
     for token in routing.ids[source]:
         for side in {expert // experts_of_side for expert in token}:
@@ -45,7 +45,7 @@ def pairs(routing: Routing, source: int, experts_of_side: int) -> dict[int, int]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_token_crosses_once_to_a_rank_in_one_message(four: Ranks, seed: int, mode: Mode) -> None:
-    """Not once for each of its experts there; at most 5 % more bytes than the rows and choices, and a head of 16."""
+    """A token is sent once per rank, not per expert; at most 5 % more bytes than rows and choices, and a header."""
     routing = routing_of(seed)
     of_ranks = four.call(run_counted, Setup("all_to_all", mode, "bfloat16", hidden=HIDDEN), routing)
     for source, operations in enumerate(of_ranks):

@@ -40,7 +40,7 @@ def test_a_dead_peer_is_named_at_once() -> None:
     (1, False, {"world": "DistributedGroup", "attn_tp": "DistributedGroup", "ep": "DistributedGroup"}),
 ])  # fmt: skip
 def test_groups_inside_a_host_share_memory(num_nodes: int, share_memory: bool, kinds: dict[str, str]) -> None:
-    """What tokens travel in stays torch's: its backends have their own ways."""
+    """Groups of dispatchers stay torch's: backends have their own transport."""
     topology = Topology(tp_size=4, attn_dp_size=2, ep_size=4, num_nodes=num_nodes)
     for found in run_ranks(4, kinds_of_groups, topology, share_memory):
         assert found == kinds

@@ -1,4 +1,4 @@
-"""What the ledger counts for dispatch on CPUs is what the buffers hold when every token goes everywhere."""
+"""The ledger's bytes of dispatch on CPUs are the bytes of the buffers when every token goes to all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HIDDEN, TOP_K = 128, 3
 
 
 class Mirror(SingleRank):
-    """One of several ranks, whose peers all do what it does: from each comes what went there."""
+    """One of several ranks whose peers do the same: each rank returns what it received."""
 
     on_host = True
 
@@ -79,7 +79,7 @@ def test_buffers_of_all_to_all(tokens: int, room: int, fp8: bool) -> None:
 
 
 def test_buffers_of_shared_memory() -> None:
-    """Of the group of one, whose share is the whole; with both slots in use each has half of the tokens."""
+    """A group of one, whose share is the whole; with both slots in use each has half of the tokens."""
     shape = shape_of(1, 32)
     exchange = SharedMemory(SingleRank(), shape, permutation(shape.dtype))
     ids = torch.tensor([0, 1, 2]).repeat(32, 1)

@@ -1,5 +1,5 @@
 """Dispatch through peers' memory: the kernels, interpreted, over real processes, against the dense formula in float64;
-what they refuse, and that a peer that died ends a step within its bound."""
+refusals, and the end of a step within its time limit if a peer has died."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_any_routing_on_two_ranks(two: Ranks, routing: Routing, setup: Setup) ->
 @settings(EXAMPLES, max_examples=3)
 @given(routing=routings(3, [(2, 3), (3, 2)]), setup=st.sampled_from(SETUPS[1:3]))
 def test_any_routing_on_three_ranks(three: Ranks, routing: Routing, setup: Setup) -> None:
-    """An odd number: lanes that stand for no rank, tables of odd width."""
+    """An odd number of ranks: unused lanes, and tables of odd width."""
     check_all(setup, [routing], three.call(worlds.run_routings, setup, [routing], timeout_s=60))
 
 
@@ -114,14 +114,14 @@ def test_two_results_may_be_alive(two: Ranks, setup: Setup, newest_first: bool) 
 
 
 def test_modes_take_turns(two: Ranks) -> None:
-    """Prefill goes through all_to_all and leaves peers' memory alone."""
+    """Prefill uses all_to_all and does not touch peers' memory."""
     routing = drawn(3)
     for phase in ("prefill", "decode", "prefill"):
         check_all(PLAIN, [routing], two.call(worlds.run_routings, PLAIN, [routing], phase, timeout_s=60))
 
 
 def test_a_slot_is_used_again_and_again(two: Ranks) -> None:
-    """Epochs, not resets: as replays of one graph do, with other choices and an idle rank now and then."""
+    """Epochs instead of resets: replays of one graph, with other choices and sometimes an idle rank."""
     setup = replace(PLAIN, hidden=16)
     steps = [drawn(seed, sizes=((seed * 5) % 4, (seed * 3) % 4)) for seed in range(10)]
     of_ranks = two.call(worlds.replay, setup, steps, timeout_s=60)

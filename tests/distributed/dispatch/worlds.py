@@ -1,4 +1,4 @@
-"""What a rank does in the dispatch tests: makes dispatchers once, and runs toy experts between dispatch and combine."""
+"""A rank in the dispatch tests: dispatchers are made once; toy experts run between dispatch and combine."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def run_routing(rank: int, setups: list[Setup], routing: Routing) -> list[Outcom
 def dispatch(
     dispatcher: PhasedDispatcher, setup: Setup, x: Tensor, ids: Tensor, weights: Tensor, phase: Phase = "decode"
 ) -> tuple[ExpertBatch, Any]:
-    """As the setup wants tokens read."""
+    """The activation format of the setup."""
     if not setup.rows:
         return dispatcher.dispatch(x, ids, weights, phase)
     sent: Activation = x
@@ -184,7 +184,7 @@ def run_phases(rank: int, setup: Setup, routing: Routing) -> list[Outcome]:
 
 
 def run_interleaved(rank: int, setups: list[Setup], first: Routing, second: Routing) -> list[tuple[Outcome, Outcome]]:
-    """Two live results of every setup, combined in the order of dispatch; a third dispatch must be refused."""
+    """Two pending results of every setup, combined in the order of dispatch; a third dispatch must be refused."""
     return [
         two_alive(dispatcher_of(setup, first.num_experts, first.top_k), rank, setup, first, second) for setup in setups
     ]
@@ -213,7 +213,7 @@ def two_alive(
 
 
 def run_counted(rank: int, setup: Setup, routing: Routing) -> list[tuple[str, str, list[int]]]:
-    """What this rank's groups sent during one dispatch and combine."""
+    """Messages of this rank's groups during one dispatch and combine."""
     dispatcher_of(setup, routing.num_experts, routing.top_k)
     sent.clear()
     run_routing(rank, [setup], routing)
@@ -259,7 +259,7 @@ def die(rank: int, culprit: int) -> None:
 
 
 def join_shared_segment(rank: int) -> list[int]:
-    """What each rank wrote, as this one sees it; and that no name is left."""
+    """Each rank's data as this rank sees it; checks that no name is left."""
     group = DistributedGroup(dist.group.WORLD, TIMEOUT_S)
     segment = SharedSegment(group, 4096, num_flags=1)
     words = segment.bytes.view(torch.int64)

@@ -1,4 +1,4 @@
-"""An engine some of whose ranks are struck, requests that are streamed meanwhile, and the answers of a single rank."""
+"""An engine with ranks that are killed or stopped, requests streamed meanwhile, and the answers of a single rank."""
 
 from __future__ import annotations
 

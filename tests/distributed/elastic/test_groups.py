@@ -78,7 +78,7 @@ def test_a_lost_rank_sends_zeros_and_gets_nothing(alive: list[bool]) -> None:
         return out
 
     def counted(group: Group) -> tuple[list[int], Tensor]:
-        """Rank r sends r + 1 rows to each that lives."""
+        """Rank r sends r + 1 rows to each live rank."""
         sent = [(group.rank + 1) * lives for lives in alive]
         arriving = group.exchange_ints(sent)
         out = torch.empty(sum(arriving), 1)
@@ -107,7 +107,7 @@ def test_ids_of_lost_ranks_name_no_expert() -> None:
 
 
 def late_messages(rank: int) -> list[list[float]]:
-    """What came from each rank, of which the last is in no hurry: longer than a wait lasts at a time."""
+    """The data of each rank; the last rank is slower than one wait."""
     world = ElasticWorld(2, rank, 20.0, "cpu", ("world",))
     link = world.link()
     if rank == 1:
@@ -126,7 +126,7 @@ def test_a_message_that_is_slow_is_not_lost() -> None:
 
 
 def break_off(rank: int) -> list[str]:
-    """Rank 0 waits in one group for the other, in vain, and then asks more of this group and of another of its set."""
+    """Rank 0 waits in one group for a lost rank, and then uses this group and another of its set."""
     given_up = threading.Event()
     made = [dist.new_group([0, 1], timeout=timedelta(seconds=1)) for _ in range(2)]
     groups = [AbortableGroup(group, 1.0, "cpu", None, given_up) for group in made]
@@ -140,7 +140,7 @@ def break_off(rank: int) -> list[str]:
 
 
 def test_no_message_is_sent_after_a_failed_operation() -> None:
-    """A peer would take a message of the next step for one of the step that it is still in."""
+    """A peer in the current step must not receive a message of the next step."""
     failed, same, other = run_ranks(2, break_off)[0]
     assert "all_to_all failed on rank 0 of 2" in failed and "aborts" not in failed
     assert "aborts" in same and "aborts" in other

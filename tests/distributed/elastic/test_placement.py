@@ -62,7 +62,7 @@ def test_a_second_death_and_a_named_loss():
 
 
 def test_redundancy_survives_a_death_without_loss():
-    """Every expert twice, on ranks of different halves: half of the ranks may go."""
+    """Every expert twice, on ranks of different halves: half of the ranks may be lost."""
     layout = ExpertLayout(8, 4, 8)
     previous = ExpertPlacement.trivial(layout, 3)
     counts = np.random.default_rng(2).integers(1, 100, (3, 8))

@@ -106,7 +106,7 @@ def test_two_killed_at_once_while_experts_move(
 
 
 def check_counts(running: Struck, folder: Path) -> None:
-    """What is recorded now has each token that is computed once, in passes with the same numbers on all ranks."""
+    """The records have each computed token once, in passes with the same numbers on all ranks."""
     records = ExpertRecords(running.engine._frontend.client)
     running.engine._run(records.start())
     streams = draw(SEED + 5, 6, 9, [1, 2])
@@ -125,7 +125,7 @@ def check_counts(running: Struck, folder: Path) -> None:
 
 
 def test_stopped_rank_with_mtp_drafts(tmp_path: Path) -> None:
-    """The one rank that is left has all experts in the end, those of MTP layers, too."""
+    """The one remaining rank has all experts in the end, also those of MTP layers."""
     path = agreeing_checkpoint("deepseek_v3", tmp_path / "agreeing", SEED, num_mtp_layers=1)
     streams = draw(SEED, 6, LONG, [0, 1])
     expected = alone(path, streams)

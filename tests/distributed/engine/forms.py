@@ -1,7 +1,7 @@
-"""Every form of parallelism beside everything else that an engine can do: the tokens of a single rank.
+"""Every form of parallelism with every other feature: the tokens of a single rank.
 
-A case is one value of each factor below. It serves requests on a tiny random checkpoint with several ranks and is held
-against the same requests on one rank, without drafts, chunks, limits or aborts.
+A case is one value of each factor below. It serves requests on a tiny random checkpoint with several ranks, compared
+with the same requests on one rank, without drafts, chunks, limits or aborts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def allowed(case: Case) -> bool:
 
 
 def flags_of(case: Case, tiny_pool: int) -> dict[str, Any]:
-    """The flags of the engine that a case asks for."""
+    """The engine flags of a case."""
     tp_size = case["ranks"] // case["replicas"]
     groups = {"tp": 1, "dp": tp_size, "groups of 2": tp_size // 2}[case["attention"]]
     flags: dict[str, Any] = {"tp_size": tp_size, "dp_size": case["replicas"], "attn_dp_size": groups}

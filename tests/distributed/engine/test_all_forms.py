@@ -1,4 +1,4 @@
-"""A run over all forms of parallelism that is cut: what it had is there, and it goes on from there."""
+"""An interrupted run over all forms of parallelism: its results are kept, and the run continues after them."""
 
 from __future__ import annotations
 

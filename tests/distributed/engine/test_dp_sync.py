@@ -38,7 +38,7 @@ def meshes(tmp_path: Path) -> Iterator[Callable[[int], list[StepExchange]]]:
 
 
 def test_all_get_the_same_facts_by_group(meshes: Callable[[int], list[StepExchange]]) -> None:
-    """Each at its own pace: an early scheduler waits, and early messages are kept for their step."""
+    """Schedulers at different speeds: an early scheduler waits, and early messages are kept for their step."""
     count, steps = 4, 60
     seen: list[list[tuple[StepFacts, ...]]] = [[] for _ in range(count)]
 

@@ -1,4 +1,4 @@
-"""Ranks of a real server are killed or stopped: which rank is named how soon, each request's result, leftovers."""
+"""Ranks of a real server are killed or stopped: the named rank, the delay, results of requests, leftover processes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Ask:
-    """A request, and its fate: its HTTP status, tokens that came, and how it ended. With `again` it is asked anew when
-    it has all its tokens, so that however slow this process is, a request runs at the moment of the strike."""
+    """A request and its result: HTTP status, received tokens, reason of the end. With `again` it is sent again when
+    it has all its tokens, so that a request runs when the rank is killed, however slow this process is."""
 
     rank: int
     length: int
@@ -97,7 +97,7 @@ def is_rank(process: psutil.Process) -> bool:
 
 
 def until(condition: Callable[[], Any], server: ServerProcess, seconds: float = PATIENCE) -> float:
-    """Seconds that it took."""
+    """Seconds that this took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < seconds, server.log
@@ -125,7 +125,7 @@ def decoding(server: ServerProcess, again: tuple[int, ...] = (0, 1)) -> list[Ask
 
 
 def prefilling(server: ServerProcess, ranks: tuple[int, ...]) -> list[Ask]:
-    """Requests whose prompts take long; none has got a token."""
+    """Requests with slow prompts; none has received a token."""
     asked = [Ask(rank, LONG_PROMPT - i, 500).send(server) for rank in ranks for i in range(24)]
 
     def works() -> bool:
@@ -156,7 +156,7 @@ def strike(victim: psutil.Process, how: signal.Signals, asked: list[Ask], what: 
 
 
 def check_gone(server: ServerProcess, ranks: list[psutil.Process]) -> None:
-    """The server has ended with 1, so that a supervisor starts it anew, and left no process behind."""
+    """The server has exited with 1, so that a supervisor restarts it, and has left no process."""
     assert server.process.wait(PATIENCE) == 1
     seconds = until(lambda: all(ended(rank) for rank in ranks), server)
     print(f"  the server exited with 1; no process was left {seconds:.2f} s later")
@@ -206,7 +206,7 @@ def test_replicas_continue_without_a_lost_one(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_lost_while_starting(tmp_path: Path, flags: tuple[str, ...], how: signal.Signals, words: str) -> None:
-    """The ranks of a group in every other way: tests/distributed/ranks/test_rank_group.py."""
+    """Other losses inside a group: tests/distributed/ranks/test_rank_group.py."""
     server = ServerProcess(tmp_path, *flags, "--cpu-threads", "1")
     try:
         until(lambda: len(ranks_of(server)) == 2, server)

@@ -46,7 +46,7 @@ CASES: list[Case] = pairwise_cover(FEW, allowed, seed=1) + [{**PLAIN, **case} fo
 
 @dataclass
 class Seen:
-    """What the cases that have run brought about: retractions of each with a small pool, requests cut off of each."""
+    """Effects of the cases so far: retractions of each case with a small pool, and aborted requests of each."""
 
     retractions: list[int] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
@@ -98,7 +98,7 @@ def test_drafting_and_the_models_experts_move_unnoticed(forms: Forms, case: dict
     ids=name_of,
 )
 def test_few_rows_of_logits_at_once(monkeypatch: pytest.MonkeyPatch, forms: Forms, case: dict[str, Any]) -> None:
-    """A head that belongs to several attention groups is called as often as the largest group must, by all."""
+    """All ranks call a head of several attention groups as often as the largest group needs."""
     monkeypatch.setattr(sizes, "MIN_LOGITS_ROWS", 3)
     monkeypatch.setattr(sizes, "MAX_LOGITS_ROWS", 3)
     outcome = forms.run({**PLAIN, **case})

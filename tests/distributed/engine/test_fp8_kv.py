@@ -1,7 +1,7 @@
 """An FP8 KV cache on many ranks: the tokens of one rank with such a cache.
 
-Ranks sum in another order, and another last bit before a row is rounded to eight bits may, once in a great while, be
-another eighth bit after it. So two greedy answers may part where the best two tokens are as good as equal, only there.
+Ranks sum in another order. A different last bit may rarely round to another 8-bit value. Two greedy answers may
+therefore differ, but only where the two best tokens are nearly equal.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Listener:
 
 
 def mechanism(ip: str, port: int) -> str:
-    """What a socket greets with, if it speaks ZMTP."""
+    """The greeting of a socket, if it speaks ZMTP."""
     with socket.create_connection((ip, port), timeout=5) as raw:
         raw.settimeout(5)
         try:

@@ -1,4 +1,4 @@
-"""Which scheduler gets a request: the least loaded, in turn among equals, never one that cannot."""
+"""The scheduler of a request: the least loaded, in turn among equals, never one that cannot serve it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_methods_use_their_metric() -> None:
 
 @pytest.mark.parametrize("method", ["total_requests", "total_tokens"])
 def test_loads_stay_even(method: str) -> None:
-    """Requests of any length, some of which end: no scheduler is ever more than one request ahead of the emptiest."""
+    """Requests of any length, some of which end: no scheduler has two requests more than another."""
     rng = random.Random(3)
     router = Router(4, method)
     running: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Prompts above every limit, on ranks whose parts are made for small steps: the answers are those of one rank.
+"""Prompts above every limit, on ranks with parts for small steps: the answers are those of one rank.
 
 `tests/config/test_step_limits.py` draws many more forms and holds plans against their limits, without ranks.
 """

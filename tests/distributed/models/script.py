@@ -1,4 +1,4 @@
-"""Steps over a few sequences that every engine of a test runs alike, on one rank or on many.
+"""Steps over a few sequences, the same for every engine of a test, on one rank or on many.
 
 Sequences belong to attention groups. The script has prefill and decode alone and mixed, a prompt in chunks, groups
 without tokens, and groups with fewer tokens than ranks.
@@ -32,13 +32,13 @@ SizesOf = Callable[[ForwardBatch], StepSizes | None]
 
 
 def group_of(sequence: int, num_groups: int) -> int:
-    """The four sequences, shared out to one, two or four attention groups."""
+    """The four sequences, divided among one, two or four attention groups."""
     return sequence * num_groups // 4
 
 
 @dataclass
 class Trace:
-    """What became of the sequences of one group: their tokens, and logits [T, V] of all of them (MTP's too)."""
+    """Results of one group's sequences: their tokens, and logits [T, V] of all of them (also MTP's)."""
 
     tokens: dict[int, list[int]]
     logits: dict[int, Tensor]

@@ -132,7 +132,7 @@ def test_deepseek_v3_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) 
 
 @pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe"])
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
-    """On the C++ kernels where they can run, which take other ways through experts and layers."""
+    """On the C++ kernels, if they run here: their code of experts and layers is different."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "ep-all_to_all")
     run_all(world, alone, [Case(checkpoint(name), t, "cpu") for key, t in topologies(world).items() if key in some])
 

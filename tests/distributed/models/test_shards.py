@@ -1,4 +1,4 @@
-"""What a rank reads and what it sends, without other processes: a model made for a rank whose peers are imagined."""
+"""Bytes that a rank reads and sends, without other processes: the model of a rank with imagined peers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FP8 = {
 
 
 class Imagined:
-    """A `Group` whose other ranks answer with this one's numbers; notes what is called."""
+    """A `Group` whose other ranks answer with this rank's values; notes the calls."""
 
     timeout_s = 1.0
     device = torch.device("cpu")
@@ -71,7 +71,7 @@ def imagine(topology: Topology, rank: int, calls: list[str]) -> ParallelContext:
     sizes = {
         "world": (rank, topology.tp_size),
         "attn_tp": (topology.attn_tp_rank(rank), topology.attn_tp_size),
-        "moe_tp": (topology.moe_tp_rank(rank), topology.moe_tp_size),
+        "moe_tp": (rank % topology.moe_tp_size, topology.moe_tp_size),
         "ep": (topology.ep_rank(rank), topology.ep_size),
     }
     groups: dict[str, Any] = {name: Imagined(name, *place, calls) for name, place in sizes.items()}
@@ -94,7 +94,7 @@ ATTENTION = ("q_proj", "q_b_proj", "kv_b_proj", "k_proj", "v_proj", "o_proj")
 
 
 def expected_bytes(path: Path, t: Topology, rank: int) -> int:
-    """By the definition of each axis; only whole parts, as all widths here divide."""
+    """By the definition of each axis; all widths divide evenly."""
     total = 0
     for name, file in read_checkpoint(path).items():
         size, part = file.tensors[name].num_bytes, name.split(".")
@@ -149,7 +149,7 @@ def test_a_rank_reads_its_own_part_only(fp8: Path, topology: Topology) -> None:
 
 @torch.no_grad()
 def calls_of_a_step(path: Path, topology: Topology, tokens: Sequence[int], rank: int = 0) -> Counter[str]:
-    """What a rank sends in one step in which every attention group has so many tokens."""
+    """Messages of a rank in one step in which every attention group has that number of tokens."""
     calls: list[str] = []
     parallel = imagine(topology, rank, calls)
     model, _ = load(path, parallel)
@@ -163,7 +163,7 @@ def calls_of_a_step(path: Path, topology: Topology, tokens: Sequence[int], rank:
 
 
 def test_collectives_of_a_step(tmp_path: Path) -> None:
-    """No more than each form needs, for 3 layers, of which one is dense."""
+    """No more messages than each form needs, for 3 layers, of which one is dense."""
     path = make_checkpoint("deepseek_v3", tmp_path, 5, tokenizer=False)
     assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 3
     assert not calls_of_a_step(path, Topology(1), [5])
@@ -199,7 +199,7 @@ def test_sizes_are_asked_for(tmp_path: Path) -> None:
 
 
 def test_shares_of_a_step() -> None:
-    """A group's tokens are shared out evenly, the first ranks taking one more; every token has one owner."""
+    """A group's tokens are divided evenly, the first ranks have one more; every token has one owner."""
     topology = Topology(6, attn_dp_size=2)
     owned: list[list[int]] = [[], []]
     for rank in range(6):

@@ -1,9 +1,10 @@
-"""Rank maps against the formulas of the field, groups that part the world, and errors that name flags and ways out."""
+"""Rank maps against the usual formulas, groups that partition the world, and errors with flags and fixes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -22,17 +23,22 @@ def topologies(draw: st.DrawFn) -> Topology:
     return Topology(tp, draw(divisors), draw(divisors), num_nodes=draw(divisors))
 
 
+def moe_tp_rank(topology: Topology, rank: int) -> int:
+    """Index of a rank among the ranks that shard the same experts."""
+    return rank % topology.moe_tp_size
+
+
 @given(topology=topologies())
 def test_every_rank_has_one_place(topology: Topology) -> None:
     t, ranks = topology, list(range(topology.tp_size))
     assert t.attn_tp_size * t.attn_dp_size == t.moe_tp_size * t.ep_size == t.tp_size
     assert [t.attn_dp_rank(r) * t.attn_tp_size + t.attn_tp_rank(r) for r in ranks] == ranks
-    assert [t.ep_rank(r) * t.moe_tp_size + t.moe_tp_rank(r) for r in ranks] == ranks
+    assert [t.ep_rank(r) * t.moe_tp_size + moe_tp_rank(t, r) for r in ranks] == ranks
     for groups in (t.attn_tp_groups(), t.moe_tp_groups(), t.ep_groups(), t.node_groups(), t.rail_groups()):
         assert sorted(rank for group in groups for rank in group) == ranks
     for groups, rank_in, size in (
         (t.attn_tp_groups(), t.attn_tp_rank, t.attn_tp_size),
-        (t.moe_tp_groups(), t.moe_tp_rank, t.moe_tp_size),
+        (t.moe_tp_groups(), partial(moe_tp_rank, t), t.moe_tp_size),
         (t.ep_groups(), t.ep_rank, t.ep_size),
     ):
         assert all([rank_in(rank) for rank in group] == list(range(size)) for group in groups)
@@ -44,7 +50,7 @@ def test_the_example_of_the_field() -> None:
     """tp 16, dp 2: two attention groups of 8; ep 4: experts in 4 parts, each cut over 4 neighbours."""
     t = Topology(16, attn_dp_size=2, ep_size=4)
     assert t.attn_tp_groups() == [list(range(8)), list(range(8, 16))]
-    assert (t.attn_dp_rank(9), t.attn_tp_rank(9), t.ep_rank(9), t.moe_tp_rank(9)) == (1, 1, 2, 1)
+    assert (t.attn_dp_rank(9), t.attn_tp_rank(9), t.ep_rank(9), moe_tp_rank(t, 9)) == (1, 1, 2, 1)
     assert t.ep_groups()[1] == [1, 5, 9, 13] and t.moe_tp_groups()[2] == [8, 9, 10, 11]
 
 

@@ -1,4 +1,4 @@
-"""What a rank does in these tests: joins a topology, loads its part of a model, runs the script."""
+"""A rank in these tests: joins a topology, loads its part of a model, runs the script."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Case:
 
 
 def load(case: Case, parallel: ParallelContext) -> tuple[Stepper, Any, ParallelContext]:
-    """A stepper over this rank's part, its MTP layers where the case wants them, the context with a dispatcher."""
+    """A stepper over this rank's part, its MTP layers if the case has them, the context with a dispatcher."""
     config = load_model_config(case.path)
     if parallel.topology.travels and config.is_moe:
         choice = choose(Place("cpu", parallel.ep_size, parallel.topology.num_nodes), parallel.topology.moe_a2a_backend)

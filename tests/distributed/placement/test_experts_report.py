@@ -1,4 +1,4 @@
-"""``moe-engine experts``: dumps read, numbers right, pictures drawn, mistakes named."""
+"""``moe-engine experts``: reading of dumps, numbers, pictures, and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The live page: nothing from elsewhere, correct JavaScript, and a run of it in node on a document of stubs."""
+"""The live page: no external resources, valid JavaScript, and a run in node on a stub document."""
 
 from __future__ import annotations
 

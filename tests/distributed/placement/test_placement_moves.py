@@ -1,4 +1,4 @@
-"""The way between placements: applied copy by copy it never loses an expert, keeps its limits and ends at the plan."""
+"""Moves between placements: applied copy by copy they never lose an expert, keep the limits and end at the plan."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_stays_is_not_touched():
 
 
 def test_a_ring_through_all_ranks_is_one_chunk():
-    """Every rank hands its only expert on: no copy is ever spare, and one slot a rank is enough."""
+    """Every rank sends its only expert on: no copy is spare, and one slot per rank suffices."""
     old = ExpertPlacement(np.arange(5)[None], 5, 5)
     new = ExpertPlacement(np.roll(np.arange(5), 1)[None], 5, 5)
     (chunk,) = plan_moves(old, new)

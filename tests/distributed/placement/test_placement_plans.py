@@ -23,7 +23,7 @@ quick = settings(max_examples=40, deadline=None)
 
 
 def moved(old: ExpertPlacement, new: ExpertPlacement) -> int:
-    """Experts that ranks hold anew."""
+    """Experts that are new on a rank."""
     ranks = itertools.product(range(old.num_layers), range(old.num_ranks))
     return sum(len(set(new.by_rank[at].tolist()) - set(old.by_rank[at].tolist())) for at in ranks)
 
@@ -61,7 +61,7 @@ def test_plans_conserve_tokens_and_beat_trivial(data):
 
 
 def test_layers_that_gain_nothing_stay_trivial():
-    """Dense layers, and such as are even already: nothing to move."""
+    """Dense layers and balanced layers: nothing to move."""
     layout = ExpertLayout(16, 4, 4)
     counts = np.random.default_rng(1).lognormal(3, 1, (3, 16))
     counts[0] = 0

@@ -65,7 +65,7 @@ def test_static_choice_is_near_fair_and_repeatable(data):
 @given(st.data())
 @quick
 def test_the_first_choice_moves_on_from_layer_to_layer_and_from_expert_to_expert(data):
-    """Else the first copy of each expert gets more than its share wherever ranks and copies do not divide evenly."""
+    """Otherwise the first copy of each expert gets more than its share if ranks and copies do not divide evenly."""
     layout = data.draw(layouts())
     row = plan_placement(data.draw(counts_for(layout, 1)), layout).physical_to_logical[0]
     num_layers = max(Counter(row.tolist()).values())
@@ -107,7 +107,7 @@ def test_ids_become_slots_that_hold_the_expert(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["static", "dynamic"])
 def test_tables_follow_the_moves_in_place(algorithm):
-    """Chunk by chunk a choice gives what one made for that table would; its tensors stay where they are."""
+    """After each chunk a choice equals a new choice for that table; its tensors stay at their addresses."""
     layout, generator = ExpertLayout(10, 5, 5), np.random.default_rng(8)
     old, new = (plan_placement(generator.lognormal(3, 1, (2, 10)), layout) for _ in range(2))
     choice = ReplicaChoice(old, 1, algorithm)

@@ -68,7 +68,7 @@ def counted(
 
 
 def dumped(folder: Path, *recorders: ExpertRecorder) -> dict[str, Any]:
-    """The file that these ranks' dump makes."""
+    """The file of these ranks' dump."""
     (path,) = write_parts(folder, [recorder.dump_part() for recorder in recorders])
     return load(path)
 
@@ -146,7 +146,7 @@ def test_start_stop_and_passes_that_do_not_count(tmp_path, caplog):
 
 @pytest.mark.parametrize("mode", ["stat", "per_pass", "per_token"])
 def test_passes_in_inference_mode_and_commands_outside(tmp_path, mode):
-    """As in the engine: the step thread computes under inference_mode; other threads may not modify its tensors."""
+    """The engine's step thread computes under inference_mode; other threads may not modify its tensors."""
     recorder = ExpertRecorder(config_for(tmp_path, mode, buffer_size=-1, report_balancedness=True))
     choices = draw_pass(torch.Generator().manual_seed(40))
     for _ in range(2):
@@ -267,7 +267,7 @@ def on_ranks(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], Any])
 
 
 def test_ranks_sum_pass_by_pass_and_one_file_holds_all(tmp_path):
-    """Also if one rank started a pass later, and rank 0 has already counted tokens of another rank."""
+    """Also if one rank starts a pass later and rank 0 has already counted tokens of another rank."""
     passes = [[draw_pass(torch.Generator().manual_seed(10 * rank + i)) for i in range(3)] for rank in range(3)]
 
     def work(rank: int, all_reduce: Callable[[Tensor], Tensor]) -> Any:
@@ -328,7 +328,7 @@ class Cell(ctypes.Structure):
 
 
 def count_in_place(recorder: ExpertRecorder, choices: dict[int, Tensor]) -> None:
-    """As a kernel does: adds to the numbers behind the pointer that it finds, if any, and clears them first."""
+    """The same as a kernel: adds to the counts at the pointer, if any, and clears them first."""
     for layer, topk_ids in choices.items():
         place = recorder.count_place(layer)
         assert place is not None
@@ -343,7 +343,7 @@ def count_in_place(recorder: ExpertRecorder, choices: dict[int, Tensor]) -> None
 @pytest.mark.parametrize("buffer_size", [1, 4, -1])
 @torch.inference_mode()
 def test_passes_counted_where_they_are_kept(tmp_path, buffer_size):
-    """All layers count themselves. Passes that came to nothing, also in the middle, are none and spoil none."""
+    """All layers count themselves. Passes that fail, also in the middle, are not counted and do not disturb others."""
     recorder = ExpertRecorder(config_for(tmp_path, buffer_size=buffer_size))
     recorder.start()
     recorder.count_in_place(True)
@@ -382,7 +382,7 @@ def test_passes_counted_where_they_are_kept(tmp_path, buffer_size):
 
 @pytest.mark.parametrize("mode", ["stat", "per_pass"])
 def test_layers_that_count_themselves(tmp_path, mode):
-    """Some do, others leave their choices; between passes, and in a pass that was none, nothing is counted."""
+    """Some layers count, others leave their choices; nothing is counted between passes and in failed passes."""
     recorder = ExpertRecorder(config_for(tmp_path, mode, buffer_size=3))
     generator = torch.Generator().manual_seed(70)
     passes = [draw_pass(generator) for _ in range(3)]
@@ -404,7 +404,7 @@ def test_layers_that_count_themselves(tmp_path, mode):
 
 
 def test_who_must_be_told(tmp_path):
-    """per_token keeps the ids themselves, stat_approx what arrives."""
+    """per_token keeps the ids, stat_approx the arrived tokens."""
     configs = [config_for(tmp_path, "per_token"), config_for(tmp_path, "stat_approx", source="dispatcher")]
     assert [ExpertRecorder(config).count_place(1) for config in configs] == [None, None]
 
@@ -485,7 +485,7 @@ def test_a_dump_is_whole_or_not_there(tmp_path, monkeypatch):
 
 
 def test_what_the_dispatcher_reports(tmp_path):
-    """stat_approx: each rank counts what arrived for its slots, and the choices of the router do not count."""
+    """stat_approx: each rank counts the tokens that arrived for its slots, not the router's choices."""
     recorders = []
     for rank in range(2):
         config = config_for(

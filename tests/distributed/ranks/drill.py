@@ -42,7 +42,7 @@ def config_of(checkpoint: Path) -> Any:
 
 @dataclass
 class Fate:
-    """What a request got: its tokens and how it ended."""
+    """Result of a request: its tokens and the reason of its end."""
 
     tokens: list[int] = field(default_factory=list)
     finish: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class Drill:
             return list(await asyncio.gather(*self._tasks))
 
     async def all_exited(self, timeout: float = PATIENCE) -> bool:
-        """Whether every process of the core has ended within `timeout` seconds, none left as anybody's zombie."""
+        """True if every process of the core has ended within `timeout` seconds, without a zombie."""
         deadline = time.monotonic() + timeout
         while not all(ended(process) for process in self.ranks):
             if time.monotonic() > deadline:
@@ -94,7 +94,7 @@ class Drill:
 
 
 def ended(process: psutil.Process) -> bool:
-    """A process that the system's init has inherited ends when it exits; how soon init reaps it is not our matter."""
+    """A process inherited by init has ended when it exits; the time until init reaps it does not matter."""
     try:
         return not process.is_running() or (process.status() == psutil.STATUS_ZOMBIE and process.ppid() == 1)
     except psutil.NoSuchProcess:

@@ -1,6 +1,6 @@
-"""What the ranks of these drills run: a real tiny model, alike on all, whose every step meets the others.
+"""The model of these drills: a tiny real model, equal on all ranks, with a collective in each step.
 
-A drill may have one rank hold still at a chosen place, so that it can be killed, stopped or found late exactly there.
+A drill can block one rank at a chosen place, to kill or stop the rank exactly there.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def meeting_worker(config: Any, place: RankPlace, progress: Progress, hold: Hold
 
 
 def broken_worker(config: Any, place: RankPlace, progress: Progress) -> Any:
-    """Rank 1 finds its checkpoint broken while the others are still at it."""
+    """Rank 1 finds a broken checkpoint while the others are still loading."""
     if place.rank == 1:
         raise CheckpointError("model-00002.safetensors: truncated")
     time.sleep(HOLD_SECONDS)

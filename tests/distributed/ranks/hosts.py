@@ -1,4 +1,4 @@
-"""Two hosts with a cable between them on this machine: namespaces of the kernel, joined by a bridge in a third."""
+"""Two hosts with a cable between them on this machine: kernel namespaces, joined by a bridge in a third namespace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADDRESSES = ("10.77.1.1", "10.77.1.2")
 
 
 def why_not() -> str | None:
-    """Why there can be none here; None where they can."""
+    """The reason why this machine cannot have them, or None."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
@@ -33,7 +33,7 @@ def why_not() -> str | None:
 
 @dataclass(frozen=True)
 class Parted:
-    """What became of two hosts whose cable was pulled at `struck`, in time.monotonic's seconds.
+    """Result of two hosts whose cable was pulled at `struck`, in seconds of time.monotonic.
 
     `flag` as it was then; `report` of the front on host 0; `log` of both.
     """

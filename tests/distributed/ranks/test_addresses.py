@@ -23,7 +23,7 @@ def options(address: str = "node0:20000") -> RankGroupOptions:
 
 @pytest.fixture
 def resolve(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """What every name means."""
+    """Addresses by name."""
 
     def to(address: str) -> None:
         monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
@@ -68,7 +68,7 @@ def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_own_address_is_the_one_on_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Towards a leader that /etc/hosts puts on 127.0.1.1, which is this machine: not the loop's own address."""
+    """The own address for a leader that /etc/hosts maps to 127.0.1.1, this machine: not a loopback address."""
     found = {("node0", 9): "127.0.1.1"}
 
     def lookup(host: str, port: int, **kind: object) -> list[tuple[object, ...]]:

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def others() -> list[JobKeys | None]:
-    """A stranger without a secret, with another one, and one that has learnt the connecting pair alone."""
+    """Strangers: without a secret, with another one, and with the connecting key pair alone."""
     half = JobKeys(secrets.token_bytes(32))
     half.connect_public, half.connect_secret = KEYS.connect_public, KEYS.connect_secret
     return [None, JobKeys(secrets.token_bytes(32)), half]

@@ -79,7 +79,7 @@ def test_lost_plan_is_detected(sender: PlanSender) -> None:
 
 
 class Detector:
-    """Followers that the test moves on by hand."""
+    """Followers that the test advances."""
 
     def __init__(self) -> None:
         self.failure: RankLost | None = None
@@ -103,7 +103,7 @@ class Detector:
 
 
 class LocalWorker:
-    """Notes plans; answers at once, or never."""
+    """Records plans; answers at once, or never."""
 
     def __init__(self, answers: bool = True) -> None:
         self.answers = answers

@@ -1,4 +1,4 @@
-"""Cores with follower processes: the tokens of one rank, and the end of every kind of lost rank, named."""
+"""Cores with follower processes: the tokens of one rank, and errors that name the lost rank, for every kind of loss."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_ranks_give_the_tokens_of_one_rank(checkpoint: Path) -> None:
 
 
 async def hold_and(checkpoint: Path, hold: Hold, strike: signal.Signals, target: int, size: int = 2) -> Report:
-    """Two requests run until rank `hold.rank` stands still where it should; then rank `target` is struck."""
+    """Two requests run until rank `hold.rank` blocks at its place; then rank `target` is killed or stopped."""
     async with drill(checkpoint, options(size, partial(meeting_worker, hold=hold))) as running:
         for prompt in prompts(2):
             running.ask(prompt, LONG)
@@ -99,7 +99,7 @@ class Report:
 
 
 def test_follower_killed_in_prefill_is_named(checkpoint: Path, tmp_path: Path, capfd: Any) -> None:
-    """On the others, too. In decode: tests/distributed/engine/test_faults.py."""
+    """Also on the other ranks. In decode: tests/distributed/engine/test_faults.py."""
     report = asyncio.run(hold_and(checkpoint, Hold(1, "prefill", tmp_path / "flag"), signal.SIGKILL, 1, size=3))
     report.check(f"DP0 TP1 (pid {report.pid}) was killed by SIGKILL (last sign: ")  # may be older than the step
     assert f"DP0 TP2] This rank exits: DP0 TP1 (pid {report.pid}) was killed" in stderr_of(capfd)
@@ -198,7 +198,7 @@ def test_leader_stopped_while_loading_is_named(
 
 
 def stderr_of(capfd: Any) -> str:
-    """What the processes logged."""
+    """Log of the processes."""
     out, err = capfd.readouterr()
     print(out, err, sep="\n")
     return err

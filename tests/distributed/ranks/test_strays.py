@@ -85,7 +85,7 @@ class Group:
         )  # fmt: skip
 
     def check(self) -> None:
-        """It lives, and a call reaches the rank and comes back."""
+        """The core lives, and a call reaches the rank and returns."""
         assert self.control.call_all("view").result(SECONDS) == ["view"]
         assert self.detector.failure is None and not self.detector.ending and self.left == []
         assert {"rank control", "heartbeat"} <= {thread.name for thread in threading.enumerate()}
@@ -255,7 +255,7 @@ def test_heartbeat_client_survives_random_frames(leader: FakeLeader) -> None:
 
 
 def test_the_control_channel_survives_random_frames(group: Group) -> None:
-    """From strangers, and from the launcher of a node, which is a member."""
+    """Frames from strangers, and from the launcher of a node, which is a member."""
 
     def a_death(frame: bytes) -> bool:  # which the launcher may report
         try:
@@ -314,7 +314,7 @@ def meshes(folder: Path) -> list[StepExchange]:
 
 @pytest.mark.parametrize("message", WRONG_STEPS, ids=lambda message: f"{message.number}-{message.group}")
 def test_parts_of_impossible_steps_are_dropped(tmp_path: Path, message: StepFactsMessage) -> None:
-    """Not kept either: a number that no step will have would stay in memory."""
+    """Frames with a number that no step will have are dropped: they would stay in memory."""
     first, second = meshes(tmp_path)
     sender = stranger(zmq.PUSH, first.address)
     sender.send(encode(message))

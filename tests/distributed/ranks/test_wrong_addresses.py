@@ -30,7 +30,7 @@ STEP = {
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port of 127.0.0.1 that another program has."""
+    """A port of 127.0.0.1 in use by another program."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -90,7 +90,7 @@ def no_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_rank_that_slurm_contradicts(
     more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As of `srun moe-engine serve --node-rank "$SLURM_NODEID"` in a batch script, where it is 0 on all nodes."""
+    """`srun moe-engine serve --node-rank "$SLURM_NODEID"` in a batch script: the rank is 0 on all nodes."""
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
     error = refused(capfd, "--tp", "2", "--node-rank", "0", *more)

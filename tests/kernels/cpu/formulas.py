@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
+from moe_engine.kernels.quantization.protocol import BlockWeight, QuantizedRows
 
 DTYPES = (torch.bfloat16, torch.float32)
 NAN = float("nan")
@@ -23,6 +24,14 @@ def close(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
     limit = {torch.bfloat16: 6e-3, torch.float32: 3e-6}[got.dtype] * scale * max(float(want.abs().max()), 1e-6)
     worst = float((got.double() - want).abs().max())
     assert worst <= limit, f"off by {worst:.3g}, allowed {limit:.3g}"
+
+
+def block_product(rows: QuantizedRows, weight: BlockWeight) -> Tensor:
+    """rows @ weight.T of block-FP8 data: [M, N]."""
+    n, k = weight.data.shape
+    x = rows.data.double() * rows.scales.double().repeat_interleave(128, 1)[:, :k]
+    scales = weight.scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return x @ (weight.data.double() * scales[:n, :k]).t()
 
 
 def normal(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:

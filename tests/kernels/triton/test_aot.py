@@ -76,7 +76,7 @@ def test_cases_are_what_launches_ask_for(tmp_path):
 def test_the_guard_counts_what_compiles_after_ready(tmp_path):
     done = outside("tests.kernels.triton.outside", "guarding", str(tmp_path), cache=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == [[1, 0, 0], [1, 0, 0], [1, 0, 1]]
+    assert json.loads(done.stdout) == [0, 0, 1]
     assert "rms_norm_kernel was compiled" in done.stderr
 
 

@@ -13,8 +13,8 @@ from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, ExpertShape, named_sh
 from moe_engine.kernels.experts.tiles import BLOCK_FP8, PLAIN, WIDE
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import BlockWeight
-from tests.kernels.cpu.formulas import NAN, gated, silu
+from moe_engine.kernels.quantization.protocol import BlockFP8, BlockWeight
+from tests.kernels.cpu.formulas import NAN, block_product, gated, silu
 from tests.kernels.triton.poison import poisoned_memory
 
 KINDS = ["fp32", "bf16", "fp8", "fp8_ue8m0"]
@@ -39,7 +39,7 @@ class Experts:
         shapes = ((width, hidden), (width, hidden), (hidden, width))
         self.parts: list[list[Tensor] | list[BlockWeight]] = []
         if kind.startswith("fp8"):
-            self.weights = kernel.allocate_blocks(count, hidden, width, "cpu", self.power_of_two)
+            self.weights = kernel.allocate_blocks(count, hidden, width, "cpu", BlockFP8(self.power_of_two))
         else:
             self.weights = kernel.allocate(count, hidden, width, self.dtype, "cpu")
         for expert in range(count):
@@ -62,9 +62,9 @@ class Experts:
         if not self.kind.startswith("fp8"):
             return gated(x, *parts)
         quantized = reference.quantize_rows(x, self.power_of_two)
-        gate, up = (reference.block_product(quantized, part) for part in parts[:2])
+        gate, up = (block_product(quantized, part) for part in parts[:2])
         inner = reference.quantize_rows((silu(gate) * up).float(), self.power_of_two)
-        return reference.block_product(inner, parts[2])
+        return block_product(inner, parts[2])
 
     def check(self, got: Tensor, want: Tensor) -> None:
         assert got.dtype == self.dtype and got.shape == want.shape and got.isfinite().all()

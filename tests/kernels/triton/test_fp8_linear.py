@@ -17,7 +17,7 @@ from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, BlockWeight, QuantizedRows
-from tests.kernels.cpu.formulas import rms_norm, silu
+from tests.kernels.cpu.formulas import block_product, rms_norm, silu
 from tests.kernels.triton.poison import poisoned_memory
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -41,7 +41,7 @@ def operands(m: int, n: int, k: int) -> tuple[QuantizedRows, BlockWeight]:
 
 
 def check(got: Tensor, rows: QuantizedRows, weight: BlockWeight, bias: Tensor | None = None) -> None:
-    want = reference.block_product(rows, weight)
+    want = block_product(rows, weight)
     x, w = reference.dequantize_rows(rows, torch.float64), reference.dequantize_weight(weight, torch.float64)
     magnitude = x.abs() @ w.abs().T
     if bias is not None:
@@ -103,9 +103,9 @@ def test_linear_and_mlp(power_of_two: bool) -> None:
     assert linear.fuse_mlp(first, linear.prepare(torch.randn(4, 192))) is None
     mlp = linear.fuse_mlp(first, second)
     assert mlp is not None
-    gate, up = (reference.block_product(rows, gate_up) + first.bias.double()).chunk(2, 1)
+    gate, up = (block_product(rows, gate_up) + first.bias.double()).chunk(2, 1)
     inner = reference.quantize_rows((silu(gate) * up).float(), power_of_two)
-    want = reference.block_product(inner, down)
+    want = block_product(inner, down)
     assert (mlp(x) - want).abs().max() < 0.01 * want.abs().max()  # ties of the inner cast
 
 
@@ -123,7 +123,7 @@ def test_a_product_behind_a_norm(rows: int, power_of_two: bool) -> None:
     got = linear.run(normed, prepared)
     assert got.shape == (rows, 70) and got.dtype == x.dtype
     _, quantised = reference.rms_norm_quantize(x, norm, 1e-5, None, power_of_two, keep=False)
-    want = reference.block_product(quantised, weight) + prepared.bias.double()
+    want = block_product(quantised, weight) + prepared.bias.double()
     if rows:
         assert (got - want).abs().max() < 0.01 * want.abs().max()  # ties of the cast
         exact = rms_norm(x, norm, 1e-5) @ reference.dequantize_weight(weight, torch.float64).T + prepared.bias.double()

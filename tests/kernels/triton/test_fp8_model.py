@@ -20,7 +20,7 @@ from moe_engine.kernels import device, tables
 from moe_engine.kernels.device import Device, Need, cpu_device
 from moe_engine.kernels.experts import triton_experts
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
-from moe_engine.kernels.experts.protocol import BlockExperts, ExpertsCapabilities
+from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.linear import triton_linear
@@ -29,11 +29,12 @@ from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.quantization import reference
-from moe_engine.kernels.quantization.protocol import FP8, BlockWeight
+from moe_engine.kernels.quantization.protocol import BLOCK_FP8, FP8, BlockFP8, BlockWeight
 from moe_engine.kernels.registry import select
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.loader import load_model
 from moe_engine.models.weights import WeightReader
@@ -59,7 +60,7 @@ class EmulatedLinear(TorchLinear):
 
     @property
     def capabilities(self) -> LinearCapabilities:
-        return LinearCapabilities(self.prepare_blocks)
+        return LinearCapabilities({BlockFP8: self.prepare_blocks})
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         prepared = self.prepare(reference.dequantize_weight(weight), bias)
@@ -75,12 +76,12 @@ class EmulatedLinear(TorchLinear):
 class EmulatedExperts(TorchExperts):
     @property
     def capabilities(self) -> ExpertsCapabilities:  # type: ignore[override]
-        return ExpertsCapabilities(blocks=BlockExperts(self.allocate_blocks, self.load_expert_blocks))
+        return ExpertsCapabilities({BlockFP8: QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)})
 
     def allocate_blocks(
-        self, num_experts: int, hidden: int, width: int, device: str, power_of_two: bool = False
+        self, num_experts: int, hidden: int, width: int, device: str, format: BlockFP8 = BLOCK_FP8
     ) -> ExpertWeights:
-        self.power_of_two = power_of_two
+        self.power_of_two = format.power_of_two
         return self.allocate(num_experts, hidden, width, torch.float32, device)
 
     def load_expert_blocks(
@@ -155,22 +156,25 @@ def test_blocks_of_a_stored_weight(tmp_path: Path) -> None:
     tensors = quantise_fp8({"x_proj.weight": torch.randn(300, 400)}, "e8m0") | {"y_proj.weight": torch.randn(8, 8)}
     save_file(tensors, tmp_path / "model.safetensors")
     want, shape = dequantise_fp8(tensors)["x_proj.weight"], (300, 400)
-    reader = WeightReader(tmp_path, torch.float32, power_of_two=True)
+    reader = WeightReader(tmp_path, torch.float32, format=BlockFP8Format(scale_format="ue8m0"))
+    kernel_format = reader.format.kernel_format()
+    assert kernel_format == BlockFP8(power_of_two=True)
     for rows, cols in ((None, None), (slice(128, 300), None), (slice(0, 256), slice(128, 384))):
-        assert reader.keeps_blocks("x_proj", shape, Cut(rows, cols))
-        blocks = reader.blocks("x_proj", shape, Cut(rows, cols))
+        cut = Cut(rows, cols)
+        assert reader.keeps("x_proj", shape, cut)
+        blocks = reader.linear("x_proj", shape, cut, out=kernel_format.empty(*cut.shape(shape), "cpu"))
         assert blocks.power_of_two and blocks.data.dtype == FP8
         assert torch.equal(reference.dequantize_weight(blocks), want[rows or slice(None), cols or slice(None)])
-    assert not reader.keeps_blocks("x_proj", shape, Cut(slice(64, 256)))
-    assert not reader.keeps_blocks("x_proj", shape, Cut(cols=slice(0, 200)))
-    assert not reader.keeps_blocks("y_proj", (8, 8))
-    assert not WeightReader(tmp_path, torch.float32, block=(64, 64)).keeps_blocks("x_proj", shape)
+    assert not reader.keeps("x_proj", shape, Cut(slice(64, 256)))
+    assert not reader.keeps("x_proj", shape, Cut(cols=slice(0, 200)))
+    assert not reader.keeps("y_proj", (8, 8))
+    assert not WeightReader(tmp_path, torch.float32, format=BlockFP8Format((64, 64))).keeps("x_proj", shape)
     with pytest.raises(CheckpointError, match=r"shape \[300, 400\], config.json implies \[300, 500\]"):
-        reader.blocks("x_proj", (300, 500))
+        reader.linear("x_proj", (300, 500), out=kernel_format.empty(300, 500, "cpu"))
 
 
 def test_stacked_projections_keep_blocks_where_none_is_cut() -> None:
-    reader = DummyReader(torch.float32, block_fp8=True)
+    reader = DummyReader(torch.float32, format=BlockFP8Format())
     names = ["model.layers.0.a", "model.layers.0.b"]
     linear = load_linear(TritonLinear(), reader, names, [256, 60], 300)
     assert isinstance(linear.weight.data, BlockWeight) and linear.weight.data.scales.shape == (3, 3)

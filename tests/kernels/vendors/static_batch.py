@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,3 +56,24 @@ def planned(backend: Any, static: Static) -> RenewablePlan:
     plan = backend.capabilities.plan_in_place(static.batch)
     assert plan is not None
     return plan
+
+
+def replays(
+    backend: Any, graphs: Any, static: Static, q: Tensor, layers: Callable[[Any], None], steps: Sequence[int]
+) -> Iterator[None]:
+    """Captures `layers(plan)` once, and replays it with other requests and other values in q before each yield.
+
+    Args:
+        graphs: as `worker.device_stream.make_graphs` returns.
+        steps: requests of each replay; the others of the batch are padding.
+    """
+    layers(backend.plan(static.batch))
+    layers(planned(backend, static))
+    plan = planned(backend, static)
+    graph = graphs.capture(lambda: layers(plan))
+    for live in steps:
+        static.step(live)
+        q.copy_(torch.randn(q.shape).to(q.dtype))
+        plan.renew()
+        graph.replay()
+        yield

@@ -18,10 +18,16 @@ from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
 from moe_engine.kernels.linear.protocol import LinearCapabilities
 from moe_engine.kernels.quantization import reference as fp8
-from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, BlockWeight, QuantizedActivation
+from moe_engine.kernels.quantization.protocol import (
+    UNQUANTIZED,
+    ActivationFormat,
+    BlockFP8,
+    BlockWeight,
+    QuantizedActivation,
+)
 from moe_engine.kernels.vendors.warming import StepShapes, row_counts
 from moe_engine.parallel.experts import make_routed_experts
-from tests.kernels.cpu.formulas import NAN, close, gated, normal, rms_norm, silu
+from tests.kernels.cpu.formulas import NAN, block_product, close, gated, normal, rms_norm, silu
 from tests.kernels.vendors.contract import ContractBroken
 from tests.kernels.vendors.deep_gemm_emulator import ALIGNMENT, DeepGemmEmulator
 
@@ -56,7 +62,7 @@ def near(got: Tensor, want: Tensor) -> None:
 def test_linear_equals_float64(arch, power_of_two):
     emulator, gemm = library(arch)
     kernel = DeepGemmLinear(gemm)
-    assert kernel.capabilities == LinearCapabilities(kernel.prepare_blocks, kernel.warm_up)
+    assert kernel.capabilities == LinearCapabilities({BlockFP8: kernel.prepare_blocks}, kernel.warm_up)
     for tokens, n, k in ((0, 64, 128), (1, 576, 256), (7, 192, 640), (130, 128, 384)):
         w, bias = weight(n, k, power_of_two), normal(n, dtype=BF16)
         prepared = kernel.prepare_blocks(w, bias)
@@ -64,7 +70,7 @@ def test_linear_equals_float64(arch, power_of_two):
         got = kernel.run(x, prepared)
         assert got.shape == (tokens, n) and got.dtype == BF16 and got.is_contiguous()
         rows = fp8.quantize_rows(x, power_of_two or arch == 10)
-        close(got, fp8.block_product(rows, as_used(w, arch)) + bias.double(), scale=2)
+        close(got, block_product(rows, as_used(w, arch)) + bias.double(), scale=2)
         if tokens:
             near(got, x.double() @ fp8.dequantize_weight(w).double().T + bias.double())
     assert emulator.transposed == 0  # activations come in the layout that the kernel reads
@@ -80,7 +86,7 @@ def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
     assert kernel.input_format(first) == ActivationFormat.fp8(arch == 10)
     assert kernel.input_format(kernel.prepare(normal(4, 8, dtype=BF16))) == UNQUANTIZED
     normed = fp8.rms_norm_quantize(x, norm, 1e-5, None, arch == 10)[1]
-    want = fp8.block_product(normed, as_used(gate_up, arch))
+    want = block_product(normed, as_used(gate_up, arch))
     got = kernel.run(QuantizedActivation(normed, None, BF16), first)
     assert got.shape == (tokens, 384)
     inner = kernel.prepare_blocks(weight(512, 256)), kernel.prepare_blocks(down)
@@ -94,7 +100,7 @@ def test_a_product_behind_a_norm_and_a_whole_mlp(arch, tokens):
         near(got, rms_norm(x, norm, 1e-5) @ fp8.dequantize_weight(gate_up).double().T)
         gate, up = kernel.run(x, inner[0]).chunk(2, 1)
         rows = fp8.quantize_rows((silu(gate.double()) * up.double()).float(), arch == 10)
-        close(out, fp8.block_product(rows, as_used(down, arch)), scale=4)
+        close(out, block_product(rows, as_used(down, arch)), scale=4)
 
 
 @pytest.mark.parametrize("n,k", [(100, 128), (128, 192)])
@@ -142,8 +148,8 @@ def quantised_mlp(arch: int, parts: Parts) -> Callable[[Tensor, int], Tensor]:
     def run(x: Tensor, expert: int) -> Tensor:
         gate, up, down = (as_used(part, arch) for part in parts[expert])
         rows = fp8.quantize_rows(x, arch == 10)
-        middle = [fp8.block_product(rows, w).to(BF16).double() for w in (gate, up)]
-        return fp8.block_product(fp8.quantize_rows((silu(middle[0]) * middle[1]).float(), arch == 10), down)
+        middle = [block_product(rows, w).to(BF16).double() for w in (gate, up)]
+        return block_product(fp8.quantize_rows((silu(middle[0]) * middle[1]).float(), arch == 10), down)
 
     return run
 

@@ -16,7 +16,7 @@ from moe_engine.kernels.quantization import reference as fp8
 from moe_engine.kernels.registry import Row, select
 from moe_engine.worker.device_stream import make_graphs
 from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
-from tests.kernels.vendors.static_batch import SIZE, Static, planned
+from tests.kernels.vendors.static_batch import SIZE, Static, replays
 from tests.kernels.vendors.test_attention import LATENT, WIDTH, absorbed_reference
 from tests.kernels.vendors.test_deep_gemm import near, weight
 
@@ -124,15 +124,7 @@ def test_recorded_absorbed(name, count):
         for factor in (1.0, 0.5):
             out.copy_(backend.absorbed(q * factor, cache, static.queries, scale, plan, LATENT))
 
-    layers(backend.plan(static.batch))
-    layers(planned(backend, static))
-    plan = planned(backend, static)
-    recording = graphs.capture(lambda: layers(plan))
-    for live in (SIZE, 1, 3, 2):
-        static.step(live)
-        q.copy_(normal(*q.shape, dtype=BF16))
-        plan.renew()
-        recording.replay()
+    for _ in replays(backend, graphs, static, q, layers, (SIZE, 1, 3, 2)):
         for i in range(SIZE):
             tokens, keys = slice(i * count, (i + 1) * count), cache.cpu()[static.slots(i)].double()[:, None]
             keys = keys.expand(-1, heads, -1)

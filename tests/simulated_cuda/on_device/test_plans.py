@@ -19,7 +19,7 @@ from moe_engine.worker.device_stream import CudaGraphs
 from tests.kernels.cpu.formulas import attend, close, normal
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.kernels.vendors.contract import ContractBroken
-from tests.kernels.vendors.static_batch import SIZE, Static, planned
+from tests.kernels.vendors.static_batch import SIZE, Static, planned, replays
 from tests.simulated_cuda import libraries
 
 BF16 = torch.bfloat16
@@ -75,15 +75,7 @@ def test_absorbed_replayed_equals_float64(graphs: CudaGraphs, name: str, count: 
         for factor in (1.0, 0.5):  # two layers share a plan; `out` keeps the second layer's result
             out.copy_(backend.absorbed(q * factor, cache, static.queries, scale, plan, LATENT))
 
-    layers(backend.plan(static.batch))
-    layers(planned(backend, static))
-    plan = planned(backend, static)
-    graph = graphs.capture(lambda: layers(plan))
-    for live in (SIZE, 1, 3, 2):
-        static.step(live)
-        q.copy_(normal(*q.shape, dtype=BF16))
-        plan.renew()
-        graph.replay()
+    for _ in replays(backend, graphs, static, q, layers, (SIZE, 1, 3, 2)):
         check(out, q * 0.5, cache.cpu(), static, scale)
 
 
@@ -99,14 +91,7 @@ def test_gqa_replayed_equals_float64(graphs: CudaGraphs, name: str, count: int) 
     def layer(plan: Any) -> None:
         out.copy_(backend.paged(q, keys, values, static.queries, scale, plan))
 
-    layer(backend.plan(static.batch))
-    plan = planned(backend, static)
-    graph = graphs.capture(lambda: layer(plan))
-    for live in (SIZE, 1, 3):
-        static.step(live)
-        q.copy_(normal(*q.shape, dtype=BF16))
-        plan.renew()
-        graph.replay()
+    for _ in replays(backend, graphs, static, q, layer, (SIZE, 1, 3)):
         for i in range(SIZE):
             tokens, slots = slice(i * count, (i + 1) * count), static.slots(i)
             k, v = (x.cpu()[slots].repeat_interleave(heads // groups, 1) for x in (keys, values))

@@ -1,0 +1,158 @@
+"""Block FP8 as DeepSeek V3 stores it: `prefix.weight` in e4m3, one scale per block in `prefix.weight_scale_inv`.
+
+Weights without scales in such a checkpoint are plain. Kernels multiply blocks of 128 x 128; others are dequantized.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from fractions import Fraction
+from math import prod
+from typing import TYPE_CHECKING, ClassVar
+
+from moe_engine.models.config_fields import Fields, is_whole
+from moe_engine.models.cut import Cut
+from moe_engine.models.formats.plain import FLOATS, PLAIN
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_engine.kernels.quantization.protocol import BlockFP8, QuantizedWeight
+
+FP8 = ("F8_E4M3", "F8_E5M2")
+SCALES = ("F32", "BF16", "F8_E8M0", "U8")
+"""Dtypes of weights and of scales (U8 holds E8M0 bytes)."""
+
+_KERNEL_BLOCK = (128, 128)
+_CHUNK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class BlockFP8Format:
+    """`WeightFormat` of ``quant_method: fp8``.
+
+    Attributes:
+        block: rows and columns per scale; blocks at the edges are smaller.
+        scale_format: ``ue8m0``: scales are powers of two, also those of activations.
+    """
+
+    block: tuple[int, int] = _KERNEL_BLOCK
+    scale_format: str | None = None
+
+    checkpoint: ClassVar[str] = "block-FP8"
+
+    @classmethod
+    def parse(cls, section: Fields) -> BlockFP8Format:
+        """Raises ConfigError for settings that are not supported."""
+        if section.text("activation_scheme", "dynamic") != "dynamic":
+            section.fail("activation_scheme", "must be dynamic: static activation scales are not supported")
+        block = section.raw.get("weight_block_size") or list(_KERNEL_BLOCK)
+        if not isinstance(block, list) or len(block) != 2 or not all(is_whole(b) and b > 0 for b in block):
+            section.fail("weight_block_size", f"must be two positive integers, found {block!r}")
+        return cls((int(block[0]), int(block[1])), section.text("scale_fmt", None))
+
+    @staticmethod
+    def hint(dtype: str) -> str | None:
+        """What a tensor of that dtype lacks, if it was expected to be plain."""
+        return "block FP8 needs a weight_scale_inv beside it" if dtype in FP8 else None
+
+    @property
+    def name(self) -> str:
+        return "fp8"
+
+    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
+        scale = _scale_of(prefix, names)
+        if scale is None:
+            return PLAIN.tensors(prefix, shape, names)
+        grid = tuple(-(-size // block) for size, block in zip(shape, self.block))
+        return StoredTensor(f"{prefix}.weight", shape, (*FP8, *FLOATS)), StoredTensor(scale, grid, SCALES)
+
+    def is_scale(self, name: str) -> bool:
+        return name.endswith(("_scale_inv", ".scale", "_scale"))
+
+    def bytes_per_element(self, shape: Shape, dtype_bytes: int) -> Fraction:
+        return 1 + Fraction(4, prod(self.block))
+
+    def kept_on(self, device: str) -> bool:
+        return device == "cuda" and self.block == _KERNEL_BLOCK
+
+    def kernel_format(self) -> BlockFP8 | None:
+        from moe_engine.kernels.quantization.protocol import BlockFP8
+
+        return BlockFP8(self.scale_format == "ue8m0") if self.block == _KERNEL_BLOCK else None
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
+        if self.block != _KERNEL_BLOCK or _scale_of(prefix, source.names) is None:
+            return False
+        return source.dtype_of(f"{prefix}.weight") == "F8_E4M3" and cut.keeps_whole(shape, self.block)
+
+    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        from moe_engine.kernels.quantization.protocol import BlockWeight
+        from moe_engine.models.host_copy import copy_into
+
+        weight, *scales = self.tensors(prefix, shape, source.names)
+        if not scales:
+            PLAIN.load(source, prefix, shape, cut, out)
+            return
+        with source.open(weight, cut) as part:
+            grid = _read_scales(source, scales[0])
+            if isinstance(out, BlockWeight):
+                out.scales.copy_(cut.in_blocks(self.block).of(grid))
+                copy_into(out.data, part)
+            else:
+                _dequantize_into(out, part, grid, self.block, cut)  # type: ignore[arg-type]  # a Tensor
+
+    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
+        from moe_engine.kernels.quantization.protocol import BlockWeight
+
+        assert isinstance(out, BlockWeight)
+        scale = 2.0**-7  # of every block: values use e4m3's range without reaching its maximum, for any K
+        normal(out.data, deviation / scale)
+        out.scales.fill_(scale)
+
+
+def has_scales(names: Collection[str]) -> bool:
+    """True if a checkpoint with tensors of these names has block-FP8 weights."""
+    return any(
+        name.endswith((".weight_scale_inv", ".scale")) and f"{name.rpartition('.')[0]}.weight" in names
+        for name in names
+    )
+
+
+def _scale_of(prefix: str, names: Collection[str]) -> str | None:
+    """Name of a weight's scale grid, in either naming scheme; None if there is none."""
+    return next((name for name in (f"{prefix}.weight_scale_inv", f"{prefix}.scale") if name in names), None)
+
+
+def _read_scales(source: StoredTensors, stored: StoredTensor) -> Tensor:
+    """The scale grid in float32. uint8 is e8m0: value 2^(byte - 127)."""
+    import torch
+
+    with source.open(stored) as raw:
+        return (raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw).to(torch.float32, copy=True)
+
+
+def _dequantize_into(out: Tensor, weight: Tensor, scale: Tensor, block: tuple[int, int], cut: Cut) -> None:
+    """out[r, c] = weight[r, c] * scale[r div block, c div block], a bounded number of rows at a time.
+
+    `weight` is the slice `cut` of a tensor with full scale grid `scale`; blocks at the edges are smaller.
+    """
+    import torch
+
+    weight, scale = weight.to(out.device), scale.to(out.device)
+    num_rows, num_cols = weight.shape
+    first_row, first_col = _first(cut.rows), _first(cut.cols)
+    row_block = (torch.arange(num_rows, device=out.device) + first_row) // block[0]
+    col_block = (torch.arange(num_cols, device=out.device) + first_col) // block[1]
+    step = max(1, _CHUNK_ELEMENTS // max(1, num_cols))
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        grid = scale.index_select(0, row_block[start:stop]).index_select(1, col_block)
+        out[start:stop].copy_(grid.mul_(weight[start:stop].float()))
+
+
+def _first(cut: slice | None) -> int:
+    return (cut.start or 0) if cut else 0

@@ -1,0 +1,64 @@
+"""Weights that are not quantized: `prefix.weight` in bf16, fp16, fp32 or fp64. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from moe_engine.models.cut import Cut
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
+
+FLOATS = ("F32", "BF16", "F16", "F64")
+"""Dtypes of unquantized tensors."""
+
+
+@dataclass(frozen=True)
+class PlainFormat:
+    """`WeightFormat` of checkpoints without `quantization_config`."""
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
+        return (plain_tensor(f"{prefix}.weight", shape),)
+
+    def is_scale(self, name: str) -> bool:
+        return False
+
+    def bytes_per_element(self, shape: Shape, dtype_bytes: int) -> Fraction:
+        return Fraction(dtype_bytes)
+
+    def kept_on(self, device: str) -> bool:
+        return False
+
+    def kernel_format(self) -> KernelFormat | None:
+        return None
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
+        return False
+
+    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        from moe_engine.models.host_copy import copy_into
+
+        (stored,) = self.tensors(prefix, shape, source.names)
+        with source.open(stored, cut) as part:
+            copy_into(out, part)  # type: ignore[arg-type]  # there is no kernel format
+
+    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
+        raise ValueError("plain weights have no kernel format")
+
+
+PLAIN = PlainFormat()
+
+
+def plain_tensor(name: str, shape: Shape) -> StoredTensor:
+    """An unquantized tensor."""
+    return StoredTensor(name, shape, FLOATS)

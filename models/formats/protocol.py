@@ -1,0 +1,82 @@
+"""What the engine asks of a weight format. Imports no torch.
+
+A format is a frozen dataclass, made from config.json's `quantization_config`. The header check asks it for names and
+shapes of tensors, the memory ledger for bytes, weight sources for loading, and layers for the form that kernels
+multiply. docs/architecture.md has the steps to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Protocol
+
+from moe_engine.models.cut import UNCUT, Cut
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: its name, shape and accepted dtypes, in the spelling of safetensors."""
+
+    name: str
+    shape: Shape
+    dtypes: tuple[str, ...]
+
+
+class StoredTensors(Protocol):
+    """The tensors of a checkpoint, as a format reads them."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+
+    def dtype_of(self, name: str) -> str | None:
+        """The dtype in the header; None if there is no such tensor."""
+
+    def open(self, tensor: StoredTensor, cut: Cut = UNCUT) -> AbstractContextManager[Tensor]:
+        """A view of a slice on the host, inside a `with`; at its end the slice counts as read.
+
+        Raises:
+            CheckpointError: missing, or of another shape or dtype.
+        """
+
+
+class WeightFormat(Protocol):
+    """How a checkpoint stores the matrices [N, K] of linear layers and experts. `prefix` is a matrix's name without
+    `.weight`; `shape` is that of the whole matrix."""
+
+    @property
+    def name(self) -> str:
+        """As in `quant_method`, in --quantization and in messages; empty: not quantized."""
+
+    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
+        """The tensors of a matrix, in a checkpoint with tensors of these names."""
+
+    def is_scale(self, name: str) -> bool:
+        """True if a stored tensor of that name has scales, and so no parameters of the model."""
+
+    def bytes_per_element(self, shape: Shape, dtype_bytes: int) -> Fraction:
+        """Memory of a matrix in the kernels' form, scales included; dtype_bytes: of an activation."""
+
+    def kept_on(self, device: str) -> bool:
+        """True if the kernels of a device ("cpu", "cuda") multiply these weights without dequantization."""
+
+    def kernel_format(self) -> KernelFormat | None:
+        """The form in which kernels multiply these weights, if they declare it; None: always dequantized."""
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
+        """True if this slice of a matrix can be loaded in `kernel_format`."""
+
+    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        """Reads a slice of a matrix: dequantized into a Tensor, unchanged into a weight of `kernel_format`."""
+
+    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
+        """Random values for --load-format dummy; `normal(tensor, deviation)` fills a contiguous tensor."""

@@ -1,0 +1,55 @@
+"""The table of quantized formats, and the choice of a format. Imports no torch.
+
+The format of a model comes from `quantization_config`; on a device whose kernels do not multiply it, it is dequantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import WeightFormat
+
+FORMATS: dict[str, type[Any]] = {"fp8": BlockFP8Format}
+"""By `quant_method`: classes of `WeightFormat` with `parse(section of config.json)`, `hint(dtype)`, and `checkpoint`,
+the name in messages."""
+
+
+def parse_format(fields: Fields) -> WeightFormat:
+    """The format that config.json names. Raises ConfigError for unsupported methods."""
+    section = fields.section("quantization_config")
+    if section is None:
+        return PLAIN
+    method = section.text("quant_method")
+    if method not in FORMATS:
+        supported = " or a ".join(_checkpoints())
+        section.fail("quant_method", f"{method!r} is not supported; use a {supported} checkpoint")
+    found: WeightFormat = FORMATS[method].parse(section)
+    return found
+
+
+def format_in_files(declared: WeightFormat, names: Collection[str]) -> WeightFormat:
+    """The format of the files: block FP8 also where config.json does not name it but weights have scales."""
+    return BlockFP8Format() if declared == PLAIN and has_scales(names) else declared
+
+
+def kept_format(declared: WeightFormat, device: str) -> WeightFormat:
+    """The format in which a device holds the weights: `PLAIN` if they are dequantized."""
+    return declared if declared.kept_on(device) else PLAIN
+
+
+def hint_for(dtype: str) -> str:
+    """A parenthesis that explains an unexpected dtype, or nothing."""
+    found = next((hint for known in FORMATS.values() if (hint := known.hint(dtype))), None)
+    return f" ({found})" if found else ""
+
+
+def supported_checkpoints() -> str:
+    return " or ".join(_checkpoints())
+
+
+def _checkpoints() -> list[str]:
+    return ["bf16", *(known.checkpoint for known in FORMATS.values())]

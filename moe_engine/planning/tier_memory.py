@@ -1,0 +1,62 @@
+"""Memory of the host-RAM tier of the KV cache. On a CPU it is the memory of the ledger; on a GPU the device only has
+the rows of one copy."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from moe_engine.models.config import ModelConfig
+from moe_engine.planning.ledger import LedgerRow
+from moe_engine.planning.machine import Machine
+
+COPY_ROWS_BYTES = 3 * (32 << 20)
+"""On a GPU: rows that leave the pool, parts and whole, and rows that arrive (`worker.kv_cache.kv_copies`)."""
+
+
+class TierInput(Protocol):
+    """The part of `SizingInput` that the tier depends on."""
+
+    @property
+    def machine(self) -> Machine: ...
+    @property
+    def kv_dtype(self) -> str: ...
+    @property
+    def uses_mtp(self) -> bool: ...
+    @property
+    def tier_ratio(self) -> float: ...
+    @property
+    def tier_bytes(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def local_model(self) -> ModelConfig: ...
+
+
+def tier_bytes_per_token(given: TierInput) -> int:
+    """KV of a token in the tier, on one rank. A draft model computes its KV again."""
+    return given.local_model.kv_bytes_per_token(given.kv_dtype, given.uses_mtp)
+
+
+def tier_tokens(given: TierInput, num_slots: int) -> int:
+    """Size of the tier in tokens, whole pages, beside a KV cache of `num_slots`."""
+    tokens = given.tier_bytes // tier_bytes_per_token(given) if given.tier_bytes else int(given.tier_ratio * num_slots)
+    return tokens - tokens % given.page_size
+
+
+def tier_reserve(given: TierInput) -> tuple[int, float]:
+    """Memory of the ledger that the tier takes: (bytes, tier tokens for each token of the KV cache)."""
+    if not (given.tier_bytes or given.tier_ratio):
+        return 0, 0.0
+    if given.machine.device != "cpu":
+        return COPY_ROWS_BYTES, 0.0
+    return given.tier_bytes, 0.0 if given.tier_bytes else given.tier_ratio
+
+
+def tier_rows(given: TierInput, tokens: int) -> list[LedgerRow]:
+    """The tier's row of the ledger, if there is a tier."""
+    if not tokens:
+        return []
+    if given.machine.device != "cpu":
+        return [LedgerRow("KV copies", COPY_ROWS_BYTES, f"from and to a host tier of {tokens} tokens")]
+    each = tier_bytes_per_token(given)
+    return [LedgerRow("host KV tier", tokens * each, f"{tokens} tokens x {each} B")]

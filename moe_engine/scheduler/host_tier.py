@@ -1,0 +1,210 @@
+"""Host-RAM tier of the KV cache (`--enable-hierarchical-cache`): the reference implementation of `KVConnector`.
+
+Write-back: evicted blocks are stored in host memory, least recently used blocks leave it. A prefix in the tier is
+loaded back before its request is admitted; the request waits for it, other requests do not.
+
+A place is a token's index in the host pool of each rank. While a load from a place is in progress the place stays; only
+a load that a failed step abandoned may see its place reused, by a later store, which each rank runs behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from moe_engine.scheduler.radix_cache import Node
+from moe_engine.scheduler.slot_allocator import SlotAllocator
+from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
+from moe_engine.scheduler.waiting_queue import Waiting
+from moe_engine.types import KVLoad, KVOps, Request, Status
+
+MIN_LOAD = 10
+"""Shorter matches are computed instead (SGLang's load-back threshold)."""
+
+
+@dataclass(slots=True)
+class Load:
+    """Nodes that are being loaded, the upper first, and the requests that wait for them."""
+
+    id: int
+    path: list[TierNode]
+    waiting: list[Request] = field(default_factory=list)
+
+
+class HostTier:
+    """Implements `KVConnector`.
+
+    Args:
+        num_places: tokens of the host pool.
+        slots: the pool's slots; `make_room` evicts until so many tokens are allocatable.
+    """
+
+    def __init__(self, num_places: int, slots: SlotAllocator, make_room: Callable[[int], bool]) -> None:
+        self.num_places = num_places
+        self.tree = TieredCache(slots.page_size, slots.free, self._store, self._release)
+        self.num_loaded_tokens = 0
+        self._slots = slots
+        self._make_room = make_room
+        self._free = list(range(num_places - 1, -1, -1))
+        self._num_loads = 0
+        self._loads: dict[int, Load] = {}
+        self._abandoned: dict[int, list[int]] = {}
+        """Slots of loads whose nodes are absent again: freed when the copy has ended."""
+        self._new_stores: dict[int, int] = {}
+        """Place -> slot, for the next plan."""
+        self._new_loads: list[KVLoad] = []
+        self._arrived: list[int] = []
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loads) + len(self._abandoned)
+
+    @property
+    def has_new_loads(self) -> bool:
+        return bool(self._new_loads)
+
+    @property
+    def num_stored(self) -> int:
+        return self.num_places - len(self._free)
+
+    # -- eviction
+
+    def _store(self, slots: list[int]) -> list[int] | None:
+        """Copies slots to the host before the next step; None if the host pool is too small."""
+        missing = len(slots) - len(self._free)
+        if missing > 0 and self.tree.drop_oldest(missing) < missing:
+            return None
+        places = self._free[-len(slots) :]
+        del self._free[-len(slots) :]
+        places.reverse()  # ascending in a fresh pool: neighbours are copied at once
+        self._new_stores.update(zip(places, slots))
+        return places
+
+    def _release(self, places: list[int]) -> None:
+        self._free += places
+        if self._new_stores:
+            for place in places:
+                self._new_stores.pop(place, None)
+
+    # -- loads
+
+    def get_num_new_matched_tokens(self, entry: Waiting) -> int:
+        found = entry.matched(self.tree)
+        count, load = self.tree.peek_absent(found, entry.prefix_keys, entry.limit)
+        return count if load or count >= MIN_LOAD else 0
+
+    def start_load(self, entry: Waiting, step: int) -> bool:
+        tree, request = self.tree, entry.request
+        _, in_progress = tree.peek_absent(entry.matched(tree), entry.prefix_keys, entry.limit)
+        if not in_progress:
+            in_progress = self._begin(entry, step)
+        if in_progress:
+            self._loads[in_progress].waiting.append(request)
+            request.status = Status.WAITING_FOR_KV
+        return in_progress > 0
+
+    def _begin(self, entry: Waiting, step: int) -> int:
+        """Begins a load; 0 if there is no room."""
+        tree = self.tree
+        node = tree.match(entry.prefix_keys, entry.limit, entry.request.extra_key, entry.matched(tree).node)
+        number = self._num_loads + 1
+        path = tree.begin_load(node, entry.prefix_keys, entry.limit, number)
+        places = [place for part in path for place in part.places or ()]
+        tree.lock(node)  # room is made elsewhere
+        slots = self._slots.alloc(len(places)) if self._make_room(len(places)) else None
+        if slots is not None:
+            tree.fill(path, slots)
+        else:
+            tree.cancel_load(path, step)
+        tree.unlock(node, step)
+        if slots is None:
+            return 0
+        self._num_loads = number
+        self._loads[number] = Load(number, path)
+        self._new_loads.append(KVLoad(number, places, slots))
+        return number
+
+    def build_connector_meta(self) -> KVOps | None:
+        if not (self._new_stores or self._new_loads or self._arrived):
+            return None
+        stores = self._new_stores
+        ops = KVOps(list(stores.values()), list(stores), self._new_loads, self._arrived)
+        self._new_stores, self._new_loads, self._arrived = {}, [], []
+        return ops
+
+    def update_connector_output(self, kv_done: Iterable[int], step: int) -> None:
+        for number in kv_done:
+            load = self._loads.pop(number, None)
+            if load is not None:
+                self.num_loaded_tokens += sum(len(node.tokens) for node in load.path)
+                self.tree.end_load(load.path, step)
+                _wait_no_longer(load)
+            elif number in self._abandoned:
+                self._slots.free(self._abandoned.pop(number), step)
+            else:
+                continue  # of a failed step
+            self._arrived.append(number)
+
+    # -- failures
+
+    def steps_failed(self, ops: Sequence[KVOps], step: int) -> None:
+        doubtful = {place for part in ops for place in part.store_places} | set(self._new_stores)
+        ended = {load.id for part in ops for load in part.loads} | {load.id for load in self._new_loads}
+        self._arrived = [*(number for part in ops for number in part.arrived), *self._arrived]
+        self._new_loads = []
+        for load in self._loads.values():
+            slots = self.tree.cancel_load(load.path, step)
+            _wait_no_longer(load)
+            if load.id in ended:  # a worker ends the copies of a failed step before it reports the failure
+                self._slots.free(slots, step)
+            else:
+                self._abandoned[load.id] = slots
+        self._loads = {}
+        for number in ended & self._abandoned.keys():
+            self._slots.free(self._abandoned.pop(number), step)
+        self.tree.forget_places(doubtful)
+        self._new_stores = {}
+
+    def reset(self) -> None:
+        for load in self._loads.values():
+            _wait_no_longer(load)
+        self._loads, self._abandoned = {}, {}
+        self._new_stores, self._new_loads = {}, []
+        self._free = list(range(self.num_places - 1, -1, -1))
+
+    # -- integrity
+
+    def held_nodes(self) -> list[Node]:
+        return [load.path[-1] for load in self._loads.values()]
+
+    def held_slots(self) -> list[int]:
+        return [slot for slots in self._abandoned.values() for slot in slots]
+
+    def check_integrity(self) -> list[str]:
+        findings = []
+        owned: set[int] = set()
+        for node in self.tree.stored_nodes():
+            places = node.places or []
+            if len(places) != len(node.tokens) or not owned.isdisjoint(places):
+                findings.append(f"a node of {len(node.tokens)} tokens has {len(places)} places, or shares some")
+            if not node.slots and (node.alive or node.children or node.lock):
+                findings.append(f"an absent node that ends at {node.end} is in use")
+            owned.update(places)
+        everything = set(range(self.num_places))
+        if len(self._free) != len(set(self._free)) or not owned.isdisjoint(self._free):
+            findings.append("places of the host tier are free twice, or free and in use")
+        lost = everything - owned - set(self._free)
+        if lost or not owned <= everything:
+            findings.append(f"the host tier lost {len(lost)} places; they are free again")
+        loading = {node for load in self._loads.values() for node in load.path}
+        if {node for node in self.tree.stored_nodes() if node.load} != loading:
+            findings.append("nodes are marked as being loaded without a load")
+        if findings:
+            self._free = sorted(everything - owned, reverse=True)
+        return findings
+
+
+def _wait_no_longer(load: Load) -> None:
+    for request in load.waiting:
+        if request.status is Status.WAITING_FOR_KV:
+            request.status = Status.WAITING

@@ -1,0 +1,124 @@
+"""The worker side of the KV connector (`scheduler.kv_connector`): copies between the KV pool and host memory.
+
+A place is a row of the host pool: the KV of one token in all layers of this rank, those of MTP included. On the CPU a
+copy is done in the step. On an accelerator a thread with its own stream copies, in plan order. Slots that are stored
+are first read on the steps' stream, so the step may overwrite them; the step waits only if a plan stores more than
+`COPY_BYTES`, or if a load that it needs has arrived on the leader but not on this rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moe_engine.types import KVLoad, KVOps
+from moe_engine.worker.device_stream import DeviceStream, make_copy_lane
+from moe_engine.worker.kv_cache.kv_pool import KVPool
+
+logger = logging.getLogger(__name__)
+
+COPY_BYTES = 32 << 20
+"""Max bytes that one copy holds beside the pool."""
+
+Listener = Callable[[int, BaseException | None], None]
+"""Called with a load and the error that ended it, from any thread."""
+
+
+class KVCopies:
+    """The host pool of one rank and its copies.
+
+    Args:
+        num_places: tokens of the host pool.
+    """
+
+    def __init__(self, pool: KVPool, num_places: int, stream: DeviceStream) -> None:
+        self._pool = pool
+        self._stream = stream
+        width = pool.spec.bytes_per_token
+        self._host = stream.host_bytes(num_places, width)
+        self._at_once = max(1, COPY_BYTES // width)
+        self._lane = make_copy_lane(stream)
+        self._storing: Future[None] | None = None
+        self._loading: dict[int, Future[None]] = {}
+        self._done: list[int] = []
+        self.listener: Listener | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._host.nbytes
+
+    def start(self, ops: KVOps) -> None:
+        """Runs, or begins to run, the copies of a plan, before its forward; on the thread of the steps."""
+        for number in ops.arrived:
+            arrived = self._loading.pop(number, None)
+            if arrived is not None:
+                arrived.result()
+        for begin in range(0, len(ops.store_slots), self._at_once):
+            part = slice(begin, begin + self._at_once)
+            self._store(ops.store_slots[part], ops.store_places[part])
+        for load in ops.loads:
+            if self._lane is None:
+                self._load(load)
+                self._done.append(load.id)
+                continue
+            copy = self._loading[load.id] = self._lane.run(self._load, load)
+            copy.add_done_callback(partial(self._report, load.id))
+
+    def take_done(self) -> tuple[int, ...]:
+        """Loads that were done in their step."""
+        done, self._done = tuple(self._done), []
+        return done
+
+    def end_all(self) -> None:
+        """After a failed step: waits for all copies. The scheduler forgets those of the step."""
+        self._done = []
+        for copy in (self._storing, *self._loading.values()):
+            if copy is not None and (error := copy.exception()) is not None:
+                logger.error("A copy of KV failed: %s", error)
+        self._storing = None
+
+    def close(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+
+    def _store(self, slots: list[int], places: list[int]) -> None:
+        if self._storing is not None:
+            self._storing.result()  # its rows are still in memory
+        rows = self._pool.read_rows(self._stream.from_list(slots, torch.int64))
+        if self._lane is None:
+            self._host.index_copy_(0, torch.tensor(places), rows)
+        else:
+            self._storing = self._lane.run(self._download, rows, places)
+
+    def _download(self, rows: Tensor, places: list[int]) -> None:
+        for begin, end in _runs(places):
+            self._host[places[begin] : places[begin] + end - begin].copy_(rows[begin:end], non_blocking=True)
+
+    def _load(self, load: KVLoad) -> None:
+        for begin in range(0, len(load.slots), self._at_once):
+            places = load.places[begin : begin + self._at_once]
+            slots = self._stream.from_list(load.slots[begin : begin + self._at_once], torch.int64)
+            if self._lane is None:
+                rows = self._host.index_select(0, torch.tensor(places))
+            else:
+                rows = torch.empty(len(places), self._host.shape[1], dtype=torch.uint8, device=self._stream.device)
+                for first, last in _runs(places):
+                    run = self._host[places[first] : places[first] + last - first]
+                    rows[first:last].copy_(run, non_blocking=True)
+            self._pool.write_rows(slots, rows)
+
+    def _report(self, number: int, done: Future[None]) -> None:
+        if self.listener is not None:
+            self.listener(number, done.exception())
+
+
+def _runs(places: list[int]) -> Iterator[tuple[int, int]]:
+    """Ranges [begin, end) of indices whose places are neighbours, ascending."""
+    cuts = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
+    yield from pairwise([0, *cuts, len(places)])

@@ -1,0 +1,252 @@
+"""A weight format needs its own class and a line in the table: int8 weights with a scale per row, defined here only."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.kernels.experts.batch import ExpertWeights
+from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
+from moe_engine.kernels.experts.reference import TorchExperts
+from moe_engine.kernels.linear.protocol import LinearCapabilities, PreparedLinear
+from moe_engine.kernels.linear.reference import TorchLinear
+from moe_engine.models import sizes
+from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.cut import Cut
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+from moe_engine.models.formats.table import FORMATS, format_in_files, kept_format
+from moe_engine.models.header_check import check_headers
+from moe_engine.models.loader import load_model
+from moe_engine.models.weights import WeightReader
+from moe_engine.planning.checkpoint import sums
+from tests.models.checkpoints import make_checkpoint, write_tensors
+from tests.models.fp8 import is_quantised
+from tests.models.stepper import Chunk, Stepper, make_backends
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """W[n, k] = data[n, k] * scales[n]."""
+
+    data: Tensor
+    scales: Tensor
+
+    def rows(self, start: int, stop: int) -> Int8Weight:
+        return Int8Weight(self.data[start:stop], self.scales[start:stop])
+
+    def dequantized(self) -> Tensor:
+        return self.data * self.scales[:, None]
+
+
+@dataclass(frozen=True)
+class Int8Rows:
+    """`KernelFormat` of `Int8Weight`."""
+
+    row_block = 1
+
+    def empty(self, n: int, k: int, device: torch.device | str) -> Int8Weight:
+        return Int8Weight(torch.empty(n, k, dtype=torch.int8, device=device), torch.empty(n, device=device))
+
+
+@dataclass(frozen=True)
+class Int8Format:
+    """`WeightFormat`: `prefix.values` and `prefix.row_scale`, no tensor `prefix.weight`."""
+
+    name = "int8"
+    checkpoint = "int8"
+
+    @classmethod
+    def parse(cls, section: Fields) -> Int8Format:
+        return cls()
+
+    @staticmethod
+    def hint(dtype: str) -> str | None:
+        return "int8 needs scales" if dtype == "I8" else None
+
+    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
+        if f"{prefix}.weight" in names:  # eh_proj and lm_head
+            return PLAIN.tensors(prefix, shape, names)
+        return StoredTensor(f"{prefix}.values", shape, ("I8",)), StoredTensor(
+            f"{prefix}.row_scale", shape[:1], ("F32",)
+        )
+
+    def is_scale(self, name: str) -> bool:
+        return name.endswith(".row_scale")
+
+    def bytes_per_element(self, shape: Shape, dtype_bytes: int) -> Fraction:
+        return 1 + Fraction(4, shape[1])
+
+    def kept_on(self, device: str) -> bool:
+        return device == "cuda"
+
+    def kernel_format(self) -> Int8Rows:
+        return Int8Rows()
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
+        return f"{prefix}.values" in source.names
+
+    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | Any) -> None:
+        values, *scales = self.tensors(prefix, shape, source.names)
+        if not scales:
+            PLAIN.load(source, prefix, shape, cut, out)
+            return
+        with source.open(values, cut) as part, source.open(scales[0], Cut(cut.rows)) as scale:
+            if isinstance(out, Int8Weight):
+                out.data.copy_(part)
+                out.scales.copy_(scale)
+            else:
+                out.copy_(part * scale[:, None])
+
+    def randomize(self, out: Any, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
+        values = torch.empty(out.data.shape)
+        normal(values, 32.0)
+        out.data.copy_(values.clamp(-127, 127))
+        out.scales.fill_(deviation / 32)
+
+
+class Int8Linear(TorchLinear):
+    """A row that declares the format; it holds int8 and dequantizes for each product."""
+
+    @property
+    def capabilities(self) -> LinearCapabilities:
+        return LinearCapabilities({Int8Rows: self.prepare_rows})
+
+    def prepare_rows(self, weight: Int8Weight, bias: Tensor | None) -> PreparedLinear:
+        n, k = weight.data.shape
+        return PreparedLinear(k, n, weight, bias, n * k + 4 * n)
+
+    def run(self, x: Tensor, weight: PreparedLinear) -> Tensor:
+        if isinstance(weight.data, Int8Weight):
+            weight = replace(weight, data=weight.data.dequantized())
+        return super().run(x, weight)
+
+
+class Int8Experts(TorchExperts):
+    """A row that declares the format; dequantized when an expert is stored."""
+
+    @property
+    def capabilities(self) -> ExpertsCapabilities:  # type: ignore[override]
+        return ExpertsCapabilities({Int8Rows: QuantizedExperts(self.allocate_rows, self.load_rows)})
+
+    def allocate_rows(self, num_experts: int, hidden: int, width: int, device: Any, format: Int8Rows) -> ExpertWeights:
+        self.format = format
+        return self.allocate(num_experts, hidden, width, torch.float32, device)
+
+    def load_rows(self, weights: ExpertWeights, expert: int, *parts: Int8Weight) -> None:
+        gate, up, down = (part.dequantized() for part in parts)
+        self.load_expert(weights, expert, gate, up, down)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A checkpoint in int8, and the same weights dequantized."""
+    monkeypatch.setitem(FORMATS, "int8", Int8Format)
+    path = make_checkpoint("deepseek_v3", tmp_path / "int8", seed=4, tokenizer=False)
+    stored: dict[str, Tensor] = {}
+    plain: dict[str, Tensor] = {}
+    for name, tensor in load_file(path / "model.safetensors").items():
+        if not is_quantised(name):
+            stored[name] = plain[name] = tensor
+            continue
+        scales = tensor.abs().amax(1).clamp_min(1e-12) / 127
+        values = (tensor / scales[:, None]).round().to(torch.int8)
+        prefix = name.removesuffix(".weight")
+        stored |= {f"{prefix}.values": values, f"{prefix}.row_scale": scales}
+        plain[name] = values * scales[:, None]
+    fields = json.loads((path / "config.json").read_text())
+    write_tensors(path, stored)
+    (path / "config.json").write_text(json.dumps(fields | {"quantization_config": {"quant_method": "int8"}}))
+    other = tmp_path / "plain"
+    other.mkdir()
+    write_tensors(other, plain)
+    (other / "config.json").write_text(json.dumps(fields))
+    return path, other
+
+
+def loaded(path: Path, kept: bool = False, **options: Any) -> Stepper:
+    config = load_model_config(path)
+    backends = make_backends(config)
+    if kept:
+        backends = replace(backends, linear=Int8Linear(), experts=Int8Experts())
+    return Stepper(load_model(path, config, "float32", "cpu", backends, **options), config, backends)
+
+
+def logits_of(model: Stepper) -> Tensor:
+    """A prompt and four greedy tokens."""
+    found = model.step([Chunk(0, [3, 141, 59, 26, 5], False)])
+    for _ in range(4):
+        found += model.step([Chunk(0, [int(found[-1][-1].argmax())], True)])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_third_format_gives_the_tokens_of_its_dequantized_weights(checkpoints: tuple[Path, Path], kept: bool) -> None:
+    path, plain = checkpoints
+    model = loaded(path, kept)
+    assert torch.equal(logits_of(model), logits_of(loaded(plain)))
+    layer: Any = model.model.layers[0]  # type: ignore[attr-defined]
+    assert isinstance(layer.attention._o.weight.data, Int8Weight) is kept
+
+
+def test_random_weights_of_a_third_format(checkpoints: tuple[Path, Path]) -> None:
+    logits = logits_of(loaded(checkpoints[0], kept=True, load_format="dummy"))
+    assert logits.isfinite().all() and 0.1 < logits.std() < 10
+
+
+def test_the_header_check_asks_the_format(checkpoints: tuple[Path, Path]) -> None:
+    path, _ = checkpoints
+    config, files = load_model_config(path), read_checkpoint(path)
+    check_headers(path, files, config)
+    name = "model.layers.2.mlp.experts.7.up_proj.row_scale"
+    with pytest.raises(CheckpointError, match=rf"1 tensors .*{name} \[32\] is missing"):
+        check_headers(path, {key: file for key, file in files.items() if key != name}, config)
+    with pytest.raises(CheckpointError, match=r"o_proj.values has shape \[64, 48\], config.json implies \[64, 50\]"):
+        WeightReader(path, torch.float32, format=config.weight_format).linear(
+            "model.layers.0.self_attn.o_proj", (64, 50)
+        )
+
+
+def test_the_ledger_asks_the_format(checkpoints: tuple[Path, Path]) -> None:
+    path, plain = checkpoints
+    config = load_model_config(path)
+    on_gpu, on_cpu = (
+        sizes.weight_bytes(config, 2, format=kept_format(config.weight_format, d)) for d in ("cuda", "cpu")
+    )
+    assert on_cpu == sizes.weight_bytes(load_model_config(plain), 2)
+    kept = [
+        tensor.shape for name, tensor in load_file(path / "model.safetensors").items()
+        if name.endswith(".values") and "kv_b_proj" not in name
+    ]  # fmt: skip
+    assert on_cpu - on_gpu == sum(n * k - 4 * n for n, k in kept)
+    facts = sums(read_checkpoint(path), config.num_layers, config.weight_format)
+    assert facts.num_elements == sizes.num_parameters(config)
+
+
+def test_other_methods_are_refused_with_the_supported_ones(checkpoints: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match="'awq' is not supported; use a bf16 or a block-FP8 or a int8 checkpoint"):
+        load_model_config(checkpoints[0], {"quantization_config": {"quant_method": "awq"}})
+
+
+def test_choice_of_a_format() -> None:
+    """Block FP8 is also recognised by its scales; blocks of other sizes are dequantized everywhere."""
+    names = ["a.weight", "a.weight_scale_inv"]
+    assert format_in_files(PLAIN, names) == BlockFP8Format() and format_in_files(PLAIN, names[:1]) == PLAIN
+    declared = BlockFP8Format((128, 64), "ue8m0")
+    assert format_in_files(declared, names) == declared == pickle.loads(pickle.dumps(declared))
+    assert kept_format(declared, "cuda") == PLAIN and declared.kernel_format() is None
+    assert kept_format(BlockFP8Format(), "cuda") == BlockFP8Format() and kept_format(BlockFP8Format(), "cpu") == PLAIN

@@ -1,0 +1,151 @@
+"""The simulated engine core with a KV connector: the fake worker copies hashes between pool and host, late."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from moe_engine.scheduler import SchedulerConfig
+from moe_engine.types import KVLoad, StepPlan, StepResult
+from tests.scheduler.drafting_worker import DraftingWorker
+from tests.scheduler.simulator import FakeWorker, Simulation
+
+
+class _Copying:
+    """Mixin of a fake worker: a load writes its slots when it ends, a random number of steps later; until then they
+    hold nothing valid."""
+
+    pool: dict[int, int]
+    queue: Any
+    touched: Any
+    rows: dict[int, Any]
+    last_number: int
+
+    def _begin(self, rng: random.Random, late: float) -> None:
+        self.pools: list[dict[int, Any]] = [self.pool]
+        self.host: dict[int, list[Any]] = {}
+        self.loading: dict[int, tuple[KVLoad, list[list[Any]]]] = {}
+        self.unreported: list[int] = []
+        self.num_stored = 0
+        self.abandoned: set[int] = set()
+        """Loads in progress at a failed step: they read before later stores write, as copies run in plan order."""
+        self._rng = rng
+        self._late = late
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(plan)  # type: ignore[misc]
+        arrived = set(plan.kv_ops.arrived) if plan.kv_ops is not None else set()
+        assert not self.slots_loading(arrived) & written_slots(plan), "slots were reused during a load"
+
+    def slots_loading(self, but: set[int]) -> set[int]:
+        return {slot for number, (load, _) in self.loading.items() if number not in but for slot in load.slots}
+
+    def execute(self) -> StepResult:
+        self.copy(self.queue[0])
+        assert not self.slots_loading(set()) & written_slots(self.queue[0]), "a step writes slots during a load"
+        result: StepResult = super().execute()  # type: ignore[misc]
+        for number in list(self.loading):
+            if self._rng.random() >= self._late:
+                self.end(number)
+        done, self.unreported = self.unreported, []
+        return replace(result, kv_done=tuple(done))
+
+    def copy(self, plan: StepPlan) -> None:
+        ops = plan.kv_ops
+        if ops is None:
+            return
+        assert len(set(ops.store_places)) == len(ops.store_places) == len(ops.store_slots)
+        assert not self.loading.keys() & set(ops.arrived), "used before it arrived"
+        sources = {p for n, (load, _) in self.loading.items() if n not in self.abandoned for p in load.places}
+        assert not sources & set(ops.store_places), "a place was reused during a load from it"
+        for slot, place in zip(ops.store_slots, ops.store_places):
+            self.host[place] = [pool.get(slot) for pool in self.pools]
+            self.num_stored += 1
+        for load in ops.loads:
+            self.loading[load.id] = (load, [self.host[place] for place in load.places])
+            for slot, pool in product(load.slots, self.pools):
+                pool.pop(slot, None)
+
+    def end(self, number: int) -> None:
+        load, values = self.loading.pop(number)
+        for slot, each in zip(load.slots, values):
+            for pool, value in zip(self.pools, each):
+                if value is not None:
+                    pool[slot] = value
+        self.unreported.append(number)
+
+
+class CopyingWorker(_Copying, FakeWorker):
+    """Without speculation; its steps can fail."""
+
+    def __init__(self, config: SchedulerConfig, rng: random.Random, late: float) -> None:
+        super().__init__(config)
+        self._begin(rng, late)
+
+    def fail(self) -> StepPlan:
+        """The oldest step fails: perhaps after its copies. Copies it began end before the failure is reported; the
+        steps behind it do not run."""
+        failed = self.queue.popleft()
+        self.touched.popleft()
+        before = set(self.loading)
+        if self._rng.random() < 0.5:
+            self.copy(failed)
+        for number in self.loading.keys() - before:
+            self.end(number)
+        self.abandoned |= self.loading.keys()
+        for slot in failed.slots:
+            self.pool.pop(slot, None)
+        self.queue.clear()
+        self.touched.clear()
+        self.last_number += 1
+        return failed
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        """A plan behind a failed one repeats its row releases and writes."""
+        for row in plan.finished_rows:
+            self.rows.pop(row, None)
+        super()._update_rows(replace(plan, finished_rows=[]))
+
+
+class CopyingDrafter(_Copying, DraftingWorker):
+    """With speculation: the drafter's KV travels too."""
+
+    def __init__(self, config: SchedulerConfig, rng: random.Random, late: float, seed: int, luck: float) -> None:
+        super().__init__(config, seed, luck)
+        self._begin(rng, late)
+        self.pools = [self.pool, self.drafter_pool]
+
+
+def written_slots(plan: StepPlan) -> set[int]:
+    """Slots that a plan allocates."""
+    reserved = plan.speculation.reserved if plan.speculation is not None else []
+    return set(plan.slots).union(*(write.slots for write in reserved))
+
+
+class TierSimulation(Simulation):
+    """`Simulation` with a host tier. An idle core is woken by arrivals."""
+
+    worker: CopyingWorker
+
+    def __init__(
+        self, config: SchedulerConfig, rng: random.Random, *, overlap: bool, late: float, luck: float = 0.0
+    ) -> None:
+        worker: Any = CopyingWorker(config, rng, late) if config.speculation is None else None
+        worker = worker or CopyingDrafter(config, rng, late, rng.randrange(10**6), luck)
+        super().__init__(config, overlap=overlap, worker=worker)
+
+    def take_arrivals(self) -> bool:
+        for number in list(self.worker.loading)[:1]:
+            self.worker.end(number)
+        done, self.worker.unreported = self.worker.unreported, []
+        if done:
+            self.scheduler.kv_arrived(done)
+        return bool(done)
+
+    def check_end(self) -> None:
+        connector = self.scheduler.kv_cache.connector
+        assert connector is not None
+        super().check_end()
+        assert connector.num_stored == 0 and connector.num_loading == 0
