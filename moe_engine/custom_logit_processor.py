@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 SGLANG_MODULE = "sglang.srt.sampling.custom_logit_processor"
-NO_DILL = "custom logit processors need the package dill; install it: pip install 'moe-engine[custom-logit-processor]'"
+NO_DILL = "custom logit processors need the package dill; install it: pip install dill"
 MAX_CACHED = 64
 """Loaded classes that are kept."""
 

@@ -16,6 +16,7 @@ import gc
 import importlib
 import os
 import pickle
+import secrets
 import select
 import signal
 import socket
@@ -110,7 +111,7 @@ class ForkServer:
     """Runs until this process ends: the server's standard input is a pipe from it."""
 
     def __init__(self) -> None:
-        self.address = f"\0moe-engine-tests-{os.getpid()}-{os.urandom(8).hex()}"
+        self.address = f"\0moe-engine-tests-{os.getpid()}-{secrets.token_hex(8)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
             listening.bind(self.address)
             listening.listen(64)

@@ -73,7 +73,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def make_script(processor: type[CustomLogitProcessor], params: dict[str, Any]) -> list[Scripted]:
     """Every second request has the processor."""
-    rng = random.Random()
+    rng = random.Random(random.getrandbits(64))
     script = []
     for i in range(6):
         own = [rng.randrange(ORDINARY) for _ in range(rng.randint(1, 30))]

@@ -67,7 +67,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 VARIES = re.compile(r'"(e2e_latency|first_token_latency|created|id)":([-+.e\d]+|"[^"]*")')
 CONTROL = {
     "/abort_request", "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
-    "/dump_expert_distribution_record",
+    "/dump_expert_distribution_record", "/start_profile", "/stop_profile", "/update_weights_from_disk",
 }  # fmt: skip
 
 

@@ -48,7 +48,10 @@ def test_what_changes_the_engine():
         "/dump_expert_distribution_record",
         "/flush_cache",
         "/start_expert_distribution_record",
+        "/start_profile",
         "/stop_expert_distribution_record",
+        "/stop_profile",
+        "/update_weights_from_disk",
     ]
 
 

@@ -28,7 +28,7 @@ def packed(allowed: set[int], vocab_size: int) -> bytes:
 @pytest.mark.parametrize("scratch", [1, token_masker.EDIT_BYTES])
 def test_masks_of_rows_and_positions(vocab_size: int, scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_masker, "EDIT_BYTES", scratch)
-    pick = random.Random()
+    pick = random.Random(random.getrandbits(64))
     vocabulary = range(vocab_size)
     masker = TokenMasker(MAX_ROWS, vocab_size, DeviceStream("cpu"))
     static: dict[int, set[int]] = {}

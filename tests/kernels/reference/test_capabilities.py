@@ -23,7 +23,7 @@ def listed() -> Iterator[tuple[str, str, set[str]]]:
     """(family, capability, rows) of the page's table."""
     page = (Path(__file__).resolve().parents[3] / "docs" / "architecture.md").read_text()
     for family, capability, rows in re.findall(
-        r"^\| ([a-z]+(?: \(MLA\))?) \| `(\w+)`: [^|]*\| ([^|]*) \|$", page, re.M
+        r"^\| ([a-z]+(?: \((?:MLA|GQA)\))?) \| `(\w+)`: [^|]*\| ([^|]*) \|$", page, re.M
     ):
         yield family, capability, set(re.findall(r"`(\w+)`", rows))
 
