@@ -135,12 +135,14 @@ def fork_server() -> Iterator[ForkServer]:
     server.close()
 
 
-@pytest.fixture
-def forked_processes(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of this test start their processes by the fork server."""
+@pytest.fixture(scope="module")
+def forked_processes(fork_server: ForkServer) -> Iterator[None]:
+    """Engines of this file start their processes by the fork server, from the first test that uses the fixture."""
     from moe_engine.processes import child
 
-    monkeypatch.setattr(child, "start_interpreter", Starter(fork_server.address, os.environ, child.start_interpreter))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "start_interpreter", Starter(fork_server.address, os.environ, child.start_interpreter))
+        yield
 
 
 def serve(listening: socket.socket) -> str:
