@@ -26,7 +26,7 @@ from tests.simulated_cuda import kernels, libraries, streams
 from tests.speculation.agreeing import agreeing_checkpoint
 
 LIMITS: dict[str, Any] = {
-    "max_total_tokens": 128, "context_length": 24, "max_running_requests": 2, "chunked_prefill_size": 8,
+    "max_total_tokens": 128, "context_length": 16, "max_running_requests": 2, "chunked_prefill_size": 8,
 }  # fmt: skip
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 FEW: dict[str, Any] = dict.fromkeys(("linear_backend", "ops_backend", "sampling_backend"), "torch")
@@ -103,7 +103,7 @@ def watched(engine: InProcessEngine, requests: list[Scripted]) -> Run:
 
 
 def serve(path: Path, folder: Path, requests: list[Scripted], **flags: Any) -> Run:
-    engine = InProcessEngine(path, folder / "board", dtype="float32", **LIMITS, **flags)
+    engine = InProcessEngine(path, folder / "board", dtype="float32", **{**LIMITS, **flags})
     try:
         return watched(engine, requests)
     finally:
@@ -134,7 +134,7 @@ def compared(path: Path, folder: Path, requests: list[Scripted], both: dict[str,
 def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
     """Prompts in chunks, decodes replayed, greedy and sampled rows: no waits."""
     requests = script([GREEDY, GREEDY | {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "sampling_seed": 2}, GREEDY])
-    found = compared(checkpoint, tmp_path, requests, {}, cuda_graph_max_bs=2)
+    found = compared(checkpoint, tmp_path, requests, {}, cuda_graph_max_bs=2, chunked_prefill_size=4)
     assert found.num_graphs == 2 and found.waits == []
     assert any(step.cuda_graph for step in found.steps)
     launched = set(kernels.launches)
@@ -189,10 +189,10 @@ def mixed_script(seed: int) -> list[Scripted]:
     samplings: list[dict[str, Any]] = [GREEDY, {"temperature": 0.9, "top_p": 0.9}, GREEDY | {"frequency_penalty": 0.7}]
     return [
         Scripted(
-            f"r{i}", [pick.randrange(250) for _ in range(pick.randint(2, 10))], 6 + 2 * i, i // 3,
+            f"r{i}", [pick.randrange(250) for _ in range(pick.randint(2, 10))], 4 + 4 * i, 0,
             sampling=samplings[i % 3],
             seed=i, logprob=i % 2 == 0,
-        ) for i in range(4)
+        ) for i in range(3)
     ]  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def test_replayed_steps_of_libraries_make_the_same_tokens(
     chain = CHAIN | {"speculative_num_steps": DRAFTS, "speculative_num_draft_tokens": DRAFTS + 1}
     engine = InProcessEngine(
         path, tmp_path / "board", device="cuda", dtype="bfloat16", page_size=page_size, max_total_tokens=512,
-        max_running_requests=3, context_length=32, chunked_prefill_size=max(8, page_size), disable_cuda_graph=True,
+        max_running_requests=3, context_length=24, chunked_prefill_size=max(8, page_size), disable_cuda_graph=True,
         moe_runner_backend="torch", **FEW, **(chain if drafts else {}),
     )  # fmt: skip
     try:
