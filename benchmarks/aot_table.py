@@ -1,6 +1,6 @@
 """Compiles every Triton kernel ahead of time for sm_90 and sm_100 and shows the compiler's report; needs no GPU.
 
-    python -m benchmarks.aot_table [--arch 90 100] [--only TEXT] [--one-of-each] [--output FILE] [--no-json]
+    python -m benchmarks.aot_table [--arch 90 100] [--only TEXT] [--one-of-each | --quick] [--output FILE] [--no-json]
 
 Each line is a kernel with the types and constants of a model's shape. `stack` is ptxas's spill memory and must be 0.
 `tensor cores` are the instructions in the PTX: wgmma (sm_90), tcgen05 (sm_100), or mma.sync if a tile has fewer than 64
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import table, write_result
-from moe_engine.kernels.triton.aot import AotReport
-from moe_engine.kernels.triton.compile_many import Result, compile_many, one_of_each
+from moe_engine.kernels.triton.aot import AotCase, AotReport
+from moe_engine.kernels.triton.compile_many import Job, Result, compile_many, one_of_each
 from moe_engine.kernels.triton.modules import all_cases
 
 COLUMNS = ("kernel", "sm", "registers", "stack", "shared", "tensor memory", "warps", "tensor cores", "s")
@@ -45,12 +45,19 @@ def markdown(results: Sequence[Result]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def run(archs: Sequence[int], only: str, one_each: bool, processes: int) -> list[Result]:
+def jobs_of(cases: Sequence[AotCase], archs: Sequence[int], quick: bool) -> list[Job]:
+    """Every case for every architecture; quick: only cases of large tiles for all but the first architecture."""
+    large = {id(case.kernel): case for case in cases if case.matrix}
+    others = list(large.values()) if quick else cases
+    return [(case, arch) for arch in archs for case in (cases if arch == archs[0] else others)]
+
+
+def run(archs: Sequence[int], only: str, one_each: bool, processes: int, quick: bool = False) -> list[Result]:
     """Results of the cases with `only` in their name, for every architecture."""
     cases = [case for case in all_cases() if only in case.name]
-    if one_each:
+    if one_each or quick:
         cases = one_of_each(cases)
-    jobs = [(case, arch) for case in cases for arch in archs]
+    jobs = jobs_of(cases, archs, quick)
     results = []
     for number, result in enumerate(compile_many(jobs, processes), 1):
         results.append(result)
@@ -68,12 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=[90, 100], choices=[90, 100])
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
     parser.add_argument("--one-of-each", action="store_true", help="one case of every kernel")
+    parser.add_argument(
+        "--quick", action="store_true", help="as --one-of-each; behind the first --arch only large tiles"
+    )
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here")
     parser.add_argument("--no-json", action="store_true")
     options = parser.parse_args(argv)
     began = time.perf_counter()
-    results = run(options.arch, options.only, options.one_of_each, options.processes)
+    results = run(options.arch, options.only, options.one_of_each, options.processes, options.quick)
     bad = [result for result in results if result.problems()]
     print(table(COLUMNS, [line(result) for result in results]))
     print(f"{len(results)} kernels in {time.perf_counter() - began:.0f} s, {len(bad)} with problems")

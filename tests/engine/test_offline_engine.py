@@ -21,6 +21,8 @@ from moe_engine import Engine
 from moe_engine.errors import ConfigError, EngineDeadError, InputError, NotAvailableYet
 from tests.models.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
 

@@ -19,6 +19,8 @@ import pytest
 from tests.distributed.ranks.drill import ended
 from tests.e2e.server_process import ServerProcess
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 GROUPS = ("--tp", "2", "--attn-dp-size", "2")
 REPLICAS = ("--dp", "2", "--watchdog-timeout", "4")
 PATIENCE = 60.0

@@ -27,6 +27,8 @@ from tests.distributed.ranks.node import two_nodes
 from tests.free_port import free_port
 from tests.models.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 LONG = 400
 
 

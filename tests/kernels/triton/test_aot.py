@@ -1,5 +1,6 @@
-"""Kernels compiled ahead of time for sm_90 and sm_100, without a GPU: one case of each here, all of them by
-``python -m benchmarks.aot_table``. In processes of their own, for under the interpreter kernels cannot be compiled.
+"""Kernels compiled ahead of time for sm_90 and sm_100, without a GPU: one case of each here (for sm_100 those with
+large tiles), all of them by ``python -m benchmarks.aot_table``. In processes of their own, for under the interpreter
+kernels cannot be compiled.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 from moe_engine.kernels.triton import guard
 from moe_engine.kernels.triton.availability import version
 from moe_engine.kernels.triton.modules import MODULES
+from tests.examples import FACTOR
 
 pytest.importorskip("triton", reason="needs triton")
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,7 +39,7 @@ def outside(module: str, *arguments: str, cache: Path) -> subprocess.CompletedPr
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("aot")
-    arguments = ("--one-of-each", "--processes", "2", "--output", str(folder / "aot.json"))
+    arguments = ("--one-of-each" if FACTOR > 1 else "--quick", "--processes", "2", "--output", str(folder / "aot.json"))
     done = outside("benchmarks.aot_table", *arguments, cache=folder / "cache")
     assert done.returncode in PROBLEM_FREE, done.stderr[-3000:]
     return json.loads((folder / "aot.json").read_text())["kernels"]
