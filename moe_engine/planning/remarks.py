@@ -20,6 +20,7 @@ DEPENDENTS = {
     "eplb_rebalance_layers_per_chunk": "enable_eplb",
     "eplb_min_rebalancing_utilization_threshold": "enable_eplb",
     "expert_distribution_recorder_buffer_size": "expert_distribution_recorder_mode",
+    "kv_connector": "enable_hierarchical_cache",
     "hicache_ratio": "enable_hierarchical_cache",
     "hicache_size": "enable_hierarchical_cache",
 }
