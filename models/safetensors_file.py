@@ -34,6 +34,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 
+_HOST = torch.device("cpu")
 PART_BYTES = 1 << 22
 """Largest buffer of a read that converts or moves to a device."""
 _GAP_BYTES = 1 << 13
@@ -75,7 +76,7 @@ class SafetensorsFile:
             return
         self._prefetch(entry, cut)
         first = 0 if cut.rows is None else cut.rows.indices(entry.shape[0])[0]
-        direct = out.device.type == "cpu" and out.dtype == DTYPES[entry.dtype] and out.is_contiguous()
+        direct = out.device == _HOST and out.dtype == DTYPES[entry.dtype] and out.is_contiguous()
         if direct:
             self._read_rows(name, cut, first, out)
             return
