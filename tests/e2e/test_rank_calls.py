@@ -1,4 +1,4 @@
-"""Calls on all ranks over HTTP while clients stream, with speculation, overlap, chunks and the prefix cache."""
+"""Calls on all ranks over HTTP while clients stream: block FP8, speculation, overlap, chunks and the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from safetensors.torch import load_file
 
 from tests.e2e.server_process import ServerProcess
+from tests.models.checkpoints import dequantised_copy, write_tensors
+from tests.models.fp8 import quantise_fp8
 from tests.speculation.agreeing import agreeing_checkpoint
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -38,9 +41,15 @@ FORMS = {
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """In block FP8; the folders with `-plain` have the dequantized weights, for the expected tokens."""
     folder = tmp_path_factory.mktemp("rank-calls")
     for seed, name in enumerate(("old", "new")):
-        agreeing_checkpoint("deepseek_v3", folder / name, 60 + seed, num_mtp_layers=1)
+        path = agreeing_checkpoint("deepseek_v3", folder / name, 60 + seed, num_mtp_layers=1)
+        write_tensors(path, quantise_fp8(load_file(path / "model.safetensors")))
+        config = json.loads((path / "config.json").read_text())
+        method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+        (path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+        dequantised_copy(path, folder / f"{name}-plain")
     return {name: folder / name for name in ("old", "new")}
 
 
@@ -59,7 +68,7 @@ def tokens_of(http: httpx.Client, number: int) -> tuple[str, list[int]]:
 def expected(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
     found = {}
     for name, path in checkpoints.items():
-        flags = [*FLAGS, "--model-path", str(path)]
+        flags = [*FLAGS, "--model-path", f"{path}-plain"]
         with ServerProcess(tmp_path_factory.mktemp("alone"), *flags) as server, server.client() as http:
             found[name] = [tokens_of(http, number)[1] for number in range(len(PROMPTS))]
     return found
