@@ -22,19 +22,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here 
 
 
 LONG = (
-    "distributed/engine/test_forms.py",
     "simulated_cuda/test_on_device.py",
+    "kernels/triton/test_aot.py",
+    "distributed/engine/test_forms.py",
+    "slurm/test_serve.py",
+    "worker/test_torch_compile.py",
     "distributed/elastic/test_survival.py",
-    "distributed/ranks/test_rank_group.py",
-    "distributed/engine/test_faults.py",
+    "distributed/engine/test_weight_updates.py",
+    "slurm/test_smoke.py",
     "simulated_cuda/test_ranks.py",
-    "benchmarks/test_gpu_suite_simulated.py",
-    "distributed/dispatch/test_symm_mem.py",
-    "distributed/engine/test_step_limits.py",
-    "distributed/engine/test_listening.py",
     "e2e/test_faults.py",
-    "scheduler/test_simulation.py",
-    "soak/test_soak.py",
+    "e2e/test_rank_calls.py",
+    "distributed/engine/test_faults.py",
+    "kernels/triton/test_compile_command.py",
+    "speculation/test_memory_of_a_life.py",
+    "distributed/models/test_sharded_models.py",
 )
 """The longest files. Processes of pytest-xdist start them first, so that none of them runs alone at the end."""
 

@@ -20,6 +20,8 @@ from tests.distributed.ranks.drill import ended
 from tests.models.checkpoints import make_checkpoint
 from tests.speculation.agreeing import agreeing_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 SEED = int(random_seed.SEED) % 1_000_003
 NUM_EXPERTS, TOP_K = 16, 4
 LONG = 90
