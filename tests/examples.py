@@ -34,8 +34,12 @@ def left_out(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def covering(cases: list[pytest.Item]) -> set[pytest.Item]:
-    """Cases in which every value of every parameter occurs: always the one with the most values that are missing."""
-    values = {case: set(case.callspec.indices.items()) for case in cases}  # type: ignore[attr-defined]
+    """Cases in which every value of every parameter occurs: always the one with the most values that are missing.
+
+    The values are those of the calls of `parametrize`, each a tuple if its call has several arguments. pytest has no
+    public list of their names, and `indices` counts the combinations.
+    """
+    values = {case: set(enumerate(case.callspec._idlist)) for case in cases}  # type: ignore[attr-defined]
     missing = set().union(*values.values())
     chosen = set()
     while missing:

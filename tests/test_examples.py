@@ -15,9 +15,9 @@ class Case(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def made(marks: tuple[str, ...] = ("each_value",), **indices: int) -> Any:
+def made(*values: int, marks: tuple[str, ...] = ("each_value",)) -> Any:
     return Case(
-        name=str(indices), originalname="test", path=Path("file"), callspec=SimpleNamespace(indices=indices),
+        name=str(values), originalname="test", path=Path("file"), callspec=SimpleNamespace(_idlist=values),
         get_closest_marker=lambda mark: mark in marks,
     )  # fmt: skip
 
@@ -25,13 +25,22 @@ def made(marks: tuple[str, ...] = ("each_value",), **indices: int) -> Any:
 @pytest.mark.parametrize("factor", [1, 5])
 def test_every_value_runs_and_everything_on_demand(monkeypatch: pytest.MonkeyPatch, factor: int) -> None:
     monkeypatch.setattr(examples, "FACTOR", factor)
-    items = [made(a=a, b=b, c=c) for a in range(4) for b in range(3) for c in range(2)]
-    others = [made((), a=0), made(("exhaustive",), a=1)]
+    items = [made(a, b, c) for a in range(4) for b in range(3) for c in range(2)]
+    others = [made(0, marks=()), made(1, marks=("exhaustive",))]
     left = examples.left_out([*items, *others])
     if factor > 1:
         assert not left and examples.examples(7) == 35
         return
     kept = [item for item in items if item not in left]
     assert len(kept) == 4 and left & set(others) == {others[1]}
-    for name, count in {"a": 4, "b": 3, "c": 2}.items():
-        assert {item.callspec.indices[name] for item in kept} == set(range(count))
+    for place, count in enumerate((4, 3, 2)):
+        assert {item.callspec._idlist[place] for item in kept} == set(range(count))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("second", ["a", "b"])
+def test_pytest_gives_the_values_of_each_parameter(request: pytest.FixtureRequest, first: int, second: str) -> None:
+    assert request.node.callspec._idlist == [second, str(first)]
+    chosen = {name for name in request.session.items if name.originalname == request.node.originalname}
+    assert len(chosen) in ((1, 4) if examples.FACTOR > 1 else (1, 2))

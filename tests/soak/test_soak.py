@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.server_process import ServerProcess
 from tests.soak.run import COMMON, FORMS, TIGHT, Plan, reference, soak, verdicts
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 SEED = 20261122
 
