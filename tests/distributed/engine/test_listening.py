@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,15 +81,16 @@ def role(process: psutil.Process) -> str:
 
 
 def listeners(pids: list[int]) -> list[Listener]:
-    found = []
-    for pid in pids:
-        root = psutil.Process(pid)
-        for process in (root, *root.children(recursive=True)):
-            for item in process.net_connections("tcp"):
-                if item.status == psutil.CONN_LISTEN:
-                    what = mechanism(item.laddr.ip, item.laddr.port)
-                    found.append(Listener(process.pid, role(process), item.laddr.ip, item.laddr.port, what))
-    return found
+    roots = [psutil.Process(pid) for pid in pids]
+    sockets = [
+        (process, item.laddr.ip, item.laddr.port)
+        for process in (found for root in roots for found in (root, *root.children(recursive=True)))
+        for item in process.net_connections("tcp")
+        if item.status == psutil.CONN_LISTEN
+    ]
+    with ThreadPoolExecutor(len(sockets)) as threads:  # sockets of torch do not answer: each takes the whole time limit
+        kinds = list(threads.map(lambda found: mechanism(*found[1:]), sockets))
+    return [Listener(process.pid, role(process), ip, port, kind) for (process, ip, port), kind in zip(sockets, kinds)]
 
 
 @contextmanager
