@@ -18,6 +18,7 @@ import psutil
 from moe_engine import Engine
 from moe_engine.errors import MoeEngineError
 from tests.distributed.ranks.drill import ended
+from tests.fork_server import children
 
 ORDINARY = 250  # token ids from here on are special
 KERNELS = {"max_total_tokens": 8192, "dtype": "float32", "cpu_threads": 1, "skip_tokenizer_init": True}
@@ -97,7 +98,7 @@ class Struck:
             **{**KERNELS, "moe_a2a_backend": "all_to_all", **flags},
         )
         self.supervisor = psutil.Process(self.engine._cores[0].pid)
-        self.ranks = sorted(self.supervisor.children(), key=lambda process: (process.create_time(), process.pid))
+        self.ranks = sorted(children(self.supervisor), key=lambda process: (process.create_time(), process.pid))
 
     def strike(self, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
         self.ranks[rank].send_signal(how)
