@@ -101,19 +101,19 @@ class SafetensorsFile:
         start = entry.start + first * row_bytes
         flat = out.view(-1).view(torch.uint8).numpy()
         if cut.cols is None:
-            self._read(name, memoryview(flat), start)
+            self._read(name, flat.data, start)
             return
         width = out.shape[1] * out.element_size()
         skipped = cut.cols.indices(entry.shape[1])[0] * out.element_size()
         if row_bytes - width >= _GAP_BYTES:
             for row in range(out.shape[0]):
-                self._read(name, memoryview(flat[row * width : (row + 1) * width]), start + row * row_bytes + skipped)
+                self._read(name, flat[row * width : (row + 1) * width].data, start + row * row_bytes + skipped)
             return
         step = max(1, PART_BYTES // row_bytes)
         for row in range(0, out.shape[0], step):
             some = flat[row * width : (row + step) * width].reshape(-1, width)
             whole = torch.empty(len(some), row_bytes, dtype=torch.uint8).numpy()
-            self._read(name, memoryview(whole.reshape(-1)), start + row * row_bytes)
+            self._read(name, whole.reshape(-1).data, start + row * row_bytes)
             some[:] = whole[:, skipped : skipped + width]
 
     def _read(self, name: str, buffer: memoryview, offset: int) -> None:

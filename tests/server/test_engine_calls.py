@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -19,6 +20,7 @@ from moe_engine.errors import EngineDeadError
 from moe_engine.frontend.client_api import GroupAnswers, Health
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput
+from moe_engine.frontend.served_weights import ServedWeights
 from moe_engine.frontend.weight_updates import WeightUpdates
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, post, real_server, talk
@@ -145,10 +147,18 @@ def test_new_requests_wait_running_ones_end_first_or_are_aborted() -> None:
     assert first["meta_info"]["finish_reason"]["type"] == "stop"
 
 
+Waiting = Callable[[int], None]
+"""Returns when that number of requests waits for the update."""
+
+
 @contextmanager
-def update_in_progress() -> Iterator[tuple[httpx.Client, Ranks, Callable[[], dict[str, Any]]]]:
-    """A server whose ranks stage weights until the third value is called; that returns the update's answer."""
-    go_on = threading.Event()
+def update_in_progress() -> Iterator[tuple[httpx.Client, Ranks, Waiting, Callable[[], dict[str, Any]]]]:
+    """A server whose ranks stage weights until the last value is called; that returns the update's answer."""
+    go_on, made = threading.Event(), list[ServedWeights]()
+
+    def make(*args: Any) -> ServedWeights:
+        made.append(ServedWeights(*args))
+        return made[-1]
 
     class Slow(Ranks):
         async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
@@ -159,11 +169,18 @@ def update_in_progress() -> Iterator[tuple[httpx.Client, Ranks, Callable[[], dic
 
     client = Slow()
     with (
+        patch("moe_engine.frontend.frontend.ServedWeights", make),
         real_server(client, enable_metrics=True) as url,
         httpx.Client(base_url=url) as http,
         ThreadPoolExecutor() as pool,
     ):
         update = pool.submit(httpx.post, url + UPDATE, json={"model_path": "/new"}, timeout=60)
+
+        def waiting(count: int) -> None:
+            deadline = time.monotonic() + 20
+            while made[0].num_waiting != count:
+                assert time.monotonic() < deadline, made[0].num_waiting
+                time.sleep(0.01)
 
         def finish() -> dict[str, Any]:
             go_on.set()
@@ -172,7 +189,7 @@ def update_in_progress() -> Iterator[tuple[httpx.Client, Ranks, Callable[[], dic
         try:
             while "stage_weights" not in client.called:
                 time.sleep(0.01)
-            yield http, client, finish
+            yield http, client, waiting, finish
         finally:
             finish()
 
@@ -185,18 +202,17 @@ def aborted(http: httpx.Client) -> float:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fields", [{}, {"sampling_params": {"n": 2}}, {"text": ["a", "b"], "rid": ["x-1", "x-2"]}])
 def test_an_abort_ends_a_request_that_waits_for_an_update(stream: bool, fields: dict[str, Any]) -> None:
-    with update_in_progress() as (http, client, finish), ThreadPoolExecutor() as pool:
+    with update_in_progress() as (http, client, waiting, finish), ThreadPoolExecutor() as pool:
         body = {"text": "hi", "rid": "x", "stream": stream, **fields}
         ask = partial(httpx.post, f"{http.base_url}/generate", timeout=60)
         first, second = pool.submit(ask, json=body), pool.submit(ask, json={"text": "stays", "rid": "y"})
-        with pytest.raises(TimeoutError):
-            first.result(0.3)
+        waiting(2)
         http.post("/abort_request", json={"rid": "x"})
         answer = first.result(20)  # the update still runs
         assert answer.status_code == 200 and "Abort in /abort_request" in answer.text
         assert aborted(http) == (2 if fields else 1)
         again = pool.submit(ask, json={"text": "hi", "rid": "x"})
-        time.sleep(0.1)
+        waiting(2)
         assert not again.done() and not second.done() and not client.requests
         assert finish()["num_paused_requests"] == 2
         for done in (second.result(20), again.result(20)):
@@ -206,10 +222,10 @@ def test_an_abort_ends_a_request_that_waits_for_an_update(stream: bool, fields: 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_disconnect_ends_a_request_that_waits_for_an_update(stream: bool) -> None:
-    with update_in_progress() as (http, client, finish):
+    with update_in_progress() as (http, client, waiting, finish):
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{http.base_url}/generate", json={"text": "hi", "rid": "x", "stream": stream}, timeout=0.5)
-        time.sleep(0.3)
+            httpx.post(f"{http.base_url}/generate", json={"text": "hi", "rid": "x", "stream": stream}, timeout=1.0)
+        waiting(0)
         assert finish()["num_paused_requests"] == 0
         assert not client.requests
         assert http.post("/generate", json={"text": "hi", "rid": "x"}).status_code == 200
