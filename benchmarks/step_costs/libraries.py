@@ -22,6 +22,8 @@ ALIGNMENT = 128
 """Rows of DeepGEMM's groups."""
 TILE = 64
 """Rows of its smallest tile."""
+QUERY_ROWS, MOST_SPLITS = 64, 128
+"""Of FlashAttention 3: rows of a block of queries, all heads of a KV head together."""
 FP8 = torch.float8_e4m3fn
 PRODUCT, ATTENTION = "product", "attention"
 
@@ -101,10 +103,10 @@ class Libraries:
         context = self._recorder.setting.context + max_seqlen_q - 1
         self.call("prepare_varlen", Cost(size(cache_seqlens, cu_seqlens_q), 4 * len(cache_seqlens)))
         self.call("flash_attn_with_kvcache", paged_cost(q, qv, k_cache, v_cache, out, len(page_table), context))
-        if num_splits != 1:
-            splits = num_splits or splits_of(len(page_table), self._hardware["multiprocessors"])
-            if splits > 1:
-                self.call("flash_attn_combine", Cost(splits * out.numel() * 4, size(out)))
+        blocks = len(page_table) * -(-max_seqlen_q * q.shape[1] // (QUERY_ROWS * k_cache.shape[2]))
+        splits = min(splits_of(blocks, self._hardware["multiprocessors"]), num_splits or MOST_SPLITS)
+        if num_splits != 1:  # launched with dynamic splits whatever their number
+            self.call("flash_attn_combine", Cost(splits * out.numel() * 4 * (splits > 1), size(out) * (splits > 1)))
         return (out, lse, None, None) if return_softmax_lse else out
 
     def _varlen(
@@ -270,9 +272,10 @@ def varlen_cost(q: Tensor, k: Tensor, v: Tensor, out: Tensor, requests: int, cau
     return Cost(size(q, k, v), size(out), {"bf16": flops})
 
 
-def splits_of(requests: int, multiprocessors: int) -> int:
-    """Parts of a context that the library computes apart, where requests do not fill the device."""
-    return max(1, min(8, multiprocessors // max(1, requests)))
+def splits_of(blocks: int, multiprocessors: int) -> int:
+    """Parts of a context that FlashAttention computes apart where blocks of queries do not fill the device
+    (`num_splits_heuristic` in hopper/heuristics.h: none from 80 % on)."""
+    return 1 if blocks >= 0.8 * multiprocessors else max(1, multiprocessors // blocks)
 
 
 def targets_of(top_k: int, ranks: int) -> float:

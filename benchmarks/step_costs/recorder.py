@@ -12,13 +12,18 @@ from torch import Tensor
 
 from benchmarks.step_costs.costs import Cost, Setting, kernel_cost, size
 
-aten = torch.ops.aten
 OUTSIDE = "outside"
 """The section of launches outside the decoder's layers."""
 ROOMS = ("/models/", "/parallel/", "/worker/", "/kernels/")
 HELPERS = ("/tests/", "/torch/", "/triton/", "/benchmarks/")
-PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.mm.out, aten.bmm.out, aten.matmul.default}
-GATHERS = {aten.index_select.default, aten.embedding.default, aten.index.Tensor, aten.gather.default}
+PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm"}
+GATHERS = {"aten::index_select", "aten::embedding", "aten::index", "aten::gather"}
+SCATTERS = {
+    "aten::index_copy", "aten::index_copy_", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
+    "aten::scatter", "aten::scatter_",
+}  # fmt: skip
+OVERWRITES = {"aten::copy_", "aten::fill_", "aten::zero_"}
+"""Operators in place that do not read what they change."""
 DTYPES = {
     torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "fp32",
     torch.float64: "fp32",
@@ -63,14 +68,17 @@ class Recorder:
         self._add(launch, name, Cost(read=0 if upload else num_bytes, written=num_bytes if upload else 0))
 
     def kernel(self, launch: Any, name: str, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
-        self._add(launch, name, lambda: kernel_cost(name, SimpleNamespace(grid=grid, **arguments), self.setting))
+        given = SimpleNamespace(grid=grid, **arguments)
+        self._add(launch, name, lambda: kernel_cost(name, given, self.setting))
+        if name == "router_select_kernel":
+            choose_evenly(given.ids, given.EXPERTS)
 
     def library(self, launch: Any, name: str, cost: Cost) -> None:
         """A call of a library's stand-in."""
         self._add(launch, name, cost)
 
     def collective(self, launch: Any, name: str, out: list[Tensor], given: list[Tensor], group: Any) -> None:
-        self._add(launch, name, lambda: kernel_cost(name, SimpleNamespace(out=out, given=given, group=group), self.setting))
+        self._add(launch, name, lambda: kernel_cost(name, SimpleNamespace(name=name, out=out, given=given, group=group), self.setting))
 
     def replayed(self, graph: Any) -> None:
         if self.lines is not None:
@@ -92,6 +100,15 @@ class Recorder:
             self._graphs.setdefault(id(launch.graph), []).append(line)
 
 
+def choose_evenly(ids: Tensor, num_experts: int) -> None:
+    """ids [T, K]: different experts for each token, all of them equally often. Dispatchers check what they send."""
+    from tests.simulated_cuda.memory import MEMORY
+
+    tokens, top_k = ids.shape
+    first = torch.arange(tokens).unsqueeze(1) * top_k
+    MEMORY.host(ids).copy_((first + torch.arange(top_k)) % num_experts)
+
+
 def place() -> str:
     """The innermost frame of the engine outside its kernels, else within."""
     frame, inner = sys._getframe(2), ""
@@ -108,25 +125,15 @@ def place() -> str:
 
 def operator_cost(op: Any, given: list[Tensor], written: list[Tensor], results: list[Tensor]) -> Cost:
     """Of an operator of torch, from its tensors: each input is read, each output written, once."""
-    makes = [*written, *results]
-    reads = [x for x in given if not any(x is other for other in written)]
-    if op in PRODUCTS:
-        a, b = reads[-2], reads[-1]
-        flops = 2.0 * a.numel() * b.shape[-1]
-        return Cost(size(*reads), size(*makes), {DTYPES[a.dtype]: flops})
-    if op in GATHERS:  # reads what it takes
+    name, makes, reads = op._schema.name, [*written, *results], list(given)
+    if not name.endswith("_") or name in OVERWRITES:
+        for x in written:  # the destination, once: it may be an input, too
+            del reads[max(i for i, other in enumerate(reads) if other is x)]
+    if name in PRODUCTS:
+        a, b = reads[-2:]
+        return Cost(size(*reads), size(*makes), {DTYPES[a.dtype]: 2.0 * a.numel() * b.shape[-1]})
+    if name in GATHERS:  # reads what it takes
         return Cost(size(*reads[1:]) + size(*makes), size(*makes))
-    if op in SCATTERS:  # writes what it is given
-        values = reads[-1]
-        return Cost(size(*reads), size(values))
-    in_place = [x for x in written if READS_TOO(op)]
-    return Cost(size(*reads, *in_place), size(*makes))
-
-
-SCATTERS = {aten.index_copy_.default, aten.index_put_.default, aten._index_put_impl_.default, aten.scatter_.src}
-
-
-def READS_TOO(op: Any) -> bool:  # noqa: N802
-    """Whether an operator reads the tensor that it changes."""
-    name = op._schema.name
-    return name.endswith("_") and name not in ("aten::copy_", "aten::fill_", "aten::zero_")
+    if name in SCATTERS:  # writes what it is given
+        return Cost(size(*reads[1:]), size(reads[-1]))
+    return Cost(size(*reads), size(*makes))

@@ -114,6 +114,7 @@ def _start(case: Case, short: dict[str, Any], batches: list[int]) -> tuple[Any, 
     if install.installed():
         raise RuntimeError("this process has simulated devices already: a session takes a process of its own")
     recorder = Recorder(_setting(case))
+    os.environ[install.COUNT] = str(min(case.form.ranks, case.hardware.per_node))
     install.MULTIPROCESSORS = case.hardware["multiprocessors"]
     memory.MEMORY.total = int(case.hardware["memory_bytes"])
     observer.observer = recorder
@@ -121,6 +122,7 @@ def _start(case: Case, short: dict[str, Any], batches: list[int]) -> tuple[Any, 
     if case.vendors:
         Libraries(recorder, case.hardware, case.form.nodes(case.hardware)).install()
     _watch_layers(recorder)
+    _without_warm_up()
     from moe_engine.config.args import EngineArgs
     from moe_engine.planning.prepare import prepare
 
@@ -130,7 +132,7 @@ def _start(case: Case, short: dict[str, Any], batches: list[int]) -> tuple[Any, 
     if case.form.ranks > 1:
         from benchmarks.step_costs import one_rank
 
-        return recorder, config, one_rank.create_worker(config, case.form, case.hardware)
+        return recorder, config, one_rank.create_worker(config, case.hardware)
     from benchmarks.step_driver import create_worker
 
     return recorder, config, create_worker(config)
@@ -157,7 +159,9 @@ def _flags(case: Case, folder: Path, most: int) -> list[Any]:
     if form.dp > 1:
         flags += ["--enable-dp-attention", "--dp-size", form.dp]
     if form.ep > 1:
-        flags += ["--ep-size", form.ep]
+        flags += ["--ep-size", form.ep, "--moe-a2a-backend", "deepep" if case.vendors else "symm_mem"]
+    if (nodes := form.nodes(case.hardware)) > 1:
+        flags += ["--nnodes", nodes, "--node-rank", 0, "--dist-init-addr", "127.0.0.1:30999"]
     return flags
 
 
@@ -173,6 +177,13 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
     settings = GraphSettings((batch,), counts=counts)
     runner.graphs = None
     worker.call(lambda: capture_graphs(runner, settings)).result()
+
+
+def _without_warm_up() -> None:
+    """Nothing is compiled here, and a graph's capture runs its step once before."""
+    from moe_engine.worker import worker
+
+    worker._warm = lambda runner, backends, options: None  # type: ignore[assignment]
 
 
 def _watch_layers(recorder: Any) -> None:

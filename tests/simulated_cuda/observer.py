@@ -1,7 +1,7 @@
 """Who watches launches, and whether they compute: for programs that count the work of a step at a model's true sizes.
 
-With an observer, launches over more than `SMALL` bytes compute nothing: results have their shapes, and memory that
-nothing wrote, of which the host gives no page away. Smaller ones compute, so that lengths and slots keep their values.
+With an observer, launches compute nothing where they are large (`skips`): results have their shapes, and memory that
+nothing wrote, which takes no room. Small ones and those over integers compute, so that lengths and slots keep values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-SMALL = 1 << 14
+SMALL, SMALL_INTEGERS = 1 << 14, 1 << 25
+"""Bytes of the tensors of a launch."""
 
 
 class Observer(Protocol):
@@ -39,4 +40,8 @@ observer: Observer | None = None
 
 def skips(tensors: Iterable[Any]) -> bool:
     """Whether a launch over these computes nothing."""
-    return observer is not None and sum(x.numel() * x.element_size() for x in tensors) > SMALL
+    if observer is None:
+        return False
+    given = list(tensors)
+    most = SMALL if any(x.is_floating_point() for x in given) else SMALL_INTEGERS
+    return sum(x.numel() * x.element_size() for x in given) > most
