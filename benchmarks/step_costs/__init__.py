@@ -1,1 +1,1 @@
-"""How far a step is from the roofline, without a GPU: ``python -m benchmarks.step_costs --help``."""
+"""How far a step is from the roofline of its hardware: launches, bytes, waits of the real worker, without a GPU"""

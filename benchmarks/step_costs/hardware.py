@@ -1,6 +1,6 @@
 """A device's constants, from ``hardware.json``, and the time of a launch by them.
 
-    time of a launch = gap + max(shortest kernel, bytes / bandwidth, operations / rate, messages)
+time of a launch = gap + max(shortest kernel, bytes / bandwidth, operations / rate, messages)
 """
 
 from __future__ import annotations

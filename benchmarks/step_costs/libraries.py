@@ -33,11 +33,12 @@ class Libraries:
 
     Args:
         recorder: gets the cost of each call.
-        num_nodes: nodes of the expert-parallel group, for DeepEP.
+        num_nodes: nodes of the expert-parallel group; target_ranks: those of its ranks that a token may choose.
     """
 
-    def __init__(self, recorder: Recorder, hardware: Hardware, num_nodes: int) -> None:
+    def __init__(self, recorder: Recorder, hardware: Hardware, num_nodes: int, target_ranks: float) -> None:
         self._recorder, self._hardware, self._num_nodes = recorder, hardware, num_nodes
+        self._target_ranks = target_ranks
 
     def install(self) -> None:
         """DeepGEMM, FlashAttention 3 and DeepEP's first generation."""
@@ -184,7 +185,7 @@ class Libraries:
 
                 data, scales = x if isinstance(x, tuple) else (x, None)
                 row_bytes = data.shape[1] * data.element_size() + (0 if scales is None else 4 * scales.shape[1])
-                tokens, targets = len(data), targets_of(topk_idx.shape[1], self._size)
+                tokens, targets = len(data), targets_of(topk_idx.shape[1], libraries._target_ranks)
                 received = round(tokens * targets)
                 libraries.call("notify_dispatch", Cost(link_us=20.0))
                 streams.note_wait("DeepEP's counts")
@@ -278,7 +279,7 @@ def splits_of(blocks: int, multiprocessors: int) -> int:
     return 1 if blocks >= 0.8 * multiprocessors else max(1, multiprocessors // blocks)
 
 
-def targets_of(top_k: int, ranks: int) -> float:
+def targets_of(top_k: int, ranks: float) -> float:
     """Expected number of ranks that a token's experts lie on, drawn uniformly."""
     return ranks * (1 - (1 - 1 / ranks) ** top_k)
 

@@ -1,4 +1,4 @@
-"""True shapes of models as config.json, and the same with few layers: two of each kind, which are then counted often."""
+"""True shapes of models as config.json, and the same with two layers of each kind, the last of which counts often."""
 
 from __future__ import annotations
 

@@ -82,4 +82,3 @@ def create_worker(config: Any, hardware: Hardware) -> Any:
     place = SimpleNamespace(rank=0, size=ranks, device="cuda:0")
     progress = SimpleNamespace(phase=None, observe=None)
     return sharded_worker(config, place, progress)  # type: ignore[arg-type]
-

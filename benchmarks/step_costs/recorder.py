@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from benchmarks.step_costs.costs import Cost, Setting, kernel_cost, size
 
 OUTSIDE = "outside"
 """The section of launches outside the decoder's layers."""
+DRAFT = "draft"
+"""The section of MTP layers."""
 ROOMS = ("/models/", "/parallel/", "/worker/", "/kernels/")
 HELPERS = ("/tests/", "/torch/", "/triton/", "/benchmarks/")
 PRODUCTS = {"aten::mm", "aten::bmm", "aten::addmm"}
@@ -44,15 +47,31 @@ class Line:
     cost: Cost
 
 
+@dataclass(frozen=True)
+class HostWait:
+    """The host waited for the device. thread: that did; where: the innermost frames of the engine."""
+
+    section: str
+    what: str
+    thread: str
+    where: str
+
+
 class Recorder:
     """Implements `tests.simulated_cuda.observer.Observer`. Launches of a graph count when it is replayed."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
+    def __init__(self, settings: Mapping[str, Setting]) -> None:
+        self.settings = settings
+        """By section; of others as outside."""
         self.lines: list[Line] | None = None
         """Of the step that is recorded; None between steps."""
         self.section = OUTSIDE
+        self.waits: list[HostWait] = []
         self._graphs: dict[int, list[Line]] = {}
+
+    @property
+    def setting(self) -> Setting:
+        return self.settings.get(self.section, self.settings[OUTSIDE])
 
     def forget_graphs(self) -> None:
         """Before others are captured."""
@@ -78,7 +97,14 @@ class Recorder:
         self._add(launch, name, cost)
 
     def collective(self, launch: Any, name: str, out: list[Tensor], given: list[Tensor], group: Any) -> None:
-        self._add(launch, name, lambda: kernel_cost(name, SimpleNamespace(name=name, out=out, given=given, group=group), self.setting))
+        self._add(
+            launch,
+            name,
+            lambda: kernel_cost(name, SimpleNamespace(name=name, out=out, given=given, group=group), self.setting),
+        )
+
+    def waited(self, wait: Any) -> None:
+        self.waits.append(HostWait(self.section, wait.what, wait.thread, wait.where))
 
     def replayed(self, graph: Any) -> None:
         if self.lines is not None:

@@ -48,31 +48,29 @@ class Case:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step. `repeats`: layers that each layer that ran stands for. waits: of the host, where."""
+    """A step. `repeats`: layers that each layer that ran stands for. waits: of the host, `recorder.HostWait`."""
 
     lines: Sequence[Any]
     repeats: Sequence[int]
-    waits: Sequence[str]
+    waits: Sequence[Any]
     rows: dict[str, str]
 
 
 class Session:
-    """Runs steps of cases that differ in `batch` alone (`most`: the largest), all else as in `case`."""
+    """Runs steps of up to `case.batch` requests, all else as in `case`."""
 
-    def __init__(self, case: Case, batches: Sequence[int]) -> None:
+    def __init__(self, case: Case) -> None:
         self.case = case
-        self._sizes = list(batches)
         short, self._repeats = shortened(case.config)
-        self._recorder, self._config, self._worker = _start(case, short, self._sizes)
+        self._recorder, self._config, self._worker = _start(case, short)
 
-    def run(self, batch: int) -> Recorded:
-        """The step of `batch` requests."""
+    def run(self, batch: int) -> tuple[Case, Recorded]:
+        """The case with `batch` requests, and its step."""
         from benchmarks.step_costs.steps import Steps
-        from tests.simulated_cuda import streams
 
         case, config = replace(self.case, batch=batch), self._config
         recorder = self._recorder
-        recorder.setting = _setting(case)
+        recorder.settings = _settings(case)
         recorder.forget_graphs()
         _capture(self._worker, config, batch, case)
         steps = Steps(self._worker, batch, case.context, config.page_size, SPARE, case.form.dp)
@@ -82,29 +80,33 @@ class Session:
             steps.enter()
             action = steps.decode if not case.mtp else lambda: steps.decode_drafted(case.mtp)
             action()
-        streams.waits.clear()
+        recorder.waits.clear()
         recorder.lines = []
         action()
         lines, recorder.lines = recorder.lines, None
-        waits = [f"{w.what}: {w.where}" for w in streams.waits if w.thread.startswith("worker-steps")]
+        waits = [wait for wait in recorder.waits if wait.thread.startswith("worker-steps")]
         steps.leave()
         rows = {choice.family: choice.row.name for choice in config.kernels.model.choices}
-        return Recorded(lines, self._repeats, waits, rows)
+        return case, Recorded(lines, self._repeats, waits, rows)
 
     def close(self) -> None:
         self._worker.close()
 
 
-def _setting(case: Case) -> Any:
+def _settings(case: Case) -> dict[str, Any]:
+    """Of the model's sections, and of drafting, whose forwards have a token a request."""
     from benchmarks.step_costs.costs import Routing, Setting
+    from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
 
-    experts = case.config.get("n_routed_experts") or 0
-    tokens = (case.prefill or case.batch * (case.mtp + 1)) * case.form.dp
-    routing = Routing(tokens, case.config.get("num_experts_per_tok", 0), experts, experts // case.form.ep)
-    return Setting(case.context, routing)
+    experts, top_k = case.config.get("n_routed_experts") or 0, case.config.get("num_experts_per_tok", 0)
+
+    def with_tokens(tokens: int) -> Setting:
+        return Setting(case.context, Routing(tokens * case.form.dp, top_k, experts, experts // case.form.ep))
+
+    return {OUTSIDE: with_tokens(case.prefill or case.batch * (case.mtp + 1)), DRAFT: with_tokens(case.batch)}
 
 
-def _start(case: Case, short: dict[str, Any], batches: list[int]) -> tuple[Any, Any, Any]:
+def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
     os.environ["TRITON_INTERPRET"] = "1"
     from benchmarks.step_costs import triton_costs  # noqa: F401
     from benchmarks.step_costs.libraries import Libraries
@@ -113,22 +115,22 @@ def _start(case: Case, short: dict[str, Any], batches: list[int]) -> tuple[Any, 
 
     if install.installed():
         raise RuntimeError("this process has simulated devices already: a session takes a process of its own")
-    recorder = Recorder(_setting(case))
+    recorder = Recorder(_settings(case))
     os.environ[install.COUNT] = str(min(case.form.ranks, case.hardware.per_node))
     install.MULTIPROCESSORS = case.hardware["multiprocessors"]
     memory.MEMORY.total = int(case.hardware["memory_bytes"])
     observer.observer = recorder
     install.install()
     if case.vendors:
-        Libraries(recorder, case.hardware, case.form.nodes(case.hardware)).install()
+        Libraries(recorder, case.hardware, case.form.nodes(case.hardware), _target_ranks(case)).install()
     _watch_layers(recorder)
-    _without_warm_up()
+    _without_compiling()
     from moe_engine.config.args import EngineArgs
     from moe_engine.planning.prepare import prepare
 
     folder = Path(tempfile.mkdtemp(prefix="moe-engine-step-costs-"))
     (folder / "config.json").write_text(json.dumps(short))
-    config = prepare(EngineArgs.from_cli([str(x) for x in _flags(case, folder, max(batches))]))
+    config = prepare(EngineArgs.from_cli([str(x) for x in _flags(case, folder)]))
     if case.form.ranks > 1:
         from benchmarks.step_costs import one_rank
 
@@ -138,17 +140,25 @@ def _start(case: Case, short: dict[str, Any], batches: list[int]) -> tuple[Any, 
     return recorder, config, create_worker(config)
 
 
-def _flags(case: Case, folder: Path, most: int) -> list[Any]:
-    per_request = case.prefill or case.context
+def _target_ranks(case: Case) -> float:
+    """Ranks that a token's experts may lie on: those of the groups of experts that it chooses."""
+    config = case.config
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    return case.form.ep * chosen / groups
+
+
+def _flags(case: Case, folder: Path) -> list[Any]:
+    most, per_request = case.batch, case.prefill or case.context
     tokens = most * (-(-(per_request + SPARE) // 64) * 64 + 64)
     form = case.form
     flags = [
         "--model-path", folder, "--load-format", "dummy", "--device", "cuda", "--skip-tokenizer-init",
         "--max-running-requests", most * form.dp, "--max-total-tokens", tokens, "--context-length",
-        per_request + 2048, "--chunked-prefill-size", case.prefill or max(64, most), "--disable-cuda-graph",
+        per_request + 2048, "--chunked-prefill-size", (case.prefill or max(64, most)) * form.dp,
+        "--disable-cuda-graph",
     ]  # fmt: skip
     if case.prefill:
-        flags += ["--max-prefill-tokens", case.prefill]
+        flags += ["--max-prefill-tokens", case.prefill * form.dp]
     if case.mtp:
         flags += [
             "--speculative-algorithm", "NEXTN", "--speculative-num-steps", case.mtp, "--speculative-eagle-topk", 1,
@@ -179,38 +189,39 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
     worker.call(lambda: capture_graphs(runner, settings)).result()
 
 
-def _without_warm_up() -> None:
-    """Nothing is compiled here, and a graph's capture runs its step once before."""
+def _without_compiling() -> None:
+    """Steps of other sizes are run before READY to compile their kernels: nothing is compiled here."""
     from moe_engine.worker import worker
 
-    worker._warm = lambda runner, backends, options: None  # type: ignore[assignment]
+    worker.warm_sizes = lambda runner, most: None  # type: ignore[assignment]
+    worker.compile_kernels = lambda backends, shapes: None  # type: ignore[assignment]
 
 
 def _watch_layers(recorder: Any) -> None:
-    """Tells the recorder where in the decoder a launch is."""
-    from benchmarks.step_costs.recorder import OUTSIDE
+    """Tells the recorder where in the decoder, or in drafting, a launch is."""
+    from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
     from moe_engine.models.layers.decoder import Decoder
+    from moe_engine.models.mtp import MTPLayers
 
     place = "_at_layer"
 
     def enter(self: Any, index: int) -> None:
+        if hasattr(self, place):  # else it is being built
+            recorder.section = f"layer {index}"
         setattr(self, place, index)
-        recorder.section = f"layer {index}"
 
-    forward, logits = Decoder.forward, Decoder.logits
+    def within(section: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, recorder.section = recorder.section, section
+            try:
+                return function(*args, **kwargs)
+            finally:
+                recorder.section = before
 
-    def forwards(self: Any, batch: Any) -> Any:
-        try:
-            return forward(self, batch)
-        finally:
-            recorder.section = OUTSIDE
-
-    def heads(self: Any, *args: Any) -> Any:
-        recorder.section = "head"
-        try:
-            return logits(self, *args)
-        finally:
-            recorder.section = OUTSIDE
+        return call
 
     Decoder.at_layer = property(lambda self: getattr(self, place), enter)  # type: ignore[assignment]
-    Decoder.forward, Decoder.logits = forwards, heads  # type: ignore[method-assign]
+    Decoder.forward = within(OUTSIDE, Decoder.forward)  # type: ignore[method-assign]
+    Decoder.logits = within("head", Decoder.logits)  # type: ignore[method-assign]
+    MTPLayers.forward = within(DRAFT, MTPLayers.forward)  # type: ignore[method-assign]
+    MTPLayers.logits = within(DRAFT, MTPLayers.logits)  # type: ignore[method-assign]

@@ -9,10 +9,15 @@ from typing import Any
 
 from benchmarks.step_costs import roofline
 from benchmarks.step_costs.hardware import Hardware
-from benchmarks.step_costs.recorder import OUTSIDE, Line
+from benchmarks.step_costs.models import shortened
+from benchmarks.step_costs.recorder import DRAFT, OUTSIDE, Line
 from benchmarks.step_costs.session import Case, Recorded
 
 ATTENTION = {"latent_kernel", "expanded_kernel", "flash_attn_with_kvcache", "flash_attn_varlen", "paged_kernel"}
+
+
+LAYER = "layer "
+"""Prefix of a layer's section."""
 
 
 def kind_of(line: Line) -> str:
@@ -45,7 +50,8 @@ class Section:
 class Summary:
     case: Case
     sections: Sequence[Section]
-    waits: Sequence[str]
+    waits: Sequence[tuple[int, Any]]
+    """Times, and one `HostWait`."""
     rows: dict[str, str]
     least: roofline.Roofline
 
@@ -62,7 +68,7 @@ class Summary:
 
     @property
     def num_waits(self) -> int:
-        return len(self.waits)
+        return sum(times for times, _ in self.waits)
 
     @property
     def microseconds(self) -> float:
@@ -98,22 +104,26 @@ class Summary:
 
 
 def summarize(case: Case, recorded: Recorded) -> Summary:
-    layers = len(recorded.repeats)
-    dense = min(case.config.get("first_k_dense_replace", layers), layers)
-    dense = min(dense, sum(1 for _ in recorded.repeats) if not case.config.get("n_routed_experts") else 2)
+    short, _ = shortened(case.config)
+    dense = short["first_k_dense_replace"] if short.get("n_routed_experts") else short["num_hidden_layers"]
     parts: dict[str, list[Line]] = {}
     for line in recorded.lines:
         parts.setdefault(line.section, []).append(line)
     sections = []
     for name, lines in parts.items():
-        repeats, shown = 1, name
-        if name.startswith("layer "):
-            index = int(name.split()[1])
-            repeats, shown = recorded.repeats[index], "dense layer" if index < dense else "MoE layer"
+        repeats, shown = times_of(name, recorded.repeats), name
+        if name.startswith(LAYER):
+            shown = "dense layer" if int(name.removeprefix(LAYER)) < dense else "MoE layer"
         sections.append(Section(shown, repeats, lines, time_of(lines, case.hardware)))
-    order = ("dense layer", "MoE layer", "head", OUTSIDE)
+    waits = [(times_of(wait.section, recorded.repeats), wait) for wait in recorded.waits]
+    order = ("dense layer", "MoE layer", "head", DRAFT, OUTSIDE)
     sections.sort(key=lambda part: order.index(part.name) if part.name in order else len(order))
-    return Summary(case, sections, recorded.waits, recorded.rows, least_of(case))
+    return Summary(case, sections, waits, recorded.rows, least_of(case))
+
+
+def times_of(section: str, repeats: Sequence[int]) -> int:
+    """How often a section that ran once is in the model."""
+    return repeats[int(section.removeprefix(LAYER))] if section.startswith(LAYER) else 1
 
 
 def least_of(case: Case) -> roofline.Roofline:

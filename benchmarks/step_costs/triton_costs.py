@@ -170,7 +170,7 @@ def permute(a: Any, s: Setting) -> Cost:
 
 @cost_of("combine_kernel")
 def combine(a: Any, s: Setting) -> Cost:
-    rows = a.positions.numel() * a.WIDTH * a.rows.element_size()
+    rows = min(a.positions.numel(), s.routing.rows) * a.WIDTH * a.rows.element_size()
     add = size(given(a.add)) if a.HAS_ADD else 0
     return Cost(rows + add + size(a.positions), size(a.out))
 

@@ -84,7 +84,12 @@ class Graph:
 
     def keep(self, block: Block) -> None:
         """A launch is about to write to a block."""
-        if observer.observer is None and not block.shared and block not in self._blocks and id(block) not in self._before:
+        if (
+            observer.observer is None
+            and not block.shared
+            and block not in self._blocks
+            and id(block) not in self._before
+        ):
             self._before[id(block)] = block, block.host.clone()
 
     def add(self, launch: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,8 +84,8 @@ class Memory:
     def new(self, num_bytes: int, device: int) -> Tensor:
         """uint8 [num_bytes] on the device, poisoned."""
         size = max(num_bytes, 1)
-        if observer.observer is not None:  # pages that nothing touches take no memory
-            host = torch.empty(size, dtype=torch.uint8) if size > observer.SMALL else torch.zeros(size, dtype=torch.uint8)
+        if observer.observer is not None:  # zeros, of which pages that nothing touches take no memory
+            host = torch.from_numpy(np.zeros(size, np.uint8))
         else:
             host = torch.full((size,), POISON, dtype=torch.uint8)
         return self.adopt(host, device)[:num_bytes]

@@ -1,7 +1,7 @@
 """Who watches launches, and whether they compute: for programs that count the work of a step at a model's true sizes.
 
-With an observer, launches compute nothing where they are large (`skips`): results have their shapes, and memory that
-nothing wrote, which takes no room. Small ones and those over integers compute, so that lengths and slots keep values.
+With an observer, launches compute nothing where they are large (`skips`): results have their shapes, and zeros that
+take no memory. Small ones and those over integers compute, so that lengths and slots keep values.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ class Observer(Protocol):
 
     def collective(self, launch: Any, name: str, out: list[Tensor], given: list[Tensor], group: Any) -> None:
         """An operation of a process group."""
+
+    def waited(self, wait: Any) -> None:
+        """The host waited for a device."""
 
     def replayed(self, graph: Any) -> None:
         """A graph was launched."""
