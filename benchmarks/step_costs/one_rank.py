@@ -30,7 +30,7 @@ class AloneNCCL(nccl.ProcessGroupNCCL):
     hardware: Hardware
 
     def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
-        dist.ProcessGroup.__init__(self, rank, size)
+        dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
         self._timeout = options._timeout
         self._stream: Any = None
         self._device: Any = None

@@ -77,7 +77,7 @@ class Session:
         if case.prefill is not None:
             action = lambda: steps.prefill(case.prefill)  # noqa: E731
         else:
-            steps.enter()
+            steps.enter(drafts=bool(case.mtp))
             action = steps.decode if not case.mtp else lambda: steps.decode_drafted(case.mtp)
             action()
         recorder.waits.clear()
@@ -193,8 +193,8 @@ def _without_compiling() -> None:
     """Steps of other sizes are run before READY to compile their kernels: nothing is compiled here."""
     from moe_engine.worker import worker
 
-    worker.warm_sizes = lambda runner, most: None  # type: ignore[assignment]
-    worker.compile_kernels = lambda backends, shapes: None  # type: ignore[assignment]
+    worker.warm_sizes = lambda runner, most: 0  # type: ignore[assignment]
+    worker.compile_kernels = lambda backends, shapes: 0  # type: ignore[assignment]
 
 
 def _watch_layers(recorder: Any) -> None:

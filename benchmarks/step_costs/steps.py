@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from moe_engine.types import NewRow, SamplingParams, Speculation, StepFacts, StepPlan
+from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, StepFacts, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 
@@ -28,7 +28,7 @@ class Steps:
         self._number = 0
         self._done = context
 
-    def enter(self) -> None:
+    def enter(self, *, drafts: bool = False) -> None:
         """The requests' last prompt tokens, behind a cached prefix: each gets a first token."""
         rows, last = list(range(self._batch)), self._context - 1
         prompt = random.Random(0).choices(range(1000), k=self._context)
@@ -39,6 +39,7 @@ class Steps:
         self._run(
             rows=rows, starts=[last] * len(rows), counts=[1] * len(rows), samples=[True] * len(rows),
             slots=[first + last for first in self._first], input_ids=[prompt[-1]] * len(rows), new_rows=new,
+            speculation=Speculation(follow=True) if drafts else None,
         )  # fmt: skip
 
     def decode(self) -> None:
@@ -53,11 +54,14 @@ class Steps:
     def decode_drafted(self, depth: int) -> None:
         """A step that drafts `depth` tokens and verifies them with each request's last one."""
         count = depth + 1
-        slots = [first + self._context + i for first in self._first for i in range(count)]
+        reserved = [
+            RowWrite(row, self._context, [first + self._context + i for i in range(2 * count)])
+            for row, first in enumerate(self._first)
+        ]
         self._run(
             rows=list(range(self._batch)), starts=[self._context] * self._batch, counts=[count] * self._batch,
-            samples=[True] * self._batch, slots=slots, num_decodes=self._batch,
-            speculation=Speculation(depth, slots[:0]),
+            samples=[True] * self._batch, num_decodes=self._batch,
+            speculation=Speculation(depth, follow=True, reserved=reserved),
         )  # fmt: skip
 
     def prefill(self, tokens: int) -> None:
