@@ -15,5 +15,7 @@ What a GPU refuses is refused; races that a GPU would not report are reported:
 - an error of a kernel is raised by every later call, until the process exits (`failures`);
 - ranks are processes joined by NCCL's operations (`nccl`) and by symmetric memory (`symmetric`).
 
+`observer` counts launches at a model's true sizes instead: nothing large is computed (`benchmarks.step_costs`).
+
 Not simulated: speed, kernel code compiled for a GPU, real concurrency inside a kernel.
 """

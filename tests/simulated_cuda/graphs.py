@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.simulated_cuda import failures, order, profiler
-from tests.simulated_cuda.memory import MEMORY, POISON, Block
+from tests.simulated_cuda import failures, observer, order, profiler
+from tests.simulated_cuda.memory import MEMORY, Block, poison
 from tests.simulated_cuda.streams import current
 
 _pools: dict[Any, list[Graph]] = {}
@@ -63,7 +63,7 @@ class Graph:
         for block, content in self._before.values():
             block.host.copy_(content)
         for block in self._blocks:
-            block.host.fill_(POISON)
+            poison(block)
         self._before.clear()
         if any(not self._stream.knows(stream, stream.clock[stream.number]) for stream in self.streams):
             raise RuntimeError("CUDA error: capturing stream has unjoined work")
@@ -84,12 +84,18 @@ class Graph:
 
     def keep(self, block: Block) -> None:
         """A launch is about to write to a block."""
-        if not block.shared and block not in self._blocks and id(block) not in self._before:
+        if (
+            observer.observer is None
+            and not block.shared
+            and block not in self._blocks
+            and id(block) not in self._before
+        ):
             self._before[id(block)] = block, block.host.clone()
 
     def add(self, launch: Callable[[], None]) -> None:
         """A launch over host memory of the tensors, to be repeated."""
-        self._launches.append(launch)
+        if observer.observer is None:
+            self._launches.append(launch)
 
     def replay(self) -> None:
         if self._stream is None or self._stream.capturing is self:
@@ -102,6 +108,8 @@ class Graph:
         failures.raise_broken()
         profiler.launches.update(self.names)
         self.num_replays += 1
+        if observer.observer is not None:
+            observer.observer.replayed(self)
         for (block, begin, end, writes), what in self._touched.items():
             order.touch_bytes(block, begin, end, writes, stream, tick, what)
         with torch.inference_mode():
@@ -113,7 +121,7 @@ class Graph:
         """Freed memory of the pool may belong to another graph."""
         for block in self._blocks:
             if block.managed is None:
-                block.host.fill_(POISON)
+                poison(block)
 
     def reset(self) -> None:
         self._launches.clear()

@@ -111,12 +111,13 @@ def _device(torch: Any) -> Path:
 def _runtime(torch: Any) -> None:
     """``torch.cuda``."""
     from tests.simulated_cuda import failures, graphs, profiler, streams
-    from tests.simulated_cuda.memory import MEMORY, TOTAL
+    from tests.simulated_cuda.memory import MEMORY
 
     cuda = torch.cuda
     count = streams.count_devices = int(os.environ.get(COUNT, "1"))
     properties = SimpleNamespace(
-        name="NVIDIA H200 (simulated)", major=9, minor=0, total_memory=TOTAL, multi_processor_count=MULTIPROCESSORS,
+        name="NVIDIA H200 (simulated)", major=9, minor=0, total_memory=MEMORY.total,
+        multi_processor_count=MULTIPROCESSORS,
         max_threads_per_multi_processor=2048, shared_memory_per_block_optin=232448, warp_size=32,
         L2_cache_size=50 << 20,
     )  # fmt: skip
@@ -132,7 +133,7 @@ def _runtime(torch: Any) -> None:
         "device_count": lambda: count, "current_device": streams.index_of, "set_device": streams.set_device,
         "device": streams.on_device, "get_device_properties": lambda device=None: properties,
         "get_device_name": lambda device=None: properties.name, "get_device_capability": lambda device=None: (9, 0),
-        "mem_get_info": lambda device=None: (TOTAL - used(device), TOTAL), "memory_allocated": used,
+        "mem_get_info": lambda device=None: (MEMORY.total - used(device), MEMORY.total), "memory_allocated": used,
         "max_memory_allocated": used, "memory_reserved": used, "reset_peak_memory_stats": nothing,
         "empty_cache": failures.raise_broken, "ipc_collect": nothing, "can_device_access_peer": lambda a, b: True,
         "is_bf16_supported": lambda *a, **k: True,

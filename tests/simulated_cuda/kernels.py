@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import random
 from typing import Any
@@ -12,7 +13,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.simulated_cuda import failures, streams, symmetric
+from tests.simulated_cuda import failures, observer, streams, symmetric
 from tests.simulated_cuda.memory import MEMORY
 from tests.simulated_cuda.operators import Launch, is_pinned
 
@@ -49,6 +50,9 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
     if elsewhere:  # it would run on the current device, and reach the other's memory or fail
         raise RuntimeError(f"{name} is launched on device {streams.index_of()} with memory of {elsewhere}")
     launch = Launch(name)
+    if observer.observer is not None:
+        observer.observer.kernel(launch, name, *_bound(self, args, kwargs))
+        return None
     blocks = {id(block): block for x in tensors for block in [MEMORY.block(x)]}
     if launch.graph is not None:
         for block in blocks.values():
@@ -70,6 +74,14 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
     if launch.graph is not None:
         launch.graph.add(run)
     return None
+
+
+def _bound(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """A launch's arguments by their names, and its grid."""
+    names = inspect.getfullargspec(executor.fn)
+    known = {key: x for key, x in kwargs.items() if key in names.args or key in names.kwonlyargs}
+    bound = inspect.getcallargs(executor.fn, *args, **known)
+    return bound, tuple(executor.grid(bound) if callable(executor.grid) else executor.grid)
 
 
 def _host(x: Any) -> Any:

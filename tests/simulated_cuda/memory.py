@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from tests.simulated_cuda import observer
 
 POISON = 0xFF  # NaN in every float format, -1 in integers
 TOTAL = 8 << 30
@@ -69,6 +72,7 @@ class Memory:
         self._given_back = (ctypes.c_void_p * 256)()
         self._by_managed: dict[int, Block] = {}
         self.used = [0] * 64  # bytes, by device
+        self.total = TOTAL
         self.on_take: Callable[[Block], None] = lambda block: None
         self.on_free: Callable[[Block], None] = lambda block: None
         self.current_stream: Callable[[int], Any] = lambda device: None
@@ -79,13 +83,18 @@ class Memory:
 
     def new(self, num_bytes: int, device: int) -> Tensor:
         """uint8 [num_bytes] on the device, poisoned."""
-        return self.adopt(torch.full((max(num_bytes, 1),), POISON, dtype=torch.uint8), device)[:num_bytes]
+        size = max(num_bytes, 1)
+        if observer.observer is not None:  # zeros, of which pages that nothing touches take no memory
+            host = torch.from_numpy(np.zeros(size, np.uint8))
+        else:
+            host = torch.full((size,), POISON, dtype=torch.uint8)
+        return self.adopt(host, device)[:num_bytes]
 
     def adopt(self, host: Tensor, device: int) -> Tensor:
         """Bytes [n] of the host as memory of the device, whose tensors alone should use it from now on."""
         self.collect()
-        if self.used[device] + host.nbytes > TOTAL:
-            raise torch.OutOfMemoryError(f"CUDA out of memory: simulated device {device} has {TOTAL >> 20} MiB")
+        if self.used[device] + host.nbytes > self.total:
+            raise torch.OutOfMemoryError(f"CUDA out of memory: simulated device {device} has {self.total >> 20} MiB")
         block = Block(host, device, self.current_stream(device))
         self.on_take(block)
         managed = _Managed(
@@ -111,7 +120,7 @@ class Memory:
                     self.used[block.device] -= block.host.nbytes
                     block.managed = None
                     self.on_free(block)
-                    block.host.fill_(POISON)
+                    poison(block)
 
     def block(self, tensor: Tensor) -> Block:
         return self._blocks[tensor.untyped_storage().data_ptr()]
@@ -147,6 +156,12 @@ def _shaped(raw: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torc
     """A tensor over all bytes of a storage."""
     whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
     return whole.as_strided(size, stride, offset)
+
+
+def poison(block: Block) -> None:
+    """Overwrites what nothing should read any more."""
+    if observer.observer is None:
+        block.host.fill_(POISON)
 
 
 MEMORY = Memory()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from tests.simulated_cuda import failures, order, profiler
+from tests.simulated_cuda import failures, observer, order, profiler
 from tests.simulated_cuda.memory import MEMORY
 from tests.simulated_cuda.streams import Stream, current, note_wait, under_way
 
@@ -118,7 +118,11 @@ def _upload(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) ->
     elif not non_blocking:
         note_wait("a blocking upload")
     launch.writes(into)
+    if observer.observer is not None:
+        observer.observer.copy(launch, into.nbytes, True)
     there = MEMORY.host(into)
+    if observer.skips([into]):
+        return
     there.copy_(source)
     if launch.graph is not None:
         launch.graph.add(lambda: there.copy_(source))
@@ -128,6 +132,8 @@ def _upload(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) ->
 
 def _download(launch: Launch, into: Tensor, source: Tensor, non_blocking: bool) -> None:
     launch.input_format(source)
+    if observer.observer is not None:
+        observer.observer.copy(launch, source.nbytes, False)
     content = MEMORY.host(source)
     if non_blocking and is_pinned(into):
         if launch.graph is not None:
@@ -173,22 +179,31 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     fresh = [x for x in written if not x.numel() and sum(x is other for other in flat) == 1]  # not what is also read
     if fresh and "out" in str(op):
         return _made(op, flat, spec, written, launch)
-    hosts = [_host(x) for x in flat]
+    skipped = observer.skips(tensors)
+    hosts = [_shape(x) if skipped else _host(x) for x in flat]
     host_args, host_kwargs = tree_unflatten(hosts, spec)
     given = {id(h): x for h, x in zip(hosts, flat) if isinstance(x, Tensor)}
-    storages = {h.untyped_storage().data_ptr(): x for h, x in zip(hosts, flat) if isinstance(x, Tensor) and x.is_cuda}
+    storages = {
+        h.untyped_storage().data_ptr(): x
+        for h, x in zip(hosts, flat) if isinstance(x, Tensor) and x.is_cuda and not skipped
+    }  # fmt: skip
     result = op(*host_args, **host_kwargs)
 
     def back(host: Tensor) -> Tensor:
         if id(host) in given:
             return given[id(host)]
+        if host.is_meta:
+            return _empty(aten.empty_strided.default, host.size(), host.stride(), dtype=host.dtype, device=index)
         base = storages.get(host.untyped_storage().data_ptr())
         if base is not None and host.numel():
             return base.as_strided(host.size(), host.stride(), host.storage_offset())
         return _adopted(host, index, launch)
 
     out = tree_map_only(Tensor, back, result)
-    if launch.graph is not None:
+    if observer.observer is not None:
+        made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor) and not any(x is other for other in tensors)]
+        observer.observer.operator(launch, op, tensors, written, made)
+    elif launch.graph is not None:
         fresh = [host for host in tree_flatten(result)[0] if isinstance(host, Tensor) and id(host) not in given]
 
         def again() -> None:
@@ -208,6 +223,13 @@ def as_declared(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return torch.tensor(x) if isinstance(kind, torch.TensorType) and isinstance(x, (bool, int, float)) else x
 
     return tuple(declared(argument.type, x) for argument, x in zip(op._schema.arguments, args))
+
+
+def _shape(x: Any) -> Any:
+    """A tensor without content."""
+    if isinstance(x, Tensor) and (x.is_cuda or x.dim()):
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+    return torch.device("meta") if isinstance(x, torch.device) else x
 
 
 def _host(x: Any) -> Any:

@@ -20,7 +20,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from tests.simulated_cuda import failures
+from tests.simulated_cuda import failures, observer
 
 Clock = dict[int, int]
 _numbers = count(1)
@@ -81,6 +81,8 @@ def note_wait(what: str) -> None:
     frames = [f for f in traceback.extract_stack() if not any(part in f.filename for part in foreign)]
     where = " < ".join(f"{'/'.join(f.filename.split('/')[-2:])}:{f.lineno}" for f in reversed(frames[-4:]))
     waits.append(Wait(what, threading.current_thread().name, where))
+    if observer.observer is not None:
+        observer.observer.waited(waits[-1])
 
 
 def _merge(into: Clock, other: Clock) -> None:

@@ -1,0 +1,169 @@
+"""How far a step is from the roofline of its hardware, on a machine without a GPU.
+
+    python -m benchmarks.step_costs --model v3 --form dp8ep8 --batch 1 32 128
+    python -m benchmarks.step_costs --all                 # every committed case; writes benchmarks/results/
+    python -m benchmarks.step_costs --update-expected     # after a change of launches: the values that CI holds
+
+The production worker runs a step at the model's true sizes on a simulated device: weights have no content, nothing is
+computed, and every launch is recorded with the bytes that it reads and writes, its operations, its stream, whether a
+CUDA graph holds it, and what it sends to other ranks; so are the host's waits. Two layers of each kind run; the last
+stands for the others. Other ranks do not exist, and routing is uniform.
+
+A launch takes: gap + max(shortest kernel, bytes / bandwidth, operations / rate, messages). Streams overlap, the host
+prepares the next step meanwhile unless it waits. Every constant stands with its source in step_costs/hardware.json.
+The roofline (step_costs/roofline.py) is a formula over config.json: weights used, KV and messages once at the device's
+rates. `of roofline` is its share of the step's time: an estimate, good for comparing builds; launches, bytes and waits
+are exact. --rows triton: no vendor library is installed; vendors: DeepGEMM, FlashAttention 3 and DeepEP are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.step_costs.cases import GROUPS, CaseFailed, run_all, update_expected
+from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.models import MODELS, config_of
+from benchmarks.step_costs.roofline import FORMS
+
+COLUMNS = {
+    "case": "case", "fraction": "of roofline", "us": "step us", "roofline_us": "roofline us",
+    "tokens_per_s_per_gpu": "tok/s/GPU", "launches_a_dense_layer": "dense layer", "launches_a_moe_layer": "MoE layer",
+    "launches_outside": "outside", "host_waits": "waits",
+}  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="moe-engine bench step_costs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--model", default="v2-lite", metavar="NAME|DIR", help=f"{', '.join(MODELS)}, or a folder with a config.json"
+    )
+    made.add_argument("--form", default="tp1", choices=FORMS, help="ranks: tensor, data and expert parallelism")
+    made.add_argument("--batch", type=int, nargs="+", default=[1], help="requests of a rank (tp8: of the group)")
+    made.add_argument("--context", type=int, default=2048, help="tokens of each request before the step")
+    made.add_argument("--mtp", type=int, default=0, metavar="N", help="draft tokens of a step by MTP; 0: none")
+    made.add_argument("--prefill", type=int, default=0, metavar="TOKENS", help="a prompt instead of a decode step")
+    made.add_argument("--hardware", default="H200x8", help="GPU, and GPUs of a node (H200x8)")
+    made.add_argument("--rows", choices=("vendors", "triton"), default="vendors", help="libraries that are installed")
+    made.add_argument("--lines", action="store_true", help="print every launch of the step")
+    made.add_argument("--json", type=Path, metavar="FILE", help="also write the values here")
+    made.add_argument("--all", action="store_true", help="every committed case; writes a result and a table beside it")
+    made.add_argument("--update-expected", action="store_true", help="write what CI holds")
+    return made
+
+
+def print_summary(summary: Any, lines: bool) -> None:
+    """The step by section, its dearest launches, and the host's waits."""
+    from benchmarks.step_costs.summary import kind_of
+
+    case, least = summary.case, summary.least
+    rows = [
+        (
+            part.name, part.repeats, part.launches, f"{part.total('bytes') / 1e6:.1f}",
+            f"{part.total('total_flops') / 1e9:.1f}", f"{(part.total('nvlink') + part.total('network')) / 1e6:.2f}",
+            f"{part.microseconds:.1f}", f"{part.microseconds * part.repeats:.0f}",
+        )
+        for part in summary.sections
+    ]  # fmt: skip
+    print(f"\n{case.name}: {', '.join(f'{family} {row}' for family, row in summary.rows.items())}")
+    print(report.table(("section", "times", "launches", "MB", "GFLOP", "MB sent", "us", "us of step"), rows))
+    print(
+        f"step {summary.microseconds:.0f} us (device {summary.device_us:.0f}, host {summary.host_us:.0f}); roofline "
+        f"{least.microseconds:.0f} us (weights {least.weights_us:.0f}, attention {least.attention_us:.0f}, messages "
+        f"{least.links_us:.0f}): {summary.fraction:.1%}; {summary.tokens_per_s:.0f} tok/s/GPU; "
+        f"{summary.num_waits} waits of the host"
+    )
+    print(report.table(("dearest launches", "us"), [(name, f"{us:.0f}") for us, name in summary.dearest()]))
+    for times, wait in summary.waits:
+        print(f"the host waits {times} times: {wait.what}, {wait.where}")
+    if not lines:
+        return
+    for part in summary.sections:
+        print(f"\n{part.name} (x {part.repeats})")
+        every = [
+            (
+                line.name, line.place, "graph" if line.graph else "eager", line.stream,
+                f"{line.cost.read / 1e6:.2f}", f"{line.cost.written / 1e6:.2f}", f"{line.cost.total_flops / 1e9:.2f}",
+                f"{case.hardware.microseconds(kind_of(line), line.cost, line.graph):.1f}",
+            )
+            for line in part.lines
+        ]  # fmt: skip
+        print(report.table(("launch", "from", "", "stream", "MB read", "MB written", "GFLOP", "us"), every))
+
+
+def run_group(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The cases of these options, in this process."""
+    from benchmarks.step_costs.session import Case, Session
+    from benchmarks.step_costs.summary import summarize, values
+
+    first = Case(
+        options.model, config_of(options.model), FORMS[options.form], Hardware.named(options.hardware),
+        max(options.batch), options.context, options.rows == "vendors", options.mtp, options.prefill or None,
+    )  # fmt: skip
+    session = Session(first)
+    found = []
+    for batch in options.batch:
+        summary = summarize(*session.run(batch))
+        print_summary(summary, options.lines)
+        found.append(values(summary))
+    session.close()
+    return found
+
+
+def as_table(cases: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
+    for values in cases:
+        shown = [f"{values[key]:.1%}" if key == "fraction" else f"{values[key]:,}" if key != "case" else values[key]
+                 for key in COLUMNS]  # fmt: skip
+        lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def run_every_group(hardware: str) -> int:
+    cases = []
+    for _, found in run_all(GROUPS, hardware):
+        cases += found
+        path = report.write_result("step_costs", {"hardware": hardware, "cases": cases})
+    about = (
+        f"# Step costs on {hardware}, {time.strftime('%Y-%m-%d')}\n\nSimulated on a CPU: launches (per layer, and "
+        "outside the layers), bytes and waits are counted, times are computed from\n`step_costs/hardware.json`. No GPU "
+        "was measured. Context 2,048 tokens, uniform routing; tokens of drafts are not counted in tok/s.\n"
+        f"`python -m benchmarks.step_costs --all` writes both files; the dearest launches of each case are in "
+        f"`{path.name}`.\n"
+    )
+    path.with_suffix(".md").write_text(f"{about}\n{as_table(cases)}\n")
+    print(as_table(cases))
+    print(path, file=sys.stderr)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    made = parser()
+    options = made.parse_args(argv)
+    try:
+        if options.update_expected:
+            update_expected()
+            return 0
+        if options.all:
+            return run_every_group(options.hardware)
+        Hardware.named(options.hardware)
+        config_of(options.model)
+        cases = run_group(options)
+    except (ValueError, CaseFailed) as error:
+        print(f"benchmarks.step_costs: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    if options.json:
+        report.write_result("step_costs", {"hardware": options.hardware, "cases": cases}, path=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

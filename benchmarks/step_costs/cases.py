@@ -1,0 +1,104 @@
+"""The committed cases: each group is one worker in a process of its own, whose batches run one after the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPECTED = Path(__file__).with_name("expected.json")
+"""Values of `CHECKED` groups that CI holds."""
+HELD = (
+    "host_waits", "launches_a_dense_layer", "launches_a_moe_layer", "launches_outside", "bytes", "nvlink_bytes",
+    "network_bytes",
+)  # fmt: skip
+DECODES = (1, 32, 128, 256)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Arguments of one run of the program. `batches`: requests of a rank, or of a TP group."""
+
+    model: str
+    form: str
+    batches: tuple[int, ...] = DECODES
+    rows: str = "vendors"
+    mtp: int = 0
+    prefill: int = 0
+
+    @property
+    def name(self) -> str:
+        work = f"prefill {self.prefill}" if self.prefill else "decode"
+        return f"{self.model} {self.form} {self.rows} {work}" + (f" mtp {self.mtp}" if self.mtp else "")
+
+    def arguments(self) -> list[str]:
+        more = ["--prefill", self.prefill] if self.prefill else ["--batch", *self.batches, "--mtp", self.mtp]
+        found = ["--model", self.model, "--form", self.form, "--rows", self.rows, "--context", 2048, *more]
+        return [str(x) for x in found]
+
+
+GROUPS = (
+    Group("v2-lite", "tp1", rows="triton"),
+    Group("v2-lite", "tp1"),
+    Group("v3", "dp8ep8"),
+    Group("v3", "tp8"),
+    Group("v3", "dp16ep16"),
+    Group("v3", "dp8ep8", (1, 32, 128), mtp=1),
+    Group("v3", "tp8", (1, 32), mtp=3),
+    Group("v2-lite", "tp1", (1,), prefill=8192),
+    Group("v3", "dp8ep8", (1,), prefill=8192),
+    Group("v3", "tp8", (1,), prefill=8192),
+)
+CHECKED = (Group("v2-lite", "tp1", (1, 128), "triton"), Group("v3", "dp8ep8", (1, 128)))
+"""Two groups that are cheap enough for every run of the tests."""
+
+
+class CaseFailed(RuntimeError):
+    """A run of the program failed; with its last lines."""
+
+
+def run(group: Group, hardware: str = "H200x8") -> list[dict[str, Any]]:
+    """The values of a group's cases, from a process of its own."""
+    with tempfile.TemporaryDirectory(prefix="moe-engine-step-costs-") as folder:
+        file = Path(folder) / "values.json"
+        command = [sys.executable, "-m", "benchmarks.step_costs", *group.arguments(), "--hardware", hardware]
+        done = subprocess.run([*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise CaseFailed(f"{group.name}: {' '.join(done.stderr.strip().splitlines()[-3:])}")
+        found: list[dict[str, Any]] = json.loads(file.read_text())["cases"]
+    return found
+
+
+def run_all(groups: Sequence[Group], hardware: str = "H200x8") -> Iterator[tuple[Group, list[dict[str, Any]]]]:
+    """Groups one after the other, with a progress bar on stderr."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(groups))
+        for group in groups:
+            progress.update(task, description=group.name)
+            yield group, run(group, hardware)
+            progress.advance(task)
+
+
+def held(values: dict[str, Any]) -> dict[str, Any]:
+    """The exact values of a case: what the engine does, and nothing of a device's constants."""
+    return {key: values[key] for key in HELD}
+
+
+def expected() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(EXPECTED.read_text())
+    return found
+
+
+def update_expected() -> None:
+    """Writes what the engine does today."""
+    found = {values["case"]: held(values) for _, cases in run_all(CHECKED) for values in cases}
+    EXPECTED.write_text(json.dumps(found, indent=1) + "\n")

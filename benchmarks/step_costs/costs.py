@@ -1,0 +1,111 @@
+"""What a launch does: `Cost`, and the registry of cost functions by kernel. A kernel without one is an error, not zero.
+
+A Triton kernel's function takes its arguments by name, as a namespace; a library's takes the call's own arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of one launch. Bytes are of device memory; `flops` by dtype (``bf16``, ``fp8``, ``fp32``).
+
+    nvlink, network: bytes that this rank sends. link_us: latency of a message beside its bytes, or the whole time
+    where that was measured. launches: kernels that a library starts for the call.
+    """
+
+    read: float = 0
+    written: float = 0
+    flops: Mapping[str, float] = field(default_factory=dict)
+    nvlink: float = 0
+    network: float = 0
+    link_us: float = 0
+    launches: int = 1
+
+    @property
+    def bytes(self) -> float:
+        return self.read + self.written
+
+    @property
+    def total_flops(self) -> float:
+        return sum(self.flops.values())
+
+
+class UnknownKernel(LookupError):
+    """A kernel without a cost function."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What costs depend on beside arguments: `context` tokens of a request, `assignments` of rows to experts."""
+
+    context: int
+    routing: Routing
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Expected routing of a step's tokens, uniform: each token takes `top_k` of `num_experts` experts.
+
+    tokens: of all ranks that share the experts. local: experts of this rank.
+    """
+
+    tokens: int
+    top_k: int
+    num_experts: int
+    local: int
+
+    @property
+    def rows(self) -> float:
+        """Expected (token, expert) pairs on this rank."""
+        return self.tokens * self.top_k * self.local / self.num_experts if self.num_experts else 0.0
+
+    @property
+    def touched(self) -> float:
+        """Expected local experts with a token."""
+        if not self.num_experts:
+            return 0.0
+        return self.local * (1 - (1 - self.top_k / self.num_experts) ** self.tokens)
+
+
+CostFunction = Callable[..., Cost]
+KERNELS: dict[str, CostFunction] = {}
+
+
+def cost_of(*names: str) -> Callable[[CostFunction], CostFunction]:
+    """Declares the cost of kernels by name."""
+
+    def declare(function: CostFunction) -> CostFunction:
+        for name in names:
+            if name in KERNELS:
+                raise ValueError(f"{name} has two cost functions")
+            KERNELS[name] = function
+        return function
+
+    return declare
+
+
+def kernel_cost(name: str, arguments: Any, setting: Setting) -> Cost:
+    """Raises UnknownKernel: nothing is declared for it."""
+    if name not in KERNELS:
+        raise UnknownKernel(f"{name} has no cost function: declare one in benchmarks/step_costs (@cost_of('{name}'))")
+    return KERNELS[name](arguments, setting)
+
+
+def size(*tensors: Tensor | None) -> int:
+    """Bytes of tensors, counting an element once however often a view repeats it."""
+    total = 0
+    for x in tensors:
+        if x is None:
+            continue
+        count = 1
+        for length, step in zip(x.shape, x.stride()):
+            count *= length if step or length == 1 else 1
+        total += count * x.element_size()
+    return total

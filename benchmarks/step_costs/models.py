@@ -1,0 +1,67 @@
+"""True shapes of models as config.json, and the same with two layers of each kind, the last of which counts often."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+KEPT = 2
+"""Layers of each kind that run: the last of them stands for all further ones."""
+
+_COMMON: dict[str, Any] = {
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1,
+    "rope_theta": 10000, "max_position_embeddings": 163840, "bos_token_id": 0, "eos_token_id": 1,
+    "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "v2-lite": _COMMON | {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
+        "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None,
+        "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+        "num_experts_per_tok": 6, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+        "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0, "vocab_size": 102400,
+    },
+    "v3": _COMMON | {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5, "vocab_size": 129280,
+        "num_nextn_predict_layers": 1,
+        "quantization_config": {
+            "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+        },
+    },
+}  # fmt: skip
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """The fields of a model by name, or of a folder's config.json.
+
+    Raises:
+        ValueError: neither.
+    """
+    if model in MODELS:
+        return MODELS[model]
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{model!r} is neither of {', '.join(MODELS)} nor a folder with a config.json")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def shortened(config: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    """The config with at most `KEPT` layers of each kind, and how many layers each of them stands for."""
+    layers = config["num_hidden_layers"]
+    dense = config.get("first_k_dense_replace", 0) if config.get("n_routed_experts") else layers
+    counts = [*_counts(dense), *_counts(layers - dense)]
+    short = config | {"num_hidden_layers": len(counts)}
+    if config.get("n_routed_experts"):
+        short["first_k_dense_replace"] = min(dense, KEPT)
+    return short, counts
+
+
+def _counts(layers: int) -> list[int]:
+    kept = min(layers, KEPT)
+    return [1] * (kept - 1) + [layers - kept + 1] if kept else []

@@ -1,0 +1,84 @@
+"""Rank 0 of many on a simulated device: the other ranks do not exist, so operations of groups move nothing.
+
+Results of an operation are unwritten memory of the right shape, as those of every large launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
+from benchmarks.step_costs.hardware import Hardware
+from tests.simulated_cuda import nccl, observer
+
+OPERATIONS = {
+    "allreduce": "all_reduce", "_allgather_base": "all_gather", "_reduce_scatter_base": "reduce_scatter",
+    "alltoall_base": "alltoall",
+}  # fmt: skip
+"""torch's names, and those of the measured table."""
+
+
+class AloneNCCL(nccl.ProcessGroupNCCL):
+    """A group of which this process is the only rank that runs."""
+
+    hardware: Hardware
+
+    def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+        dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
+        self._timeout = options._timeout
+        self._stream: Any = None
+        self._device: Any = None
+
+    def _set_sequence_number_for_group(self) -> None:
+        """No other rank counts."""
+
+    def barrier(self, opts: Any = None) -> Any:
+        return nccl._Done()
+
+    def abort(self) -> None:
+        """Nothing runs."""
+
+    def _do(
+        self, name: str, out: Sequence[Tensor], x: Sequence[Tensor], opts: Any, alone: Any, *rows: list[int],
+        sums: bool = False,
+    ) -> Any:  # fmt: skip
+        if not self._takes([*out, *x], sums):
+            raise NotImplementedError("groups of the host")
+        launch, stream = self._launch(name, out[0].device, opts.asyncOp)
+        for tensor in x:
+            launch.input_format(tensor)
+        for tensor in out:
+            launch.writes(tensor)
+        assert observer.observer is not None
+        observer.observer.collective(launch, name, list(out), list(x), self)
+        return self._work(stream, [*out, *x])
+
+
+@cost_of(*OPERATIONS, "broadcast")
+def collective(a: Any, s: Setting) -> Cost:
+    """a: out, given, group, and the operation's name. Time by the measured table, for 8 ranks of a node."""
+    ranks, operation = a.group.size(), OPERATIONS.get(a.name, "all_gather")
+    moved = max(size(*a.out), size(*a.given))
+    rounds = 2 if operation == "all_reduce" else 1
+    sent = rounds * moved * (ranks - 1) / ranks
+    time = a.group.hardware.nccl_us(operation, moved)
+    return Cost(size(*a.given), size(*a.out), nvlink=sent, link_us=time)
+
+
+def create_worker(config: Any, hardware: Hardware) -> Any:
+    """The worker of rank 0, by the engine's own code for a rank."""
+    from moe_engine.executor.sharded_worker import sharded_worker
+
+    AloneNCCL.hardware = hardware
+    nccl.ProcessGroupNCCL = distributed_c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = AloneNCCL  # type: ignore
+    ranks = config.parallel.topology.tp_size
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=ranks)
+    place = SimpleNamespace(rank=0, size=ranks, device="cuda:0")
+    progress = SimpleNamespace(phase=None, observe=None)
+    return sharded_worker(config, place, progress)  # type: ignore[arg-type]

@@ -1,0 +1,227 @@
+"""A worker of a model's true shapes on a simulated device, and the launches of its steps.
+
+One process holds one worker: simulated devices are installed for a whole process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.models import shortened
+from benchmarks.step_costs.roofline import Form
+
+SPARE = 16
+"""KV slots of a request beyond its context."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is computed. `config`: config.json, whole. vendors: whether vendor libraries are installed.
+
+    mtp: draft tokens of a decode step; 0: none. prefill: tokens of a prompt; None: a decode step of `batch` requests
+    after `context` tokens.
+    """
+
+    model: str
+    config: dict[str, Any]
+    form: Form
+    hardware: Hardware
+    batch: int
+    context: int
+    vendors: bool = True
+    mtp: int = 0
+    prefill: int | None = None
+
+    @property
+    def name(self) -> str:
+        work = f"B{self.batch}" if self.prefill is None else f"prefill{self.prefill}"
+        rows = "" if self.vendors else "-triton"
+        return f"{self.model}-{self.form.name}-{work}" + (f"-mtp{self.mtp}" if self.mtp else "") + rows
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step. `repeats`: layers that each layer that ran stands for. waits: of the host, `recorder.HostWait`."""
+
+    lines: Sequence[Any]
+    repeats: Sequence[int]
+    waits: Sequence[Any]
+    rows: dict[str, str]
+
+
+class Session:
+    """Runs steps of up to `case.batch` requests, all else as in `case`."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        short, self._repeats = shortened(case.config)
+        self._recorder, self._config, self._worker = _start(case, short)
+
+    def run(self, batch: int) -> tuple[Case, Recorded]:
+        """The case with `batch` requests, and its step."""
+        from benchmarks.step_costs.steps import Steps
+
+        case, config = replace(self.case, batch=batch), self._config
+        recorder = self._recorder
+        recorder.settings = _settings(case)
+        recorder.forget_graphs()
+        _capture(self._worker, config, batch, case)
+        steps = Steps(self._worker, batch, case.context, config.page_size, SPARE, case.form.dp)
+        if case.prefill is not None:
+            action = lambda: steps.prefill(case.prefill)  # noqa: E731
+        else:
+            steps.enter(drafts=bool(case.mtp))
+            action = steps.decode if not case.mtp else lambda: steps.decode_drafted(case.mtp)
+            action()
+        recorder.waits.clear()
+        recorder.lines = []
+        action()
+        lines, recorder.lines = recorder.lines, None
+        waits = [wait for wait in recorder.waits if wait.thread.startswith("worker-steps")]
+        steps.leave()
+        rows = {choice.family: choice.row.name for choice in config.kernels.model.choices}
+        return case, Recorded(lines, self._repeats, waits, rows)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _settings(case: Case) -> dict[str, Any]:
+    """Of the model's sections, and of drafting, whose forwards have a token a request."""
+    from benchmarks.step_costs.costs import Routing, Setting
+    from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
+
+    experts, top_k = case.config.get("n_routed_experts") or 0, case.config.get("num_experts_per_tok", 0)
+
+    def with_tokens(tokens: int) -> Setting:
+        return Setting(case.context, Routing(tokens * case.form.dp, top_k, experts, experts // case.form.ep))
+
+    return {OUTSIDE: with_tokens(case.prefill or case.batch * (case.mtp + 1)), DRAFT: with_tokens(case.batch)}
+
+
+def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from benchmarks.step_costs import triton_costs  # noqa: F401
+    from benchmarks.step_costs.libraries import Libraries
+    from benchmarks.step_costs.recorder import Recorder
+    from tests.simulated_cuda import install, memory, observer
+
+    if install.installed():
+        raise RuntimeError("this process has simulated devices already: a session takes a process of its own")
+    recorder = Recorder(_settings(case))
+    os.environ[install.COUNT] = str(min(case.form.ranks, case.hardware.per_node))
+    install.MULTIPROCESSORS = case.hardware["multiprocessors"]
+    memory.MEMORY.total = int(case.hardware["memory_bytes"])
+    observer.observer = recorder
+    install.install()
+    if case.vendors:
+        Libraries(recorder, case.hardware, case.form.nodes(case.hardware), _target_ranks(case)).install()
+    _watch_layers(recorder)
+    _without_compiling()
+    from moe_engine.config.args import EngineArgs
+    from moe_engine.planning.prepare import prepare
+
+    folder = Path(tempfile.mkdtemp(prefix="moe-engine-step-costs-"))
+    (folder / "config.json").write_text(json.dumps(short))
+    config = prepare(EngineArgs.from_cli([str(x) for x in _flags(case, folder)]))
+    if case.form.ranks > 1:
+        from benchmarks.step_costs import one_rank
+
+        return recorder, config, one_rank.create_worker(config, case.hardware)
+    from benchmarks.step_driver import create_worker
+
+    return recorder, config, create_worker(config)
+
+
+def _target_ranks(case: Case) -> float:
+    """Ranks that a token's experts may lie on: those of the groups of experts that it chooses."""
+    config = case.config
+    groups, chosen = config.get("n_group") or 1, config.get("topk_group") or 1
+    return case.form.ep * chosen / groups
+
+
+def _flags(case: Case, folder: Path) -> list[Any]:
+    most, per_request = case.batch, case.prefill or case.context
+    tokens = most * (-(-(per_request + SPARE) // 64) * 64 + 64)
+    form = case.form
+    flags = [
+        "--model-path", folder, "--load-format", "dummy", "--device", "cuda", "--skip-tokenizer-init",
+        "--max-running-requests", most * form.dp, "--max-total-tokens", tokens, "--context-length",
+        per_request + 2048, "--chunked-prefill-size", (case.prefill or max(64, most)) * form.dp,
+        "--disable-cuda-graph",
+    ]  # fmt: skip
+    if case.prefill:
+        flags += ["--max-prefill-tokens", case.prefill * form.dp]
+    if case.mtp:
+        flags += [
+            "--speculative-algorithm", "NEXTN", "--speculative-num-steps", case.mtp, "--speculative-eagle-topk", 1,
+            "--speculative-num-draft-tokens", case.mtp + 1,
+        ]  # fmt: skip
+    if form.ranks > 1:
+        flags += ["--tp-size", form.ranks]
+    if form.dp > 1:
+        flags += ["--enable-dp-attention", "--dp-size", form.dp]
+    if form.ep > 1:
+        flags += ["--ep-size", form.ep, "--moe-a2a-backend", "deepep" if case.vendors else "symm_mem"]
+    if (nodes := form.nodes(case.hardware)) > 1:
+        flags += ["--nnodes", nodes, "--node-rank", 0, "--dist-init-addr", "127.0.0.1:30999"]
+    return flags
+
+
+def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
+    """The graph of this one size, by the engine's own capture."""
+    if case.prefill is not None:
+        return
+    from moe_engine.types import GraphSettings
+    from moe_engine.worker.graphs.graph_setup import capture_graphs
+
+    runner = worker.runner
+    counts = (case.mtp + 1,) if case.mtp else (1,)
+    settings = GraphSettings((batch,), counts=counts)
+    runner.graphs = None
+    worker.call(lambda: capture_graphs(runner, settings)).result()
+
+
+def _without_compiling() -> None:
+    """Steps of other sizes are run before READY to compile their kernels: nothing is compiled here."""
+    from moe_engine.worker import worker
+
+    worker.warm_sizes = lambda runner, most: 0  # type: ignore[assignment]
+    worker.compile_kernels = lambda backends, shapes: 0  # type: ignore[assignment]
+
+
+def _watch_layers(recorder: Any) -> None:
+    """Tells the recorder where in the decoder, or in drafting, a launch is."""
+    from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
+    from moe_engine.models.layers.decoder import Decoder
+    from moe_engine.models.mtp import MTPLayers
+
+    place = "_at_layer"
+
+    def enter(self: Any, index: int) -> None:
+        if hasattr(self, place):  # else it is being built
+            recorder.section = f"layer {index}"
+        setattr(self, place, index)
+
+    def within(section: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, recorder.section = recorder.section, section
+            try:
+                return function(*args, **kwargs)
+            finally:
+                recorder.section = before
+
+        return call
+
+    Decoder.at_layer = property(lambda self: getattr(self, place), enter)  # type: ignore[assignment]
+    Decoder.forward = within(OUTSIDE, Decoder.forward)  # type: ignore[method-assign]
+    Decoder.logits = within("head", Decoder.logits)  # type: ignore[method-assign]
+    MTPLayers.forward = within(DRAFT, MTPLayers.forward)  # type: ignore[method-assign]
+    MTPLayers.logits = within(DRAFT, MTPLayers.logits)  # type: ignore[method-assign]

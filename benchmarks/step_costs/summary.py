@@ -1,0 +1,158 @@
+"""The time of a recorded step by a device's constants, by section, against its roofline."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.step_costs import roofline
+from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.models import shortened
+from benchmarks.step_costs.recorder import DRAFT, OUTSIDE, Line
+from benchmarks.step_costs.session import Case, Recorded
+
+ATTENTION = {"latent_kernel", "expanded_kernel", "flash_attn_with_kvcache", "flash_attn_varlen", "paged_kernel"}
+
+
+LAYER = "layer "
+"""Prefix of a layer's section."""
+
+
+def kind_of(line: Line) -> str:
+    """Which of the device's rates a launch reaches."""
+    if line.name in ATTENTION:
+        return "attention"
+    return "product" if line.cost.total_flops else "stream"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a step that runs `repeats` times: ``dense layer``, ``MoE layer``, ``head``, ``outside``."""
+
+    name: str
+    repeats: int
+    lines: Sequence[Line]
+    microseconds: float
+    """Of one run: launches of a stream follow each other, streams overlap."""
+
+    @property
+    def launches(self) -> int:
+        return sum(line.cost.launches for line in self.lines)
+
+    def total(self, value: str) -> float:
+        """``bytes``, ``total_flops``, ``nvlink`` or ``network``, of one run."""
+        return float(sum(getattr(line.cost, value) for line in self.lines))
+
+
+@dataclass(frozen=True)
+class Summary:
+    case: Case
+    sections: Sequence[Section]
+    waits: Sequence[tuple[int, Any]]
+    """Times, and one `HostWait`."""
+    rows: dict[str, str]
+    least: roofline.Roofline
+
+    @property
+    def device_us(self) -> float:
+        return sum(part.microseconds * part.repeats for part in self.sections)
+
+    @property
+    def host_us(self) -> float:
+        """Of eager launches, and of waits: the host's work for a step whose layers are not captured."""
+        hardware = self.case.hardware
+        eager = sum(part.repeats * sum(not line.graph for line in part.lines) for part in self.sections)
+        return float(eager * hardware["host_launch_us"] + self.num_waits * hardware["wait_us"])
+
+    @property
+    def num_waits(self) -> int:
+        return sum(times for times, _ in self.waits)
+
+    @property
+    def microseconds(self) -> float:
+        """The host prepares a step while the one before runs; a wait keeps it from that."""
+        if not self.num_waits:
+            return max(self.device_us, self.host_us)
+        return max(self.device_us + self.num_waits * self.case.hardware["wait_us"], self.host_us)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of a GPU; one token a request and step, whatever a draft may add."""
+        tokens = self.case.prefill or self.case.batch
+        return tokens / (self.case.form.tp * self.microseconds) * 1e6
+
+    @property
+    def fraction(self) -> float:
+        """Of the roofline."""
+        return self.least.microseconds / self.microseconds
+
+    def launches_of(self, kind: str) -> int:
+        """Launches in a layer of a kind: ``dense layer`` or ``MoE layer``."""
+        found = [part.launches for part in self.sections if part.name == kind]
+        return max(found, default=0)
+
+    def dearest(self, count: int = 10) -> list[tuple[float, str]]:
+        """The launches with most time over the step, as (microseconds, name and place)."""
+        times: dict[str, float] = defaultdict(float)
+        for part in self.sections:
+            for line in part.lines:
+                us = self.case.hardware.microseconds(kind_of(line), line.cost, line.graph)
+                times[f"{line.name}  {line.place}  ({part.name})"] += us * part.repeats
+        return sorted(((us, name) for name, us in times.items()), reverse=True)[:count]
+
+
+def summarize(case: Case, recorded: Recorded) -> Summary:
+    short, _ = shortened(case.config)
+    dense = short["first_k_dense_replace"] if short.get("n_routed_experts") else short["num_hidden_layers"]
+    parts: dict[str, list[Line]] = {}
+    for line in recorded.lines:
+        parts.setdefault(line.section, []).append(line)
+    sections = []
+    for name, lines in parts.items():
+        repeats, shown = times_of(name, recorded.repeats), name
+        if name.startswith(LAYER):
+            shown = "dense layer" if int(name.removeprefix(LAYER)) < dense else "MoE layer"
+        sections.append(Section(shown, repeats, lines, time_of(lines, case.hardware)))
+    waits = [(times_of(wait.section, recorded.repeats), wait) for wait in recorded.waits]
+    order = ("dense layer", "MoE layer", "head", DRAFT, OUTSIDE)
+    sections.sort(key=lambda part: order.index(part.name) if part.name in order else len(order))
+    return Summary(case, sections, waits, recorded.rows, least_of(case))
+
+
+def times_of(section: str, repeats: Sequence[int]) -> int:
+    """How often a section that ran once is in the model."""
+    return repeats[int(section.removeprefix(LAYER))] if section.startswith(LAYER) else 1
+
+
+def least_of(case: Case) -> roofline.Roofline:
+    if case.prefill is not None:
+        return roofline.prefill(case.config, case.form, case.hardware, case.prefill)
+    return roofline.decode(case.config, case.form, case.hardware, case.batch, case.context, case.mtp + 1)
+
+
+def time_of(lines: Iterable[Line], hardware: Hardware) -> float:
+    """Streams beside each other; a graph and what is launched around it one after the other."""
+    streams: dict[bool, dict[int, float]] = {True: defaultdict(float), False: defaultdict(float)}
+    for line in lines:
+        streams[line.graph][line.stream] += hardware.microseconds(kind_of(line), line.cost, line.graph)
+    return sum(max(times.values(), default=0.0) for times in streams.values())
+
+
+def values(summary: Summary) -> dict[str, Any]:
+    """For a result file."""
+    case, least = summary.case, summary.least
+    return {
+        "case": case.name, "rows": summary.rows, "batch": case.batch, "context": case.context, "mtp": case.mtp,
+        "us": round(summary.microseconds, 1), "roofline_us": round(least.microseconds, 1),
+        "fraction": round(summary.fraction, 4), "tokens_per_s_per_gpu": round(summary.tokens_per_s, 1),
+        "host_waits": summary.num_waits, "host_us": round(summary.host_us, 1),
+        "launches_outside": sum(part.launches * part.repeats for part in summary.sections if part.name == OUTSIDE),
+        "launches_a_dense_layer": summary.launches_of("dense layer"),
+        "launches_a_moe_layer": summary.launches_of("MoE layer"),
+        "bytes": round(sum(part.total("bytes") * part.repeats for part in summary.sections)),
+        "nvlink_bytes": round(sum(part.total("nvlink") * part.repeats for part in summary.sections)),
+        "network_bytes": round(sum(part.total("network") * part.repeats for part in summary.sections)),
+        "dearest_us": [[round(us, 1), name] for us, name in summary.dearest()],
+    }  # fmt: skip

@@ -1,0 +1,207 @@
+"""Costs of this project's Triton kernels, by their arguments.
+
+A kernel reads each input and writes each output once; what programs of a launch read again is taken from L2. Rows of
+experts count as routing makes them on average, unless a kernel works on all rows of its buffers.
+
+Legend: a argument namespace, s setting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
+
+FP32 = 4
+BF16 = 2
+NAMES = {torch.bfloat16: "bf16", torch.float16: "bf16", torch.float8_e4m3fn: "fp8", torch.float32: "fp32"}
+
+
+def product(x: Tensor, rows: float, n: int, k: int) -> dict[str, float]:
+    return {NAMES[x.dtype]: 2.0 * rows * n * k}
+
+
+def given(x: Any) -> Tensor | None:
+    return x if isinstance(x, Tensor) else None
+
+
+# -- rows in, rows out
+
+
+@cost_of("rms_norm_kernel")
+def rms_norm(a: Any, s: Setting) -> Cost:
+    residual = size(given(a.residual)) if a.ADD else 0
+    return Cost(size(a.x, a.weight) + residual, size(a.out) + residual)
+
+
+@cost_of("rms_norm_quantize_kernel")
+def rms_norm_quantize(a: Any, s: Setting) -> Cost:
+    residual = size(given(a.residual)) if a.HAS_RESIDUAL else 0
+    kept = size(given(a.normed)) if a.KEEP else 0
+    return Cost(size(a.x, a.weight) + residual, size(a.out, a.scales) + residual + kept)
+
+
+@cost_of("silu_and_mul_kernel")
+def silu_and_mul(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.gate_up), size(a.out))
+
+
+@cost_of("silu_mul_quantize_kernel")
+def silu_mul_quantize(a: Any, s: Setting) -> Cost:
+    """All rows of its input."""
+    return Cost(size(a.gate_up), size(a.out, a.scales))
+
+
+@cost_of("quantize_kernel")
+def quantize(a: Any, s: Setting) -> Cost:
+    """With counts only rows that have a token, else all rows."""
+    share = min(1.0, s.routing.rows / a.num_rows) if a.HAS_COUNTS else 1.0
+    return Cost(size(a.x) * share, size(a.out, a.scales) * share)
+
+
+@cost_of("sum_parts_kernel")
+def sum_parts(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.parts), size(a.out))
+
+
+# -- MLA
+
+
+@cost_of("rotate_kernel")
+def rotate(a: Any, s: Setting) -> Cost:
+    rotated = len(a.x) * a.HEADS * a.WIDTH * a.x.element_size()
+    return Cost(rotated + size(a.positions) + len(a.x) * a.WIDTH * FP32, rotated)
+
+
+@cost_of("write_latent_kernel", "write_latent_fp8_kernel")
+def write_latent(a: Any, s: Setting) -> Cost:
+    tokens, record = len(a.kv_a), a.cache.shape[-1] * a.cache.element_size()
+    table = tokens * a.WIDTH * FP32
+    return Cost(size(a.kv_a, a.weight, a.positions, a.slots) + table, tokens * record)
+
+
+@cost_of("latent_kernel")
+def latent(a: Any, s: Setting) -> Cost:
+    """The requests' records once; the scores are computed `SHARES` times. A block that is cut writes partial results in
+    float32: as many as requests and programs, at most."""
+    requests, rows = len(a.rows), len(a.q)
+    width, context = a.LATENT + a.ROTARY, s.context
+    record = a.cache.shape[-1] * a.cache.element_size()
+    partials = min(len(a.partial), requests + a.grid[0]) if a.grid[0] > requests else 0
+    partial = partials * a.BLOCK_M * (a.LATENT + 1) * FP32
+    flops = 2.0 * rows * context * (width * a.SHARES + a.LATENT)
+    return Cost(size(a.q) + requests * context * (record + FP32), size(a.out) + partial, {"bf16": flops})
+
+
+@cost_of("merge_partials_kernel")
+def merge_partials(a: Any, s: Setting) -> Cost:
+    partials = min(len(a.partial), len(a.merges) * 2)
+    return Cost(partials * size(a.partial[:1]), size(a.out))
+
+
+@cost_of("expanded_kernel")
+def expanded(a: Any, s: Setting) -> Cost:
+    """Causal: half of the pairs of query and key."""
+    tokens, heads, keys = a.q.shape[0], a.q.shape[1], a.kv.shape[0]
+    pairs = tokens * (keys - tokens) + tokens * (tokens + 1) / 2
+    flops = 2.0 * heads * pairs * (a.NOPE + a.ROTARY + a.VALUE)
+    return Cost(size(a.q, a.kv, a.rope), size(a.out, a.lse), {"bf16": flops})
+
+
+@cost_of("merge_chunk_kernel")
+def merge_chunk(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.out, a.lse, a.other, a.other_lse), size(a.out, a.lse))
+
+
+@cost_of("gather_kernel")
+def gather(a: Any, s: Setting) -> Cost:
+    return Cost(len(a.out) * a.cache.shape[-1] * a.cache.element_size(), size(a.out))
+
+
+# -- products
+
+
+@cost_of("block_gemm_kernel")
+def block_gemm(a: Any, s: Setting) -> Cost:
+    flops = {"fp8": 2.0 * a.num_rows * a.N * a.K}
+    return Cost(size(a.x, a.x_scales, a.weight_scales) + a.N * a.K, size(a.out), flops)
+
+
+@cost_of("fixed_gemm_kernel")
+def fixed_gemm(a: Any, s: Setting) -> Cost:
+    heads = len(a.weight) if a.weight.dim() == 3 else 1
+    return Cost(size(a.x, a.weight), size(a.out), product(a.x, a.num_rows * heads, a.N, a.K))
+
+
+# -- experts
+
+
+@cost_of("router_logits_kernel")
+def router_logits(a: Any, s: Setting) -> Cost:
+    """A float32 gate is split into three pieces of bfloat16 (BF16X3)."""
+    flops = 2.0 * a.num_tokens * a.EXPERTS * a.HIDDEN
+    work = {"bf16": 3 * flops} if a.BF16X3 else {"fp32": flops}
+    return Cost(size(a.x, a.gate), size(a.logits), work)
+
+
+@cost_of("router_select_kernel")
+def router_select(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.logits), size(a.weights, a.ids))
+
+
+@cost_of("count_kernel")
+def count(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.ids), size(a.counts))
+
+
+@cost_of("place_kernel")
+def place(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.ids, a.counts), size(a.positions, given(a.source)))
+
+
+@cost_of("permute_kernel")
+def permute(a: Any, s: Setting) -> Cost:
+    rows = min(len(a.out.flatten(0, -2)), s.routing.rows)
+    return Cost(size(a.x, a.positions), rows * a.WIDTH * a.out.element_size())
+
+
+@cost_of("combine_kernel")
+def combine(a: Any, s: Setting) -> Cost:
+    rows = min(a.positions.numel(), s.routing.rows) * a.WIDTH * a.rows.element_size()
+    add = size(given(a.add)) if a.HAS_ADD else 0
+    return Cost(rows + add + size(a.positions), size(a.out))
+
+
+def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:
+    """The weights of experts with a token, and the rows routed to them; the products of valid rows."""
+    weight = a.weight.base if hasattr(a.weight, "base") else a.weight
+    matrix = weight.numel() // a.NUM_EXPERTS * weight.element_size()
+    scales = 0 if given(a.weight_scales) is None else a.weight_scales.numel() // a.NUM_EXPERTS * FP32
+    rows, kind = s.routing.rows, a.x.element_size()
+    per_row = a.K * kind + (a.K // 128 * FP32 if a.FP8 else 0)
+    read = min(rows, len(a.x)) * per_row if gathers else rows * per_row
+    return Cost(
+        s.routing.touched * (matrix + scales) + read, rows * a.WIDTH * a.out.element_size(),
+        product(weight, rows, n, a.K),
+    )  # fmt: skip
+
+
+@cost_of("gate_up_kernel")
+def gate_up(a: Any, s: Setting) -> Cost:
+    return _expert_product(a, s, 2 * a.WIDTH, bool(a.GATHER))
+
+
+@cost_of("down_kernel")
+def down(a: Any, s: Setting) -> Cost:
+    return _expert_product(a, s, a.WIDTH, False)
+
+
+# -- sampling
+
+
+@cost_of("greedy_kernel")
+def greedy(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.logits), size(a.tokens))

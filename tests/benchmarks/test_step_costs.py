@@ -1,0 +1,166 @@
+"""`benchmarks.step_costs`: what a step does today, its cost functions by hand, its roofline by another formula."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks.step_costs import libraries, roofline, triton_costs
+from benchmarks.step_costs.cases import CHECKED, expected, held, run
+from benchmarks.step_costs.costs import KERNELS, Cost, Routing, Setting, UnknownKernel, kernel_cost, size
+from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_costs.models import MODELS, shortened
+from benchmarks.step_costs.recorder import operator_cost
+from tests.simulated_cuda.install import require
+
+H200 = Hardware.named("H200x8")
+aten = torch.ops.aten
+UPDATE = "python -m benchmarks.step_costs --update-expected"
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize("group", CHECKED, ids=lambda group: group.name)
+def test_a_step_launches_reads_and_waits_as_expected(group) -> None:
+    """Exact counts. A change that is meant is written to the file by the command named here."""
+    require()
+    known = expected()
+    for values in run(group):
+        assert held(values) == known[values["case"]], f"{values['case']} differs: {UPDATE}"
+        assert values["host_waits"] == 0
+
+
+# -- the roofline
+
+
+@pytest.mark.parametrize("batch,rate", [(1, 967), (32, 4830), (128, 15695), (256, 25978)])
+def test_the_roofline_of_v2_lite(batch: int, rate: int) -> None:
+    """Two bytes of each weight used (13.76 M of attention a layer, 8.65 M an expert), 31,104 bytes a context token."""
+    touched = 64 * (1 - (1 - 6 / 64) ** batch)
+    weights = 2 * (27 * 13.76e6 + 26 * (touched * 8.65e6 + 17.3e6 + 0.131e6) + 67.2e6 + 209.7e6)
+    seconds = (weights + batch * 2048 * 31104) / 4.8e12
+    found = roofline.decode(MODELS["v2-lite"], roofline.FORMS["tp1"], H200, batch, 2048).microseconds / 1e6
+    assert found == pytest.approx(seconds, rel=0.01)
+    assert batch / found == pytest.approx(rate, rel=0.01)
+
+
+@pytest.mark.parametrize("batch,rate", [(32, 1390), (128, 4210), (256, 6400)])
+def test_the_roofline_of_v3_on_eight_gpus(batch: int, rate: int) -> None:
+    """98.8 GB of weights at 4.8 TB/s, attention of 111 us a layer at 128 requests, 152 KB sent a token and layer."""
+    found = roofline.decode(MODELS["v3"], roofline.FORMS["dp8ep8"], H200, batch, 2048)
+    assert found.weight_bytes == pytest.approx(98.8e9, rel=0.01)
+    assert found.attention_us / 61 == pytest.approx(111 * batch / 128, rel=0.01)
+    assert found.nvlink_bytes / 58 / batch == pytest.approx(152_000, rel=0.01)
+    assert batch / found.microseconds * 1e6 == pytest.approx(rate, rel=0.02)
+
+
+def test_a_prompt_is_bound_by_operations() -> None:
+    found = roofline.prefill(MODELS["v2-lite"], roofline.FORMS["tp1"], H200, 8192)
+    active = 27 * 13.76e6 + 26 * (6 * 8.65e6 + 17.3e6) + 67.2e6
+    assert found.weights_us == pytest.approx(2 * 8192 * active / 989e12 * 1e6, rel=0.01)
+    pairs = 8192 * 8193 / 2
+    assert found.attention_us == pytest.approx(2 * 27 * 16 * 320 * pairs / 660e12 * 1e6, rel=0.001)
+
+
+# -- costs
+
+
+SETTING = Setting(2048, Routing(tokens=128, top_k=8, num_experts=256, local=32))
+
+
+def test_uniform_routing() -> None:
+    assert SETTING.routing.rows == 128
+    assert SETTING.routing.touched == pytest.approx(32 * (1 - (248 / 256) ** 128))
+
+
+def test_unknown_kernels_are_errors() -> None:
+    with pytest.raises(UnknownKernel, match="new_kernel has no cost function"):
+        kernel_cost("new_kernel", SimpleNamespace(), SETTING)
+    assert all(callable(function) for function in KERNELS.values())
+
+
+def test_a_view_that_repeats_an_element_counts_it_once() -> None:
+    assert size(meta(4, 1).expand(4, 8), None) == 8
+    assert size(meta(2, 3, 5)) == 60
+
+
+def test_operators_read_inputs_and_write_results_once() -> None:
+    a, b, out = meta(4, 8), meta(8, 16), meta(4, 16)
+    assert operator_cost(aten.mm.default, [a, b], [], [out]) == Cost(64 + 256, 128, {"bf16": 2 * 4 * 8 * 16})
+    assert operator_cost(aten.mm.out, [a, b, out], [out], []) == Cost(64 + 256, 128, {"bf16": 2 * 4 * 8 * 16})
+    assert operator_cost(aten.add_.Tensor, [a, a], [a], []) == Cost(128, 64)
+    assert operator_cost(aten.add.out, [a, b[:4, :8], a], [a], []) == Cost(128, 64)
+    assert operator_cost(aten.copy_.default, [out, meta(4, 16)], [out], []) == Cost(128, 128)
+    index = meta(4, dtype=torch.int64)
+    assert operator_cost(aten.index_select.default, [meta(1000, 8), index], [], [a]) == Cost(32 + 64, 64)
+    assert operator_cost(aten.index_copy_.default, [meta(1000, 8), index, a], [b], []) == Cost(32 + 64, 64)
+
+
+def test_latent_attention_reads_each_record_once() -> None:
+    """32 requests, 16 heads, 576 channels: 302 MB for 128 requests, as many operations as roofline's."""
+    given = SimpleNamespace(
+        rows=meta(128), q=meta(128 * 16, 576), out=meta(128 * 16, 512), cache=meta(300_000, 576),
+        partial=meta(64, 1, 16, 512, dtype=torch.float32), LATENT=512, ROTARY=64, SHARES=1, BLOCK_M=16, grid=(120,),
+    )  # fmt: skip
+    found = triton_costs.latent(given, SETTING)
+    assert found.read == 128 * 16 * 576 * 2 + 128 * 2048 * (576 * 2 + 4)
+    assert found.written == 128 * 16 * 512 * 2
+    assert found.flops == {"bf16": 2 * 128 * 16 * 2048 * (576 + 512)}
+
+
+def test_grouped_products_read_experts_with_tokens_and_valid_rows() -> None:
+    a, scales = meta(32, 1024, 7168, dtype=torch.float8_e4m3fn), meta(32, 1024, 56, dtype=torch.float32)
+    b, b_scales = meta(32, 4096, 7168, dtype=torch.float8_e4m3fn), meta(32, 32, 56, dtype=torch.float32)
+    found = libraries.grouped_cost((a, scales), (b, b_scales), meta(32, 1024, 4096), SETTING.routing, 1)
+    share = 1 - (248 / 256) ** 128
+    assert found.read == pytest.approx(share * (32 * 4096 * 7168 + 4 * 32 * 32 * 56) + 128 * (7168 + 4 * 56))
+    assert found.written == 128 * 4096 * 2
+    assert found.flops["fp8"] == pytest.approx(2 * 32 * share * 64 * 4096 * 7168)  # a tile of 64 rows each
+
+
+def test_quantization_of_a_padded_buffer_reads_all_of_it() -> None:
+    rows = meta(32 * 1024, 4096)
+    out, scales = meta(32 * 1024, 2048, dtype=torch.float8_e4m3fn), meta(16, 32 * 1024, dtype=torch.float32)
+    found = triton_costs.silu_mul_quantize(SimpleNamespace(gate_up=rows, out=out, scales=scales), SETTING)
+    assert found.bytes == 32 * 1024 * (2 * 4096 + 2048 + 4 * 16)
+
+
+def test_messages_leave_the_rank_and_the_node() -> None:
+    """128 tokens of 8 choices in FP8: 7 of 8 leave; of two nodes half of the copies cross the network."""
+    one = libraries.message_cost(H200, "low_latency", "dispatch", 1024, 7392, 8, 1)
+    assert (one.nvlink, one.network) == (1024 * 7392 * 7 / 8, 0)
+    assert one.link_us == pytest.approx(39.8, rel=0.05)  # measured
+    two = libraries.message_cost(H200, "low_latency", "combine", 1024, 14336, 16, 2)
+    assert (two.nvlink, two.network) == (1024 * 14336 * 7 / 16, 1024 * 14336 / 2)
+    assert two.link_us == pytest.approx(188, rel=0.05)  # measured
+    assert libraries.targets_of(8, 4) == pytest.approx(3.6, rel=0.01)
+
+
+def test_collectives_take_their_measured_time() -> None:
+    assert H200.nccl_us("all_reduce", 1) == H200.nccl_us("all_reduce", 256)
+    low, high = (H200.nccl_us("all_reduce", size) for size in (1 << 20, 1 << 22))
+    assert low < H200.nccl_us("all_reduce", 2 << 20) < high
+    assert H200.nccl_us("all_reduce", 2 << 28) == pytest.approx(2 * H200.nccl_us("all_reduce", 1 << 28))
+
+
+def test_time_of_a_launch() -> None:
+    gap, floor = H200["graph_node_us"], H200["kernel_floor_us"]
+    assert H200.microseconds("stream", Cost(), True) == gap + floor
+    assert H200.microseconds("stream", Cost(read=4.3e6), True) == pytest.approx(gap + 1)
+    assert H200.microseconds("product", Cost(flops={"fp8": 1350e7}), True) == pytest.approx(gap + 10)
+    assert H200.microseconds("stream", Cost(link_us=20), False) == H200["eager_gap_us"] + 20
+    with pytest.raises(ValueError, match="H200x8"):
+        Hardware.named("A100x8")
+
+
+def test_layers_that_run_stand_for_the_others() -> None:
+    for name in MODELS:
+        short, repeats = shortened(MODELS[name])
+        assert len(repeats) == short["num_hidden_layers"] <= 4
+        assert sum(repeats) == MODELS[name]["num_hidden_layers"]
+    assert shortened(MODELS["v3"])[1] == [1, 2, 1, 57]
+    assert shortened(MODELS["v2-lite"])[1] == [1, 1, 25]
