@@ -314,6 +314,8 @@ class Request:
     """The radix node this request holds a lock on (scheduler.radix_cache.Node), or None."""
     num_in_tree: int = 0
     """Leading slots owned by the radix tree (shared); the rest are private to the request."""
+    window_start: int = 0
+    """Leading pages whose KV in windowed layers the request no longer needs (`windowed_kv_cache.py`)."""
     seq: int = 0
     """Order of arrival at the scheduler; kept over retractions."""
     queued_at: float = 0.0
@@ -466,6 +468,9 @@ class StepPlan:
     dp_facts: tuple[StepFacts, ...] | None = None
     kv_ops: KVOps | None = None
     masked: list[int] = field(default_factory=list)
+    window_pages: list[int] = field(default_factory=list)
+    """New mappings of KV pages to pages of the windowed layers' pool: page, window page, page, ... (first slots). They
+    are applied before `new_rows` and `row_writes`."""
 
     @property
     def num_tokens(self) -> int:
