@@ -1,4 +1,4 @@
-"""Bounded KV of windowed layers: pages, matches, and whole traces against a worker that checks the windows' contents."""
+"""Bounded KV of windowed layers: pages, matches, and traces against a worker that checks the windows' contents."""
 
 from __future__ import annotations
 
