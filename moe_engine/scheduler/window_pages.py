@@ -58,8 +58,8 @@ class WindowPages:
         pages = self.pool.take(count)
         if pages is None:
             raise MoeEngineError(
-                f"the window pool of {self.pool.num_total} pages has {self.pool.num_free} free pages; {count} are needed, "
-                f"{len(self._pins)} are pinned, and {self.pool.num_pending} are in use by steps in flight"
+                f"the window pool of {self.pool.num_total} pages has {self.pool.num_free} free pages; {count} are "
+                f"needed, {len(self._pins)} are pinned, and {self.pool.num_pending} are in use by steps in flight"
             )
         for full, page in zip(full_pages, pages):
             self.page_of[full] = self._writes[full] = page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -106,13 +107,30 @@ def test_a_match_ends_where_the_window_is_there() -> None:
     sim.check_end()
 
 
+def test_pages_behind_the_window_are_free_after_the_step_in_flight() -> None:
+    config = replace(bounded(SchedulerConfig(num_slots=60, context_len=60, max_rows=1), 4), num_window_slots=8)
+    kv_cache = WindowedKVCacheManager(config)
+    request = make_request("r", list(range(2, 10)), 8)
+    kv_cache.attach(request, kv_cache.tree.root())
+    assert kv_cache.extend(request, 8) is not None
+    request.num_computed, kv_cache.step = 8, 1
+    kv_cache.cache_unfinished(request)
+    assert request.window_start == 5
+    with pytest.raises(MoeEngineError, match="1 are needed, 3 are pinned"):
+        kv_cache.take_decode_slots([request])
+    del request.slots[8:]
+    kv_cache.retire(1)
+    kv_cache.take_decode_slots([request])
+    assert len(kv_cache.windows.page_of.keys() & set(request.slots[5:])) == 4
+
+
 class TestWindowPages:
     def test_pages_are_held_back_until_the_last_reader_ends(self) -> None:
         pages = WindowPages(2, 1)
         pages.assign([10, 11])
         assert pages.take_writes() == [10, 1, 11, 2]
         pages.unpin([10], after_step=3)
-        with pytest.raises(MoeEngineError, match="1 are needed"):
+        with pytest.raises(MoeEngineError, match="1 are needed, 1 are pinned"):
             pages.assign([12])
         pages.pool.retire(3)
         pages.assign([12])
