@@ -22,13 +22,14 @@ LINKED = ("kernels", "models", "parallel")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
-BASE = {"errors", "types", "token_masks", "sampling_checks", "custom_logit_processor", "validation"}
+BASE = {"errors", "types", "step_settings", "token_masks", "sampling_checks", "custom_logit_processor", "validation"}
 MODEL = {"kernels", "parallel", "models"}
 PLAN = {"config", "planning", "tokenizer"}
 # package -> what it may import of this project, besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
+    "step_settings": set(),
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
     "sampling_checks": {"errors", "types", "validation"},
@@ -57,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 NO_TORCH_FILES = (
+    "step_settings",
     "types",
     "token_masks",
     "custom_logit_processor",

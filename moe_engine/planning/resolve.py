@@ -34,7 +34,8 @@ from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
 from moe_engine.planning.sizing import Sizing, SizingInput, size_memory
 from moe_engine.planning.step_limits import StepLimits
-from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
+from moe_engine.step_settings import CompileSettings, GraphSettings
+from moe_engine.types import SpeculationConfig
 
 T = TypeVar("T")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -36,7 +36,7 @@ from moe_engine.planning.resolve_limits import SMALL_DISPATCH
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.planning.tier_memory import tier_bytes_per_token, tier_reserve, tier_rows, tier_tokens
-from moe_engine.types import GraphSettings
+from moe_engine.step_settings import GraphSettings
 
 CPU_SHARE = 0.8
 """Share of the available memory that an engine on a CPU uses by default; the rest is for other programs."""

@@ -394,8 +394,7 @@ class Scheduler:
         kv_ops = self._connector.build_connector_meta() if self._connector is not None else None
         windows = kv_cache.take_window_pages()
         plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, kv_ops, windows)
-        table.row_writes, table.finished_rows = [], []
-        record.alone = alone
+        table.row_writes, table.finished_rows, record.alone = [], [], alone
         self._in_flight.append(record)
         self.last_facts = plan_facts(plan, draft, batch, num_before, table)
         return plan

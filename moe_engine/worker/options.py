@@ -9,7 +9,8 @@ from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
+from moe_engine.step_settings import CompileSettings, GraphSettings
+from moe_engine.types import SpeculationConfig
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.scheduler import Scheduler, SchedulerConfig
+from moe_engine.scheduler import SchedulerConfig
 from moe_engine.scheduler.window_pages import WindowPages
 from moe_engine.scheduler.windowed_kv_cache import WindowedKVCacheManager
-from moe_engine.types import StepPlan
 from tests.scheduler import test_failures as failures
 from tests.scheduler.failing_windowed_worker import FailingWindowedWorker
 from tests.scheduler.failing_worker import FailingSimulation, Poison
@@ -23,12 +22,9 @@ from tests.scheduler.windowed_worker import WindowedWorker, bounded
 
 
 def kv_cache_of(sim: Simulation) -> WindowedKVCacheManager:
-    return kv_cache_of_scheduler(sim.scheduler)
-
-
-def kv_cache_of_scheduler(scheduler: Scheduler) -> WindowedKVCacheManager:
-    assert isinstance(scheduler.kv_cache, WindowedKVCacheManager)
-    return scheduler.kv_cache
+    kv_cache = sim.scheduler.kv_cache
+    assert isinstance(kv_cache, WindowedKVCacheManager)
+    return kv_cache
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -104,20 +100,6 @@ def test_failed_steps(overlap: bool, seed: int) -> None:
     failures.play(sim, rng, requests, 0.02)
     assert poison.failures > 2
     failures.check(sim, bad, apart=False)
-
-
-def test_mappings_of_a_failed_step_are_repeated() -> None:
-    config = bounded(SchedulerConfig(num_slots=100, context_len=60, max_rows=2), 4)
-    scheduler = Scheduler(config)
-    scheduler.add(make_request("a", list(range(2, 22)), 8, ignore_eos=True))
-    plan = scheduler.schedule()
-    assert isinstance(plan, StepPlan) and len(plan.window_pages) == 40
-    scheduler.step_failed(plan.number, "test")
-    page_of = kv_cache_of_scheduler(scheduler).windows.page_of
-    plan = scheduler.schedule()
-    assert isinstance(plan, StepPlan)
-    pairs = dict(zip(plan.window_pages[::2], plan.window_pages[1::2]))
-    assert page_of.items() <= pairs.items()
 
 
 def test_a_match_ends_where_the_window_is_there() -> None:

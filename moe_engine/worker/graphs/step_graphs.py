@@ -27,7 +27,8 @@ from moe_engine.kernels.attention.protocol import InPlacePlanner, RenewablePlan
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.types import GraphSettings, StepFacts, StepPlan
+from moe_engine.step_settings import GraphSettings
+from moe_engine.types import StepFacts, StepPlan
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch

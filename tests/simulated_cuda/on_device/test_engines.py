@@ -16,7 +16,8 @@ from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
-from moe_engine.types import GraphSettings, StepPlan
+from moe_engine.step_settings import GraphSettings
+from moe_engine.types import StepPlan
 from moe_engine.worker import worker
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
