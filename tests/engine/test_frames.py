@@ -90,7 +90,10 @@ def test_drain_continues_after_drops_and_is_bounded(
     assert turns == 2 and reader.num_dropped == 28
 
 
-def test_warnings_are_rate_limited_and_contain_the_count(caplog: pytest.LogCaptureFixture) -> None:
+def test_warnings_are_rate_limited_and_contain_the_count(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("moe_engine"), "propagate", True)  # a server set up by a test before keeps it
     now = 0.0
     reader = FrameReader("the reader of this test", messages.decode_to_core, lambda: now)
 

@@ -131,11 +131,11 @@ WRONG: list[Any] = [
     "message", WRONG, ids=lambda message: f"{type(message).__name__}{getattr(message, 'rank', '')}"
 )
 def test_control_channel_drops_messages_of_non_members(
-    group: Group, message: Any, caplog: pytest.LogCaptureFixture
+    group: Group, message: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender = stranger(zmq.DEALER, group.control.address)
+    monkeypatch.setattr(logging.getLogger("moe_engine"), "propagate", True)  # a server set up by a test before keeps it
     with caplog.at_level(logging.WARNING, "moe_engine"):
-        logging.getLogger("moe_engine").addHandler(caplog.handler)
         sender.send(encode(message))
         sender.send_multipart([b"", encode(message)])
         until(lambda: group.control.num_dropped >= 2, "it was not counted")
