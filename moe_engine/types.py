@@ -150,6 +150,16 @@ def row_width(context_len: int, num_drafts: int = 0) -> int:
     return -(-(context_len + PAD_TOKENS + 2 * num_drafts) // 16) * 16
 
 
+def window_pool_tokens(window: int, page_size: int, max_rows: int, step_tokens: int, draft_slots: int = 0) -> int:
+    """Tokens of a window pool in which no allocation fails.
+
+    A request pins its window and the slots of two steps' drafts, rounded to pages at both ends; a page that left the
+    window is held back until the step in flight ends. Prompts of the step to plan and of the step in flight are added.
+    """
+    each = -(-(window + 2 * draft_slots) // page_size) + 3
+    return max_rows * each * page_size + 3 * -(-step_tokens // page_size) * page_size
+
+
 class Status(enum.IntEnum):
     WAITING = 0
     RUNNING = 1

@@ -104,6 +104,16 @@ class ResolvedConfig:
         return self.ledger.num_tokens
 
     @property
+    def num_window_slots(self) -> int:
+        """Tokens of the pool of windowed layers; 0: their KV is not bounded by their window."""
+        return self.ledger.num_window_slots
+
+    @property
+    def window(self) -> int:
+        """The window that bounds the KV of windowed layers; 0: none does."""
+        return self.model.longest_window if self.num_window_slots else 0
+
+    @property
     def host_tier_tokens(self) -> int:
         """Tokens of the host-RAM tier of the KV cache; 0: none."""
         return self.ledger.host_tier_tokens
@@ -329,9 +339,13 @@ def _idle_flags(args: EngineArgs, device: str, parallel: ParallelPlan) -> tuple[
 
 def _size_remarks(context_len: int, sizing: Sizing) -> list[str]:
     tokens = sizing.ledger.num_tokens
+    remarks = [sizing.window_remark] if sizing.window_remark else []
     if tokens >= context_len:
-        return []
-    return [f"the KV cache holds {tokens} tokens: requests are limited to that, below the context length {context_len}"]
+        return remarks
+    return [
+        *remarks,
+        f"the KV cache holds {tokens} tokens: requests are limited to that, below the context length {context_len}",
+    ]
 
 
 def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Record) -> str:

@@ -16,16 +16,6 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.slot_allocator import DeferredFreePool
 
 
-def window_pool_tokens(window: int, page_size: int, max_rows: int, step_tokens: int, draft_slots: int = 0) -> int:
-    """Tokens of a window pool in which no allocation fails.
-
-    A request pins its window and the slots of two steps' drafts, rounded to pages at both ends; a page that left the
-    window is held back until the step in flight ends. Prompts of the step to plan and of the step in flight are added.
-    """
-    each = -(-(window + 2 * draft_slots) // page_size) + 3
-    return max_rows * each * page_size + 3 * -(-step_tokens // page_size) * page_size
-
-
 class WindowPages:
     """Owns the window pool and the mapping from full pages to window pages."""
 

@@ -6,8 +6,7 @@ from collections import deque
 from dataclasses import replace
 
 from moe_engine.scheduler import SchedulerConfig
-from moe_engine.scheduler.window_pages import window_pool_tokens
-from moe_engine.types import StepPlan, StepResult
+from moe_engine.types import StepPlan, StepResult, window_pool_tokens
 from tests.scheduler.simulator import FakeWorker, prefix_hashes
 
 
