@@ -22,7 +22,10 @@ LINKED = ("kernels", "models", "parallel")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
-BASE = {"errors", "types", "step_settings", "token_masks", "sampling_checks", "custom_logit_processor", "validation"}
+BASE = {
+    "errors", "types", "step_settings", "token_masks", "sampling_checks", "custom_logit_processor", "validation",
+    "kv_connectors",
+}  # fmt: skip
 MODEL = {"kernels", "parallel", "models"}
 PLAN = {"config", "planning", "tokenizer"}
 # package -> what it may import of this project, besides itself
@@ -32,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "step_settings": set(),
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
+    "kv_connectors": {"errors"},
     "sampling_checks": {"errors", "types", "validation"},
     "validation": {"errors"},
     "logs": set(),
@@ -62,6 +66,7 @@ NO_TORCH_FILES = (
     "types",
     "token_masks",
     "custom_logit_processor",
+    "kv_connectors",
     "sampling_checks",
     "validation",
     "errors",

@@ -47,6 +47,8 @@ class SchedulerConfig:
     speculation: SpeculationConfig | None = None
     host_tier_tokens: int = 0
     """Size of the host-RAM tier (``--enable-hierarchical-cache``); 0: none."""
+    kv_connector: str = "host"
+    """Class of the tier (`moe_engine.kv_connectors`)."""
     window: int = 0
     """Tokens that windowed layers attend to, the query's included, if their KV is bounded; 0: it is not."""
     num_window_slots: int = 0
