@@ -52,7 +52,7 @@ class SchedulerConfig:
     window: int = 0
     """Tokens that windowed layers attend to, the query's included, if their KV is bounded; 0: it is not."""
     num_window_slots: int = 0
-    """Size of the pool of windowed layers in tokens, without the dummy page (`window_pages.window_pool_tokens`)."""
+    """Size of the pool of windowed layers in tokens, without the dummy page (`types.window_pool_tokens`)."""
     max_consecutive_prefills: int = 32
     """Max prefill-only steps in a row; then running requests get a decode step even if prompts still wait."""
 
