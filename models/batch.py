@@ -16,6 +16,14 @@ from moe_engine.kernels.attention.queries import AttentionBatch
 from moe_engine.parallel.step_sizes import StepSizes
 
 
+@dataclass(frozen=True, slots=True)
+class WindowSlots:
+    """Slots of a step in the pool of windowed layers, whose KV is bounded by the window."""
+
+    slots: Tensor  # [T] int64
+    table: Tensor  # [max_rows, max_context] int32, in the place of `PagedQueries.slot_table`
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """One step, read-only. Tokens of `attention.decode` come first, then those of `attention.prefill`.
@@ -23,7 +31,8 @@ class ForwardBatch:
     `kv[layer]` is the cache of a layer: one tensor [num_slots, C+P] for MLA (with index keys a pair, the second
     [num_slots, 1, I]), a pair [num_slots, G, Dh] (keys, values) for GQA; with FP8 the last dimension is a row of
     `attention.kv_format`. `attention_plan` is the result of the attention backend's `plan` for this step. `sizes` are
-    all ranks' token counts in this step; needed with DP attention, also by a rank without tokens.
+    all ranks' token counts in this step; needed with DP attention, also by a rank without tokens. With `windows` the
+    caches of windowed layers have slots of their own.
     """
 
     input_ids: Tensor  # [T] int64
@@ -34,6 +43,7 @@ class ForwardBatch:
     attention_plan: Any
     kv: Sequence[Any]
     sizes: StepSizes | None = None
+    windows: WindowSlots | None = None
 
     @classmethod
     def nothing(cls, kv: Sequence[Any], sizes: StepSizes, device: torch.device) -> ForwardBatch:

@@ -172,6 +172,16 @@ class ModelConfig:
         kinds = sorted(set(self.windows), key=lambda window: (window is not None, window or 0))
         return tuple(CacheGroup(tuple(i for i, own in enumerate(self.windows) if own == kind), kind) for kind in kinds)
 
+    @property
+    def windowed_layers(self) -> tuple[int, ...]:
+        """The layers with a window."""
+        return tuple(i for i, own in enumerate(self.windows) if own is not None)
+
+    @property
+    def longest_window(self) -> int:
+        """The longest window of a layer; 0: none has one."""
+        return max((own for own in self.windows if own is not None), default=0)
+
     def within(self, context_len: int) -> ModelConfig:
         """The model for requests of at most `context_len` tokens: windows that they cannot exceed are left out."""
         windows = tuple(None if own is None or own >= context_len else own for own in self.windows)

@@ -8,7 +8,6 @@ Legend: R requests in a step, T tokens in a step, V vocabulary.
 
 from __future__ import annotations
 
-import bisect
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -151,46 +150,14 @@ def row_width(context_len: int, num_drafts: int = 0) -> int:
     return -(-(context_len + PAD_TOKENS + 2 * num_drafts) // 16) * 16
 
 
-@dataclass(frozen=True, slots=True)
-class GraphSettings:
-    """Which steps are captured as CUDA graphs before the first request.
+def window_pool_tokens(window: int, page_size: int, max_rows: int, step_tokens: int, draft_slots: int = 0) -> int:
+    """Tokens of a window pool in which no allocation fails.
 
-    `sizes`: requests of a decode step, ascending; empty: no capture. `counts`: tokens of each request, above 1 where
-    drafts are verified. Without `pad` only steps of exactly these sizes are replayed.
+    A request pins its window and the slots of two steps' drafts, rounded to pages at both ends; a page that left the
+    window is held back until the step in flight ends. Prompts of the step to plan and of the step in flight are added.
     """
-
-    sizes: tuple[int, ...] = ()
-    counts: tuple[int, ...] = (1,)
-    pad: bool = True
-
-    def size_for(self, num_requests: int) -> int | None:
-        """Graph size that replays a step of `num_requests`, or None."""
-        place = bisect.bisect_left(self.sizes, num_requests)
-        if place == len(self.sizes) or not (self.pad or self.sizes[place] == num_requests):
-            return None
-        return self.sizes[place]
-
-    def up_to(self, num_requests: int) -> GraphSettings:
-        """These settings without sizes above `num_requests`, which no step reaches."""
-        return GraphSettings(tuple(size for size in self.sizes if size <= num_requests), self.counts, self.pad)
-
-    @property
-    def num_graphs(self) -> int:
-        return len(self.sizes) * len(self.counts)
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of the largest captured step."""
-        return max(self.sizes, default=0) * max(self.counts)
-
-
-@dataclass(frozen=True, slots=True)
-class CompileSettings:
-    """Which steps torch.compile compiles: decodes of up to `max_tokens` tokens; 0: none. `folder` caches compiled code;
-    empty: the environment's folder, or the engine's default."""
-
-    max_tokens: int = 0
-    folder: str = ""
+    each = -(-(window + 2 * draft_slots) // page_size) + 3
+    return max_rows * each * page_size + 3 * -(-step_tokens // page_size) * page_size
 
 
 class Status(enum.IntEnum):
@@ -314,6 +281,8 @@ class Request:
     """The radix node this request holds a lock on (scheduler.radix_cache.Node), or None."""
     num_in_tree: int = 0
     """Leading slots owned by the radix tree (shared); the rest are private to the request."""
+    window_start: int = 0
+    """Leading pages whose KV in windowed layers the request no longer needs (`windowed_kv_cache.py`)."""
     seq: int = 0
     """Order of arrival at the scheduler; kept over retractions."""
     queued_at: float = 0.0
@@ -466,6 +435,9 @@ class StepPlan:
     dp_facts: tuple[StepFacts, ...] | None = None
     kv_ops: KVOps | None = None
     masked: list[int] = field(default_factory=list)
+    window_pages: list[int] = field(default_factory=list)
+    """New mappings of KV pages to pages of the windowed layers' pool: page, window page, page, ... (first slots). They
+    are applied before `new_rows` and `row_writes`."""
 
     @property
     def num_tokens(self) -> int:

@@ -22,13 +22,17 @@ LINKED = ("kernels", "models", "parallel")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
-BASE = {"errors", "types", "token_masks", "sampling_checks", "custom_logit_processor", "validation", "kv_connectors"}
+BASE = {
+    "errors", "types", "step_settings", "token_masks", "sampling_checks", "custom_logit_processor", "validation",
+    "kv_connectors",
+}  # fmt: skip
 MODEL = {"kernels", "parallel", "models"}
 PLAN = {"config", "planning", "tokenizer"}
 # package -> what it may import of this project, besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "types": {"errors"},
+    "step_settings": set(),
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
     "kv_connectors": {"errors"},
@@ -58,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 NO_TORCH_FILES = (
+    "step_settings",
     "types",
     "token_masks",
     "custom_logit_processor",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,6 +113,10 @@ class AttentionBatch:
         queries = self.decode if self.decode is not None else self.prefill
         return None if queries is None else queries.window
 
-    def with_window(self, window: int | None) -> AttentionBatch:
-        decode, prefill = (None if q is None else replace(q, window=window) for q in (self.decode, self.prefill))
+    def with_window(self, window: int | None, slot_table: Tensor | None = None) -> AttentionBatch:
+        """These queries with another window, and another slot table unless it is None."""
+        change: dict[str, Any] = (
+            {"window": window} if slot_table is None else {"window": window, "slot_table": slot_table}
+        )
+        decode, prefill = (None if q is None else replace(q, **change) for q in (self.decode, self.prefill))
         return AttentionBatch(decode, prefill)

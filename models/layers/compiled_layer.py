@@ -43,7 +43,9 @@ class CompiledLayer:
         if not (is_decode and self._regions.serves(len(hidden)) and (routed is None or routed.is_plain)):
             return self._whole.forward(hidden, residual, batch, *more)
         attention = self.attention
-        query = self._before(attention, hidden, batch.positions, batch.slots, attention.cache_of(batch))
+        query = self._before(
+            attention, hidden, batch.positions, attention.slots_of(batch, *more), attention.cache_of(batch)
+        )
         mixed = attention.attend(query, batch, *more)
         if routed is None:
             return self._after(self, mixed, residual)
@@ -56,7 +58,10 @@ def for_regions(batch: ForwardBatch, regions: Regions) -> ForwardBatch:
     uploads or buffers, and torch recompiles for tensors with another storage offset or inference mode."""
     if not regions.serves(batch.num_tokens):
         return batch
-    return replace(batch, positions=batch.positions.clone(), slots=batch.slots.clone())
+    windows = batch.windows
+    if windows is not None:
+        windows = replace(windows, slots=windows.slots.clone())
+    return replace(batch, positions=batch.positions.clone(), slots=batch.slots.clone(), windows=windows)
 
 
 def _before_attention(attention: Any, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Any) -> Tensor:

@@ -29,11 +29,12 @@ from moe_engine.parallel.share import Share, heads_share
 
 @dataclass(frozen=True, slots=True)
 class GroupInputs:
-    """What the layers of one cache group read in a step: the non-empty groups of queries with their tokens, and their
-    plan."""
+    """What the layers of one cache group read in a step: the non-empty groups of queries with their tokens, their plan,
+    and the slots [T] that the tokens' keys and values are written to."""
 
     queries: list[tuple[slice, PagedQueries]]
     plan: Any
+    slots: Tensor
 
 
 Groups = Sequence[GroupInputs]
@@ -88,8 +89,8 @@ class GQAttention:
 
     def forward(self, hidden: Activation, batch: ForwardBatch, groups: Groups | None = None) -> Tensor:
         k_cache, v_cache = cache = self.cache_of(batch)
-        q = self.before(hidden, batch.positions, batch.slots, cache)
         groups = group_inputs(batch, self._all_groups, self._backend) if groups is None else groups
+        q = self.before(hidden, batch.positions, groups[self._group].slots, cache)
         return self.after(self._attend(q, k_cache, v_cache, groups))
 
     # -- the layer split around attention; `before` and `after` take tensors only
@@ -103,6 +104,10 @@ class GQAttention:
     def cache_of(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """This layer's caches, [num_slots, G, Dh] each."""
         return batch.kv[self._layer_index]
+
+    def slots_of(self, batch: ForwardBatch, groups: Groups) -> Tensor:
+        """The slots [T] of the step's tokens in this layer's caches."""
+        return groups[self._group].slots
 
     def attend(self, query: Tensor, batch: ForwardBatch, groups: Groups) -> Tensor:
         """[T, H, Dh] -> [T, H, Dh]."""
@@ -143,16 +148,17 @@ class GQAttention:
 
 def group_inputs(batch: ForwardBatch, groups: Sequence[CacheGroup], backend: GQABackend) -> Groups:
     """Inputs of all layers; host work once per step. A group with another window than the batch's queries is planned
-    here."""
+    here. If the KV of windows is bounded, the batch's queries have the table of the first group."""
     return [_inputs(batch, group, backend) for group in groups]
 
 
 def _inputs(batch: ForwardBatch, group: CacheGroup, backend: GQABackend) -> GroupInputs:
     attention, plan = batch.attention, batch.attention_plan
+    windows = None if group.window is None else batch.windows
     if group.window != attention.window:
-        attention = attention.with_window(group.window)
+        attention = attention.with_window(group.window, None if windows is None else windows.table)
         plan = backend.plan(attention)
-    inputs = GroupInputs([], plan)
+    inputs = GroupInputs([], plan, batch.slots if windows is None else windows.slots)
     start = 0
     for queries in (attention.decode, attention.prefill):
         if queries is not None and queries.num_tokens:

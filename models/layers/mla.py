@@ -168,6 +168,10 @@ class MLAAttention:
         cache = batch.kv[self._layer_index]
         return cache[0] if self._mla.index_width else cache
 
+    def slots_of(self, batch: ForwardBatch, chunks: list[AttentionChunk]) -> Tensor:
+        """The slots [T] of the step's tokens in this layer's cache."""
+        return batch.slots
+
     def index_keys(self, batch: ForwardBatch) -> Tensor:
         """This layer's index keys, [num_slots, 1, I] or FP8 rows (`kv_format`); only with an `index_width`."""
         return batch.kv[self._layer_index][1]

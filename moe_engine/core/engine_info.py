@@ -27,6 +27,8 @@ class EngineInfo:
     tokenizer_path: str = ""
     weight_bytes: int = 0
     kv_bytes: int = 0
+    num_window_slots: int = 0
+    """Tokens of the pool of windowed layers; 0: they have none of their own."""
     graph_bytes: int = 0
     """The memory ledger's entry for CUDA graphs; 0 without graphs."""
     backends: dict[str, str] = field(default_factory=dict)

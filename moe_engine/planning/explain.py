@@ -69,7 +69,10 @@ def _text(value: Any) -> str:
 def facts_of(config: ResolvedConfig) -> dict[str, int]:
     """Limits of a request that follow from the configuration."""
     tier = {"host_tier_tokens": config.host_tier_tokens} if config.host_tier_tokens else {}
-    return tier | {
+    windows = {"swa_max_total_num_tokens": config.num_window_slots} if config.num_window_slots else {}
+    return {
+        **tier,
+        **windows,
         "max_total_num_tokens": config.max_total_num_tokens,
         "max_req_len": config.max_req_len,
         "max_req_input_len": config.max_req_input_len,

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 GB = 1 << 30
 DRAFT_WEIGHTS = "draft weights"
 GRAPHS_ROW = "CUDA graphs"
+WINDOWS_ROW = "KV of windows"
 WEIGHT_ROWS = ("weights", DRAFT_WEIGHTS)
-"""Rows that --mem-fraction-static counts besides KV."""
-
+STATIC_ROWS = (*WEIGHT_ROWS, WINDOWS_ROW)
+"""Rows that --mem-fraction-static counts besides the KV cache."""
 
 SLOT_TOKEN_BYTES = 4
 """Of the token id that is stored beside a KV slot, for penalties."""
@@ -38,7 +39,7 @@ class MemoryLedger:
         rows: everything but KV.
         limit_bytes: limit of the sum of all rows and KV.
         limit_reason: origin of the limit.
-        bytes_per_token: KV of one token in all layers.
+        bytes_per_token: KV of one token in all layers, but not in windowed layers with a pool of their own.
         num_tokens: KV slots for requests (`max_total_num_tokens`); the pool has one more dummy page.
         page_size: tokens of a page.
         logits_rows: max rows of logits at once; the worker computes and samples more rows in several passes.
@@ -51,6 +52,8 @@ class MemoryLedger:
     num_tokens: int
     page_size: int
     logits_rows: int = 0
+    num_window_slots: int = 0
+    """Tokens of the pool of windowed layers; 0: they have none of their own. A row has its memory."""
     host_tier_tokens: int = 0
     """Tokens of the host-RAM tier of the KV cache; on a CPU a row has its memory."""
 
@@ -61,6 +64,11 @@ class MemoryLedger:
     @property
     def weight_bytes(self) -> int:
         return sum(row.num_bytes for row in self.rows if row.name in WEIGHT_ROWS)
+
+    @property
+    def static_bytes(self) -> int:
+        """Weights and KV."""
+        return self.kv_bytes + sum(row.num_bytes for row in self.rows if row.name in STATIC_ROWS)
 
     def bytes_of(self, name: str) -> int:
         """Sum of the rows with that name; 0 if there is none."""
@@ -102,7 +110,7 @@ class MemoryLedger:
 
 def tokens_that_fit(num_bytes: int, bytes_per_token: int, page_size: int) -> int:
     """KV slots, a multiple of the page size, that fit into `num_bytes` beside the dummy page; 0 if none do."""
-    tokens = num_bytes // bytes_per_token - page_size
+    tokens = num_bytes // max(1, bytes_per_token) - page_size
     return max(0, tokens - tokens % page_size)
 
 

@@ -34,7 +34,8 @@ from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
 from moe_engine.planning.sizing import Sizing, SizingInput, size_memory
 from moe_engine.planning.step_limits import StepLimits
-from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
+from moe_engine.step_settings import CompileSettings, GraphSettings
+from moe_engine.types import SpeculationConfig
 
 T = TypeVar("T")
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -101,6 +102,16 @@ class ResolvedConfig:
     def max_total_num_tokens(self) -> int:
         """KV slots for requests; the pool's dummy page is not counted."""
         return self.ledger.num_tokens
+
+    @property
+    def num_window_slots(self) -> int:
+        """Tokens of the pool of windowed layers; 0: their KV is not bounded by their window."""
+        return self.ledger.num_window_slots
+
+    @property
+    def window(self) -> int:
+        """The window that bounds the KV of windowed layers; 0: none does."""
+        return self.model.longest_window if self.num_window_slots else 0
 
     @property
     def host_tier_tokens(self) -> int:
@@ -328,9 +339,13 @@ def _idle_flags(args: EngineArgs, device: str, parallel: ParallelPlan) -> tuple[
 
 def _size_remarks(context_len: int, sizing: Sizing) -> list[str]:
     tokens = sizing.ledger.num_tokens
+    remarks = [sizing.window_remark] if sizing.window_remark else []
     if tokens >= context_len:
-        return []
-    return [f"the KV cache holds {tokens} tokens: requests are limited to that, below the context length {context_len}"]
+        return remarks
+    return [
+        *remarks,
+        f"the KV cache holds {tokens} tokens: requests are limited to that, below the context length {context_len}",
+    ]
 
 
 def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Record) -> str:

@@ -23,7 +23,7 @@ from moe_engine.planning.ledger import (
     DRAFT_WEIGHTS,
     GB,
     SLOT_TOKEN_BYTES,
-    WEIGHT_ROWS,
+    STATIC_ROWS,
     LedgerRow,
     MemoryLedger,
     gb,
@@ -36,7 +36,8 @@ from moe_engine.planning.resolve_limits import SMALL_DISPATCH
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.planning.tier_memory import tier_bytes_per_token, tier_reserve, tier_rows, tier_tokens
-from moe_engine.types import GraphSettings
+from moe_engine.planning.window_memory import bound_windows, window_bytes_per_token, window_rows
+from moe_engine.step_settings import GraphSettings
 
 CPU_SHARE = 0.8
 """Share of the available memory that an engine on a CPU uses by default; the rest is for other programs."""
@@ -55,6 +56,10 @@ WORKSPACE_BYTES = 64 << 20
 """Scratch memory of kernels over all threads."""
 
 MIN_USEFUL_TOKENS = 128
+
+INDEXED_WINDOWS = 16
+"""Where all layers have windows, tokens without KV have a number in the radix cache only: at most as many as the pool
+of windows holds, times this."""
 
 FRACTION_STEPS = 1_000_000
 """--mem-fraction-static is reported in these parts, rounded up: passed as a flag it gives the same KV cache."""
@@ -86,6 +91,8 @@ class SizingInput:
     tier_ratio: float = 0.0
     """Tokens of the host-RAM tier over those of the KV cache, unless `tier_bytes` is its size; both 0: no tier."""
     tier_bytes: int = 0
+    num_window_slots: int = 0
+    """Tokens of the pool of windowed layers; 0: they have none of their own."""
 
     @property
     def page_size(self) -> int:
@@ -93,9 +100,10 @@ class SizingInput:
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of a token on one rank."""
+        """KV bytes of a token on one rank, without those of windowed layers that have a pool of their own."""
         drafted = self.draft.kv_bytes_per_token(self.kv_dtype) if self.draft is not None else 0
-        return self.local_model.kv_bytes_per_token(self.kv_dtype, self.uses_mtp) + drafted
+        windowed = window_bytes_per_token(self) if self.num_window_slots else 0
+        return self.local_model.kv_bytes_per_token(self.kv_dtype, self.uses_mtp) + drafted - windowed
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -136,10 +144,13 @@ class Sizing:
     running_reason: str
     mem_fraction_static: float
     fraction_reason: str
+    window_remark: str = ""
+    """Why the KV of windowed layers is not bounded by their window."""
 
 
 def size_memory(given: SizingInput) -> Sizing:
     """Fills the memory ledger. Raises ConfigError with the sum and the nearest flags that fit, if it does not fit."""
+    given, remark = _with_bounded_windows(given)
     rows = fixed_rows(given)
     limit, limit_reason = memory_limit(given, rows)
     fits = _fitting_tokens(given, rows, limit)
@@ -154,13 +165,16 @@ def size_memory(given: SizingInput) -> Sizing:
     limit, limit_reason = memory_limit(given, rows)
     tier = tier_tokens(given, tokens)
     rows = (*rows, *tier_rows(given, tier))
-    ledger = MemoryLedger(rows, limit, limit_reason, given.bytes_per_token, tokens, page, given.logits_rows, tier)
+    ledger = MemoryLedger(
+        rows, limit, limit_reason, given.bytes_per_token, tokens, page, given.logits_rows, given.num_window_slots, tier
+    )
     running, running_reason = _choose_running(given, tokens)
     if given.mem_fraction is not None:
-        return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "asked for")
-    static = (ledger.weight_bytes + ledger.kv_bytes) / given.machine.total_bytes
+        return Sizing(ledger, reason, running, running_reason, given.mem_fraction, "asked for", remark)
+    static = ledger.static_bytes / given.machine.total_bytes
     fraction = math.ceil(static * FRACTION_STEPS) / FRACTION_STEPS
-    return Sizing(ledger, reason, running, running_reason, fraction, "weights and KV of the ledger / total memory")
+    why = "weights and KV of the ledger / total memory"
+    return Sizing(ledger, reason, running, running_reason, fraction, why, remark)
 
 
 def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
@@ -188,6 +202,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         LedgerRow("activations", _step_bytes(given), f"a step of {limits.forward_tokens} tokens"),
         _logits_row(given),
         _table_row(given),
+        *window_rows(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
         *_attention_rows(given),
         *_dispatch_rows(given),
@@ -247,10 +262,10 @@ def _table_row(given: SizingInput) -> LedgerRow:
     the token ids, and positions for drafts."""
     limits = given.limits
     detail = f"{limits.running} requests x {limits.context_len} positions"
-    if not given.drafts:
-        return LedgerRow("slot tables", slot_table_bytes(limits.running, limits.row_width), detail)
-    tables = 2 * slot_table_bytes(limits.running, limits.row_width)
-    return LedgerRow("slot tables", tables, f"{detail}, slots and tokens")
+    tables = ["slots"] + ["window slots"] * bool(given.num_window_slots) + ["tokens"] * given.drafts
+    if len(tables) > 1:
+        detail += f", {' and '.join(tables)}"
+    return LedgerRow("slot tables", len(tables) * slot_table_bytes(limits.running, limits.row_width), detail)
 
 
 def _dispatch_rows(given: SizingInput) -> list[LedgerRow]:
@@ -300,7 +315,7 @@ def _step_bytes(given: SizingInput) -> int:
 def _check_fraction(given: SizingInput, fraction: float, rows: tuple[LedgerRow, ...]) -> None:
     """Refuses a share that exceeds the free memory, instead of silently using less."""
     total, available = given.machine.total_bytes, given.machine.available_bytes
-    others = sum(row.num_bytes for row in rows if row.name not in WEIGHT_ROWS)
+    others = sum(row.num_bytes for row in rows if row.name not in STATIC_ROWS)
     static = int(fraction * total)
     if static + others > available:
         most = int((available - others) / total * 1000) / 1000
@@ -319,7 +334,7 @@ def memory_limit(given: SizingInput, rows: tuple[LedgerRow, ...]) -> tuple[int, 
     machine = given.machine
     if given.mem_fraction is not None:
         static = int(given.mem_fraction * machine.total_bytes)
-        others = sum(row.num_bytes for row in rows if row.name not in WEIGHT_ROWS)
+        others = sum(row.num_bytes for row in rows if row.name not in STATIC_ROWS)
         if static + others > machine.available_bytes:
             return machine.available_bytes, f"available memory, {machine.source}"
         share = f"--mem-fraction-static {given.mem_fraction:g} of {gb(machine.total_bytes)} for weights and KV"
@@ -329,6 +344,16 @@ def memory_limit(given: SizingInput, rows: tuple[LedgerRow, ...]) -> tuple[int, 
         return int(CPU_SHARE * machine.available_bytes), f"{CPU_SHARE:.0%} of {available} available, {machine.source}"
     reserve = max(GPU_RESERVE_BYTES, int(GPU_RESERVE_SHARE * machine.total_bytes))
     return machine.available_bytes - reserve, f"{gb(machine.available_bytes)} free, less a reserve of {gb(reserve)}"
+
+
+def _with_bounded_windows(given: SizingInput) -> tuple[SizingInput, str]:
+    """The launch with a pool of windowed layers, or the same launch with the reason if there are windows."""
+    if not given.model.longest_window:
+        return given, ""
+    rows = fixed_rows(given)
+    tokens, _ = _choose_tokens(given, _fitting_tokens(given, rows, memory_limit(given, rows)[0]))
+    slots, remark = bound_windows(given, tokens)
+    return dataclasses.replace(given, num_window_slots=slots), remark
 
 
 def _fitting_tokens(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int) -> int:
@@ -347,12 +372,17 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
         return asked, "asked for" if asked == given.max_total_tokens else f"asked for, whole pages of {page}"
     useful = given.limits.context_len * given.limits.running
     useful += -useful % page
+    if given.num_window_slots and not given.bytes_per_token:
+        return min(
+            useful, INDEXED_WINDOWS * given.num_window_slots, fits
+        ), "all layers have windows: numbers without KV"
     modest = max(CPU_KV_BYTES, int(CPU_KV_SHARE * given.machine.available_bytes))
     if given.machine.device == "cpu" and useful <= fits and useful * given.bytes_per_token <= modest:
         return useful, f"{given.limits.running} requests of {given.limits.context_len} tokens cannot use more"
     if given.machine.device == "cpu" and given.mem_fraction is None:
         one_request = -(-given.limits.context_len // page) * page
-        enough = max(tokens_that_fit(modest, given.bytes_per_token, page), one_request)
+        left = modest - sum(row.num_bytes for row in window_rows(given))
+        enough = max(tokens_that_fit(left, given.bytes_per_token, page), one_request)
         if enough <= fits:
             return enough, f"{gb(modest)} of KV by default on a CPU; {fits} would fit (--max-total-tokens {fits})"
     return fits, "the rest of the memory ledger"
@@ -465,6 +495,6 @@ def _sufficient_fraction(given: SizingInput) -> float | None:
     ledger = MemoryLedger(rows, 0, "", given.bytes_per_token, given.min_tokens, given.page_size)
     if ledger.total_bytes > 0.97 * given.machine.available_bytes:
         return None
-    static = (ledger.weight_bytes + ledger.kv_bytes + sum(row.num_bytes for row in tier)) / given.machine.total_bytes
+    static = (ledger.static_bytes + sum(row.num_bytes for row in tier)) / given.machine.total_bytes
     fraction = int(static * 1000 + 1) / 1000
     return fraction if fraction < 1 and fraction != given.mem_fraction else None

@@ -49,6 +49,10 @@ class SchedulerConfig:
     """Size of the host-RAM tier (``--enable-hierarchical-cache``); 0: none."""
     kv_connector: str = "host"
     """Class of the tier (`moe_engine.kv_connectors`)."""
+    window: int = 0
+    """Tokens that windowed layers attend to, the query's included, if their KV is bounded; 0: it is not."""
+    num_window_slots: int = 0
+    """Size of the pool of windowed layers in tokens, without the dummy page (`types.window_pool_tokens`)."""
     max_consecutive_prefills: int = 32
     """Max prefill-only steps in a row; then running requests get a decode step even if prompts still wait."""
 
@@ -94,6 +98,8 @@ class SchedulerConfig:
             )
         if self.host_tier_tokens and self.disable_radix_cache:
             raise ConfigError("--enable-hierarchical-cache needs the radix cache; give no --disable-radix-cache")
+        if self.window and (self.host_tier_tokens or self.num_window_slots % self.page_size):
+            raise ConfigError("a bounded window needs a pool of whole pages and no --enable-hierarchical-cache")
         for flag, value in (
             ("--max-queued-requests", self.max_queued_requests),
             ("--prefill-max-requests", self.prefill_max_requests),

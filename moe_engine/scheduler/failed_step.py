@@ -55,6 +55,7 @@ def resend(table: RequestTable, records: Sequence[StepRecord]) -> None:
     rows = {request.row for request in table.live.values()}
     writes = [write for record in records for write in record.row_writes]
     table.row_writes = [write for write in [*writes, *table.row_writes] if write.row in rows]
+    table.kv_cache.repeat_window_pages([page for record in records for page in record.window_pages])
 
 
 def _roll_back(record: StepRecord) -> None:

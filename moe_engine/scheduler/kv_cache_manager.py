@@ -6,6 +6,8 @@ others are private. Slots and rows are freed "after" the last planned step, beca
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from moe_engine.kv_connectors import connector_class
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.kv_connector import KVConnector
@@ -33,17 +35,22 @@ class KVCacheManager:
         self._bigrams = config.bigram_prefixes
         self._reserves = config.speculation is not None
         """Requests may hold slots of tokens that are not computed yet (rejected drafts)."""
-        self.slots = SlotAllocator(config.num_slots, config.page_size)
+        self.slots = self._new_slots(config)
         self.rows = DeferredFreePool(range(config.max_rows))
-        cache = DisabledCache if config.disable_radix_cache else RadixCache
         self.connector: KVConnector | None = None
         """KV outside the pool, if there is any."""
         if config.host_tier_tokens:
             made = connector_class(config.kv_connector)
             self.connector = made(config.host_tier_tokens, self.slots, self.make_room)
-        tree = cache(config.page_size, self.slots.free) if self.connector is None else self.connector.tree
-        self.tree: RadixCache = tree
+        self.tree: RadixCache = self._new_tree(config) if self.connector is None else self.connector.tree
         self.step = 0
+
+    def _new_slots(self, config: SchedulerConfig) -> SlotAllocator:
+        return SlotAllocator(config.num_slots, config.page_size)
+
+    def _new_tree(self, config: SchedulerConfig) -> RadixCache:
+        cache = DisabledCache if config.disable_radix_cache else RadixCache
+        return cache(config.page_size, self.slots.free)
 
     # -- counts, in tokens
 
@@ -176,6 +183,7 @@ class KVCacheManager:
         request.num_in_tree = node.end
         if not present:
             return None
+        self._replaced(request, start, present)
         end = start + len(present)
         self.slots.free(request.slots[start:end], self.step)
         request.slots[start:end] = present
@@ -189,7 +197,9 @@ class KVCacheManager:
         known = request.num_tokens - (1 if request.output_ids else 0)
         start = request.num_in_tree
         node, present = self._insert(request, min(request.num_computed, known))
-        self.slots.free(request.slots[start : start + len(present)], self.step)
+        if present:
+            self._replaced(request, start, present)
+            self.slots.free(request.slots[start : start + len(present)], self.step)
         self.slots.free(request.slots[node.end :], self.step)
         self.tree.unlock(request.tree_node, self.step)
         self.rows.give([request.row], self.step)
@@ -197,6 +207,9 @@ class KVCacheManager:
         request.num_in_tree = 0
         request.slots = []
         request.row = -1
+
+    def _replaced(self, request: Request, start: int, present: list[int]) -> None:
+        """The tree's slots `present` replace the request's slots from `start` on, which are freed next."""
 
     def _insert(self, request: Request, end: int) -> tuple[Node, list[int]]:
         start = request.num_in_tree
@@ -207,6 +220,23 @@ class KVCacheManager:
             return request.tree_node, []
         run = bigrams(token_run(request, start, end + 1)) if self._bigrams else token_run(request, start, end)
         return self.tree.insert(request.tree_node, run, request.slots[start:end], self.step)
+
+    # -- windowed layers (`windowed_kv_cache.py`)
+
+    def take_window_pages(self) -> list[int]:
+        """`StepPlan.window_pages` of the next plan."""
+        return []
+
+    def repeat_window_pages(self, pairs: Sequence[int]) -> None:
+        """The worker may not have applied these pairs of an earlier plan."""
+
+    def check_windows(self, running: Iterable[Request], owned: set[int]) -> list[str]:
+        """Findings of the integrity check on window pages; `owned` are the full pages in use."""
+        return []
+
+    def window_pool(self) -> tuple[DeferredFreePool, set[int]] | None:
+        """The pool of window pages and those in use; None without such a pool."""
+        return None
 
     # -- steps
 

@@ -29,6 +29,8 @@ class StepRecord:
     row_writes: list[RowWrite] = field(default_factory=list)
     """As in the plan, to repeat them if the worker may not have applied them."""
     kv_ops: KVOps | None = None
+    window_pages: list[int] = field(default_factory=list)
+    """As in the plan, to repeat them too."""
     alone: Request | None = None
     """The suspect that runs alone in this step."""
 
@@ -133,6 +135,7 @@ class PlanDraft:
         finished_rows: list[int],
         follow: bool = False,
         kv_ops: KVOps | None = None,
+        window_pages: list[int] | None = None,
     ) -> tuple[StepPlan, StepRecord]:
         """The plan and its record. `follow`: the drafter runs a draft extend. Takes over the lists."""
         speculation = None
@@ -152,13 +155,14 @@ class PlanDraft:
             finished_rows=finished_rows,
             speculation=speculation,
             kv_ops=kv_ops,
+            window_pages=window_pages or [],
         )
         rows = self.rows
         if self.prefilled:
             rows = [row for row, samples in zip(self.rows, self.samples) if samples]
         record = StepRecord(number, self.sampled, rows, self.prefilled, self.ended, self.depths, self.num_decodes)
         record.prompt_spans, record.finished_rows, record.row_writes = self.prompt_spans, finished_rows, row_writes
-        record.kv_ops = kv_ops
+        record.kv_ops, record.window_pages = kv_ops, plan.window_pages
         return plan, record
 
 

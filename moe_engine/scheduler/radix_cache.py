@@ -170,7 +170,7 @@ class RadixCache:
     def forget(self, tokens: list[int], start: int, extra_key: Hashable = None) -> None:
         """Frees the cached part of tokens[start:] and everything below it. No request may hold a lock there."""
         start -= start % self.page_size
-        found = self.peek(tokens, len(tokens), extra_key)
+        found = RadixCache.peek(self, tokens, len(tokens), extra_key)
         node = found.partial if found.partial is not None else found.node
         while node is not None and node.parent is not None and node.parent.end > start:
             node = node.parent

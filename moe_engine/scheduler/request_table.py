@@ -10,6 +10,7 @@ from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import check_fits, end_ids
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
+from moe_engine.scheduler.windowed_kv_cache import WindowedKVCacheManager
 from moe_engine.types import FinishReason, PackedLogprobs, Request, RowWrite, Status
 
 QUEUE_FULL = "The request queue is full."
@@ -24,7 +25,7 @@ class RequestTable:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.kv_cache = KVCacheManager(config)
+        self.kv_cache = WindowedKVCacheManager(config) if config.window else KVCacheManager(config)
         self.queue = WaitingQueue(config)
         self.live: dict[str, Request] = {}
         self.decodes: list[Request] = []
@@ -156,7 +157,7 @@ class RequestTable:
         self.num_released += len(running)
         for request in running:
             request.row, request.slots, request.num_computed = -1, [], 0
-            request.tree_node, request.num_in_tree = None, 0
+            request.tree_node, request.num_in_tree, request.window_start = None, 0, 0
             request.num_in_flight = request.num_maybe = 0
             request.status = Status.WAITING
             request.retractions += 1

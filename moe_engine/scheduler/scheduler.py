@@ -392,9 +392,9 @@ class Scheduler:
         kv_cache.step += 1
         follow = self.speculator is not None and self._follows(draft, batch)
         kv_ops = self._connector.build_connector_meta() if self._connector is not None else None
-        plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, kv_ops)
-        table.row_writes, table.finished_rows = [], []
-        record.alone = alone
+        windows = kv_cache.take_window_pages()
+        plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, kv_ops, windows)
+        table.row_writes, table.finished_rows, record.alone = [], [], alone
         self._in_flight.append(record)
         self.last_facts = plan_facts(plan, draft, batch, num_before, table)
         return plan

@@ -114,7 +114,9 @@ class ControlApi:
     def _memory(self) -> dict[str, Any]:
         info = self._state.client.info
         gib = 2**30
+        windows = {"swa_token_capacity": info.num_window_slots} if info.num_window_slots else {}
         return {
+            **windows,
             "weight": round(info.weight_bytes / gib, 3),
             "kvcache": round(info.kv_bytes / gib, 3),
             "graph": round(info.graph_bytes / gib, 3),

@@ -112,7 +112,7 @@ class ModelRunner:
         self.attention = attention
         self.stream = stream
         self.window = window
-        self.builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream, window)
+        self.builder = BatchBuilder(rows, kv_pool.page_size, form or MLAFormPolicy(), stream, window, rows.windows)
         self.sampler = Sampler(rows.sampling, stream, sampling, passes)
         self.sampling = StepSampling(rows, self.sampler, stream)
         self.shared = DPSteps(parallel, stream.device, kv_pool.layers)
@@ -174,6 +174,9 @@ class ModelRunner:
             self._phase = "copying KV"
             self.kv_copies.start(plan.kv_ops)
         self._phase = "updating rows"
+        if plan.window_pages:
+            assert self.rows.windows is not None
+            self.rows.windows.map_pages(plan.window_pages)
         if plan.finished_rows or plan.new_rows or plan.row_writes:
             self.rows.apply(plan.finished_rows, plan.new_rows, plan.row_writes)
             if self.speculation is not None:

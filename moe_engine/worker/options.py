@@ -9,7 +9,8 @@ from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.types import CompileSettings, GraphSettings, SpeculationConfig
+from moe_engine.step_settings import CompileSettings, GraphSettings
+from moe_engine.types import SpeculationConfig
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class WorkerOptions:
     Args:
         dtype: name of the activation dtype; `kv_cache_dtype`: of the KV cache (`kv_format`), ``auto`` for the same.
         num_slots: tokens of the KV pool, in whole pages.
+        num_window_slots: tokens of the pool of windowed layers; 0: their KV is not bounded by the window.
         max_rows: max running requests.
         kernels: rows of the kernel families, for the model and its draft model.
         cpu_threads: threads of torch's operators; None: one per physical core this process may use.
@@ -59,6 +61,7 @@ class WorkerOptions:
     dummy_seed: int = 0
     absorbed_break_even: float | None = None
     host_tier_tokens: int = 0
+    num_window_slots: int = 0
     kv_connector: str = "host"
 
     @property

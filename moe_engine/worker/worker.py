@@ -241,7 +241,12 @@ def _prepare(
     )
     loaded = time.perf_counter()
     spec = kv_spec(local, options.kv_dtype, num_mtp_layers(config, speculation))
-    pool = KVPool(spec, options.num_slots, options.kernels.page_size, stream)
+    pool = KVPool(
+        spec, options.num_slots, options.kernels.page_size, stream,
+        windowed=config.windowed_layers if options.num_window_slots else (), num_window_slots=options.num_window_slots,
+    )  # fmt: skip
+    if options.num_window_slots:
+        rows.bound_windows(pool.num_slots, pool.page_size)
     form = form_policy(
         config.attention,
         deterministic=options.enable_deterministic_inference,

@@ -13,7 +13,7 @@ from moe_engine.kernels.device import Device, Need
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.resolve import ResolvedConfig, resolve
 from moe_engine.planning.resolve_graphs import graph_row, graph_sizes
-from moe_engine.types import GraphSettings
+from moe_engine.step_settings import GraphSettings
 from tests.config.conftest import SMALL, machine
 
 

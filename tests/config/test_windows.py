@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moe_engine.errors import ConfigError
+from moe_engine.planning.explain import explain_text
 from tests.config.conftest import machine
 from tests.config.test_speculation import LLAMA, standalone  # noqa: F401  # a fixture
 
@@ -40,3 +41,32 @@ def test_layers_of_two_windows_are_not_captured(resolved) -> None:
     gpu = machine(60, 80, "cuda")
     assert resolved(ALTERNATING, on=gpu).kernels.uncaptured.startswith("layers with different attention")
     assert resolved(MISTRAL, on=gpu).kernels.uncaptured is None
+
+
+FEW = {"max_running_requests": 2, "chunked_prefill_size": 64}
+
+
+@pytest.mark.parametrize(("model", "windowed"), [(MISTRAL, 2), (ALTERNATING, 1)])
+def test_the_ledger_bounds_windowed_layers(resolved, model, windowed) -> None:
+    short, long = (resolved(model, context_length=context, **FEW) for context in (2048, 4096))
+    assert short.num_window_slots == long.num_window_slots < 2 * (512 + 3) + 3 * 80
+    assert short.window == 512
+    rows = [config.ledger.bytes_of("KV of windows") for config in (short, long)]
+    whole = short.model.kv_bytes_per_token(short.kv_cache_dtype)
+    assert rows[0] == rows[1] == (short.num_window_slots + short.page_size) * whole // 2 * windowed
+    assert short.ledger.bytes_per_token == whole // 2 * (2 - windowed)
+    assert long.max_total_num_tokens == 2 * 4096
+    assert "swa_max_total_num_tokens" in explain_text(long) and "KV of windows" in explain_text(long)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"max_running_requests": 2, "max_total_tokens": 1024}, "the KV cache has 1024 tokens (--max-running-requests"),
+        (FEW | {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache copies the KV of all layers"),
+    ],
+)
+def test_windows_that_are_not_bounded_are_reported(resolved, flags, reason) -> None:
+    config = resolved(MISTRAL, **flags)
+    assert config.num_window_slots == config.window == 0
+    assert any("keep the KV of the whole context" in note and reason in note for note in config.notes)

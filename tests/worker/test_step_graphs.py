@@ -18,8 +18,8 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.topology import Topology
+from moe_engine.step_settings import GraphSettings
 from moe_engine.types import (
-    GraphSettings,
     NewRow,
     SamplingParams,
     Speculation,

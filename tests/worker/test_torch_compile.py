@@ -21,7 +21,7 @@ from moe_engine.kernels import torch_regions
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
 from moe_engine.models.layers.compiled_layer import CompiledLayer
-from moe_engine.types import GraphSettings
+from moe_engine.step_settings import GraphSettings
 from moe_engine.worker.graphs import compile_setup as region_setup
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from tests.engine.harness import InProcessEngine, Scripted

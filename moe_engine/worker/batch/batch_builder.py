@@ -24,6 +24,7 @@ from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.shared_prefix import find_sharers
 from moe_engine.worker.batch.step_batch import RaggedTokens, StepBatch
 from moe_engine.worker.batch.uniform_batch import UniformBatches
+from moe_engine.worker.batch.window_table import WindowTable
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows
 
@@ -49,18 +50,27 @@ class BatchBuilder:
 
     Args:
         window: sliding window of the model's first cache group.
+        windows: the table of windowed layers, if their KV is bounded.
     """
 
     def __init__(
-        self, rows: RequestRows, page_size: int, form: MLAFormPolicy, stream: DeviceStream, window: int | None = None
+        self,
+        rows: RequestRows,
+        page_size: int,
+        form: MLAFormPolicy,
+        stream: DeviceStream,
+        window: int | None = None,
+        windows: WindowTable | None = None,
     ) -> None:
         self._rows = rows
         self._page_size = page_size
         self._window = window
+        self._windows = windows
+        self._table = rows.slot_table if window is None or windows is None else windows.table
         self._form = form
         self._stream = stream
         self._same: _SameRows | None = None
-        self.uniform = UniformBatches(rows, page_size, stream, window)
+        self.uniform = UniformBatches(rows, page_size, stream, window, windows)
 
     def build(self, plan: StepPlan) -> StepBatch:
         """The plan's `new_rows` and `row_writes` must have been applied before."""
@@ -118,7 +128,7 @@ class BatchBuilder:
             rows=same.rows_int32,
             query_starts=same.query_starts,
             context_lens_device=context_lens,
-            slot_table=self._rows.slot_table,
+            slot_table=self._table,
             page_size=self._page_size,
             window=self._window,
         )
@@ -132,6 +142,7 @@ class BatchBuilder:
             sampled=SampledRows(same.rows, lengths, same.rows_device),
             offsets=same.offsets,
             flat=flat,
+            windows=None if self._windows is None else self._windows.of(flat),
         )
 
     # -- any plan
@@ -209,7 +220,7 @@ class BatchBuilder:
                 rows=rows32[begin:end],
                 query_starts=query_starts[begin + shift : end + shift + 1],
                 context_lens_device=lengths32[begin:end],
-                slot_table=self._rows.slot_table,
+                slot_table=self._table,
                 page_size=self._page_size,
                 visible=visible,
                 window=self._window,
@@ -226,6 +237,7 @@ class BatchBuilder:
             sampled=SampledRows(rows[owner[sampled]], positions[sampled] + 1, sampled_rows),
             offsets=offsets,
             flat=flat_device,
+            windows=None if self._windows is None else self._windows.of(flat_device),
         )
 
     def _upload_masks(self, visible: np.ndarray, num_tokens: int) -> Tensor:

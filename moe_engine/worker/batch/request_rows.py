@@ -19,6 +19,7 @@ from moe_engine.types import LogprobSpec, NewRow, RowWrite, row_width
 from moe_engine.worker.batch.device_int_table import DeviceIntTable
 from moe_engine.worker.batch.slot_tokens import SlotTokens
 from moe_engine.worker.batch.token_buffer import TokenBuffer
+from moe_engine.worker.batch.window_table import WindowTable
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.logits_processors import LogitsProcessors
 from moe_engine.worker.sampling.sampling_state import SamplingState
@@ -55,6 +56,8 @@ class RequestRows:
         """The slot table as an array on the CPU, else None."""
         self._slots = DeviceIntTable(self.slot_table, stream)
         self._last_tokens = DeviceIntTable(self.last_token, stream)
+        self.windows: WindowTable | None = None
+        """The table of windowed layers, if their KV is bounded (`bound_windows`)."""
         self.history = TokenBuffer(max_rows, width, stream) if num_drafts else None
         self.sampling = SamplingState(max_rows, vocab_size)
         self.edits = LogitsProcessors(vocab_size, self.slot_table, stream)
@@ -83,6 +86,10 @@ class RequestRows:
         """Allocates the token ids by KV slot, the dummy page included; once, at start."""
         self.slot_tokens = SlotTokens(num_slots, self._stream)
 
+    def bound_windows(self, num_slots: int, page_size: int) -> None:
+        """Windowed layers have a pool and a table of their own; once, at start. `num_slots`: of the full pool."""
+        self.windows = WindowTable(self.max_rows, self.width, num_slots, page_size, self._stream)
+
     def note_tokens(self, slots: Tensor, tokens: Tensor) -> None:
         """Stores tokens [T] int64 of slots [T] int64 of a step. Does nothing if no row's tokens are read."""
         if self.edits.keeps_tokens:
@@ -97,6 +104,8 @@ class RequestRows:
         flat = np.array([at for first, count in spans for at in range(first, first + count)])
         slots = np.array([slot for write in writes for slot in write.slots], dtype=np.int32)
         self._slots.put_from_host(flat, slots)
+        if self.windows is not None:
+            self.windows.write_from_host(flat, slots)
 
     def slots_at(self, flat: Tensor) -> Tensor:
         """slot_table.flat[flat[t]], flat [T] int64 -> [T] int64."""
@@ -105,6 +114,8 @@ class RequestRows:
     def write_slots(self, flat: Tensor, slots: Tensor) -> None:
         """slot_table.flat[flat[t]] = slots[t]; flat [T] int64, slots [T] int32."""
         self._slots.put(flat, slots)
+        if self.windows is not None:
+            self.windows.write(flat, slots)
 
     def check_lengths(self, rows: Sequence[int] | np.ndarray, lengths: np.ndarray) -> None:
         """Raises ValueError if one of the rows, which grow to `lengths` tokens, exceeds the table's width."""
@@ -156,3 +167,5 @@ class RequestRows:
             raise ValueError(f"row {row}: tokens up to {start + len(slots)} exceed the row's width {self.width}")
         values = self._stream.upload(torch.from_numpy(np.array(slots, dtype=np.int32)))
         self.slot_table[row, start : start + len(slots)].copy_(values)
+        if self.windows is not None:
+            self.windows.point(row, start, values)

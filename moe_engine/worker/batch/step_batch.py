@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.queries import AttentionBatch
-from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.batch import ForwardBatch, WindowSlots
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.sampling.sampler import SampledRows
 
@@ -36,6 +36,7 @@ class StepBatch:
     sampled: SampledRows
     offsets: np.ndarray  # [R] int64
     flat: Tensor  # [T] int64: the token's index into the flat slot table
+    windows: WindowSlots | None = None
 
     def forward_batch(self, attention_plan: Any, kv: Sequence[Any], sizes: StepSizes | None = None) -> ForwardBatch:
         """The model's input, after the attention backend has planned."""
@@ -48,6 +49,7 @@ class StepBatch:
             attention_plan=attention_plan,
             kv=kv,
             sizes=sizes,
+            windows=self.windows,
         )
 
 

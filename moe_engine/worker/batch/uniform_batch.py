@@ -19,6 +19,7 @@ from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.decoder.drafting import ChainSteps
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch
+from moe_engine.worker.batch.window_table import WindowTable
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.sampler import SampledRows
 
@@ -40,10 +41,19 @@ class _Shape:
 class UniformBatches:
     """Builds uniform batches. The cache is keyed by the identity of the `rows` object."""
 
-    def __init__(self, rows: RequestRows, page_size: int, stream: DeviceStream, window: int | None = None) -> None:
+    def __init__(
+        self,
+        rows: RequestRows,
+        page_size: int,
+        stream: DeviceStream,
+        window: int | None = None,
+        windows: WindowTable | None = None,
+    ) -> None:
         self._rows = rows
         self._page_size = page_size
         self._window = window
+        self._windows = windows
+        self._table = rows.slot_table if window is None or windows is None else windows.table
         self._stream = stream
         self._known_for: np.ndarray | None = None
         self._known: dict[int, _Shape] = {}
@@ -69,7 +79,7 @@ class UniformBatches:
             rows=shape.rows_int32,
             query_starts=shape.query_starts,
             context_lens_device=context_lens,
-            slot_table=self._rows.slot_table,
+            slot_table=self._table,
             page_size=self._page_size,
             window=self._window,
         )
@@ -83,6 +93,7 @@ class UniformBatches:
             sampled=SampledRows(shape.sampled_rows, host[:total] + 1, shape.sampled_device),
             offsets=shape.offsets,
             flat=flat,
+            windows=None if self._windows is None else self._windows.of(flat),
         )
 
     def chain(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]) -> ChainSteps:
@@ -105,7 +116,7 @@ class UniformBatches:
             rows=shape.rows_int32,
             query_starts=shape.query_starts,
             context_lens_device=context_lens[0],
-            slot_table=self._rows.slot_table,
+            slot_table=self._table,
             page_size=self._page_size,
             window=self._window,
         )

@@ -6,7 +6,7 @@ import logging
 
 from moe_engine.kernels import torch_regions
 from moe_engine.kernels.torch_regions import Regions
-from moe_engine.types import CompileSettings
+from moe_engine.step_settings import CompileSettings
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.startup.warmup import compile_regions
 

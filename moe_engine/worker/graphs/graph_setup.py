@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from moe_engine.types import GraphSettings
+from moe_engine.step_settings import GraphSettings
 from moe_engine.worker.device_stream import make_graphs
 from moe_engine.worker.graphs.step_graphs import GraphBackend, StepGraphs
 from moe_engine.worker.model_runner import ModelRunner

@@ -25,9 +25,10 @@ from tqdm import tqdm
 from moe_engine.errors import MoeEngineError
 from moe_engine.kernels.attention.protocol import InPlacePlanner, RenewablePlan
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
-from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.models.batch import ForwardBatch, Model, WindowSlots
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.types import GraphSettings, StepFacts, StepPlan
+from moe_engine.step_settings import GraphSettings
+from moe_engine.types import StepFacts, StepPlan
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch
@@ -79,13 +80,17 @@ class _GraphEntry:
 class _Inputs:
     """The static input buffers. Entries behind the requests of a step are neutral padding."""
 
-    def __init__(self, settings: GraphSettings, stream: DeviceStream) -> None:
+    def __init__(self, settings: GraphSettings, stream: DeviceStream, windows: bool) -> None:
         tokens, requests, device = settings.max_tokens, max(settings.sizes), stream.device
         self.neutral_context = max(settings.counts)
         """Context tokens of a padded request: its max number of query tokens."""
         self.input_ids = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
         self.slots = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
+        self._of_tokens = [self.input_ids, self.positions, self.slots]
+        self.window_slots = torch.zeros(tokens if windows else 0, dtype=torch.int64, device=device)  # [T]
+        if windows:
+            self._of_tokens.append(self.window_slots)
         self.rows = torch.zeros(requests, dtype=torch.int32, device=device)  # [R]
         self.context_lens = torch.full((requests,), self.neutral_context, dtype=torch.int32, device=device)  # [R]
         self._used = (0, 0)  # requests and tokens of the step before
@@ -102,10 +107,12 @@ class _Inputs:
             self.input_ids[:num_tokens].copy_(batch.input_ids)
             self.positions[:num_tokens].copy_(batch.positions)
             self.slots[:num_tokens].copy_(batch.slots)
+            if batch.windows is not None:
+                self.window_slots[:num_tokens].copy_(batch.windows.slots)
             self.rows[:num_requests].copy_(queries.rows)
             self.context_lens[:num_requests].copy_(queries.context_lens_device)
         if used_tokens > num_tokens:
-            for buffer in (self.input_ids, self.positions, self.slots):
+            for buffer in self._of_tokens:
                 buffer[num_tokens:used_tokens].zero_()
         if used_requests > num_requests:
             self.rows[num_requests:used_requests].zero_()
@@ -144,7 +151,8 @@ class StepGraphs:
         self._backend = backend
         self._max_logits = max_logits
         self._window = window
-        self._inputs = _Inputs(settings, stream)
+        self._windows = rows.windows
+        self._inputs = _Inputs(settings, stream, rows.windows is not None)
         self._hidden: Tensor | None = None  # [T, D]
         self._logits: Tensor | None = None  # [T, V] float32
         self._graphs: dict[StepShape, _GraphEntry] = {}
@@ -210,7 +218,7 @@ class StepGraphs:
             rows=inputs.rows[:size],
             query_starts=self._stream.upload(starts),
             context_lens_device=inputs.context_lens[:size],
-            slot_table=self._rows.slot_table,
+            slot_table=self._rows.slot_table if self._windows is None else self._windows.table,
             page_size=self._kv_pool.page_size,
             window=self._window,
         )
@@ -223,6 +231,7 @@ class StepGraphs:
             attention_plan=None,
             kv=self._kv_pool.layers,
             sizes=self._sizes(tokens),
+            windows=None if self._windows is None else WindowSlots(inputs.window_slots[:tokens], self._windows.table),
         )
 
     def _sizes(self, num_tokens: int) -> StepSizes | None:

@@ -8,7 +8,7 @@ Legend: C kv_lora_rank, P rotary width, I index key, G KV heads, Dh head width, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +66,34 @@ class KVPool:
 
     Args:
         num_slots: tokens for requests; the tensors have one more page, the dummy page 0.
+        windowed: layers whose KV is bounded by their window: they have `num_window_slots`, with numbers of their own.
     """
 
-    def __init__(self, spec: KVSpec, num_slots: int, page_size: int, stream: DeviceStream) -> None:
-        if num_slots <= 0 or page_size <= 0 or num_slots % page_size:
-            raise ValueError(f"num_slots {num_slots} must be a positive multiple of the page size {page_size}")
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_slots: int,
+        page_size: int,
+        stream: DeviceStream,
+        *,
+        windowed: Collection[int] = (),
+        num_window_slots: int = 0,
+    ) -> None:
+        for slots in (num_slots, num_window_slots) if windowed else (num_slots,):
+            if slots <= 0 or page_size <= 0 or slots % page_size:
+                raise ValueError(f"num_slots {slots} must be a positive multiple of the page size {page_size}")
         self.spec = spec
         self.num_slots = num_slots
         self.page_size = page_size
-        rows = num_slots + page_size
+        self.num_window_slots = num_window_slots if windowed else 0
         self._tensors = [
-            [stream.lazy_zeros((rows, *part), spec.dtype) for part in spec.parts] for _ in range(spec.num_layers)
+            [
+                stream.lazy_zeros(
+                    ((num_window_slots if layer in windowed else num_slots) + page_size, *part), spec.dtype
+                )
+                for part in spec.parts
+            ]
+            for layer in range(spec.num_layers)
         ]
         if self.num_bytes <= TOUCHED_AT_ONCE_BYTES:
             for parts in self._tensors:
@@ -88,10 +105,11 @@ class KVPool:
     @property
     def num_bytes(self) -> int:
         """Address space; on the CPU a large pool commits memory at the first write of each page."""
-        return (self.num_slots + self.page_size) * self.spec.bytes_per_token
+        return sum(tensor.nbytes for parts in self._tensors for tensor in parts)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copies slots source [n] to slots target [n] in every layer; reads everything before writing."""
+        self._refuse_windows()
         for parts in self._tensors:
             for tensor in parts:
                 rows = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch cannot index float8
@@ -99,15 +117,21 @@ class KVPool:
 
     def read_rows(self, slots: Tensor) -> Tensor:
         """The KV of slots [n] in all layers, as bytes [n, bytes_per_token]; new memory."""
+        self._refuse_windows()
         return torch.cat([tensor.index_select(0, slots) for tensor in self._raw], 1)
 
     def write_rows(self, slots: Tensor, rows: Tensor) -> None:
         """The opposite of `read_rows`."""
+        self._refuse_windows()
         begin = 0
         for tensor in self._raw:
             width = tensor.shape[1]
             tensor.index_copy_(0, slots, rows[:, begin : begin + width])
             begin += width
+
+    def _refuse_windows(self) -> None:
+        if self.num_window_slots:
+            raise ValueError("the layers of this pool have different slots: a token cannot be copied as a whole")
 
     def clear_dummy_page(self) -> None:
         for parts in self._tensors:

@@ -16,7 +16,8 @@ from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
-from moe_engine.types import GraphSettings, StepPlan
+from moe_engine.step_settings import GraphSettings
+from moe_engine.types import StepPlan
 from moe_engine.worker import worker
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
@@ -181,7 +182,16 @@ LIBRARIES: dict[str, tuple[str, Callable[[], Any], int, GraphSettings, int]] = {
     ),
     "flashinfer, GQA": ("gqa", lambda: FlashInferGQA(flashinfer_emulator.module()), 4, EXACT, ALL_ROWS),
     "fa3, GQA": ("gqa", lambda: FA3GQA(fa3_emulator.module()), 1, PADDED, 5),
+    "flashinfer, windows": ("windows", lambda: FlashInferGQA(flashinfer_emulator.module()), 4, PADDED, ALL_ROWS),
+    "fa3, windows": ("windows", lambda: FA3GQA(fa3_emulator.module()), 1, PADDED, ALL_ROWS),
 }  # fmt: skip
+
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mla": ("deepseek_v3", LATENT | {"first_k_dense_replace": 1}),
+    "gqa": ("qwen3", {"head_dim": 64}),
+    "windows": ("mistral", {"head_dim": 64, "sliding_window": 6}),
+}
 
 
 def mixed_script(seed: int) -> list[Scripted]:
@@ -206,9 +216,9 @@ def test_replayed_steps_of_libraries_make_the_same_tokens(
     choose = worker.kernels_for
     libraries.install()
     monkeypatch.setattr(worker, "kernels_for", lambda *args: replace(choose(*args), attention=make()))
-    fields: dict[str, Any] = {"head_dim": 64} if kind == "gqa" else LATENT | {"first_k_dense_replace": 1}
+    model, fields = MODELS[kind]
     path = agreeing_checkpoint(
-        "qwen3" if kind == "gqa" else "deepseek_v3", tmp_path / "model", 3, num_mtp_layers=int(drafts),
+        model, tmp_path / "model", 3, num_mtp_layers=int(drafts),
         num_hidden_layers=1, **fields,
     )  # fmt: skip
     chain = CHAIN | {"speculative_num_steps": DRAFTS, "speculative_num_draft_tokens": DRAFTS + 1}
@@ -218,6 +228,7 @@ def test_replayed_steps_of_libraries_make_the_same_tokens(
         moe_runner_backend="torch", **FEW, **(chain if drafts else {}),
     )  # fmt: skip
     try:
+        assert bool(engine.config.num_window_slots) == (kind == "windows")
         runner, requests = engine.worker.runner, mixed_script(page_size)
         monkeypatch.setattr(runner.sampler, "passes", LogitsPasses(rows_at_once))
         expected = engine.run(requests)

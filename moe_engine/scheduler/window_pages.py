@@ -1,0 +1,161 @@
+"""Window pages: KV pages of the layers with an attention window, which hold only the last tokens of each request.
+
+A full page (a page of `SlotAllocator`) identifies tokens; it has a window page while its KV in windowed layers is kept.
+A request pins the window pages of the tokens that its next step reads or writes. Window pages without a pin stay with
+their full page, so that a later request can continue from that position, until an allocation evicts them, least
+recently used first. Pages are identified by their first slot, in both pools; slots of page 0 are dummies.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+from moe_engine.errors import MoeEngineError
+from moe_engine.scheduler.slot_allocator import DeferredFreePool
+
+
+class WindowPages:
+    """Owns the window pool and the mapping from full pages to window pages."""
+
+    def __init__(self, num_slots: int, page_size: int) -> None:
+        self.pool = DeferredFreePool(range(page_size, num_slots + page_size, page_size))
+        self.num_evicted = 0
+        """Window pages evicted so far; a change may shorten prefix matches."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Drops all mappings and pins."""
+        self.page_of: dict[int, int] = {}
+        self._pins: dict[int, int] = {}
+        self._read_until: dict[int, int] = {}
+        """The last step that may read a full page's window page, where it was unpinned."""
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Full pages whose window page has no pin, least recently used first."""
+        self._writes: dict[int, int] = {}
+        self.pool.reset()
+
+    # -- pins
+
+    def assign(self, full_pages: Sequence[int]) -> None:
+        """Gives each of these new full pages a window page with one pin."""
+        count = len(full_pages)
+        if not count:
+            return
+        if self.pool.num_free < count:
+            self._evict(count)
+        pages = self.pool.take(count)
+        if pages is None:
+            raise MoeEngineError(
+                f"the window pool of {self.pool.num_total} pages has {self.pool.num_free} free pages; {count} are "
+                f"needed, {len(self._pins)} are pinned, and {self.pool.num_pending} are in use by steps in flight"
+            )
+        for full, page in zip(full_pages, pages):
+            self.page_of[full] = self._writes[full] = page
+            self._pins[full] = 1
+
+    def pin(self, full_pages: Iterable[int]) -> None:
+        """Adds a pin to pages that have a window page."""
+        pins = self._pins
+        for full in full_pages:
+            count = pins.get(full, 0)
+            pins[full] = count + 1
+            if not count:
+                del self._idle[full]
+
+    def unpin(self, full_pages: Iterable[int], after_step: int) -> None:
+        """Removes a pin. `after_step` is the last step in which its holder may read the window page."""
+        pins, read_until = self._pins, self._read_until
+        for full in full_pages:
+            count = pins[full] - 1
+            if after_step > read_until.get(full, 0):
+                read_until[full] = after_step
+            if count:
+                pins[full] = count
+            else:
+                del pins[full]
+                self._idle[full] = None
+
+    def _evict(self, count: int) -> None:
+        """Frees idle window pages until `count` can be taken; pages that a step in flight may read come later."""
+        while self.pool.num_free < count and self._idle:
+            full, _ = self._idle.popitem(last=False)
+            self._writes.pop(full, None)
+            self.pool.give([self.page_of.pop(full)], self._read_until.pop(full, 0))
+            self.num_evicted += 1
+
+    # -- changes of full pages
+
+    def drop(self, full_pages: Iterable[int], after_step: int) -> None:
+        """Full pages were freed; none of them has a pin. No step behind `after_step` reads their window pages."""
+        for full in full_pages:
+            page = self.page_of.pop(full, None)
+            if page is None:
+                continue
+            self._writes.pop(full, None)
+            self._idle.pop(full, None)
+            if self._pins.pop(full, 0):
+                raise MoeEngineError(f"the KV page at slot {full} was freed while a request reads its window page")
+            self.pool.give([page], max(after_step, self._read_until.pop(full, 0)))
+
+    def replace(self, own: Sequence[int], shared: Sequence[int], after_step: int) -> None:
+        """A request uses the pages `shared`, which hold the same tokens, instead of its pages `own`.
+
+        The pins move. A shared page without a window page takes that of the own page.
+        """
+        for old, new in zip(own, shared):
+            page = self.page_of.get(old)
+            if page is None:
+                continue
+            if new not in self.page_of:
+                self._rename(old, new, page)
+            elif old in self._pins:
+                self.pin((new,))
+                self.unpin((old,), after_step)
+
+    def _rename(self, old: int, new: int, page: int) -> None:
+        del self.page_of[old]
+        self.page_of[new] = self._writes[new] = page
+        self._writes.pop(old, None)
+        if old in self._read_until:
+            self._read_until[new] = self._read_until.pop(old)
+        if old in self._pins:
+            self._pins[new] = self._pins.pop(old)
+        else:
+            del self._idle[old]
+            self._idle[new] = None
+
+    # -- plans
+
+    def take_writes(self) -> list[int]:
+        """The mappings since the last call: full page, window page, full page, ..."""
+        if not self._writes:
+            return []
+        writes = list(chain.from_iterable(self._writes.items()))
+        self._writes.clear()
+        return writes
+
+    def repeat_writes(self, writes: Sequence[int]) -> None:
+        """Adds earlier mappings that are still valid to the next plan."""
+        for full, page in zip(writes[::2], writes[1::2]):
+            if self.page_of.get(full) == page:
+                self._writes[full] = page
+
+    # -- integrity
+
+    def check(self, pinned: Iterable[int], owned: set[int]) -> list[str]:
+        """Compares pins with those that requests hold, and mappings with the `owned` full pages. Repairs the pins."""
+        findings = []
+        wanted: dict[int, int] = {}
+        for full in pinned:
+            wanted[full] = wanted.get(full, 0) + 1
+        if missing := wanted.keys() - self.page_of.keys():
+            findings.append(f"window pages: {len(missing)} that requests read are not there")
+        if stray := self.page_of.keys() - owned:
+            findings.append(f"window pages: {len(stray)} belong to free KV pages")
+        if wanted != self._pins or self.page_of.keys() - self._pins.keys() != self._idle.keys():
+            findings.append(f"window pages: {len(self._pins)} were pinned; requests hold {len(wanted)}")
+            self._pins = {full: count for full, count in wanted.items() if full in self.page_of}
+            self._idle = OrderedDict.fromkeys(full for full in self.page_of if full not in self._pins)
+        return findings

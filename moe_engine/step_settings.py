@@ -1,0 +1,48 @@
+"""Settings of the worker: which steps are captured as CUDA graphs, and which are compiled."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSettings:
+    """Which steps are captured as CUDA graphs before the first request.
+
+    `sizes`: requests of a decode step, ascending; empty: no capture. `counts`: tokens of each request, above 1 where
+    drafts are verified. Without `pad` only steps of exactly these sizes are replayed.
+    """
+
+    sizes: tuple[int, ...] = ()
+    counts: tuple[int, ...] = (1,)
+    pad: bool = True
+
+    def size_for(self, num_requests: int) -> int | None:
+        """Graph size that replays a step of `num_requests`, or None."""
+        place = bisect.bisect_left(self.sizes, num_requests)
+        if place == len(self.sizes) or not (self.pad or self.sizes[place] == num_requests):
+            return None
+        return self.sizes[place]
+
+    def up_to(self, num_requests: int) -> GraphSettings:
+        """These settings without sizes above `num_requests`, which no step reaches."""
+        return GraphSettings(tuple(size for size in self.sizes if size <= num_requests), self.counts, self.pad)
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.sizes) * len(self.counts)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of the largest captured step."""
+        return max(self.sizes, default=0) * max(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class CompileSettings:
+    """Which steps torch.compile compiles: decodes of up to `max_tokens` tokens; 0: none. `folder` caches compiled code;
+    empty: the environment's folder, or the engine's default."""
+
+    max_tokens: int = 0
+    folder: str = ""
