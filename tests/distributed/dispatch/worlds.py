@@ -164,7 +164,7 @@ def run_routing(rank: int, setups: list[Setup], routing: Routing) -> list[Outcom
 def dispatch(
     dispatcher: PhasedDispatcher, setup: Setup, x: Tensor, ids: Tensor, weights: Tensor, phase: Phase = "decode"
 ) -> tuple[ExpertBatch, Any]:
-    """The activation format of the setup."""
+    """The activation format of the setup; `aligned` reads scales column-major."""
     aligned = 16 if setup.aligned else 1
     if not setup.rows:
         return dispatcher.dispatch(x, ids, weights, phase, ActivationFormat(row_alignment=aligned))
@@ -173,8 +173,8 @@ def dispatch(
         sent = QuantizedActivation(reference.quantize_rows(x), None, x.dtype)
     format = replace(ActivationFormat.fp8(False), row_alignment=aligned, column_scales=setup.aligned)
     batch, handle = dispatcher.dispatch(sent, ids, weights, phase, format)
-    if batch.ends is not None:
-        assert batch.scales is not None and batch.scales.stride(0) == 1
+    if setup.aligned:
+        assert batch.scales is not None and batch.scales.stride(-2) == 1  # no transposition before DeepGEMM's products
     assert batch.scales is not None and batch.x.dtype == torch.float8_e4m3fn and batch.result_dtype == x.dtype
     assert batch.scales.shape == (*batch.x.shape[:-1], setup.hidden // 128)
     return batch, handle
