@@ -23,7 +23,8 @@ class ForwardBatch:
     `kv[layer]` is the cache of a layer: one tensor [num_slots, C+P] for MLA (with index keys a pair, the second
     [num_slots, 1, I]), a pair [num_slots, G, Dh] (keys, values) for GQA; with FP8 the last dimension is a row of
     `attention.kv_format`. `attention_plan` is the result of the attention backend's `plan` for this step. `sizes` are
-    all ranks' token counts in this step; needed with DP attention, also by a rank without tokens.
+    all ranks' token counts in this step; needed with DP attention, also by a rank without tokens. `real`: 0 for tokens
+    that pad a captured step, which choose no expert; None: all are real.
     """
 
     input_ids: Tensor  # [T] int64
@@ -34,6 +35,7 @@ class ForwardBatch:
     attention_plan: Any
     kv: Sequence[Any]
     sizes: StepSizes | None = None
+    real: Tensor | None = None  # [T] int32
 
     @classmethod
     def nothing(cls, kv: Sequence[Any], sizes: StepSizes, device: torch.device) -> ForwardBatch:

@@ -41,8 +41,8 @@ class ExpertsCapabilities:
     """The whole layer on one rank in one call, router and shared expert included; None if these weights are not
     supported."""
 
-    row_alignment: int = 1
-    """More than 1: `run` takes `aligned` batches of this alignment."""
+    row_alignment: int = 0
+    """Above 0: `run` takes `aligned` batches of this alignment."""
 
     column_scales: bool = False
     """Scales of dispatched rows are read column-major; other strides are copied."""

@@ -166,8 +166,8 @@ class DeepGemm:
 
     @property
     def row_alignment(self) -> int:
-        """Alignment of groups whose ends alone describe them (`grouped_by_ends`); 1: not supported."""
-        return self.alignment if self._needs_ends else 1
+        """Alignment of groups whose ends alone describe them (`grouped_by_ends`); 0: not supported."""
+        return self.alignment if self._needs_ends else 0
 
     def groups(self, offsets: Tensor, num_rows: int) -> Groups:
         """The aligned positions of rows sorted by group; offsets [G+1] int32 on the device."""

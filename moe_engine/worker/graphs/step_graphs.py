@@ -86,6 +86,7 @@ class _Inputs:
         self.input_ids = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
         self.slots = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
+        self.real = torch.zeros(tokens, dtype=torch.int32, device=device)  # [T]
         self.rows = torch.zeros(requests, dtype=torch.int32, device=device)  # [R]
         self.context_lens = torch.full((requests,), self.neutral_context, dtype=torch.int32, device=device)  # [R]
         self._used = (0, 0)  # requests and tokens of the step before
@@ -97,6 +98,8 @@ class _Inputs:
         if batch is not None and queries is not None:
             num_tokens, num_requests = queries.num_tokens, queries.num_requests
         used_requests, used_tokens = self._used
+        if num_tokens > used_tokens:
+            self.real[used_tokens:num_tokens].fill_(1)
         self._used = (max(used_requests, num_requests), max(used_tokens, num_tokens))  # in case a copy raises
         if batch is not None and queries is not None:
             self.input_ids[:num_tokens].copy_(batch.input_ids)
@@ -105,7 +108,7 @@ class _Inputs:
             self.rows[:num_requests].copy_(queries.rows)
             self.context_lens[:num_requests].copy_(queries.context_lens_device)
         if used_tokens > num_tokens:
-            for buffer in (self.input_ids, self.positions, self.slots):
+            for buffer in (self.input_ids, self.positions, self.slots, self.real):
                 buffer[num_tokens:used_tokens].zero_()
         if used_requests > num_requests:
             self.rows[num_requests:used_requests].zero_()
@@ -223,6 +226,7 @@ class StepGraphs:
             attention_plan=None,
             kv=self._kv_pool.layers,
             sizes=self._sizes(tokens),
+            real=inputs.real[:tokens],
         )
 
     def _sizes(self, num_tokens: int) -> StepSizes | None:
