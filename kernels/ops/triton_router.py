@@ -136,7 +136,7 @@ def prepare_gate(gate: Tensor) -> Tensor:
     """gate float32 [E, D] in bfloat16 if that is exact: a third of the products, half the bytes.
     Synchronises."""
     rounded = gate.to(torch.bfloat16)
-    if gate.device.type == "meta":  # compilation without values: as checkpoints have it
+    if gate.is_meta:  # compilation without values: as checkpoints have it
         return rounded
     return rounded if torch.equal(rounded.float(), gate) else gate
 

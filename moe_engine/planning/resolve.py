@@ -197,9 +197,7 @@ def resolve(
         args, model, own_part, parallel, speculation, context_len, kernels.page_size, DTYPE_BYTES[dtype], record
     )
     graphs = resolve_graphs(args, own_part, parallel, speculation, limits, kernels.uncaptured, record)
-    sizing = _size(
-        args, model, own_part, kernels, limits, checkpoint, speculation, drafts, parallel, experts, graphs
-    )  # fmt: skip
+    sizing = _size(args, model, own_part, kernels, limits, checkpoint, speculation, drafts, parallel, experts, graphs)
     graphs = _note_sizes(args, sizing, graphs, own_part, limits, record)
     return ResolvedConfig(
         args=_with_demo_parsers(args, path, record),
