@@ -85,6 +85,10 @@ PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 _FIXED = ("deterministic",)
 
 
+def _multiplies_fp8(device: Device) -> bool:
+    return device.capability is not None and device.capability >= (8, 9)
+
+
 def _uncaptured_triton(device: Device, need: Need) -> str | None:
     if not need.deterministic:
         return None
@@ -103,7 +107,16 @@ def _fa3_mla_preference(device: Device, need: Need) -> int:
 OPS.append(Row("triton", "moe_engine.kernels.ops.triton_ops:TritonOps", 20, _triton_with_cache, _FIXED))
 LINEAR.append(Row("triton", "moe_engine.kernels.linear.triton_linear:TritonLinear", 20, _triton, _FIXED))
 PERMUTATION.append(Row("triton", "moe_engine.kernels.permutation.triton_permute:TritonPermutation", 20, _triton))
-EXPERTS.append(Row("triton", "moe_engine.kernels.experts.triton_experts:TritonExperts", 20, _triton, _FIXED))
+EXPERTS.append(
+    Row(
+        "triton",
+        "moe_engine.kernels.experts.triton_experts:TritonExperts",
+        20,
+        _triton,
+        _FIXED,
+        reads_fp8=_multiplies_fp8,
+    )
+)
 SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
 
 _ATTENTION = "moe_engine.kernels.attention"
@@ -133,7 +146,15 @@ GQA.append(
 
 # Optional vendor libraries: preferred where they run, since they are tuned for the hardware.
 LINEAR.append(Row("deep_gemm", "moe_engine.kernels.linear.deep_gemm:DeepGemmLinear", 40, vendors.deep_gemm))
-EXPERTS.append(Row("deep_gemm", "moe_engine.kernels.experts.deep_gemm:DeepGemmExperts", 40, vendors.deep_gemm))
+EXPERTS.append(
+    Row(
+        "deep_gemm",
+        "moe_engine.kernels.experts.deep_gemm:DeepGemmExperts",
+        40,
+        vendors.deep_gemm,
+        reads_fp8=_multiplies_fp8,
+    )
+)
 MLA += [
     Row(
         "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, workspace=workspaces.flashmla,

@@ -32,7 +32,8 @@ class ForwardBatch:
     [num_slots, 1, I]), a pair [num_slots, G, Dh] (keys, values) for GQA; with FP8 the last dimension is a row of
     `attention.kv_format`. `attention_plan` is the result of the attention backend's `plan` for this step. `sizes` are
     all ranks' token counts in this step; needed with DP attention, also by a rank without tokens. With `windows` the
-    caches of windowed layers have slots of their own.
+    caches of windowed layers have slots of their own. `real`: 0 for tokens that pad a captured step, which choose no
+    expert; None: all are real.
     """
 
     input_ids: Tensor  # [T] int64
@@ -44,6 +45,7 @@ class ForwardBatch:
     kv: Sequence[Any]
     sizes: StepSizes | None = None
     windows: WindowSlots | None = None
+    real: Tensor | None = None  # [T] int32
 
     @classmethod
     def nothing(cls, kv: Sequence[Any], sizes: StepSizes, device: torch.device) -> ForwardBatch:

@@ -7,12 +7,14 @@ Legend: T tokens, D hidden, K experts per token, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsKernel
+from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, as_format
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
@@ -49,8 +51,9 @@ class DispatchedExperts:
         self._dispatcher = dispatcher
         self._kernel = kernel
         self._weights = weights
-        self._arriving = kernel.input_format(weights)
-        self.input_format = self._arriving if self._arriving.rows and dispatcher.takes_rows else UNQUANTIZED
+        read, able = kernel.input_format(weights), kernel.capabilities
+        self._arriving = replace(read, column_scales=able.column_scales, row_alignment=max(able.row_alignment, 1))
+        self.input_format = read if read.rows and dispatcher.takes_rows else UNQUANTIZED
         self.on_arrival: Callable[[Tensor], None] | None = None
         """Callback with the number of tokens received by each of this rank's slots, int32 [P/G]."""
 
@@ -86,6 +89,8 @@ class DispatchedExperts:
 def _rows_of_slots(batch: ExpertBatch) -> Tensor:
     if batch.counts is not None:
         return batch.counts
+    if batch.ends is not None:
+        return RowGroups(batch.ends, batch.alignment).counts
     assert batch.offsets is not None
     return batch.offsets.diff()
 

@@ -2,7 +2,8 @@
 
 Legend: D hidden, E (local) experts, M rows.
 Dispatchers produce, and kernels accept, two batch layouts:
-`grouped`: rows sorted by expert, contiguous, with counts per expert; `padded`: [E, capacity, D] with counts.
+`grouped`: rows sorted by expert, contiguous, with counts per expert; `padded`: [E, capacity, D] with counts. A kernel
+with `row_alignment` also accepts `aligned`: rows sorted by expert, with gaps before the starts of groups.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ class ExpertBatch:
 
     grouped: `x` [M, D], rows of expert e at offsets[e]:offsets[e+1]; `offsets` int32 [E+1] on the device.
     padded: `x` [E, capacity, D], the first counts[e] rows of expert e valid; `counts` int32 [E].
+    aligned: `x` [M, D], `ends` int32 [E] on the device: end of the rows of expert e, which start at the next multiple
+    of `alignment` after the end of the expert before (`RowGroups`).
+    `mean_rows`: rows of an expert as the host expects them from the step's size, for the choice of tiles; 0: unknown.
 
     If the kernel's `input_format` has rows, rows dispatched in FP8 may stay quantized: `x` e4m3, `scales` float32 of
     its leading dimensions and D / 128, in any strides; value = element * scale. `dtype` is then the result dtype.
@@ -30,6 +34,9 @@ class ExpertBatch:
     counts: Tensor | None = None
     scales: Tensor | None = None
     dtype: Any = None
+    mean_rows: int = 0
+    ends: Tensor | None = None
+    alignment: int = 1
 
     @property
     def result_dtype(self) -> Any:

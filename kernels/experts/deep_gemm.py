@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Groups, Operand
+from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import (
     BLOCK,
     BLOCK_FP8,
@@ -68,7 +69,7 @@ class Layer:
 
 
 class DeepGemmExperts:
-    """`ExpertsKernel`; supports both layouts. No host synchronisation.
+    """`ExpertsKernel`; supports all layouts. No host synchronisation.
 
     Args:
         deep_gemm: the library; default: the installed one.
@@ -86,7 +87,10 @@ class DeepGemmExperts:
     @property
     def capabilities(self) -> ExpertsCapabilities:
         blocks = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
-        return ExpertsCapabilities({BlockFP8: blocks}, warm_up=self.warm_up)
+        gemm = self._gemm
+        return ExpertsCapabilities(
+            {BlockFP8: blocks}, row_alignment=gemm.row_alignment, column_scales=not gemm.exponents, warm_up=self.warm_up
+        )
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         if dtype != torch.bfloat16:
@@ -194,6 +198,9 @@ class DeepGemmExperts:
         if batch.layout == "padded":
             assert batch.counts is not None
             return self._padded(batch, batch.counts.to(torch.int32).contiguous(), weights)
+        if batch.layout == "aligned":
+            assert batch.ends is not None
+            return self._aligned(batch, batch.ends, weights)
         assert batch.offsets is not None
         groups = self._gemm.groups(batch.offsets, len(x))
         middle = self._first(self._spread(batch, weights.data, groups), weights, groups)
@@ -237,20 +244,36 @@ class DeepGemmExperts:
         return F.silu(gate).mul_(up)
 
     def _padded(self, batch: ExpertBatch, counts: Tensor, weights: ExpertWeights) -> Tensor:
-        """[E, capacity, D]; rows after the counts are ignored."""
+        """[E, capacity, D]; rows after the counts are neither read nor written."""
         layer: Layer = weights.data
         experts, capacity, hidden = batch.x.shape
-        expected = max(1, capacity // 8)  # affects tile choice only; capacity is the worst case
+        groups, expected = RowGroups(counts), expected_rows(batch.mean_rows, capacity)
         first: Operand | Tensor = batch.x
         if batch.scales is not None:
             first = batch.x, batch.scales.contiguous() if self._gemm.exponents else batch.scales
         elif layer.gate_up.scales is not None:
-            first = _by_expert(self._operand(batch, layer), experts)
+            first = self._gemm.group_rows(batch.x, groups, layer.power_of_two)
         middle = torch.empty(experts, capacity, 2 * weights.width, dtype=torch.bfloat16, device=counts.device)
         self._gemm.masked(first, layer.gate_up.operand, middle, counts, expected)
-        second = self._active(middle.flatten(0, 1), layer)
+        second = self._gemm.silu_mul_groups(middle, groups, layer.down.scales is not None, layer.power_of_two)
         out = middle.new_empty(experts, capacity, hidden)
-        self._gemm.masked(_by_expert(second, experts), layer.down.operand, out, counts, expected)
+        self._gemm.masked(second, layer.down.operand, out, counts, expected)
+        return out
+
+    def _aligned(self, batch: ExpertBatch, ends: Tensor, weights: ExpertWeights) -> Tensor:
+        """[M, D]; rows outside the groups are neither read nor written. The library takes the layout as it is."""
+        layer: Layer = weights.data
+        groups, num_rows = RowGroups(ends, batch.alignment), len(batch.x)
+        first: Operand | Tensor = batch.x
+        if batch.scales is not None:
+            first = batch.x, batch.scales.contiguous() if self._gemm.exponents else batch.scales
+        elif layer.gate_up.scales is not None:
+            first = self._gemm.group_rows(batch.x, groups, layer.power_of_two)
+        middle = torch.empty(num_rows, 2 * weights.width, dtype=torch.bfloat16, device=ends.device)
+        self._gemm.grouped_by_ends(first, layer.gate_up.operand, middle, ends)
+        second = self._gemm.silu_mul_groups(middle, groups, layer.down.scales is not None, layer.power_of_two)
+        out = middle.new_empty(num_rows, weights.hidden)
+        self._gemm.grouped_by_ends(second, layer.down.operand, out, ends)
         return out
 
     def warm_up(self, shapes: StepShapes) -> int:
@@ -266,13 +289,19 @@ class DeepGemmExperts:
             if shapes.expert_capacity:
                 rows = torch.zeros(experts, shapes.expert_capacity, weights.hidden, dtype=torch.bfloat16, device=device)
                 counts = torch.zeros(experts, dtype=torch.int32, device=device)
-                self.run(ExpertBatch("padded", rows, counts=counts), weights)
-                runs += 2
+                for mean in expected_classes(shapes.expert_capacity):
+                    self.run(ExpertBatch("padded", rows, counts=counts, mean_rows=mean), weights)
+                    runs += 2
         return runs
 
 
-def _by_expert(rows: Operand | Tensor, experts: int) -> Operand | Tensor:
-    """[E * capacity, *] -> [E, capacity, *], views."""
-    if isinstance(rows, Tensor):
-        return rows.unflatten(0, (experts, -1))
-    return rows[0].unflatten(0, (experts, -1)), rows[1].unflatten(0, (experts, -1))
+def expected_rows(mean_rows: int, capacity: int) -> int:
+    """Rows of an expert for the tile choice of a masked product: the next power of two, since each value may compile a
+    kernel. Without a mean an eighth of the capacity."""
+    mean = mean_rows or max(1, capacity // 8)
+    return min(capacity, 1 << (mean - 1).bit_length())
+
+
+def expected_classes(capacity: int) -> list[int]:
+    """Every value of `expected_rows`."""
+    return [*(1 << bit for bit in range((capacity - 1).bit_length())), capacity]

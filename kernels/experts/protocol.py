@@ -41,6 +41,12 @@ class ExpertsCapabilities:
     """The whole layer on one rank in one call, router and shared expert included; None if these weights are not
     supported."""
 
+    row_alignment: int = 0
+    """Above 0: `run` takes `aligned` batches of this alignment."""
+
+    column_scales: bool = False
+    """Scales of dispatched rows are read column-major; other strides are copied."""
+
     warm_up: Callable[[StepShapes], int] | None = None
     """Compiles what the kernel compiles at first use, see `vendors.warming`; returns the number of products run."""
 

@@ -17,6 +17,7 @@ from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedEx
 from moe_engine.kernels.experts.tiles import ExpertTiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
+from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import (
     BLOCK_FP8,
     FP8,
@@ -30,13 +31,14 @@ from moe_engine.kernels.quantization.protocol import (
     num_blocks,
 )
 from moe_engine.kernels.quantization.reference import dequantize_weight
+from moe_engine.kernels.quantization.triton_groups import quantize_groups
 from moe_engine.kernels.quantization.triton_rows import quantize_rows
 from moe_engine.kernels.triton.launch import element
 from moe_engine.kernels.vendors.warming import StepShapes
 
 _PADDED_MEAN = 64
-"""Max rows per expert for the tile choice of a padded batch: its capacity is a worst case, and the true counts stay on
-the device."""
+"""Rows per expert for the tile choice of a padded batch whose size is unknown to the host: the capacity is a worst
+case."""
 
 
 @dataclass(frozen=True)
@@ -125,23 +127,22 @@ class TritonExperts:
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
         x = batch.x.contiguous()
-        counts: Tensor | None = None
         if batch.layout == "padded":
             assert batch.counts is not None
-            counts, capacity = batch.counts, x.shape[1]
-            groups = self._groups(
-                counts, weights, weights.num_experts * capacity, min(capacity, _PADDED_MEAN), capacity
-            )
+            capacity, mean = x.shape[1], batch.mean_rows or _PADDED_MEAN
+            groups = self._groups(batch.counts, weights, weights.num_experts * capacity, min(capacity, mean), capacity)
         elif batch.layout == "grouped":
             assert batch.offsets is not None
             groups = self._grouped(batch.offsets, weights, x.shape[0])
         else:
             raise ValueError(f"unknown layout {batch.layout!r}")
-        flat = x.view(-1, weights.hidden)
-        if batch.scales is None:
-            rows = self._quantized(flat, weights, counts)
+        rows: Tensor | QuantizedRows
+        if batch.scales is not None:
+            rows = QuantizedRows(x, batch.scales)
+        elif batch.counts is not None and weights.data.gate_up_scales is not None:
+            rows = quantize_groups(x, RowGroups(batch.counts), weights.data.power_of_two)
         else:
-            rows = QuantizedRows.of(flat, batch.scales)
+            rows = self._quantized(x, weights)
         return self._products(rows, weights, groups, batch.result_dtype).view(x.shape)
 
     def input_format(self, weights: ExpertWeights) -> ActivationFormat:
@@ -172,8 +173,9 @@ class TritonExperts:
             if shapes.expert_capacity:
                 rows = _rows(experts * shapes.expert_capacity, weights, dtype).unflatten(0, (experts, -1))
                 counts = torch.zeros(experts, dtype=torch.int32, device=device)
-                self.run(ExpertBatch("padded", rows, counts=counts), weights)
-                runs += 2
+                for mean in row_classes(1, shapes.expert_capacity, self._tiles_of(weights)):
+                    self.run(ExpertBatch("padded", rows, counts=counts, mean_rows=mean), weights)
+                    runs += 2
         return runs
 
     def _grouped(self, offsets: Tensor, weights: ExpertWeights, num_rows: int) -> Groups:
@@ -187,10 +189,10 @@ class TritonExperts:
     def _tiles_of(self, weights: ExpertWeights) -> ExpertTiles:
         return tiles_of(element(weights.data.gate_up.dtype), self._deterministic)
 
-    def _quantized(self, x: Tensor, weights: ExpertWeights, counts: Tensor | None = None) -> Tensor | QuantizedRows:
+    def _quantized(self, x: Tensor, weights: ExpertWeights) -> Tensor | QuantizedRows:
         """x [M, D] in the weights' activation format."""
         data: TritonExpertWeights = weights.data
-        return x if data.gate_up_scales is None else quantize_rows(x, data.power_of_two, counts)
+        return x if data.gate_up_scales is None else quantize_rows(x, data.power_of_two)
 
     def _products(
         self,

@@ -90,10 +90,12 @@ def find_tile(
 
 
 @triton.jit(
-    do_not_specialize=["capacity", "x_scale_stride", "out_scale_stride"], do_not_specialize_on_alignment=["sizes"]
+    do_not_specialize=["capacity", "x_scale_stride", "x_scale_row", "x_scale_skip", "out_scale_stride"],
+    do_not_specialize_on_alignment=["sizes"],
 )
 def gate_up_kernel(
-    x, x_scales, source, sizes, weight, weight_scales, out, out_scales, capacity, x_scale_stride, out_scale_stride,
+    x, x_scales, source, sizes, weight, weight_scales, out, out_scales, capacity, x_scale_stride, x_scale_row,
+    x_scale_skip, out_scale_stride,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
@@ -101,7 +103,8 @@ def gate_up_kernel(
 ):  # fmt: skip
     """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first.
 
-    With GATHER row m is x[source[m] // TOP_K]. FP8: scales of weight are [E, 2, WIDTH / 128, K / 128].
+    With GATHER row m is x[source[m] // TOP_K]. FP8: scales of weight are [E, 2, WIDTH / 128, K / 128]; the scale of row
+    m of expert e and block b of x is x_scales[e * x_scale_skip + m * x_scale_row + b * x_scale_stride].
     """
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -124,6 +127,7 @@ def gate_up_kernel(
     up_tile = weight_tile(weight, w_rows + WIDTH, lane, K, TMA)
     w_scale = weight_scales
     if FP8:
+        x_scales += expert.to(tl.int64) * x_scale_skip
         w_scale += (expert * (2 * SCALE_ROWS) + tile_n * BLOCK_N // 128).to(tl.int64) * STEPS
     gate = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
     up = empty_tile(BLOCK_M, BLOCK_N, SWAP_AB)
@@ -131,7 +135,7 @@ def gate_up_kernel(
         a = load_step(x_tile, 0, step, lane, K, BLOCK_K, False)
         b = load_step(gate_tile, w_row, step, lane, K, BLOCK_K, TMA)
         c = load_step(up_tile, w_row + WIDTH, step, lane, K, BLOCK_K, TMA)
-        x_scale = load_scale(x_scales, step * x_scale_stride + x_rows, FP8)
+        x_scale = load_scale(x_scales, step * x_scale_stride + x_rows * x_scale_row, FP8)
         gate_scale = load_scale(w_scale, step, FP8)
         up_scale = load_scale(w_scale, SCALE_ROWS * STEPS + step, FP8)
         gate = add_product(gate, a, b, x_scale, gate_scale, SWAP_AB, FP8)
@@ -203,7 +207,7 @@ def gate_up(
     """The first product: [M, I] in x's dtype, or quantized if x is.
 
     Args:
-        x: [M, D], or with `source` [T, D]; `QuantizedRows` with FP8 weights.
+        x: [M, D], or with `source` [T, D], or padded [E, C, D]; `QuantizedRows` with FP8 weights.
         weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights.
         source: int32 [M] pairs; row m is token source[m] // top_k.
 
@@ -222,7 +226,7 @@ def gate_up(
     if grid:
         gate_up_kernel[(grid,)](
             data, _scales(x), source, groups.sizes, matrix, scales, out.data, _scales(out), groups.capacity,
-            _scale_stride(x), _scale_stride(out),
+            _scale_stride(x), *_row_scales(x), _scale_stride(out),
             **_constants(groups, width, hidden, scales is not None, tiles, tma),
             **_gathering(top_k if source is not None else 0, power_of_two),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -258,6 +262,14 @@ def _scales(x: Tensor | QuantizedRows) -> Tensor | None:
 
 def _scale_stride(x: Tensor | QuantizedRows) -> int:
     return x.scale_stride if isinstance(x, QuantizedRows) else 0
+
+
+def _row_scales(x: Tensor | QuantizedRows) -> tuple[int, int]:
+    """Elements between the scales of consecutive rows, and what is skipped between padded groups."""
+    if not isinstance(x, QuantizedRows):
+        return 0, 0
+    row = x.scales.stride(-2) if x.scales.shape[-2] > 1 else 1
+    return row, x.scales.stride(0) - x.scales.shape[1] * row if x.scales.dim() == 3 else 0
 
 
 def _weight(weight: Tensor, tiles: Tiles, block_k: int) -> tuple[Tensor | TensorDescriptor, bool]:
@@ -304,7 +316,8 @@ def cases_of(
     name = f"{model.name}_e{num_experts}_{'padded' if padded else 'grouped'}{'_fixed' * deterministic}"
     constants = _constants(groups, model.width, model.hidden, fp8, first, first.tma)
     constants |= _gathering(0 if padded else model.top_k, False)
-    more = {"out": f"*{kind}", "out_scale_stride": "i32"} | ({"out_scales": "*fp32"} if fp8 else {})
+    more = {"out": f"*{kind}"} | dict.fromkeys(("x_scale_row", "x_scale_skip", "out_scale_stride"), "i32")
+    more |= {"out_scales": "*fp32"} if fp8 else {}
     more |= {} if padded else {"source": "*i32"}
     nothing = none | ({} if fp8 else {"out_scales": None}) | ({"source": None} if padded else {})
     if first.tma:

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from moe_engine.kernels.permutation.protocol import ExpertOrder, Permutation, most_rows
 from moe_engine.kernels.permutation.reference import TorchPermutation
+from moe_engine.kernels.quantization import groups as group_reference
 from moe_engine.kernels.quantization import reference
+from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import (
     BLOCK,
     Activation,
@@ -44,6 +46,20 @@ class Quantization(Protocol):
     def silu_mul_quantize(
         self, gate_up: Tensor, power_of_two: bool = False, source: Tensor | None = None
     ) -> QuantizedRows: ...
+
+
+class GroupQuantization(Protocol):
+    """The same for the valid rows of groups: `kernels.quantization.groups`, or the Triton kernels of the same names."""
+
+    def quantize_groups(
+        self, x: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False
+    ) -> QuantizedRows: ...
+
+    def silu_mul_quantize_groups(
+        self, gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False
+    ) -> QuantizedRows: ...
+
+    def silu_mul_groups(self, gate_up: Tensor, groups: RowGroups) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,7 @@ class DeepGemm:
         self.exponents = (capability or _capability())[0] >= 10
         """True if scales are powers of two, packed."""
         self._quantization: Quantization = quantization or _quantization()
+        self._groups = _groups(self._quantization)
         self.permutation: Permutation = _permutation(self._quantization)
         self._needs_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
 
@@ -121,6 +138,19 @@ class DeepGemm:
         """gate_up [M, 2I], gate first -> silu(gate) * up, quantized. Rows with negative `source` [M] are padding."""
         return self.operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents, source))
 
+    def group_rows(self, x: Tensor, groups: RowGroups, power_of_two: bool) -> Operand:
+        """The valid rows of x [G, C, K] or [M, K], quantized."""
+        rows = self._groups.quantize_groups(x, groups, power_of_two or self.exponents, self.exponents)
+        return rows.data, rows.scales
+
+    def silu_mul_groups(self, gate_up: Tensor, groups: RowGroups, fp8: bool, power_of_two: bool) -> Operand | Tensor:
+        """silu(gate) * up of the valid rows of gate_up [G, C, 2I] or [M, 2I], gate first; quantized with `fp8`."""
+        if not fp8:
+            return self._groups.silu_mul_groups(gate_up, groups)
+        exact = power_of_two or self.exponents
+        rows = self._groups.silu_mul_quantize_groups(gate_up, groups, exact, self.exponents)
+        return rows.data, rows.scales
+
     def operand(self, rows: QuantizedRows) -> Operand:
         """Hopper reads the column-major scales as quantized; Blackwell's packing reads row-major scales."""
         return rows.data, rows.scales.contiguous() if self.exponents else rows.scales
@@ -133,6 +163,11 @@ class DeepGemm:
     def alignment(self) -> int:
         """Row alignment of group starts."""
         return int(self._lib.get_mk_alignment_for_contiguous_layout())
+
+    @property
+    def row_alignment(self) -> int:
+        """Alignment of groups whose ends alone describe them (`grouped_by_ends`); 0: not supported."""
+        return self.alignment if self._needs_ends else 0
 
     def groups(self, offsets: Tensor, num_rows: int) -> Groups:
         """The aligned positions of rows sorted by group; offsets [G+1] int32 on the device."""
@@ -184,6 +219,10 @@ class DeepGemm:
         run = self._lib.m_grouped_fp8_gemm_nt_contiguous if fp8 else self._lib.m_grouped_bf16_gemm_nt_contiguous
         run(a, b, out, groups.layout, **({"use_psum_layout": True} if groups.ends else {}))
 
+    def grouped_by_ends(self, a: Operand | Tensor, b: Operand | Tensor, out: Tensor, ends: Tensor) -> None:
+        """`grouped` for groups with these ends, int32 [G]; each starts at the next multiple of `row_alignment`."""
+        self.grouped(a, b, out, Groups(ends, len(out), ends, True))
+
     def masked(self, a: Operand | Tensor, b: Operand | Tensor, out: Tensor, counts: Tensor, expected: int) -> None:
         """out [G, M, N] = a [G, M, K] @ b [G, N, K], for the first counts[g] rows; `expected` rows select the tiles."""
         fp8 = isinstance(a, tuple)
@@ -204,6 +243,15 @@ def _quantization() -> Any:
         return importlib.import_module("moe_engine.kernels.quantization.triton_rows")
     except ImportError:
         return reference
+
+
+def _groups(quantization: Quantization) -> GroupQuantization:
+    """The kernels for groups that match `quantization` (Triton or torch)."""
+    if quantization is reference:
+        return group_reference
+    from moe_engine.kernels.quantization import triton_groups
+
+    return triton_groups
 
 
 def _permutation(quantization: Quantization) -> Permutation:

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import head_form, kind_of, latent_form, rows
 from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable, RouterSpec
+from moe_engine.kernels.ops.reference import with_padding
 
 
 class _Router(ctypes.Structure):
@@ -129,7 +130,12 @@ class CpuOps:
             v_cache.data_ptr(), v_cache.stride(0) * size, tokens, heads, width * size, v.shape[2] * size,
         )  # fmt: skip
 
-    def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    def prepare_gate(self, gate: Tensor) -> Tensor:
+        return gate
+
+    def route(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         x = rows(x)
         tokens, width = x.shape
         weights = torch.empty((tokens, spec.top_k), dtype=torch.float32)
@@ -140,4 +146,4 @@ class CpuOps:
             None if used is None else used.data_ptr(), ctypes.addressof(router_struct(spec)), weights.data_ptr(),
             ids.data_ptr(),
         )  # fmt: skip
-        return weights, ids
+        return weights, with_padding(ids, real)

@@ -114,8 +114,14 @@ class Ops(Protocol):
     def write_kv(self, k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         """k, v [T, Hkv, Dh] -> k_cache[slots], v_cache[slots]; caches [num_slots, Hkv, Dh] or FP8 rows."""
 
-    def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    def prepare_gate(self, gate: Tensor) -> Tensor:
+        """gate [E, D] float32 of a checkpoint -> the same values as `route` reads them. Once, while loading."""
+
+    def route(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x [T, D], gate [E, D] float32, bias [E] float32 -> (weights [T, K] float32, expert ids [T, K] int32).
 
-        Logits and all later values are float32.
+        Logits and all later values are float32. Tokens whose `real` int32 [T] is 0 (padding of a captured step) choose
+        no expert: their ids are -1.
         """

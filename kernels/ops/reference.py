@@ -62,7 +62,12 @@ class TorchOps:
             form = head_records.form_of(cache, heads.shape[-1])
             _write(cache, slots, heads.to(cache.dtype) if form == PLAIN else head_records.pack(heads, form))
 
-    def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    def prepare_gate(self, gate: Tensor) -> Tensor:
+        return gate
+
+    def route(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         logits = F.linear(x.float(), gate.float())  # [T, E]
         scores = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(-1)
         choice = scores if bias is None else scores + bias
@@ -74,7 +79,7 @@ class TorchOps:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if spec.scale != 1.0:
             weights = weights * spec.scale
-        return weights, ids.int()
+        return weights, with_padding(ids.int(), real)
 
 
 def _write(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -105,3 +110,8 @@ def _rotate_(x: Tensor, positions: Tensor, table: RotaryTable) -> None:
     rotated = a * cos - b * sin, a * sin + b * cos
     first.copy_(rotated[0])
     second.copy_(rotated[1])
+
+
+def with_padding(ids: Tensor, real: Tensor | None) -> Tensor:
+    """ids [T, K], -1 for tokens whose `real` [T] is 0; None: all are real."""
+    return ids if real is None else ids.masked_fill(real.unsqueeze(1) == 0, -1)

@@ -73,8 +73,13 @@ class TritonOps:
         plain = head_records.form_of(k_cache, k.shape[-1]) == PLAIN
         (triton_rotary if plain else triton_fp8_cache).write_kv(k, v, slots, k_cache, v_cache)
 
-    def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
-        return triton_router.route(x, gate, bias, spec, self._deterministic)
+    def prepare_gate(self, gate: Tensor) -> Tensor:
+        return triton_router.prepare_gate(gate)
+
+    def route(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return triton_router.route(x, gate, bias, spec, self._deterministic, real)
 
 
 def _quantized(

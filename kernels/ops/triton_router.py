@@ -2,7 +2,8 @@
 
 bf16 activations are exact in bf16, so x @ gate only needs the float32 gate split into three bf16 terms (bf16x3: 8 + 8 +
 8 bits of its 24): three products, accumulated in float32, cost a tenth of a float32 product without tensor cores. With
-few tokens the gate's bytes dominate, so D is split over programs; the selection sums the parts in order.
+few tokens the gate's bytes dominate, so D is split over programs; the selection sums the parts in order. A gate that is
+exact in bf16, as checkpoints store it, is one term: `prepare_gate`.
 
 Legend: T tokens, D hidden, E experts, G groups, K experts per token, P parts of D.
 """
@@ -22,10 +23,10 @@ from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous
 _GROUP_SCORES = {None: 0, "max": 1, "top2": 2}
 
 _SPLIT_TOKENS = 256
-"""Up to this many tokens D is split; above, rows fill the device."""
+"""Up to this many tokens tiles are low."""
 
-_PART = 512
-"""Columns of D per part, if D is split."""
+_PARTS = ((_SPLIT_TOKENS, 512), (1024, 1024), (4096, 2048))
+"""(tokens up to, columns of D per part): about one program per SM or more from 257 tokens on."""
 
 _FIXED_PART = 2048
 """The same in deterministic mode, for any number of tokens; larger: long prompts keep all parts in memory."""
@@ -34,10 +35,11 @@ _FIXED_PART = 2048
 @triton.jit(do_not_specialize=["num_tokens"])
 def router_logits_kernel(
     x, gate, logits, stride, num_tokens,
-    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """logits [P, T, E]: part p is x[:, p PART : (p + 1) PART] @ gate[:, the same].T; BF16X3: x is bfloat16."""
+    """logits [P, T, E]: part p is x[:, p PART : (p + 1) PART] @ gate[:, the same].T; BF16X3: x is bfloat16; EXACT:
+    the gate too."""
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
@@ -50,7 +52,9 @@ def router_logits_kernel(
         inside = column < HIDDEN
         a = tl.load(x_row + column[None, :], live_token & inside[None, :], 0.0)  # [BLOCK_T, BLOCK_D]
         b = tl.load(gate_row + column[:, None], live_expert & inside[:, None], 0.0)  # [BLOCK_D, BLOCK_E]
-        if BF16X3:
+        if BF16X3 and EXACT:
+            total = tl.dot(a, b, total)
+        elif BF16X3:
             high = b.to(tl.bfloat16)
             rest = b - high.to(tl.float32)
             middle = rest.to(tl.bfloat16)
@@ -59,7 +63,7 @@ def router_logits_kernel(
             total = tl.dot(a, middle, total)
             total = tl.dot(a, high, total)
         else:
-            total = tl.dot(a.to(tl.float32), b, total, input_precision="ieee")
+            total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     place = logits + (part * num_tokens + token).to(tl.int64)[:, None] * EXPERTS + expert[None, :]
     tl.store(place, total, live_token & live_expert)
 
@@ -71,14 +75,15 @@ def _take_best(value, index, none):
     return best, at, tl.where(index == at, none, value)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["real"])
 def router_select_kernel(
-    logits, bias, weights, ids, num_tokens, scale,
+    logits, bias, real, weights, ids, num_tokens, scale,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
 ):  # fmt: skip
-    """weights, ids [T, K] from logits [PARTS, T, E]; group g's experts are row g of a [BLOCK_G, BLOCK_M] tile."""
+    """weights, ids [T, K] from logits [PARTS, T, E]; group g's experts are row g of a [BLOCK_G, BLOCK_M] tile.
+    Tokens whose `real` [T] is 0 choose no expert: -1."""
     token = tl.program_id(0).to(tl.int64)
     MEMBERS: tl.constexpr = EXPERTS // GROUPS
     flat = tl.arange(0, BLOCK_G * BLOCK_M)
@@ -121,25 +126,40 @@ def router_select_kernel(
         weight = tl.where(place == k, own, weight)
     if RENORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
+    if HAS_REAL:
+        chosen = tl.where(tl.load(real + token) != 0, chosen, -1)
     tl.store(weights + token * TOP_K + place, weight * scale, place < TOP_K)
     tl.store(ids + token * TOP_K + place, chosen, place < TOP_K)
 
 
+def prepare_gate(gate: Tensor) -> Tensor:
+    """gate float32 [E, D] in bfloat16 if that is exact: a third of the products, half the bytes.
+    Synchronises."""
+    rounded = gate.to(torch.bfloat16)
+    if gate.is_meta:  # compilation without values: as checkpoints have it
+        return rounded
+    return rounded if torch.equal(rounded.float(), gate) else gate
+
+
 def route(
-    x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, deterministic: bool = False
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, deterministic: bool = False,
+    real: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`Ops.route`: ties by lower id. Raises ValueError for an invalid router.
 
     Args:
+        gate: float32, or from `prepare_gate`.
         deterministic: the split of D does not depend on the number of tokens (batch-invariant results).
     """
     count, hidden = x.shape
     x = with_contiguous_rows(x)
     weights = torch.empty((count, spec.top_k), dtype=torch.float32, device=x.device)
     ids = torch.empty((count, spec.top_k), dtype=torch.int32, device=x.device)
-    logits_constants, grid, warps, stages = _logits_plan(count, hidden, spec.num_experts, x.dtype, deterministic)
+    logits_constants, grid, warps, stages = _logits_plan(
+        count, hidden, spec.num_experts, x.dtype, deterministic, gate.dtype == torch.bfloat16
+    )
     has_bias = spec.has_bias and bias is not None
-    constants = _select_plan(spec, grid[2], has_bias)
+    constants = _select_plan(spec, grid[2], has_bias, real is not None)
     if not count:
         return weights, ids
     logits = torch.empty((grid[2], count, spec.num_experts), dtype=torch.float32, device=x.device)
@@ -147,14 +167,14 @@ def route(
         x, gate, logits, stride_of(x, 0), count, **logits_constants, num_warps=warps, num_stages=stages
     )
     router_select_kernel[(count,)](
-        logits, bias if has_bias else gate, weights, ids, count, spec.scale, **constants,
+        logits, bias if has_bias else logits, real, weights, ids, count, spec.scale, **constants,
         num_warps=_select_warps(constants),
     )  # fmt: skip
     return weights, ids
 
 
 def _logits_plan(
-    count: int, hidden: int, experts: int, dtype: torch.dtype, deterministic: bool = False
+    count: int, hidden: int, experts: int, dtype: torch.dtype, deterministic: bool = False, exact: bool = False
 ) -> tuple[dict, tuple[int, int, int], int, int]:
     """(constants, grid, warps, stages) of the logits kernel for `count` tokens."""
     few = deterministic or count <= _SPLIT_TOKENS
@@ -164,16 +184,17 @@ def _logits_plan(
     block_d = (64 if few else 32) if bf16x3 else 32
     if not bf16x3:
         block_t = min(block_t, 32)  # float32 products do not use tensor cores: small tiles, no spills
-    part = (_FIXED_PART if deterministic else _PART) if few else next_power_of_2(hidden)
+    whole = next_power_of_2(hidden)
+    part = _FIXED_PART if deterministic else next((part for most, part in _PARTS if count <= most), whole)
     constants = {
-        "EXPERTS": experts, "HIDDEN": hidden, "PART": part, "BF16X3": bf16x3,
+        "EXPERTS": experts, "HIDDEN": hidden, "PART": part, "BF16X3": bf16x3, "EXACT": exact,
         "BLOCK_T": block_t, "BLOCK_E": block_e, "BLOCK_D": block_d,
     }  # fmt: skip
     grid = (triton.cdiv(count, block_t), triton.cdiv(experts, block_e), triton.cdiv(hidden, part))
     return constants, grid, 4, 2 if block_t == 16 else 3
 
 
-def _select_plan(spec: RouterSpec, parts: int, has_bias: bool) -> dict:
+def _select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool = False) -> dict:
     """Constants of the selection kernel."""
     if spec.score not in ("sigmoid", "softmax") or spec.group_score not in _GROUP_SCORES:
         raise ValueError(f"unknown router {spec.score!r} with group score {spec.group_score!r}")
@@ -187,7 +208,7 @@ def _select_plan(spec: RouterSpec, parts: int, has_bias: bool) -> dict:
         "TOP_K": spec.top_k, "GROUP_SCORE": _GROUP_SCORES[spec.group_score] if limited else 0,
         "SIGMOID": spec.score == "sigmoid", "HAS_BIAS": has_bias, "RENORMALIZE": spec.renormalize,
         "BLOCK_G": next_power_of_2(groups), "BLOCK_M": next_power_of_2(spec.num_experts // groups),
-        "BLOCK_K": next_power_of_2(spec.top_k),
+        "BLOCK_K": next_power_of_2(spec.top_k), "HAS_REAL": has_real,
     }  # fmt: skip
 
 
@@ -197,18 +218,21 @@ def _select_warps(constants: dict) -> int:
 
 
 def route_cases(
-    label: str, hidden: int, spec: RouterSpec, count: int, dtype: torch.dtype, deterministic: bool = False
-) -> list[AotCase]:
+    label: str, hidden: int, spec: RouterSpec, count: int, dtype: torch.dtype, deterministic: bool = False,
+    exact: bool = False, has_real: bool = False,
+) -> list[AotCase]:  # fmt: skip
     """The two specialisations launched by `route` for `count` tokens."""
-    logits_constants, grid, warps, stages = _logits_plan(count, hidden, spec.num_experts, dtype, deterministic)
-    constants = _select_plan(spec, grid[2], spec.has_bias)
-    name = f"{label}_{'any' if deterministic else count}_{element(dtype)}"
+    logits_constants, grid, warps, stages = _logits_plan(count, hidden, spec.num_experts, dtype, deterministic, exact)
+    constants = _select_plan(spec, grid[2], spec.has_bias, has_real) | ({} if has_real else {"real": None})
+    name = f"{label}_{'any' if deterministic else count}_{element(dtype)}{'_exact' * exact}{'_masked' * has_real}"
     parts = {"logits": "*fp32", "num_tokens": "i32"}
     chosen = {"bias": "*fp32", "weights": "*fp32", "ids": "*i32", "scale": "fp32"}
+    chosen |= {"real": "*i32:1"} if has_real else {}
+    gate = "*bf16" if exact else "*fp32"
     return [
         AotCase(
             f"router_logits_{name}", router_logits_kernel,
-            parts | {"x": f"*{element(dtype)}", "gate": "*fp32", "stride": "i32:16"},
+            parts | {"x": f"*{element(dtype)}", "gate": gate, "stride": "i32:16"},
             logits_constants, warps, stages, dtype == torch.bfloat16,
         ),
         AotCase(
@@ -230,8 +254,11 @@ def aot_cases() -> list[AotCase]:
     cases = [
         case
         for label, hidden, spec in routers
-        for count in (1, 128, 4096)
-        for case in route_cases(label, hidden, spec, count, torch.bfloat16)
+        for count in (1, 128, 1024, 4096, 8192)
+        for case in route_cases(label, hidden, spec, count, torch.bfloat16, exact=True)
     ]
+    for count in (1, 128, 8192):
+        cases += route_cases("v3", 7168, V3, count, torch.bfloat16)
+    cases += route_cases("v3", 7168, V3, 128, torch.bfloat16, exact=True, has_real=True)[1:]
     cases += route_cases("v3", 7168, V3, 1, torch.bfloat16, deterministic=True)
     return cases + route_cases("v3", 7168, V3, 128, torch.float32)

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moe_engine.kernels.quantization.groups import RowGroups
+
 Part = tuple[Tensor, int]
 """Field of a record: a tensor [T, ...], contiguous per token, and its byte offset in the record."""
 
@@ -85,6 +87,9 @@ class Permutation(Protocol):
             weights: float32 [T, S], ignored without a position; None: ones.
             add: [T, D], added to the sums.
         """
+
+    def scale_rows(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+        """rows [M, D] *= weights float32 [M], in place, at least for the rows of the groups. Returns rows."""
 
     def valid(self, ids: Tensor, num_experts: int) -> bool:
         """True if ids [T, K], int32 or int64, are all in -1..num_experts-1, and no token repeats an expert.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.permutation.protocol import ExpertOrder, Part, Records, most_rows
+from moe_engine.kernels.quantization.groups import RowGroups, scale_groups
 from moe_engine.kernels.quantization.protocol import FP8
 
 
@@ -60,6 +61,9 @@ class TorchPermutation:
         torch.index_select(x, 0, source[:-1], out=out)
         if scales is not None and out_scales is not None:
             out_scales.copy_(scales.index_select(0, source[:-1]))
+
+    def scale_rows(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+        return scale_groups(rows, weights, groups)
 
     def combine(
         self, rows: Tensor, positions: Tensor, weights: Tensor | None = None, add: Tensor | None = None

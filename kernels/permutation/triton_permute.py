@@ -16,7 +16,9 @@ from torch import Tensor
 
 from moe_engine.kernels.permutation.protocol import ExpertOrder, most_rows
 from moe_engine.kernels.permutation.reference import TorchPermutation
+from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8
+from moe_engine.kernels.quantization.triton_groups import scale_groups
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import with_contiguous_rows
 
@@ -181,6 +183,10 @@ class TritonPermutation(TorchPermutation):
         permute_kernel[(tokens, triton.cdiv(width, constants["TILE"]))](
             x, positions, out, scales, out_scales, *strides, **constants, num_warps=4
         )
+
+    def scale_rows(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+        """See the protocol; other rows are not touched."""
+        return scale_groups(rows, weights, groups)
 
     def combine(
         self, rows: Tensor, positions: Tensor, weights: Tensor | None = None, add: Tensor | None = None

@@ -101,6 +101,9 @@ class QuantizedRows:
         data: e4m3 [M, K], contiguous.
         scales: float32 [ceil(K / 128)] per row, column-major [M, ceil(K / 128)]: one block's scales of all rows are
             contiguous, the order in which a product reads them; each column starts at a multiple of 16 bytes.
+
+    Padded groups of rows have another leading dimension: data [G, C, K], scales [G, C, ceil(K / 128)], column-major in
+    each group.
     """
 
     data: Tensor
@@ -113,17 +116,16 @@ class QuantizedRows:
         return cls(torch.empty(m, k, dtype=FP8, device=device), columns[:, :m].t())
 
     @classmethod
-    def of(cls, data: Tensor, scales: Tensor) -> QuantizedRows:
-        """Rows [M, K] with scales [..., ceil(K / 128)] of M rows in any strides: copied to column-major."""
-        rows, blocks = data.shape[0], scales.shape[-1]
-        columns = torch.empty(blocks, -(-rows // 4) * 4, device=data.device)[:, :rows].t()
-        columns.unflatten(0, scales.shape[:-1]).copy_(scales)
-        return cls(data, columns)
+    def empty_groups(cls, groups: int, capacity: int, k: int, device: torch.device | str) -> QuantizedRows:
+        """Uninitialised memory for padded groups [G, C, K]."""
+        columns = torch.empty(groups, num_blocks(k), -(-capacity // 4) * 4, device=device)
+        data = torch.empty(groups, capacity, k, dtype=FP8, device=device)
+        return cls(data, columns[..., :capacity].transpose(1, 2))
 
     @property
     def scale_stride(self) -> int:
         """Elements between the scales of two consecutive blocks of a row."""
-        return self.scales.stride(1)
+        return self.scales.stride(-1)
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,16 @@ class ActivationFormat:
         unquantized: in the activation dtype.
         rows: quantized, as `QuantizedRows`.
         power_of_two: with power-of-two scales.
+        column_scales: experts only: scales of rows are read column-major, as in `QuantizedRows`; other strides are
+            copied.
+        row_alignment: experts only: more than 1 if they take `aligned` batches, whose groups start at its multiples.
     """
 
     unquantized: bool = True
     rows: bool = False
     power_of_two: bool = False
+    column_scales: bool = False
+    row_alignment: int = 1
 
     @classmethod
     def fp8(cls, power_of_two: bool) -> ActivationFormat:

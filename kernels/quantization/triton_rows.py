@@ -34,23 +34,16 @@ def quantize_tile(x, POWER_OF_TWO: tl.constexpr):
     return (x * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale  # the cast saturates
 
 
-@triton.jit(do_not_specialize=[*_UNSPECIALIZED, "capacity"], do_not_specialize_on_alignment=["counts"])
+@triton.jit(do_not_specialize=_UNSPECIALIZED)
 def quantize_kernel(
-    x, counts, out, scales, num_rows, capacity, scale_stride,
+    x, out, scales, num_rows, scale_stride,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    HAS_COUNTS: tl.constexpr,
 ):  # fmt: skip
-    """x [M, WIDTH] -> out e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128).
-
-    With counts [M / capacity] only the first counts[g] rows of each `capacity` are read and written.
-    """
+    """x [M, WIDTH] -> out e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     cols = block * _BLOCK + tl.arange(0, _BLOCK)
     inside = rows < num_rows
-    if HAS_COUNTS:
-        group = rows // capacity
-        inside = inside & (rows - group * capacity < tl.load(counts + group, mask=inside, other=0))
     mask = inside[:, None] & (cols < WIDTH)[None, :]
     line = rows.to(tl.int64)[:, None]
     tile = tl.load(x + line * X_STRIDE + cols[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -114,21 +107,15 @@ def rms_norm_quantize_kernel(
     tl.store(scales + blocks * scale_stride + row, scale, mask=blocks * _BLOCK < WIDTH)
 
 
-def quantize_rows(x: Tensor, power_of_two: bool = False, counts: Tensor | None = None) -> QuantizedRows:
-    """x [M, K], rows may be strided -> `QuantizedRows`. See `reference.quantize_rows`.
-
-    Args:
-        counts: int32 [G] if x is G groups of M / G rows, with the first counts[g] valid; the others are not
-            touched.
-    """
+def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
+    """x [M, K], rows may be strided -> `QuantizedRows`. See `reference.quantize_rows`."""
     x = _lines(x)
     m, k = x.shape
     rows = QuantizedRows.empty(m, k, x.device)
     if m:
         quantize_kernel[_tiles(m, k)](
-            x, counts, rows.data, rows.scales, m, m if counts is None else m // len(counts), rows.scale_stride,
-            WIDTH=k, X_STRIDE=_stride(x), ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, HAS_COUNTS=counts is not None,
-            num_warps=4,
+            x, rows.data, rows.scales, m, rows.scale_stride, WIDTH=k, X_STRIDE=_stride(x), ROWS=TILE_ROWS,
+            POWER_OF_TWO=power_of_two, num_warps=4,
         )  # fmt: skip
     return rows
 
@@ -199,11 +186,8 @@ def aot_cases() -> list[AotCase]:
     cases = []
     for width in (1536, 7168, 18432):
         constants: dict[str, Any] = {"WIDTH": width, "X_STRIDE": width, "ROWS": TILE_ROWS, "POWER_OF_TWO": False}
-        signature = {"x": "*bf16", "num_rows": "i32", "capacity": "i32", **pointers}
-        alone, counted = constants | {"HAS_COUNTS": False, "counts": None}, constants | {"HAS_COUNTS": True}
-        cases.append(AotCase(f"fp8_quantize_{width}", quantize_kernel, signature, alone, 4, 3, False))
-        signature = signature | {"counts": "*i32:1"}
-        cases.append(AotCase(f"fp8_quantize_counted_{width}", quantize_kernel, signature, counted, 4, 3, False))
+        signature = {"x": "*bf16", "num_rows": "i32", **pointers}
+        cases.append(AotCase(f"fp8_quantize_{width}", quantize_kernel, signature, constants, 4, 3, False))
     for width in (2048, 18432):
         constants = {"WIDTH": width, "X_STRIDE": 2 * width, "ROWS": TILE_ROWS, "POWER_OF_TWO": True}
         signature = {"gate_up": "*bf16", "num_rows": "i32", **pointers}

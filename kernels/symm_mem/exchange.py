@@ -48,7 +48,8 @@ class Arrival:
     Attributes:
         rows: [El, C, D] in the activation dtype, the first counts[e] of expert e; empty if FP8 rows are passed on
             quantized.
-        sent: the rows as dispatched, e4m3 [El, C, D], and their scales float32 [El, C, D / 128]; None without FP8.
+        sent: the rows as dispatched, e4m3 [El, C, D], and their scales float32 [El, C, D / 128], column-major per
+            expert if the experts read them so; None without FP8.
         counts: int32 [El].
         positions: int32 [M * K]: row index of each of this rank's pairs at its expert, -1: not sent.
     """
@@ -86,6 +87,7 @@ class SymmMemExchange:
         self._numbers = [torch.empty(regions.max_pairs, dtype=torch.int32, device=device) for _ in self._slots]
         self._failed = torch.zeros(1, dtype=torch.int64, device=device)
         self._arrivals = [self._make_arrival(slot, dtype) for slot in self._slots]
+        self._columns: list[Tensor | None] = [None for _ in self._slots]
 
     def _make_arrival(self, slot: Slot, dtype: torch.dtype) -> Arrival:
         regions, device = self._regions, self._memory.device
@@ -117,7 +119,7 @@ class SymmMemExchange:
         ids = ids.contiguous()
         self.notify(ids, number)
         self.send(x if isinstance(x, QuantizedActivation) else x.contiguous(), ids, number, format.power_of_two)
-        return self.receive(number, widen=not format.rows)
+        return self.receive(number, widen=not format.rows, columns=format.rows and format.column_scales)
 
     def combine(self, rows: Tensor, weights: Tensor, number: int) -> Tensor:
         """rows [El, C, D], the experts' results, and weights float32 [T, K] -> [T, D] in rows' dtype."""
@@ -152,19 +154,31 @@ class SymmMemExchange:
             slot.rows, slot.scales, **constants, num_warps=TILES.row_warps,
         )  # fmt: skip
 
-    def receive(self, number: int, widen: bool = True) -> Arrival:
-        """Waits for the rows of all ranks. `widen`: dequantizes FP8 rows."""
+    def receive(self, number: int, widen: bool = True, columns: bool = False) -> Arrival:
+        """Waits for the rows of all ranks. `widen`: dequantizes FP8 rows. `columns`: transposes their scales."""
         regions, slot, arrival = self._regions, self._slots[number], self._arrivals[number]
         widens = regions.fp8 and widen
         if widens and not arrival.rows.numel():
             assert arrival.sent is not None
             arrival = replace(arrival, rows=arrival.rows.new_empty(arrival.sent[0].shape))
             self._arrivals[number] = arrival
-        constants = receive_constants(regions.hidden, regions.num_local, regions.num_ranks, widens)
-        receive_kernel[(regions.num_local, TILES.receive_parts if widens else 1)](
-            self._peers, self._state[number], self._failed, self._lost, arrival.counts, arrival.rows, self._rank,
-            regions.capacity, self._limit_ns, slot.counts, slot.flags[SENT], slot.rows, slot.scales, **constants,
-            num_warps=TILES.row_warps,
+        transposes, scales = regions.fp8 and columns, None
+        if transposes:
+            assert arrival.sent is not None
+            scales = self._columns[number]
+            if scales is None:
+                blocks = regions.hidden // BLOCK
+                scales = self._memory.new_empty(
+                    regions.num_local, blocks, -(-regions.capacity // 4) * 4, dtype=torch.float32
+                )
+                self._columns[number] = scales
+            by_row = scales[..., : regions.capacity].transpose(1, 2)
+            arrival = replace(arrival, sent=(arrival.sent[0], by_row))
+        constants = receive_constants(regions.hidden, regions.num_local, regions.num_ranks, widens, transposes)
+        receive_kernel[(regions.num_local, TILES.receive_parts if widens or transposes else 1)](
+            self._peers, self._state[number], self._failed, self._lost, arrival.counts, arrival.rows, scales,
+            self._rank, regions.capacity, -(-regions.capacity // 4) * 4, self._limit_ns, slot.counts,
+            slot.flags[SENT], slot.rows, slot.scales, **constants, num_warps=TILES.row_warps,
         )  # fmt: skip
         return arrival
 

@@ -24,6 +24,7 @@ from moe_engine.kernels.symm_mem.triton_flags import await_flags, is_last, part_
 from moe_engine.kernels.triton.aot import AotCase
 
 _BLOCK = tl.constexpr(BLOCK)
+_SCALE_ROWS = tl.constexpr(16)
 _SIZES = ["num_pairs", "rank", "capacity", "max_pairs", "scale_stride", "limit_ns"]
 _OFFSETS = ["counts_at", "counted_at", "sent_at", "origins_at", "rows_at", "scales_at"]
 
@@ -131,18 +132,20 @@ def send_kernel(
             x + token.to(tl.int64) * WIDTH, token_scales, rows + line * WIDTH, scales, scale_stride,
             WIDTH, COLS, FP8, POWER_OF_TWO, CARRIES,
         )  # fmt: skip
-    if is_last(state + 2, tl.num_programs(0)) & complete:
+    # no flag after a timeout of any program: peers must not take missing rows for sent ones
+    if is_last(state + 2, tl.num_programs(0)) & complete & (tl.load(failed, volatile=True) == 0):
         raise_flags(peers, rank, sent_at, epoch, RANKS, LANES)
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS])
 def receive_kernel(
-    peers, state, failed, lost, counts_out, out, rank, capacity,
+    peers, state, failed, lost, counts_out, out, columns, rank, capacity, scale_stride,
     limit_ns: tl.int64, counts_at: tl.int64, sent_at: tl.int64, rows_at: tl.int64, scales_at: tl.int64,
     WIDTH: tl.constexpr, NUM_LOCAL: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """counts_out [El]: rows received per expert; with FP8 they are dequantized into out [El, C, WIDTH].
+    """counts_out [El]: rows received per expert; with FP8 they are dequantized into out [El, C, WIDTH]. With COLUMNS
+    their scales are copied to columns [El, WIDTH / 128, scale_stride], the order in which DeepGEMM reads them.
 
     After a timeout all counts are 0. Grid (El, programs per expert).
     """
@@ -155,6 +158,15 @@ def receive_kernel(
     sizes = tl.load(counts + lanes * (RANKS * NUM_LOCAL), mask=arrived, other=0)
     count = tl.minimum(tl.sum(sizes, axis=0), capacity)
     tl.store(counts_out + expert, count, mask=part == 0)
+    if COLUMNS:
+        BLOCKS: tl.constexpr = WIDTH // _BLOCK
+        source = part_of(peers, rank, scales_at, tl.float32) + expert.to(tl.int64) * capacity * BLOCKS
+        target = columns + expert.to(tl.int64) * BLOCKS * scale_stride
+        block = tl.arange(0, COLS)[None, :]
+        for begin in range(part * _SCALE_ROWS, count, tl.num_programs(1) * _SCALE_ROWS):
+            line = begin + tl.arange(0, _SCALE_ROWS)[:, None]
+            inside = (line < count) & (block < BLOCKS)
+            tl.store(target + block * scale_stride + line, tl.load(source + line * BLOCKS + block, mask=inside), inside)
     if FP8:
         rows = part_of(peers, rank, rows_at, tl.float8e4nv)
         scales = part_of(peers, rank, scales_at, tl.float32)
@@ -180,12 +192,17 @@ def send_constants(
     carries: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     how = {"POWER_OF_TWO": power_of_two and not carries, "CARRIES": carries}
-    return {"TOP_K": top_k, **receive_constants(hidden, num_local, num_ranks, fp8), **how}
+    constants = receive_constants(hidden, num_local, num_ranks, fp8)
+    del constants["COLUMNS"]
+    return {"TOP_K": top_k, **constants, **how}
 
 
-def receive_constants(hidden: int, num_local: int, num_ranks: int, fp8: bool) -> dict[str, Any]:
-    cols = TILES.row_blocks if fp8 else TILES.row_cols
-    return {"WIDTH": hidden, "NUM_LOCAL": num_local, **rank_constants(num_ranks), "COLS": cols, "FP8": fp8}
+def receive_constants(
+    hidden: int, num_local: int, num_ranks: int, fp8: bool, columns: bool = False
+) -> dict[str, Any]:  # fmt: skip
+    cols = triton.next_power_of_2(hidden // BLOCK) if columns else TILES.row_blocks if fp8 else TILES.row_cols
+    constants = {"WIDTH": hidden, "NUM_LOCAL": num_local, **rank_constants(num_ranks), "COLS": cols, "FP8": fp8}
+    return constants | {"COLUMNS": columns}
 
 
 def aot_cases() -> list[AotCase]:
@@ -197,18 +214,20 @@ def _cases_of(shape: CompiledShape) -> list[AotCase]:
     own = {"peers": "*i64", "state": "*i64", "failed": "*i64", "lost": "*i32"}
     sizes = dict.fromkeys(_SIZES[:-1], "i32") | {"limit_ns": "i64"} | dict.fromkeys(_OFFSETS, "i64")
     tensors = dict.fromkeys(("numbers", "positions", "counts_out"), "*i32") | {"ids": "*i32:1"}
-    tensors |= dict.fromkeys(("x", "out"), "*bf16")
+    tensors |= dict.fromkeys(("x", "out"), "*bf16") | {"columns": "*fp32"}
     arguments = own | sizes | tensors
     sizes_of = (shape.hidden, shape.num_local, shape.num_ranks, shape.fp8)
     found = []
     kernels = [
         (notify_kernel, "notify", notify_constants(shape.num_local, shape.num_ranks), TILES.notify_warps),
         (send_kernel, "send", send_constants(shape.top_k, *sizes_of) | {"x_scales": None}, TILES.row_warps),
-        (receive_kernel, "receive", receive_constants(*sizes_of), TILES.row_warps),
+        (receive_kernel, "receive", receive_constants(*sizes_of) | {"columns": None}, TILES.row_warps),
     ]
     if shape.fp8:
         carries = send_constants(shape.top_k, *sizes_of, carries=True)
         kernels.append((send_kernel, "send_rows", carries, TILES.row_warps))
+        columns = receive_constants(shape.hidden, shape.num_local, shape.num_ranks, False, columns=True)
+        kernels.append((receive_kernel, "receive_rows", columns, TILES.row_warps))
     for kernel, name, constants, warps in kernels:
         arguments |= {"x": "*u8", "x_scales": "*fp32"} if name == "send_rows" else {}
         names = [argument for argument in kernel.arg_names if argument not in constants]

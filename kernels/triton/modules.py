@@ -31,6 +31,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.symm_mem.triton_combine",
     f"{_FAMILIES}.symm_mem.triton_copy",
     f"{_FAMILIES}.symm_mem.triton_dispatch",
+    f"{_FAMILIES}.quantization.triton_groups",
     f"{_FAMILIES}.quantization.triton_rows",
     f"{_FAMILIES}.sampling.triton_sampling",
 )

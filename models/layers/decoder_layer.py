@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
+from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
@@ -23,8 +24,9 @@ class FeedForward(Protocol):
     def input_format(self) -> ActivationFormat:
         """Activation format of x."""
 
-    def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
-        """x [T, D] -> [T, D], new memory. `phase`: the step's phase, the same on every rank."""
+    def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
+        """x [T, D] -> [T, D], new memory. `phase`: the step's phase, the same on every rank. `real`: as in
+        `ForwardBatch`, of these tokens."""
 
 
 class DecoderLayer:
@@ -41,7 +43,7 @@ class DecoderLayer:
         self.next_norm = next_norm
         post_norm.feed(feed_forward.input_format)
 
-    def forward(self, hidden: Activation, residual: Tensor, *attention_args: Any) -> Tensor:
-        """`attention_args` are passed to the attention after `hidden`: the batch, and its plan."""
-        hidden = self.post_norm.add(self.attention.forward(hidden, *attention_args), residual)
-        return self.next_norm.add(self.feed_forward.forward(hidden), residual)
+    def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
+        """`batch` and `more` are the arguments of the attention after `hidden`."""
+        hidden = self.post_norm.add(self.attention.forward(hidden, batch, *more), residual)
+        return self.next_norm.add(self.feed_forward.forward(hidden, real=batch.real), residual)

@@ -74,7 +74,7 @@ class MLP:
             return cls(backends, reader, prefix, hidden, width, bias, Share.of(parallel.world))
         return cls(backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE)
 
-    def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
+    def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
         if self._fused is not None:
             return self._fused(as_format(x, self.input_format))
         return self._down(self._silu_and_mul(self._gate_up(x)))

@@ -18,6 +18,7 @@ from moe_engine.kernels.decoder.layers import FusedMoE, MoELayer
 from moe_engine.kernels.experts.batch import ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.ops.reference import with_padding
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
@@ -81,7 +82,7 @@ class ExpertIdsRecorder(Protocol):
 
 
 class MoE:
-    """x [T, D] -> sum_k w_k expert_k(x) + shared(x), [T, D]. Gate and bias stay in float32.
+    """x [T, D] -> sum_k w_k expert_k(x) + shared(x), [T, D]. Gate and bias keep their float32 values.
 
     On many ranks with all-to-all, x is this rank's tokens; each rank holds full experts and the full shared expert.
     Otherwise x is the tokens of all ranks; each rank holds some of the experts, sharded by width, and a part of the
@@ -103,7 +104,8 @@ class MoE:
         hidden, wide = config.hidden_size, torch.float32
         self.layer_index = layer_index
         self._spec = router_spec(moe)
-        self._gate = reader.tensor(f"{prefix}.gate.weight", (moe.num_experts, hidden), dtype=wide)  # [E, D]
+        gate = reader.tensor(f"{prefix}.gate.weight", (moe.num_experts, hidden), dtype=wide)
+        self._gate = backends.ops.prepare_gate(gate)  # [E, D]
         bias = f"{prefix}.gate.e_score_correction_bias"
         self._bias = reader.tensor(bias, (moe.num_experts,), dtype=wide) if moe.has_bias else None
         travels = parallel.dispatcher is not None
@@ -181,7 +183,7 @@ class MoE:
         shared = () if self._shared is None else (self._shared.input_format,)
         return common_format(UNQUANTIZED, self._routed.input_format, *shared)
 
-    def forward(self, x: Activation, phase: Phase = "prefill") -> Tensor:
+    def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
         if self.fused is not None:
             ids = self.expert_ids_buffer(len(x))
             if ids is None:
@@ -190,8 +192,8 @@ class MoE:
             self.record_expert_ids(ids)
             return out
         if self._overlap is not None and self._overlap.shared_expert:
-            return finish(self.stages(x, phase))
-        weights, ids = self._choose(x)
+            return finish(self.stages(x, phase, real))
+        weights, ids = self._choose(x, real)
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared, phase)
 
@@ -212,21 +214,22 @@ class MoE:
         """[T, D]."""
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared)
 
-    def _choose(self, x: Activation) -> tuple[Tensor, Tensor]:
-        """Weights and slots [T, K]."""
-        weights, ids = self._route(unquantized(x), self._gate, self._bias, self._spec)
+    def _choose(self, x: Activation, real: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights and slots [T, K]; -1 for tokens that are not `real`."""
+        early = real if self._tables is None else None  # tables map logical experts only
+        weights, ids = self._route(unquantized(x), self._gate, self._bias, self._spec, early)
         if self._tables is not None:
-            ids = self._tables.to_physical(self.layer_index, ids)
+            ids = with_padding(self._tables.to_physical(self.layer_index, ids), real)
         if self._recorder is not None and self._recorder.counting:
             self._recorder.on_select(self.layer_index, ids)
         return weights, ids
 
-    def stages(self, x: Activation, phase: Phase = "prefill") -> Stages:
+    def stages(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Stages:
         """`forward` as a generator that yields during dispatch and combine, for overlap."""
         routed, overlap = self._routed, self._overlap
         if overlap is None or not isinstance(routed, DispatchedExperts):
-            return self.forward(x, phase)
-        weights, ids = self._choose(x)
+            return self.forward(x, phase, real)
+        weights, ids = self._choose(x, real)
         sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         yield

@@ -59,9 +59,9 @@ class ShardedLayer:
         rows = comm.residual_rows(residual, step)  # [S, D]
         hidden = comm.gather(self.post_norm.add(mixed, rows), step)
         if staged and self._moe is not None:
-            mixed = yield from self._moe.stages(hidden, step.phase)
+            mixed = yield from self._moe.stages(hidden, step.phase, batch.real)
         else:
-            mixed = self.feed_forward.forward(hidden, step.phase)
+            mixed = self.feed_forward.forward(hidden, step.phase, batch.real)
         mixed = comm.reduce(mixed, step)
         return comm.to_attention(self.next_norm.add(mixed, rows), step)
 
@@ -79,7 +79,8 @@ def choose_communication(parallel: ParallelContext, layout: TokenLayout, shared_
 
 
 def with_sizes(batch: ForwardBatch, parallel: ParallelContext) -> ForwardBatch:
-    """The batch with its `sizes`: the exchanged sizes, or its own if the model has one attention group.
+    """The batch with its `sizes`: the exchanged sizes, or its own if the model has one attention group; and with `real`
+    of the tokens that this rank routes.
 
     Raises:
         ValueError: sizes are missing, or do not match the batch.
@@ -89,7 +90,15 @@ def with_sizes(batch: ForwardBatch, parallel: ParallelContext) -> ForwardBatch:
             raise ValueError("with DP attention a batch needs `sizes`: see StepSizes.exchange")
         prefills = batch.attention.prefill is not None and batch.attention.prefill.num_tokens > 0
         sizes = StepSizes.known(parallel, [batch.num_tokens], [len(batch.logits_rows)], prefills)
-        return replace(batch, sizes=sizes)
+        return replace(batch, sizes=sizes, real=_routed(batch.real, sizes, parallel))
     if batch.sizes.tokens[parallel.attn_dp_rank] != batch.num_tokens:
         raise ValueError(f"the batch has {batch.num_tokens} tokens, its sizes have {batch.sizes.tokens}")
-    return batch
+    return batch if batch.real is None else replace(batch, real=_routed(batch.real, batch.sizes, parallel))
+
+
+def _routed(real: Tensor | None, sizes: StepSizes, parallel: ParallelContext) -> Tensor | None:
+    """Of this rank's share if tokens are dispatched. Without a dispatcher a rank routes the tokens of all groups: of
+    several groups it knows one."""
+    if real is None or parallel.dispatcher is not None:
+        return None if real is None else real[sizes.own_tokens]
+    return real if parallel.attn_dp_size == 1 else None

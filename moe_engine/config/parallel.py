@@ -76,8 +76,8 @@ class ParallelArgs:
     moe_dispatch_dtype: str = flag(
         "auto",
         "Data type of dispatched tokens. fp8 halves the bytes, with a scale per 128 channels (combine uses the "
-        "activations' type). auto: the activations' type.",
-        choices=("auto", "fp8"),
+        "activations' type). bf16: the activations' type. auto: fp8 if the experts read FP8.",
+        choices=("auto", "fp8", "bf16"),
     )
     max_dispatch_tokens_per_rank: int | None = flag(
         None,

@@ -5,13 +5,11 @@ from __future__ import annotations
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.dispatch.host_memory import OF_BACKEND, ROOM_TOKENS, HostLoad
 from moe_engine.planning.ledger import LedgerRow
-from moe_engine.planning.resolve_parallel import ParallelPlan
+from moe_engine.planning.resolve_parallel import FP8_BLOCK, ParallelPlan
 from moe_engine.planning.step_limits import StepLimits
 
 CHOICE_BYTES = 8
 """An expert id and its weight."""
-FP8_BLOCK = 128
-"""Channels that share a scale."""
 
 
 def dispatch_rows(

@@ -30,7 +30,7 @@ from moe_engine.planning.resolve_experts import resolve_experts
 from moe_engine.planning.resolve_graphs import note_graphs, resolve_graphs, why_not_captured
 from moe_engine.planning.resolve_kernels import asked_backends, resolve_kernels
 from moe_engine.planning.resolve_limits import resolve_limits
-from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel
+from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel, with_dispatch_dtype
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
 from moe_engine.planning.sizing import Sizing, SizingInput, size_memory
 from moe_engine.planning.step_limits import StepLimits
@@ -203,13 +203,12 @@ def resolve(
         args, asked, own_part, local_heads(model, parallel.topology.attn_tp_size), drafts, dtype, kv_dtype,
         why_not_captured(args, own_part, parallel, experts, model), record,
     )  # fmt: skip
+    parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     limits = resolve_limits(
         args, model, own_part, parallel, speculation, context_len, kernels.page_size, DTYPE_BYTES[dtype], record
     )
     graphs = resolve_graphs(args, own_part, parallel, speculation, limits, kernels.uncaptured, record)
-    sizing = _size(
-        args, model, own_part, kernels, limits, checkpoint, speculation, drafts, parallel, experts, graphs
-    )  # fmt: skip
+    sizing = _size(args, model, own_part, kernels, limits, checkpoint, speculation, drafts, parallel, experts, graphs)
     graphs = _note_sizes(args, sizing, graphs, own_part, limits, record)
     return ResolvedConfig(
         args=_with_demo_parsers(args, path, record),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.errors import ConfigError
+from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.dispatch.tables import DispatchChoice, Place, choose
@@ -16,6 +17,8 @@ from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_elastic import Coverage, resolve_elastic
 from moe_engine.processes.dist_secret import DistSecret
 
+FP8_BLOCK = 128
+"""Channels that share a scale."""
 ONE_RANK = Topology()
 START_SECONDS = 1200.0
 
@@ -106,7 +109,7 @@ def resolve_parallel(
         where = Place(device, topology.tp_size, topology.num_nodes, unlinked)
         dispatch = _dispatch(topology, where, flags, record)
     _check_overlap(flags, dispatch is not None)
-    fp8 = flags.moe_dispatch_dtype == "fp8"
+    fp8 = flags.moe_dispatch_dtype == "fp8"  # auto: `with_dispatch_dtype`
     if fp8 and (dispatch is None or model.hidden_size % 128):
         why = "no --moe-a2a-backend" if dispatch is None else f"hidden size {model.hidden_size}"
         raise ConfigError(
@@ -127,6 +130,23 @@ def resolve_parallel(
     _check_devices(flags, plan, num_devices)
     _remark_all_reduce(flags, plan, device, record)
     return plan
+
+
+def with_dispatch_dtype(
+    plan: ParallelPlan, args: EngineArgs, model: ModelConfig, kernels: LaunchKernels, record: Record
+) -> ParallelPlan:
+    """The plan with the data type of dispatched tokens that `--moe-dispatch-dtype auto` selects: FP8 where the experts
+    read FP8, which quantize the same numbers otherwise after the dispatch."""
+    if plan.dispatch is None or args.parallel.moe_dispatch_dtype != "auto":
+        return plan
+    experts, moe = kernels.model.row("experts"), model.moe
+    reads = experts.reads_fp8 is not None and experts.reads_fp8(kernels.model.device)
+    stored = model.weight_format.name == "fp8" and model.weight_format.kept_on(kernels.model.device.kind)
+    whole = moe is not None and not model.hidden_size % FP8_BLOCK and not moe.width % FP8_BLOCK
+    if not (reads and stored and whole):
+        return plan
+    record.note("moe_dispatch_dtype", "fp8", f"{experts.name} experts read FP8")
+    return replace(plan, dispatch_fp8=True)
 
 
 def _topology(args: EngineArgs, model: ModelConfig, attn_dp: int, ep_size: int, backend: str, nodes: int) -> Topology:

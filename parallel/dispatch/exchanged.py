@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +53,8 @@ class ExchangedDispatcher(Dispatcher):
         sent = encode(x, topk_ids, topk_weights, self._shape.fp8, format)
         arrived, handle = self._exchange.deliver(sent, slot)
         batch, positions = self._layout.expand(arrived, format.rows, slot)
+        if batch.layout == "padded":
+            batch = replace(batch, mean_rows=self._shape.mean_rows(len(x)))
         return batch, ExchangedHandle(slot, topk_weights, arrived.weights, positions, handle)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExchangedHandle) -> Tensor:

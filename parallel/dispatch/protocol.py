@@ -56,6 +56,10 @@ class DispatchShape:
     def num_local(self) -> int:
         return self.num_experts // self.num_ranks
 
+    def mean_rows(self, num_tokens: int) -> int:
+        """Expected rows of an expert if every rank dispatches as many tokens as this one; 0: unknown."""
+        return -(-num_tokens * self.num_ranks * self.top_k // self.num_experts)
+
 
 @dataclass(frozen=True)
 class Tokens:

@@ -175,3 +175,18 @@ def test_a_row_that_cannot_be_captured_does_not_replace_one_of_a_captured_launch
         monkeypatch.setitem(tables.FAMILIES, family, rows)
     with pytest.raises(ConfigError, match=r"'best' failed to load.*torch would replace it, but.*it reads counts"):
         build_backends(plan)
+
+
+def test_tokens_travel_as_the_experts_read_them(launch: Callable[..., ResolvedConfig], monkeypatch) -> None:
+    """Bytes of a dispatched token: 7,168 and 56 scales, it were 14,336."""
+    monkeypatch.setitem(V3, "quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    monkeypatch.setitem(V3, "num_hidden_layers", 12)  # fits unquantized too
+    travels: dict[str, Any] = {"ep_size": 8, "enable_dp_attention": True, "dp_size": 8, "moe_a2a_backend": "all_to_all"}
+    fp8 = launch("deep_gemm", **travels)
+    assert fp8.parallel.dispatch_fp8 and reason_of(fp8, "moe_dispatch_dtype") == "deep_gemm experts read FP8"
+    assert launch(**travels).parallel.dispatch_fp8  # Triton's experts read FP8 too
+    assert not launch("deep_gemm", **travels, moe_dispatch_dtype="bf16").parallel.dispatch_fp8
+    assert not launch("deep_gemm", **travels, moe_runner_backend="torch").parallel.dispatch_fp8
+    assert not launch("deep_gemm", ep_size=8).parallel.dispatch_fp8  # no dispatch
+    monkeypatch.delitem(V3, "quantization_config")
+    assert not launch("deep_gemm", **travels).parallel.dispatch_fp8

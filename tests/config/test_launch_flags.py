@@ -45,7 +45,7 @@ CHOICES: dict[str, list[Any]] = {
     "moe_a2a_backend": ["auto", "shared_memory", "two_hop"],
     "deepep_mode": ["normal", "low_latency"],
     "enable_two_batch_overlap": [True],
-    "moe_dispatch_dtype": ["fp8"],
+    "moe_dispatch_dtype": ["fp8", "bf16"],
     "enable_dp_lm_head": [True],
     "ep_num_redundant_experts": [4, 8, 16],
     "enable_eplb": [True],

@@ -63,7 +63,9 @@ class ForcedOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def route(self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    def route(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         chosen = next(self._chosen)
         return weights_of(x.float() @ gate.T, chosen, spec), chosen.to(torch.int32)
 

@@ -119,6 +119,7 @@ def test_all_attention_groups_replay_the_same_size(rows_at_once: int) -> None:
         (batch,) = model.batches
         assert batch.sizes is not None and batch.sizes.tokens == batch.sizes.logits == (4, 4, 4)
         assert batch.sizes.phase == "decode" and batch.num_tokens == 4
+        assert batch.real is not None and batch.real.tolist() == [1] * len(new) + [0] * (4 - len(new))
         assert (batch.slots[len(new) :] == 0).all() and (batch.positions[len(new) :] == 0).all()
         assert model.heads == ([(4, 4, 4)] if rows_at_once > 4 else [(2, 1, 0), (1, 0, 0)])
 
@@ -142,6 +143,7 @@ def test_padding_has_no_data_of_larger_steps() -> None:
         assert queries is not None and batch.num_tokens == 4
         assert batch.positions.tolist() == [3] * count + [0] * (4 - count)
         assert batch.slots.tolist() == [9 + i for i in range(count)] + [0] * (4 - count)
+        assert batch.real is not None and batch.real.tolist() == [1] * count + [0] * (4 - count)
         assert queries.context_lens == queries.context_lens_device.tolist() == [4] * count + [1] * (4 - count)
         assert queries.rows.tolist() == list(range(count)) + [0] * (4 - count)
 
@@ -163,6 +165,9 @@ def test_a_failed_copy_leaves_neutral_padding() -> None:
     runner.execute(replace(_decodes(1), number=9))
     batch = model.batches[-1]
     assert batch.positions.tolist() == [3, 0, 0, 0] and batch.slots.tolist() == [9, 0, 0, 0]
+    assert batch.real is not None and batch.real.tolist() == [1, 0, 0, 0]
+    runner.execute(replace(_decodes(4), number=10))
+    assert model.batches[-1].real.tolist() == [1] * 4  # type: ignore[union-attr]
 
 
 def test_recorded_passes_are_not_replayed() -> None:

@@ -126,7 +126,8 @@ class FlashInferMLA(MergesChunks):
         form = _Absorbed(padded, latent, width - latent, scale, q.dtype, cache.dtype)
         self._absorbed = form
         planned = self._plan_absorbed(plan_of(plan), queries, form)
-        query = F.pad(q, (0, 0, 0, padded - heads)).contiguous()
+        query = q if heads == padded else F.pad(q, (0, 0, 0, padded - heads))  # F.pad copies even without padding
+        query = query.contiguous()
         pages = as_pages(cache, queries.page_size)
         out = q.new_empty(tokens, padded, latent)
         tree: Tree | None = planned.detail

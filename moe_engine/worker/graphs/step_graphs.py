@@ -87,7 +87,8 @@ class _Inputs:
         self.input_ids = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
         self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
         self.slots = torch.zeros(tokens, dtype=torch.int64, device=device)  # [T]
-        self._of_tokens = [self.input_ids, self.positions, self.slots]
+        self.real = torch.zeros(tokens, dtype=torch.int32, device=device)  # [T]
+        self._of_tokens = [self.input_ids, self.positions, self.slots, self.real]
         self.window_slots = torch.zeros(tokens if windows else 0, dtype=torch.int64, device=device)  # [T]
         if windows:
             self._of_tokens.append(self.window_slots)
@@ -102,6 +103,8 @@ class _Inputs:
         if batch is not None and queries is not None:
             num_tokens, num_requests = queries.num_tokens, queries.num_requests
         used_requests, used_tokens = self._used
+        if num_tokens > used_tokens:
+            self.real[used_tokens:num_tokens].fill_(1)
         self._used = (max(used_requests, num_requests), max(used_tokens, num_tokens))  # in case a copy raises
         if batch is not None and queries is not None:
             self.input_ids[:num_tokens].copy_(batch.input_ids)
@@ -232,6 +235,7 @@ class StepGraphs:
             kv=self._kv_pool.layers,
             sizes=self._sizes(tokens),
             windows=None if self._windows is None else WindowSlots(inputs.window_slots[:tokens], self._windows.table),
+            real=inputs.real[:tokens],
         )
 
     def _sizes(self, num_tokens: int) -> StepSizes | None:

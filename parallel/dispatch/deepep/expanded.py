@@ -1,8 +1,8 @@
 """DeepEP's second generation, `ElasticBuffer` (2.0, 2.1) and `EPBuffer` (2.5): one class for prefill and decode.
 
-In its expanded form the library delivers one row per (token, local expert), sorted by expert: the `grouped` layout
-without a copy. It sums without weights, so rows are weighted before combine. Normal mode waits for the counts; low
-latency returns the worst-case row count at once and keeps the counts on the device.
+In its expanded form the library delivers one row per (token, local expert), sorted by expert: the `grouped` layout, or
+with aligned groups DeepGEMM's, without a copy. It sums without weights, so rows are weighted before combine. Normal
+mode waits for the counts; low latency returns the worst-case row count at once and keeps the counts on the device.
 Legend: T tokens, H hidden, K choices, El experts of a rank, R ranks, M max tokens of a rank.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.permutation.protocol import Permutation
+from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.parallel.dispatch.buffers import Slots
 from moe_engine.parallel.dispatch.expert_ids import check_choices
@@ -49,6 +50,7 @@ class ExpandedHandle:
     slot: int
     topk_weights: Tensor
     row_weights: Tensor  # float32 [rows]
+    groups: RowGroups
     lib_handle: Any
 
 
@@ -100,24 +102,30 @@ class ExpandedDispatcher(Dispatcher):
             topk_weights=sent.weights,
             num_experts=self._shape.num_experts,
             num_max_tokens_per_rank=self._shape.max_tokens,
-            expert_alignment=1,
+            expert_alignment=format.row_alignment,
             do_cpu_sync=self._wait,
             do_expand=True,
+            use_tma_aligned_col_major_sf=self._shape.fp8 and format.rows and format.column_scales,
             **self.dispatch_options,
         )
         data, scales = received if isinstance(received, tuple) else (received, None)
         dtype = self._shape.dtype
         if not format.rows:
             data, scales = decode(Tokens(data, scales, sent.ids, sent.weights), dtype), None
-        offsets = F.pad(lib_handle.psum_num_recv_tokens_per_expert, (1, 0))  # alignment 1: groups without padding
-        batch = ExpertBatch("grouped", data, offsets=offsets, scales=scales, dtype=dtype)
-        return batch, ExpandedHandle(slot, topk_weights, row_weights, lib_handle)
+        groups = RowGroups(lib_handle.psum_num_recv_tokens_per_expert, format.row_alignment)
+        if groups.alignment > 1:
+            batch = ExpertBatch(
+                "aligned", data, scales=scales, dtype=dtype, ends=groups.sizes, alignment=groups.alignment
+            )
+        else:
+            batch = ExpertBatch("grouped", data, offsets=F.pad(groups.sizes, (1, 0)), scales=scales, dtype=dtype)
+        return batch, ExpandedHandle(slot, topk_weights, row_weights, groups, lib_handle)
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: ExpandedHandle) -> Tensor:
         if topk_weights is not handle.topk_weights:
             raise ValueError("combine needs the topk_weights passed to dispatch: they were already sent")
         self._slots.release(handle.slot)
-        weighted = (rows * handle.row_weights.unsqueeze(1)).to(rows.dtype)
+        weighted = self._permutation.scale_rows(rows, handle.row_weights, handle.groups)
         out, _, _ = self._buffer.combine(weighted, handle.lib_handle)
         return out
 

@@ -147,11 +147,13 @@ class LegacyLowLatency(Dispatcher):
             round_scale=shape.fp8 and format.power_of_two,
         )  # fmt: skip
         handle = LowLatencyHandle(slot, ids, topk_weights, lib_handle)
+        mean = shape.mean_rows(len(x))
         if shape.fp8 and format.rows:  # scales are in the grouped product's layout
             data, scales = received
-            return ExpertBatch("padded", data, counts=counts, scales=scales, dtype=shape.dtype), handle
+            batch = ExpertBatch("padded", data, counts=counts, scales=scales, dtype=shape.dtype, mean_rows=mean)
+            return batch, handle
         rows = self._in_activation_dtype(*received) if shape.fp8 else received
-        return ExpertBatch("padded", rows, counts=counts), handle
+        return ExpertBatch("padded", rows, counts=counts, mean_rows=mean), handle
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: LowLatencyHandle) -> Tensor:
         self._slots.release(handle.slot)

@@ -89,7 +89,10 @@ class SymmMemDispatcher(Dispatcher):
         rows, scales = arrival.rows, None
         if arrival.sent is not None and format.rows:
             rows, scales = arrival.sent
-        batch = ExpertBatch("padded", rows, counts=arrival.counts, scales=scales, dtype=self._shape.dtype)
+        batch = ExpertBatch(
+            "padded", rows, counts=arrival.counts, scales=scales, dtype=self._shape.dtype,
+            mean_rows=self._shape.mean_rows(len(x)),
+        )  # fmt: skip
         return batch, PeerHandle(slot, len(x))
 
     def combine(self, rows: Tensor, topk_weights: Tensor, handle: PeerHandle) -> Tensor:

@@ -266,7 +266,7 @@ class Second:
         self._ranks = Ranks(group)
         self._max_tokens, self._hidden, self._top_k, self._fp8 = max_tokens, hidden, top_k, fp8
 
-    def _dispatch(self, x, topk_idx, topk_weights, num_experts, m, alignment, do_cpu_sync, do_expand):
+    def _dispatch(self, x, topk_idx, topk_weights, num_experts, m, alignment, do_cpu_sync, do_expand, columns):
         data, scales = check_x(x)
         size, rank = self._ranks.size, self._ranks.rank
         must(do_expand, "only the expanded form is emulated")
@@ -305,6 +305,9 @@ class Second:
                 origins.append((place, sender, token))
             ends.append(start + len(group))
             start += span
+        if row_scales is not None and columns:
+            apart = torch.full((row_scales.shape[1], -(-num_rows // 4) * 4), float("nan"))
+            row_scales = apart[:, :num_rows].t().copy_(row_scales)
         handle = EPHandle(
             True, num_experts, alignment, m, topk_idx, torch.tensor(ends, dtype=torch.int32),
             aligned if do_cpu_sync else [], num_rows, origins, topk_idx._version,
@@ -345,7 +348,9 @@ class ElasticBuffer(Second):
         sync = do_cpu_sync is not False
         alignment = expert_alignment or 1
         m = num_max_tokens_per_rank
-        return self._dispatch(x, topk_idx, topk_weights, num_experts, m, alignment, sync, do_expand)
+        return self._dispatch(
+            x, topk_idx, topk_weights, num_experts, m, alignment, sync, do_expand, use_tma_aligned_col_major_sf
+        )
 
     def combine(
         self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,
@@ -376,7 +381,9 @@ class EPBuffer(Second):
         sync = do_cpu_sync is not False
         alignment = expert_alignment or 1
         m = num_max_tokens_per_rank
-        return self._dispatch(x, topk_idx, topk_weights, num_experts, m, alignment, sync, do_expand)
+        return self._dispatch(
+            x, topk_idx, topk_weights, num_experts, m, alignment, sync, do_expand, use_tma_aligned_col_major_sf
+        )
 
     def combine(
         self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,

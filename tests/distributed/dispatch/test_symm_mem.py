@@ -39,6 +39,7 @@ SETUPS = (
     replace(PLAIN, dtype="bfloat16", fp8=True, hidden=1152),
     replace(PLAIN, dtype="float32", fp8=True, hidden=128),
     replace(PLAIN, dtype="bfloat16", fp8=True, hidden=1152, rows=True),
+    replace(PLAIN, dtype="bfloat16", fp8=True, hidden=1152, rows=True, aligned=True),
 )
 
 

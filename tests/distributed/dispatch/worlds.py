@@ -19,6 +19,7 @@ from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.permutation.choice import permutation
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization import reference
+from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 from moe_engine.parallel.collectives import DistributedGroup, Group, PeerLost
 from moe_engine.parallel.dispatch.build import Groups, PhasedDispatcher, build
@@ -41,7 +42,7 @@ class Setup:
     """One way to dispatch. `library` names the emulated DeepEP generation; `num_nodes` splits the ranks; `as_device`
     takes the forms of ranks on devices; `room_tokens` makes the rooms of all_to_all on the host so small;
     `compiled` False: its rows are arranged as where no compiler is. `rows`: the experts read FP8, and tokens come
-    quantised where the dispatcher takes them so."""
+    quantised where the dispatcher takes them so. `aligned`: the experts take aligned groups."""
 
     backend: str
     mode: Mode
@@ -54,6 +55,7 @@ class Setup:
     room_tokens: int | None = None
     compiled: bool = True
     rows: bool = False
+    aligned: bool = False
 
 
 @dataclass
@@ -122,6 +124,14 @@ def run_experts(batch: ExpertBatch, first: int) -> tuple[Tensor, list[int]]:
         blocks = batch.x.float().unflatten(-1, (-1, 128)) * batch.scales.unsqueeze(-1)
         batch = replace(batch, x=blocks.flatten(-2).to(batch.dtype), scales=None)
     out = torch.full_like(batch.x, float("nan"))
+    if batch.ends is not None:
+        groups, valid = RowGroups(batch.ends, batch.alignment), torch.zeros(len(batch.x), dtype=torch.bool)
+        counts = groups.counts.tolist()
+        for e, (start, count) in enumerate(zip(groups.starts.tolist(), counts)):
+            valid[start : start + count] = True
+            out[start : start + count] = toy_expert(batch.x[start : start + count].float(), first + e).to(out.dtype)
+        batch.x[~valid] = float("nan")
+        return out, counts
     if batch.layout == "grouped":
         assert batch.offsets is not None and batch.offsets.dtype == torch.int32
         spans = list(pairwise(batch.offsets.tolist()))
@@ -154,13 +164,17 @@ def run_routing(rank: int, setups: list[Setup], routing: Routing) -> list[Outcom
 def dispatch(
     dispatcher: PhasedDispatcher, setup: Setup, x: Tensor, ids: Tensor, weights: Tensor, phase: Phase = "decode"
 ) -> tuple[ExpertBatch, Any]:
-    """The activation format of the setup."""
+    """The activation format of the setup; `aligned` reads scales column-major."""
+    aligned = 16 if setup.aligned else 1
     if not setup.rows:
-        return dispatcher.dispatch(x, ids, weights, phase)
+        return dispatcher.dispatch(x, ids, weights, phase, ActivationFormat(row_alignment=aligned))
     sent: Activation = x
     if dispatcher.takes_rows:
         sent = QuantizedActivation(reference.quantize_rows(x), None, x.dtype)
-    batch, handle = dispatcher.dispatch(sent, ids, weights, phase, ActivationFormat.fp8(False))
+    format = replace(ActivationFormat.fp8(False), row_alignment=aligned, column_scales=setup.aligned)
+    batch, handle = dispatcher.dispatch(sent, ids, weights, phase, format)
+    if setup.aligned:
+        assert batch.scales is not None and batch.scales.stride(-2) == 1  # no transposition before DeepGEMM's products
     assert batch.scales is not None and batch.x.dtype == torch.float8_e4m3fn and batch.result_dtype == x.dtype
     assert batch.scales.shape == (*batch.x.shape[:-1], setup.hidden // 128)
     return batch, handle

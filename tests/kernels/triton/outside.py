@@ -166,7 +166,9 @@ def dispatched(cache: str) -> Any:
         with listed(ARCH) as needed:
             for count in range(1, 4000, 97):
                 kernel.run(ExpertBatch("grouped", there(count, 2048), offsets=there(17, dtype=torch.int32)), weights)
-            kernel.run(ExpertBatch("padded", there(16, 64, 2048), counts=there(16, dtype=torch.int32)), weights)
+            for mean in range(65):
+                batch = ExpertBatch("padded", there(16, 64, 2048), counts=there(16, dtype=torch.int32), mean_rows=mean)
+                kernel.run(batch, weights)
         found.append((runs, len(warm), len(needed), len(needed - warm)))
     return found
 

@@ -19,12 +19,13 @@ from moe_engine.kernels.linear.triton_block_gemm import cases_of
 from moe_engine.kernels.linear.triton_linear import TritonLinear
 from moe_engine.kernels.permutation import triton_permute
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
-from moe_engine.kernels.quantization import triton_rows
+from moe_engine.kernels.quantization import triton_groups, triton_rows
 from moe_engine.kernels.quantization.protocol import BlockWeight
 from moe_engine.kernels.triton.absent_device import absent_device
 from moe_engine.kernels.triton.aot import AotCase, compile_case
 
 ARCH = 90
+MODULES = triton_rows, triton_groups, triton_permute, triton_grouped_gemm
 HIDDEN, WIDTH, RANK = 7168, 2048, 16  # DeepSeek V3's, and the experts of one of 16 ranks
 
 
@@ -51,14 +52,12 @@ def launch(tokens: int, capacity: int) -> None:
 
 def expected(tokens: int, capacity: int) -> list[AotCase]:
     """The cases behind `launch`, out of those that the modules name."""
-    named = {
-        case.name: case for module in (triton_rows, triton_permute, triton_grouped_gemm) for case in module.aot_cases()
-    }
+    named = {case.name: case for module in MODULES for case in module.aot_cases()}
     mean = -(-tokens * 6 // 64)
     found = cases_of(LinearShape("gate_up", tokens, 2 * WIDTH, HIDDEN, True))
     found += triton_grouped_gemm.cases_of(DEEPSEEK_V3, RANK, capacity, True)
     found += triton_grouped_gemm.cases_of(DEEPSEEK_V2_LITE, 64, mean, False)
-    names = [f"fp8_quantize_{HIDDEN}", f"fp8_quantize_counted_{HIDDEN}", f"expert_permute_{HIDDEN}"]
+    names = [f"fp8_quantize_{HIDDEN}", f"groups_quantize_padded_{HIDDEN}", f"expert_permute_{HIDDEN}"]
     names += [f"expert_count_{RANK}", f"expert_place_padded_{RANK}"]
     names += ["expert_count_64", "expert_place_64", "expert_combine_2048"]
     return found + [named[name] for name in names]

@@ -88,17 +88,6 @@ def test_quantize_rows(shape: tuple[int, int], power_of_two: bool) -> None:
     check(reference.quantize_rows(x, power_of_two), x, power_of_two)
 
 
-def test_rows_beyond_the_counts_are_left_alone() -> None:
-    counts, capacity = torch.tensor([3, 0, 7, 5], dtype=torch.int32), 7
-    x = wide(28, 200)
-    valid = (torch.arange(capacity) < counts[:, None]).flatten()
-    x[~valid] = torch.nan
-    got = triton_rows.quantize_rows(x, counts=counts)
-    want = reference.quantize_rows(x[valid])
-    agree(QuantizedRows(got.data[valid], got.scales[valid]), want)
-    assert got.scales[~valid].isnan().all()
-
-
 @POWERS
 @pytest.mark.parametrize(("rows", "width"), [(5, 64), (33, 384), (2, 200)])
 def test_silu_mul_quantize(rows: int, width: int, power_of_two: bool) -> None:

@@ -9,6 +9,7 @@ from moe_engine.kernels.attention import latent_records
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, STORED, head_width, latent_width
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
+from moe_engine.kernels.permutation.reference import TorchPermutation
 from tests.kernels.cpu.formulas import NAN, close, normal, rms_norm, rotary_table, rotated, routed_weights, silu
 
 triton_ops = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton")
@@ -185,12 +186,48 @@ def test_route(ops, dtype, spec, tokens, width):
 def test_route_of_many_tokens_does_not_split_the_sum(ops, monkeypatch):
     """The other plan of the logits kernel, which is for more tokens than the interpreter likes."""
     monkeypatch.setattr(triton_router, "_SPLIT_TOKENS", 16)
+    monkeypatch.setattr(triton_router, "_PARTS", ((16, 512),))
     spec = ROUTERS["v3"]
     x, gate, bias = normal(20, 1100, dtype=torch.bfloat16), torch.randn(32, 1100) / 33, torch.randn(32)
     assert triton_router._logits_plan(20, 1100, 32, x.dtype)[1][2] == 1
     weights, ids = ops.route(x, gate, bias, spec)
     got = torch.zeros(20, 32).scatter_(-1, ids.long(), weights)
     close(got, routed_weights(x, gate, bias, spec), 2)
+
+
+def test_the_gate_of_a_checkpoint_is_one_product(ops):
+    """Products per tile: 1, it were 3; bytes of the gate: half. A gate with more mantissa keeps its three terms."""
+    spec, x, bias = ROUTERS["v3"], normal(9, 200, dtype=torch.bfloat16), torch.randn(32)
+    wide = torch.randn(32, 200) / 14
+    stored = wide.to(torch.bfloat16).float()
+    gate = ops.prepare_gate(stored)
+    assert gate.dtype == torch.bfloat16 and ops.prepare_gate(wide) is wide
+    weights, ids = ops.route(x, gate, bias, spec)
+    close(torch.zeros(9, 32).scatter_(-1, ids.long(), weights), routed_weights(x, stored, bias, spec), 2)
+    for other in ops.route(x, stored, bias, spec), ops.route(x.float(), gate, bias, spec):
+        assert torch.equal(other[1], ids) and torch.allclose(other[0], weights, atol=1e-5)
+
+
+def test_padding_of_a_captured_step_chooses_no_expert(ops, dtype):
+    """Pairs that are sent and multiplied: those of 3 real tokens, it were all 8."""
+    spec, x, gate = ROUTERS["mixtral"], normal(8, 64, dtype=dtype), torch.randn(8, 64)
+    ids = ops.route(x, gate, None, spec)[1]
+    real = torch.tensor([1, 1, 0, 1, 0, 0, 0, 0, 0], dtype=torch.int32)[:8]
+    for backend in (ops, TorchOps()):
+        masked = backend.route(x, gate, None, spec, real)[1]
+        assert torch.equal(masked[real == 1], ids[real == 1]) and (masked[real == 0] == -1).all()
+    assert int((masked >= 0).sum()) == 3 * spec.top_k
+    order = TorchPermutation().sort_by_expert(masked, 8)
+    assert int(order.offsets[-1]) == 3 * spec.top_k
+
+
+def test_no_number_of_tokens_leaves_the_device_idle():
+    """Programs of the V3 router's logits: 12 for 257 tokens, 32 for 1,024, 128 for 4,096 before D was split there."""
+    found = {}
+    for count in (257, 512, 1024, 2048, 4096, 8192):
+        grid = triton_router._logits_plan(count, 7168, 256, torch.bfloat16, exact=True)[1]
+        found[count] = grid[0] * grid[1] * grid[2]
+    assert found == {257: 84, 512: 112, 1024: 224, 2048: 256, 4096: 512, 8192: 256}
 
 
 def test_equal_scores_go_to_the_lower_expert(ops):

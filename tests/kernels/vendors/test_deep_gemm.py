@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from moe_engine.kernels.quantization.protocol import (
     QuantizedActivation,
 )
 from moe_engine.kernels.vendors.warming import StepShapes, row_counts
+from moe_engine.parallel.dispatch.protocol import DispatchShape
 from moe_engine.parallel.experts import make_routed_experts
 from tests.kernels.cpu.formulas import NAN, block_product, close, gated, normal, rms_norm, silu
 from tests.kernels.vendors.contract import ContractBroken
@@ -197,7 +199,8 @@ def test_fp8_experts_grouped(arch, takes_ends, counts, extra):
 @pytest.mark.parametrize("arch", [9, 10])
 @pytest.mark.parametrize("counts,capacity", [([3, 0, 8], 8), ([0, 0, 17], 17), ([1, 2, 3], 130)])
 def test_fp8_experts_padded(arch, counts, capacity):
-    kernel = DeepGemmExperts(library(arch)[1])
+    emulator, gemm = library(arch)
+    kernel = DeepGemmExperts(gemm)
     hidden, width = 128, 256
     weights, parts = fp8_experts(kernel, len(counts), hidden, width)
     x = normal(len(counts), capacity, hidden, dtype=BF16)
@@ -209,6 +212,66 @@ def test_fp8_experts_padded(arch, counts, capacity):
         if count:
             fp8_close(got[expert, :count], quantised_mlp(arch, parts)(x[expert, :count], expert))
             near(got[expert, :count], true_mlp(parts)(x[expert, :count], expert))
+    assert arch == 10 or emulator.transposed == 0  # Hopper: scales come as its kernels read them
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 128])
+def test_a_padded_decode_expects_the_rows_of_the_step(tokens, monkeypatch):
+    """V3 on 8 ranks: rows that select the tiles were an eighth of the capacity, 128, at every step size."""
+    _, gemm = library()
+    kernel, ranks, top_k, all_experts = DeepGemmExperts(gemm), 8, 8, 256
+    capacity = ranks * 128
+    weights, _ = fp8_experts(kernel, 2, 128, 128)
+    shape = DispatchShape(all_experts, ranks, top_k, 128, 128, BF16)
+    asked = []
+    monkeypatch.setattr(gemm, "masked", lambda a, b, out, counts, expected: asked.append(expected))
+    x, counts = normal(2, capacity, 128, dtype=BF16), torch.tensor([3, 0]).int()
+    kernel.run(ExpertBatch("padded", x, counts=counts, mean_rows=shape.mean_rows(tokens)), weights)
+    assert asked == [{1: 1, 100: 32, 128: 32}[tokens]] * 2
+
+
+def aligned(counts: list[int], hidden: int, alignment: int) -> tuple[ExpertBatch, list[slice]]:
+    """Groups in DeepEP's expanded form; rows outside them are NaN."""
+    ends, spans, start = [], [], 0
+    for count in counts:
+        spans.append(slice(start, start + count))
+        ends.append(start + count)
+        start = -(-ends[-1] // alignment) * alignment
+    x = torch.full((start + 2 * alignment, hidden), NAN, dtype=BF16)
+    for span, count in zip(spans, counts):
+        x[span] = normal(count, hidden, dtype=BF16)
+    return ExpertBatch("aligned", x, ends=torch.tensor(ends).int(), alignment=alignment), spans
+
+
+@pytest.mark.parametrize("arch", [9, 10])
+@pytest.mark.parametrize("counts", [[3, 0, 41, 1], [0, 300, 0]])
+def test_groups_with_ends_are_multiplied_where_they_are(arch, counts, monkeypatch):
+    """Rows that were copied to aligned positions and back: none."""
+    emulator, gemm = library(arch)
+    kernel = DeepGemmExperts(gemm)
+    assert kernel.capabilities.row_alignment == ALIGNMENT and kernel.capabilities.column_scales == (arch == 9)
+    assert DeepGemmExperts(library(arch, takes_ends=False)[1]).capabilities.row_alignment == 0
+    weights, parts = fp8_experts(kernel, len(counts), 256, 128)
+    batch, spans = aligned(counts, 256, ALIGNMENT)
+    monkeypatch.setattr(gemm, "spread", None)
+    monkeypatch.setattr(gemm.permutation, "permute", None)
+    rows = fp8.quantize_rows(batch.x.nan_to_num(), arch == 10)
+    arrived = replace(batch, x=rows.data, scales=rows.scales, dtype=BF16)
+    for got in (kernel.run(batch, weights), kernel.run(arrived, weights)):
+        assert got.shape == batch.x.shape and got.dtype == BF16
+        for expert, span in enumerate(spans):
+            if counts[expert]:
+                fp8_close(got[span], quantised_mlp(arch, parts)(batch.x[span], expert))
+    assert arch == 10 or emulator.transposed == 0
+    weights = kernel.allocate(len(counts), 64, 48, BF16, "cpu")
+    plain = [[normal(*shape, dtype=BF16) for shape in ((48, 64), (48, 64), (64, 48))] for _ in counts]
+    for expert, part in enumerate(plain):
+        kernel.load_expert(weights, expert, *part)
+    batch, spans = aligned(counts, 64, ALIGNMENT)
+    got = kernel.run(batch, weights)
+    for expert, span in enumerate(spans):
+        if counts[expert]:
+            close(got[span], gated(batch.x[span], *plain[expert]), scale=3)
 
 
 @pytest.mark.parametrize("takes_ends", [True, False])
@@ -350,14 +413,16 @@ def test_nothing_compiles_after_warm_up():
     weights, _ = fp8_experts(experts, 3, 128, 128)
     shapes = StepShapes(tokens=100, expert_rows=100, expert_capacity=24)
     runs = linear.warm_up(shapes) + experts.warm_up(shapes)
-    assert runs == 2 * len(row_counts(100)) + 2 * len(row_counts(100)) + 2
+    assert runs == 2 * len(row_counts(100)) + 2 * len(row_counts(100)) + 2 * len({1, 2, 4, 8, 16, 24})
     assert len(emulator.compiled) > 6  # tiles depend on the rows
     emulator.sealed = True
     for tokens in torch.randint(1, 101, (8,)).tolist():
         for w in prepared:
             linear.run(normal(tokens, w.in_features, dtype=BF16), w)
         experts.run(grouped([tokens - 1, 0, 1], 128), weights)
-    experts.run(ExpertBatch("padded", normal(3, 24, 128, dtype=BF16), counts=torch.tensor([1, 24, 0])), weights)
+    for mean in range(30):
+        x, counts = normal(3, 24, 128, dtype=BF16), torch.tensor([1, 24, 0])
+        experts.run(ExpertBatch("padded", x, counts=counts, mean_rows=mean), weights)
     with pytest.raises(ContractBroken, match="compiles after READY"):
         linear.run(normal(2, 128, dtype=BF16), linear.prepare_blocks(weight(64, 128)))
 

@@ -1,0 +1,79 @@
+"""Valid rows of an expert batch whose groups have gaps: activation and quantization work on these rows only.
+
+Legend: G groups (experts), C capacity, M rows, K channels, I width of an MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_engine.kernels.quantization.protocol import QuantizedRows
+from moe_engine.kernels.quantization.reference import quantize_rows
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """The valid rows of each group, known on the device only.
+
+    Attributes:
+        sizes: int32 [G]. Padded groups [G, C]: number of rows. Aligned groups [M]: end of the rows (DeepGEMM's psum
+            layout, DeepEP's `psum_num_recv_tokens_per_expert`).
+        alignment: 0: padded groups; else a group starts at the next multiple of it after the end of the one before.
+    """
+
+    sizes: Tensor
+    alignment: int = 0
+
+    @property
+    def starts(self) -> Tensor:
+        """First row of each aligned group, int32 [G]."""
+        before = F.pad(self.sizes[:-1], (1, 0))
+        return before.add(self.alignment - 1).div(self.alignment, rounding_mode="floor").mul(self.alignment)
+
+    @property
+    def counts(self) -> Tensor:
+        """Rows of each group, int32 [G]."""
+        return self.sizes - self.starts if self.alignment else self.sizes
+
+    def empty(self, x: Tensor, width: int, row_major: bool = False) -> QuantizedRows:
+        """Uninitialised rows of `width` channels in the layout of x. Scales are column-major in each padded group, the
+        order in which DeepGEMM's masked products read them; or row-major."""
+        if row_major:
+            blocks = QuantizedRows.empty(0, width, x.device).scales.shape[1]
+            data = QuantizedRows.empty(x.shape[:-1].numel(), width, x.device).data.view(*x.shape[:-1], width)
+            return QuantizedRows(data, torch.empty(*x.shape[:-1], blocks, device=x.device))
+        if self.alignment:
+            return QuantizedRows.empty(len(x), width, x.device)
+        return QuantizedRows.empty_groups(x.shape[0], x.shape[1], width, x.device)
+
+
+def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False) -> QuantizedRows:
+    """x [G, C, K] or [M, K] -> its valid rows quantized, in the same layout; other rows are unspecified."""
+    rows = quantize_rows(x.flatten(0, -2), power_of_two)
+    out = groups.empty(x, x.shape[-1], row_major)
+    out.data.copy_(rows.data.view_as(out.data))
+    out.scales.copy_(rows.scales.reshape(out.scales.shape))
+    return out
+
+
+def silu_mul_quantize_groups(
+    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False
+) -> QuantizedRows:
+    """gate_up [G, C, 2I] or [M, 2I], gate first -> silu(gate) * up of its valid rows, quantized."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return quantize_groups(F.silu(gate) * up, groups, power_of_two, row_major)
+
+
+def silu_mul_groups(gate_up: Tensor, groups: RowGroups) -> Tensor:
+    """The same, unquantized: [G, C, I] or [M, I]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def scale_groups(rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+    """rows [M, K] *= weights float32 [M], in place; only valid rows must be. Returns rows."""
+    return rows.mul_(weights.unsqueeze(1))

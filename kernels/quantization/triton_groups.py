@@ -1,0 +1,159 @@
+"""`groups` in Triton: a fixed grid of programs that loop over the valid rows of their group and touch no other row.
+
+Legend: G groups (experts), C capacity, M rows, K channels, I width of an MLP. Tiles are [rows, 128 channels].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_engine.kernels.quantization.groups import RowGroups
+from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
+from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile
+from moe_engine.kernels.triton.aot import AotCase
+
+_BLOCK = tl.constexpr(BLOCK)
+MAX_PROGRAMS = 2048
+"""Of a launch, about 16 for each SM of an H200; more rows are looped over."""
+_UNSPECIALIZED = ["capacity", "scale_row", "scale_column", "scale_skip"]
+
+
+@triton.jit
+def group_rows(sizes, group, capacity, ALIGN: tl.constexpr):
+    """(first row, number of rows) of a group. ALIGN 0: padded; else `sizes` are ends of aligned groups."""
+    end = tl.load(sizes + group)
+    if ALIGN == 0:
+        return group * capacity, end
+    before = tl.load(sizes + group - 1, mask=group > 0, other=0)
+    start = (before + ALIGN - 1) // ALIGN * ALIGN
+    return start, end - start
+
+
+@triton.jit(do_not_specialize=_UNSPECIALIZED, do_not_specialize_on_alignment=["sizes"])
+def groups_kernel(
+    x, sizes, weights, out, scales, capacity, scale_row, scale_column, scale_skip,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, ALIGN: tl.constexpr, GATED: tl.constexpr, QUANTIZE: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """out [M, WIDTH] = x; GATED: silu(x[:, :WIDTH]) * x[:, WIDTH:]; WEIGHTED: * weights [M]. QUANTIZE: as e4m3.
+
+    Scale of row m of group g and block b: scales[g * scale_skip + m * scale_row + b * scale_column].
+    Grid (G, WIDTH / 128, programs per group).
+    """
+    group, block = tl.program_id(0), tl.program_id(1)
+    first, count = group_rows(sizes, group, capacity, ALIGN)
+    cols = block * _BLOCK + tl.arange(0, _BLOCK)
+    if QUANTIZE:
+        scales += group.to(tl.int64) * scale_skip
+    for begin in range(tl.program_id(2) * ROWS, count, tl.num_programs(2) * ROWS):
+        rows = begin + tl.arange(0, ROWS)
+        inside = rows < count
+        mask = inside[:, None] & (cols < WIDTH)[None, :]
+        line = (first + rows).to(tl.int64)
+        place = x + line[:, None] * (WIDTH * (1 + GATED)) + cols[None, :]
+        tile = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        if GATED:
+            tile = tile * tl.sigmoid(tile) * tl.load(place + WIDTH, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            tile *= tl.load(weights + line, mask=inside, other=0.0)[:, None]
+        target = out + line[:, None] * WIDTH + cols[None, :]
+        if QUANTIZE:
+            quantized, scale = quantize_tile(tile, POWER_OF_TWO)
+            tl.store(target, quantized, mask=mask)
+            tl.store(scales + line * scale_row + block * scale_column, scale, mask=inside)
+        else:
+            tl.store(target, tile.to(out.dtype.element_ty), mask=mask)
+
+
+def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False) -> QuantizedRows:
+    """See `groups.quantize_groups`."""
+    rows = groups.empty(x, x.shape[-1], row_major)
+    _launch(x, groups, rows, _constants(groups, x.shape[-1], power_of_two=power_of_two))
+    return rows
+
+
+def silu_mul_quantize_groups(
+    gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False
+) -> QuantizedRows:
+    """See `groups.silu_mul_quantize_groups`."""
+    width = gate_up.shape[-1] // 2
+    rows = groups.empty(gate_up, width, row_major)
+    _launch(gate_up, groups, rows, _constants(groups, width, gated=True, power_of_two=power_of_two))
+    return rows
+
+
+def silu_mul_groups(gate_up: Tensor, groups: RowGroups) -> Tensor:
+    """See `groups.silu_mul_groups`."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    _launch(gate_up, groups, out, _constants(groups, width, gated=True, quantize=False))
+    return out
+
+
+def scale_groups(rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+    """See `groups.scale_groups`."""
+    if not rows.is_contiguous():
+        raise ValueError("scale_groups needs contiguous rows")
+    _launch(rows, groups, rows, _constants(groups, rows.shape[-1], quantize=False, weighted=True), weights)
+    return rows
+
+
+def _launch(
+    x: Tensor, groups: RowGroups, out: Tensor | QuantizedRows, constants: dict[str, Any],
+    weights: Tensor | None = None,
+) -> None:  # fmt: skip
+    if not x.numel():
+        return
+    x, count, capacity = x.contiguous(), len(groups.sizes), 0 if groups.alignment else x.shape[1]
+    data, scales, strides = out, None, (0, 0, 0)
+    if isinstance(out, QuantizedRows):
+        data, scales = out.data, out.scales
+        row, column = scales.stride(-2), scales.stride(-1)
+        strides = row, column, 0 if groups.alignment else scales.stride(0) - capacity * row
+    blocks = triton.cdiv(constants["WIDTH"], BLOCK)
+    most = x.shape[-2] if groups.alignment else capacity
+    groups_kernel[(count, blocks, programs_per_group(count, blocks, most))](
+        x, groups.sizes, weights, data, scales, capacity, *strides, **constants, num_warps=4
+    )
+
+
+def programs_per_group(count: int, blocks: int, most: int) -> int:
+    """For groups of at most `most` rows: one for each tile, as far as the launch has at most `MAX_PROGRAMS`."""
+    return max(1, min(triton.cdiv(most, TILE_ROWS), MAX_PROGRAMS // (count * blocks)))
+
+
+def _constants(
+    groups: RowGroups, width: int, gated: bool = False, quantize: bool = True, power_of_two: bool = False,
+    weighted: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    return {
+        "WIDTH": width, "ROWS": TILE_ROWS, "ALIGN": groups.alignment, "GATED": gated, "QUANTIZE": quantize,
+        "POWER_OF_TWO": power_of_two, "WEIGHTED": weighted,
+    }  # fmt: skip
+
+
+def aot_cases() -> list[AotCase]:
+    """DeepSeek V3's experts (hidden 7168, width 2048) in FP8, V2-Lite's (width 1408) in bf16, and weighted results."""
+    padded, aligned = RowGroups(torch.empty(0)), RowGroups(torch.empty(0), 128)
+    strides = {"scale_row": "i32", "scale_column": "i32", "scale_skip": "i32"}
+    found = []
+    for name, groups, width, options in (
+        ("quantize_padded_7168", padded, 7168, {}),
+        ("silu_mul_padded_2048", padded, 2048, {"gated": True}),
+        ("silu_mul_aligned_2048", aligned, 2048, {"gated": True, "power_of_two": True}),
+        ("silu_mul_bf16_1408", padded, 1408, {"gated": True, "quantize": False}),
+        ("weighted_aligned_7168", aligned, 7168, {"quantize": False, "weighted": True}),
+    ):
+        constants = _constants(groups, width, **options)
+        signature = {"x": "*bf16", "sizes": "*i32:1", "capacity": "i32", **strides}
+        signature["out"] = "*fp8e4nv" if constants["QUANTIZE"] else "*bf16"
+        pointers = {"scales": ("*fp32", constants["QUANTIZE"]), "weights": ("*fp32", constants["WEIGHTED"])}
+        signature |= {name: kind for name, (kind, used) in pointers.items() if used}
+        constants |= {name: None for name, (_, used) in pointers.items() if not used}
+        found.append(AotCase(f"groups_{name}", groups_kernel, signature, constants, 4, 3, False))
+    return found

@@ -1,0 +1,110 @@
+"""Activation and quantization of expert batches: the valid rows against the reference, other rows not touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.experts.batch import ExpertBatch
+from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
+from moe_engine.kernels.linear.deep_gemm_products import DeepGemm
+from moe_engine.kernels.quantization import groups as reference
+from moe_engine.kernels.quantization import reference as rows_reference
+from moe_engine.kernels.quantization import triton_groups, triton_rows
+from moe_engine.kernels.quantization.groups import RowGroups
+from moe_engine.kernels.quantization.protocol import QuantizedRows
+from tests.kernels.cpu.formulas import NAN, close, normal
+from tests.kernels.triton.launches import launches
+from tests.kernels.triton.poison import poisoned_memory
+from tests.kernels.triton.test_fp8_rows import agree
+from tests.kernels.vendors.deep_gemm_emulator import DeepGemmEmulator
+
+BF16 = torch.bfloat16
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def batch(layout: str, width: int) -> tuple[Tensor, RowGroups, Tensor]:
+    """Rows in a layout, their groups, and a mask of the valid rows; other rows are NaN."""
+    counts, capacity, align = torch.tensor([3, 0, 37, 16], dtype=torch.int32), 39, 16
+    if layout == "padded":
+        x, groups = normal(4, capacity, width, dtype=BF16), RowGroups(counts)
+        valid = torch.arange(capacity) < counts[:, None]
+    else:
+        starts = torch.tensor([0, 16, 16, 64])
+        groups = RowGroups((starts + counts).int(), align)
+        assert torch.equal(groups.starts.long(), starts) and torch.equal(groups.counts, counts)
+        x = normal(100, width, dtype=BF16)
+        valid = torch.zeros(100, dtype=torch.bool)
+        for start, count in zip(starts.tolist(), counts.tolist()):
+            valid[start : start + count] = True
+    x[~valid] = NAN
+    return x, groups, valid
+
+
+@pytest.mark.parametrize("layout", ["padded", "aligned"])
+@pytest.mark.parametrize("row_major", [False, True])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_quantized_groups(layout: str, row_major: bool, power_of_two: bool) -> None:
+    for name, width, factor in (("quantize_groups", 200, 1), ("silu_mul_quantize_groups", 136, 2)):
+        x, groups, valid = batch(layout, width * factor)
+        with poisoned_memory():
+            got = getattr(triton_groups, name)(x, groups, power_of_two, row_major)
+            want = getattr(reference, name)(x, groups, power_of_two, row_major)
+        assert got.scales.stride() == want.scales.stride() and got.data.shape == (*x.shape[:-1], width)
+        assert got.data.is_contiguous() and got.scales.is_contiguous() == row_major
+        agree(*(QuantizedRows(part.data[valid], part.scales[valid]) for part in (got, want)))
+        assert got.scales[~valid].isnan().all()  # not written
+
+
+@pytest.mark.parametrize("layout", ["padded", "aligned"])
+def test_unquantized_groups(layout: str) -> None:
+    x, groups, valid = batch(layout, 2 * 136)
+    with poisoned_memory():
+        got = triton_groups.silu_mul_groups(x, groups)
+    close(got[valid], reference.silu_mul_groups(x, groups)[valid].double(), 2)
+    assert got[~valid].isnan().all()
+
+
+def test_weighted_rows_in_place() -> None:
+    x, groups, valid = batch("aligned", 136)
+    x[~valid], weights = 7, torch.rand(len(x)) + 0.5
+    want = reference.scale_groups(x.clone(), weights, groups)
+    got = triton_groups.scale_groups(x, weights, groups)
+    assert got is x and torch.equal(got[valid], want[valid]) and (got[~valid] == 7).all()
+
+
+def test_a_padded_decode_works_on_valid_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows quantized and activated between DeepGEMM's two products, and scales that it transposes: 4 rows of 4 x 64 (it
+    were all 256, twice), 2 launches, no transposition (it were 2)."""
+    emulator = DeepGemmEmulator(9)
+    kernel = DeepGemmExperts(DeepGemm(emulator.module, (9, 0), triton_rows))
+    experts, capacity, hidden, width = 4, 64, 256, 128
+    weights = kernel.allocate_blocks(experts, hidden, width, "cpu")
+    for expert in range(experts):
+        parts = (rows_reference.quantize_weight(torch.randn(*shape) / 16) for shape in ((width, hidden),) * 2)
+        kernel.load_expert_blocks(
+            weights, expert, *parts, rows_reference.quantize_weight(torch.randn(hidden, width) / 16)
+        )
+    x, counts = normal(experts, capacity, hidden, dtype=BF16), torch.tensor([1, 0, 3, 0], dtype=torch.int32)
+    written: list[int] = []
+    for name in ("quantize_groups", "silu_mul_quantize_groups"):
+        run = getattr(triton_groups, name)
+
+        def counted(*args, run=run):  # type: ignore[no-untyped-def]
+            rows = run(*args)
+            written.append(int((~rows.scales[..., 0].isnan()).sum()))
+            return rows
+
+        monkeypatch.setattr(triton_groups, name, counted)
+    with poisoned_memory(), launches() as names:
+        kernel.run(ExpertBatch("padded", x, counts=counts, mean_rows=1), weights)
+    assert written == [4, 4] and names == ["groups_kernel"] * 2 and emulator.transposed == 0
+
+
+def test_programs_do_not_follow_the_capacity() -> None:
+    """V3 on 8 ranks, 32 experts here: 16 blocks of the intermediate. It was a program for every 16 rows of the
+    capacity, 32,768 at 1,024 rows per expert."""
+    for capacity in (1024, 8192):
+        assert 32 * 16 * triton_groups.programs_per_group(32, 16, capacity) <= triton_groups.MAX_PROGRAMS
+    assert triton_groups.programs_per_group(2, 3, 20) == 2
