@@ -22,6 +22,8 @@ from tests.fork_server import children
 
 ORDINARY = 250  # token ids from here on are special
 KERNELS = {"max_total_tokens": 8192, "dtype": "float32", "cpu_threads": 1, "skip_tokenizer_init": True}
+TIE = 1e-4
+"""Difference of two log-probabilities that the order of float32 sums can reverse."""
 WAIT_SECONDS = 120.0
 """Time limit, far above the real duration."""
 
@@ -39,6 +41,8 @@ class Stream:
     cached: set[int] = field(default_factory=set)
     meta: dict[str, Any] = field(default_factory=dict)
     error: str = ""
+    comparable: int | None = None
+    """Tokens before the first tie of a single rank's two best tokens; None: no tie."""
     ended: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, engine: Engine) -> Stream:
@@ -125,14 +129,20 @@ def struck(path: Path, num_ranks: int, redundant: int, **flags: Any) -> Iterator
 
 
 def alone(path: Path, streams: Sequence[Stream], **flags: Any) -> list[list[int]]:
-    """The tokens of a single undisturbed rank."""
+    """The tokens of a single undisturbed rank. Sets `comparable` of the streams."""
     with Engine(str(path), **{**KERNELS, **flags}) as engine:
-        answers = engine.generate(
+        answers: Any = engine.generate(
             input_ids=[stream.prompt for stream in streams],
             sampling_params=[stream.sampling for stream in streams],
+            return_logprob=True,
+            top_logprobs_num=2,
             **{"custom_logit_processor": [stream.more.get("custom_logit_processor") for stream in streams]},
         )
-    return [answer["output_ids"] for answer in answers]  # type: ignore[index, union-attr]
+    for stream, answer in zip(streams, answers):
+        best = answer["meta_info"]["output_top_logprobs"]
+        ties = [i for i, (first, second) in enumerate(best) if first[0] - second[0] < TIE]
+        stream.comparable = ties[0] if ties and not stream.sampling["temperature"] else None
+    return [answer["output_ids"] for answer in answers]
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
