@@ -80,7 +80,8 @@ class DeepGemm:
         """True if scales are powers of two, packed."""
         self._quantization: Quantization = quantization or _quantization()
         self.permutation: Permutation = _permutation(self._quantization)
-        self._needs_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
+        takes_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
+        self._needs_ends = takes_ends and (self.exponents or _runs_with_ends(self._lib))
 
     @staticmethod
     def serves(n: int, k: int) -> bool:
@@ -189,6 +190,20 @@ class DeepGemm:
         fp8 = isinstance(a, tuple)
         run = self._lib.m_grouped_fp8_gemm_nt_masked if fp8 else self._lib.m_grouped_bf16_gemm_nt_masked
         run(a, b, out, counts, expected)
+
+
+def _runs_with_ends(lib: Any) -> bool:
+    """Whether Hopper's grouped product accepts group ends: builds of early 2026 have the argument, and assert without
+    it there. One product of the smallest size."""
+    rows, device = int(lib.get_mk_alignment_for_contiguous_layout()), "cuda" if torch.cuda.is_available() else "cpu"
+    a = torch.zeros(rows, BLOCK, dtype=torch.bfloat16, device=device)
+    b = torch.zeros(1, BLOCK, BLOCK, dtype=torch.bfloat16, device=device)
+    ends = torch.full((1,), rows, dtype=torch.int32, device=device)
+    try:
+        lib.m_grouped_bf16_gemm_nt_contiguous(a, b, torch.empty_like(a), ends, use_psum_layout=True)
+    except (RuntimeError, AssertionError, TypeError):
+        return False
+    return True
 
 
 def _capability() -> tuple[int, int]:
