@@ -38,6 +38,7 @@ from moe_engine.parallel.dispatch.two_hop import TwoHop
 if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
     from moe_engine.parallel.dispatch.symm_mem.nvshmem import Shuffles
+    from moe_engine.parallel.dispatch.symm_mem.nvshmem4py import SymmetricAllToAll
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Groups:
         process_group: torch's process group of `experts`; needed by deepep, symm_mem and nvshmem.
         deep_ep: the library; None imports it. deepep_version: see `deepep.generation.VERSIONS`.
         symm_mem: symmetric memory provider of symm_mem; None: torch's.
-        shuffles: NVSHMEM's operations; None: torch's.
+        nvshmem, shuffles: NVSHMEM's operations; None: those of its Python package, or of torch.
         on_host: True if the host permutes rows itself and may wait in every mode; None: as for the group of `experts`.
         permutation: permute/unpermute kernels; None: this machine's best.
     """
@@ -62,6 +63,7 @@ class Groups:
     deep_ep: ModuleType | None = None
     deepep_version: str = "auto"
     symm_mem: SymmetricMemory | None = None
+    nvshmem: SymmetricAllToAll | None = None
     shuffles: Shuffles | None = None
     on_host: bool | None = None
     permutation: Permutation | None = None
@@ -242,12 +244,22 @@ def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
 
 
 def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
-    """Low latency by NVSHMEM; prefill by the backend with the least traffic between nodes."""
+    """Low latency by NVSHMEM: its Python package where all ranks have it, else torch's shuffles. Prefill by the backend
+    with the least traffic between nodes."""
+    from moe_engine.parallel.dispatch.symm_mem import nvshmem4py
     from moe_engine.parallel.dispatch.symm_mem.nvshmem import NvshmemDispatcher, TorchShuffles
 
-    shuffles = groups.shuffles or TorchShuffles(groups.process_group)
+    memory = groups.nvshmem or (nvshmem4py.load(groups.experts) if groups.shuffles is None else None)
     nodes = groups.node is not None and groups.node.size > 1 and groups.rails is not None and groups.rails.size > 1
     prefill = "two_hop" if nodes else "all_to_all"
+    if memory is not None:
+        return _with_low_latency(
+            groups, shapes, prefill,
+            lambda shape: _with_layout(
+                groups, shape, nvshmem4py.NvshmemAllToAll(groups.experts, shape, memory), static=True
+            ),
+        )  # fmt: skip
+    shuffles = groups.shuffles or TorchShuffles(groups.process_group)
     return _with_low_latency(
         groups, shapes, prefill,
         lambda shape: NvshmemDispatcher(groups.experts, shape, shuffles, groups.permutation_of(shape)),
