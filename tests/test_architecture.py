@@ -22,7 +22,7 @@ LINKED = ("kernels", "models", "parallel")
 MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
-BASE = {"errors", "types", "token_masks", "sampling_checks", "custom_logit_processor", "validation"}
+BASE = {"errors", "types", "token_masks", "sampling_checks", "custom_logit_processor", "validation", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
 PLAN = {"config", "planning", "tokenizer"}
 # package -> what it may import of this project, besides itself
@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": {"errors"},
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
+    "kv_connectors": {"errors"},
     "sampling_checks": {"errors", "types", "validation"},
     "validation": {"errors"},
     "logs": set(),
@@ -60,6 +61,7 @@ NO_TORCH_FILES = (
     "types",
     "token_masks",
     "custom_logit_processor",
+    "kv_connectors",
     "sampling_checks",
     "validation",
     "errors",
