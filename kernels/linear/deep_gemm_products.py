@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -80,8 +81,12 @@ class DeepGemm:
         """True if scales are powers of two, packed."""
         self._quantization: Quantization = quantization or _quantization()
         self.permutation: Permutation = _permutation(self._quantization)
+
+    @cached_property
+    def _needs_ends(self) -> bool:
+        """Whether grouped products take group ends; known after the first one, in the warm-up."""
         takes_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
-        self._needs_ends = takes_ends and (self.exponents or _runs_with_ends(self._lib))
+        return takes_ends and (self.exponents or _runs_with_ends(self._lib))
 
     @staticmethod
     def serves(n: int, k: int) -> bool:
