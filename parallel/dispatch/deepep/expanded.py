@@ -8,7 +8,6 @@ Legend: T tokens, H hidden, K choices, El experts of a rank, R ranks, M max toke
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -60,14 +59,14 @@ class ExpandedHandle:
 
 
 @dataclass(frozen=True)
-class ElasticMemory:
+class SizedBuffer:
     """A buffer of the library with the number of multiprocessors of its kernels, equal on all ranks."""
 
     buffer: Any
     num_sms: int
 
 
-def make_memory(deep_ep: ModuleType, process_group: Any, group: Group, shape: DispatchShape) -> ElasticMemory:
+def make_memory(deep_ep: ModuleType, process_group: Any, group: Group, shape: DispatchShape) -> SizedBuffer:
     """The buffer of both modes, for the larger of their sizes; created before any graph capture. Collective.
 
     Raises:
@@ -95,7 +94,7 @@ def make_memory(deep_ep: ModuleType, process_group: Any, group: Group, shape: Di
             "with a current OFED and nvidia.ko with PeerMappingOverride=1 or gdrcopy (NCCL_DEBUG=INFO gives NCCL's "
             "reason); use --moe-a2a-backend two_hop"
         ) from error
-    return ElasticMemory(buffer, _num_sms(buffer, group, shape))
+    return SizedBuffer(buffer, _num_sms(buffer, group, shape))
 
 
 def _num_sms(buffer: Any, group: Group, shape: DispatchShape) -> int:
@@ -103,7 +102,7 @@ def _num_sms(buffer: Any, group: Group, shape: DispatchShape) -> int:
     ``ibstat`` or the adapter is missing; so the rate is passed."""
     rate = 0.0
     if buffer.num_rdma_ranks > 1:
-        rate = adapter_gbs(os.environ) or DEFAULT_GBS
+        rate = adapter_gbs() or DEFAULT_GBS
     try:
         own = buffer.get_theoretical_num_sms(shape.num_experts, shape.top_k, rdma_gbs=rate)
     except ZeroDivisionError:  # nvidia-smi reports no NVLink rate
@@ -115,10 +114,10 @@ class ElasticDispatcher(Dispatcher):
     """`Dispatcher` over a buffer of the second generation, in one mode."""
 
     def __init__(
-        self, deep_ep: ModuleType, memory: ElasticMemory, shape: DispatchShape, low_latency: bool,
+        self, deep_ep: ModuleType, sized: SizedBuffer, shape: DispatchShape, low_latency: bool,
         permutation: Permutation,
     ) -> None:  # fmt: skip
-        self._buffer, self._num_sms = memory.buffer, memory.num_sms
+        self._buffer, self._num_sms = sized.buffer, sized.num_sms
         self._permutation = permutation
         self._shape = shape
         self._wait = not low_latency

@@ -71,7 +71,7 @@ def adapter_of(hca: str, adapters: Path = ADAPTERS) -> str | None:
     return next((adapter for name in names for adapter in present if matches(adapter, name)), None)
 
 
-def adapter_gbs(environ: MutableMapping[str, str], adapters: Path = ADAPTERS) -> float | None:
+def adapter_gbs(environ: MutableMapping[str, str] = os.environ, adapters: Path = ADAPTERS) -> float | None:
     """GB/s of the adapter that carries the tokens, from the kernel's file; None if it has no such file."""
     name = environ.get(NIC) or adapter_of("", adapters)
     for path in sorted((adapters / name / "ports").glob("*/rate")) if name else ():

@@ -55,7 +55,7 @@ class Nvshmem:
     """
 
     def __init__(self, core: Any, device: Any, group: Group) -> None:
-        self._core, self._device = core, group.device
+        self._core, self._group = core, group
         device.set_current()
         unique_id = core.get_unique_id(empty=group.rank != 0)
         content = unique_id._data.view(np.int8)  # as the package's own bootstraps send it
@@ -67,8 +67,8 @@ class Nvshmem:
         return self._core.bytetensor((num_bytes,), dtype=torch.uint8)
 
     def all_to_all(self, out: Tensor, x: Tensor) -> None:
-        on_device = self._device.type == "cuda"
-        stream = LaunchStream(torch.cuda.current_stream(self._device).cuda_stream if on_device else 0)
+        group = self._group
+        stream = LaunchStream(0 if group.on_host else torch.cuda.current_stream(group.device).cuda_stream)
         self._core.alltoall(self._core.Teams.TEAM_WORLD, out, x, stream=stream)
 
 

@@ -53,7 +53,7 @@ def connected(ranks: int) -> emulator.NcclGroup:
     return group
 
 
-def make_memory(group: Any) -> expanded.ElasticMemory:
+def make_memory(group: Any) -> expanded.SizedBuffer:
     experts = SingleRank()
     experts.timeout_s = 300.0
     return expanded.make_memory(emulator.module(emulator.ElasticBuffer), group, experts, SHAPE)
