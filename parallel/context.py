@@ -180,5 +180,12 @@ def with_dispatcher(
     """
     from moe_engine.parallel.dispatch.build import Groups, build
 
-    groups = Groups(parallel.ep, parallel.node, parallel.rails, parallel.process_group, symm_mem=symm_mem)
+    groups = Groups(
+        parallel.ep,
+        parallel.node,
+        parallel.rails,
+        parallel.process_group,
+        deepep_version=choice.deepep_version,
+        symm_mem=symm_mem,
+    )
     return replace(parallel, dispatcher=build(choice, shape, decode_tokens, groups), decode_tokens=decode_tokens)

@@ -33,6 +33,8 @@ fi
 : "${HCA:=}"
 if [ -n "$HCA" ]; then
   export NCCL_IB_HCA=$HCA
+  # DeepEP: the rate of one adapter decides how many multiprocessors send; of a prefix the engine takes the first
+  case ${HCA%%,*} in *_[0-9]*) nic=${HCA%%,*}; export EP_NIC_NAME=${EP_NIC_NAME:-${nic%%:*}} ;; esac
   case $HCA in *,*) export NVSHMEM_HCA_LIST=$HCA ;; *) export NVSHMEM_HCA_PREFIX=$HCA ;; esac
 fi
 # RoCE only: index of the RoCE v2 entry in the adapter's GID table (`show_gids`; often 3).
@@ -41,8 +43,10 @@ if [ -n "$GID_INDEX" ]; then
   export NCCL_IB_GID_INDEX=$GID_INDEX NVSHMEM_IB_GID_INDEX=$GID_INDEX
 fi
 
-# -- NVSHMEM, the transport of DeepEP between nodes. DeepEP enables IBGDA (the GPU rings the adapter's doorbell), which
-# needs nvidia.ko with PeerMappingOverride=1 or gdrcopy. `ibrc` works without it, but slower.
+# -- DeepEP 2 between nodes sends through NCCL's GIN (the GPU rings the adapter's doorbell): ConnectX-7 or later, a
+# current OFED, and nvidia.ko with PeerMappingOverride=1 or gdrcopy. On one node the engine sets EP_DISABLE_GIN=1.
+# NVSHMEM is the transport of --deepep-version 1 and of --moe-a2a-backend nvshmem; DeepEP 1 enables IBGDA, which has the
+# same needs. `ibrc` works without it, but slower.
 : "${NVSHMEM_IB_ENABLE_IBGDA:=1}"
 : "${NVSHMEM_QP_DEPTH:=1024}"   # at least twice (--max-dispatch-tokens-per-rank + 1)
 export NVSHMEM_IB_ENABLE_IBGDA NVSHMEM_QP_DEPTH

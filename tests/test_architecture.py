@@ -81,11 +81,18 @@ MAY_IMPORT_TORCH = ("moe_engine/cli/compile_kernels/",)
 VENDORS = {"triton", "flashinfer", "flash_mla", "flash_attn", "deep_ep", "deep_gemm", "nvshmem", "sgl_kernel"}
 
 # files that may look at the accelerator, at a device's kind, at the environment: keep these lists short
-TOUCHES_CUDA = {"kernels/device.py", "moe_engine/planning/machine.py", "moe_engine/worker/device_stream.py"}
+TOUCHES_CUDA = {
+    "kernels/device.py",
+    "moe_engine/planning/machine.py",
+    "moe_engine/worker/device_stream.py",
+    "parallel/dispatch/symm_mem/nvshmem4py.py",  # its stream, as the package takes it
+}
 TESTS_DEVICE_TYPE = {"moe_engine/worker/device_stream.py"}
 READS_ENVIRONMENT = {
     "kernels/cpu/library.py",
     "kernels/torch_regions.py",
+    "kernels/vendors/cuda_home.py",  # of the libraries' compiler
+    "parallel/dispatch/deepep/startup.py",  # DeepEP has no arguments for these
     "moe_engine/cli/cluster_check/command.py",
     "moe_engine/cli/doctor.py",
     "moe_engine/planning/prepare.py",

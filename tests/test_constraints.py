@@ -59,6 +59,21 @@ def test_pins_agree_with_what_torch_asks_for() -> None:
             assert version is None or wanted.specifier.contains(version), f"torch needs {wanted}, not {version}"
 
 
+def test_gpu_constraints_fit_the_extras() -> None:
+    """Every GPU library has a version there that its extra accepts; libraries built for one torch name its range."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / "constraints-gpu.txt").read_text().splitlines())
+    given = {requirement.name: requirement.specifier for requirement in map(Requirement, filter(None, lines))}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    gpu = re.findall(r"[\w-]+", extras["gpu"][0].partition("[")[2])
+    for extra in gpu:
+        for wanted in map(Requirement, extras[extra]):
+            exact = [clause.version for clause in given[wanted.name] if clause.operator == "=="]
+            assert exact or wanted.specifier == given[wanted.name], wanted
+            assert all(wanted.specifier.contains(version) for version in exact), wanted
+    for extra in ("deep-gemm", "fa3"):
+        assert any(Requirement(text).name == "torch" for text in extras[extra])
+
+
 def test_triton_is_left_to_torch() -> None:
     """GPU builds of torch, PyPI's among them, ask for one Triton: another pin would refuse every fresh machine."""
     assert "triton" not in pins()

@@ -179,7 +179,7 @@ def _capture(worker: Any, config: Any, batch: int, case: Case) -> None:
     """The graph of this one size, by the engine's own capture."""
     if case.prefill is not None:
         return
-    from moe_engine.types import GraphSettings
+    from moe_engine.step_settings import GraphSettings
     from moe_engine.worker.graphs.graph_setup import capture_graphs
 
     runner = worker.runner

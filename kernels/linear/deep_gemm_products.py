@@ -97,7 +97,14 @@ class DeepGemm:
         self._quantization: Quantization = quantization or _quantization()
         self._groups = _groups(self._quantization)
         self.permutation: Permutation = _permutation(self._quantization)
-        self._needs_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
+        self._ends: bool | None = None
+
+    def _needs_ends(self, device: torch.device) -> bool:
+        """Whether grouped products take group ends; known after the first one, in the warm-up."""
+        if self._ends is None:
+            takes_ends = accepts(self._lib.m_grouped_fp8_gemm_nt_contiguous, "use_psum_layout")
+            self._ends = takes_ends and (self.exponents or _runs_with_ends(self._lib, device))
+        return self._ends
 
     @staticmethod
     def serves(n: int, k: int) -> bool:
@@ -181,7 +188,7 @@ class DeepGemm:
         group = torch.searchsorted(offsets[1:], row, right=True).clamp_max(num_groups - 1)
         place = (row - offsets[group] + starts[group]).to(torch.int32)
         most = most_rows(num_rows, num_groups, alignment)
-        if self._needs_ends:
+        if self._needs_ends(offsets.device):
             return Groups(place, most, (starts + counts).to(torch.int32), True)
         layout = torch.full((most,), -1, dtype=torch.int32, device=offsets.device)
         layout[place] = torch.where(row < offsets[-1], group, -1).to(torch.int32)
@@ -192,7 +199,7 @@ class DeepGemm:
         padding: each missing pair leaves a spare row in the worst case."""
         most = len(order.source)
         place = order.positions.flatten().remainder(most)
-        if self._needs_ends:
+        if self._needs_ends(place.device):
             return Groups(place, most, order.ends, True)
         row = torch.arange(most, dtype=torch.int32, device=place.device)
         group = torch.searchsorted(order.offsets[1:], row, right=True, out_int32=True)
@@ -228,6 +235,20 @@ class DeepGemm:
         fp8 = isinstance(a, tuple)
         run = self._lib.m_grouped_fp8_gemm_nt_masked if fp8 else self._lib.m_grouped_bf16_gemm_nt_masked
         run(a, b, out, counts, expected)
+
+
+def _runs_with_ends(lib: Any, device: torch.device) -> bool:
+    """Whether Hopper's grouped product accepts group ends: builds of early 2026 have the argument, and assert without
+    it there. One product of the smallest size."""
+    rows = int(lib.get_mk_alignment_for_contiguous_layout())
+    a = torch.zeros(rows, BLOCK, dtype=torch.bfloat16, device=device)
+    b = torch.zeros(1, BLOCK, BLOCK, dtype=torch.bfloat16, device=device)
+    ends = torch.full((1,), rows, dtype=torch.int32, device=device)
+    try:
+        lib.m_grouped_bf16_gemm_nt_contiguous(a, b, torch.empty_like(a), ends, use_psum_layout=True)
+    except (RuntimeError, AssertionError, TypeError):
+        return False
+    return True
 
 
 def _capability() -> tuple[int, int]:

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.vendors import cuda_home
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Library:
     """A supported vendor library.
 
     modules: import names, the first one found is used. provides: attributes that an adapter calls (dotted).
-    majors: compute capabilities (major) with kernels. dtypes: activation dtypes.
+    majors: compute capabilities (major) with kernels. dtypes: activation dtypes. compiles: runs nvcc at first use.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Library:
     provides: tuple[str, ...]
     majors: tuple[int, ...] = (9, 10)
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    compiles: bool = False
 
     def installed(self) -> str | None:
         """The installed import name, or None; imports nothing."""
@@ -58,6 +60,7 @@ class Library:
         name = self.installed()
         if name is None:
             raise ImportError(f"{' or '.join(self.modules)} is not installed ({self.install})")
+        cuda_home.provide()
         return self.check(importlib.import_module(name))
 
     def check(self, module: Any) -> Any:
@@ -79,6 +82,7 @@ DEEP_GEMM = Library(
         "get_mk_alignment_for_contiguous_layout",
     ),
     dtypes=("bfloat16",),
+    compiles=True,
 )  # fmt: skip
 FLASHINFER = Library(
     "FlashInfer",
@@ -89,6 +93,7 @@ FLASHINFER = Library(
         "BatchPrefillWithPagedKVCacheWrapper",
     ),
     majors=(8, 9, 10, 12),
+    compiles=True,
 )  # fmt: skip
 FLASHINFER_SAMPLING = Library(
     "FlashInfer",
@@ -112,7 +117,12 @@ FA3 = Library(
     majors=(9,),
 )
 DEEP_EP = Library(
-    "DeepEP", ("deep_ep",), "pip install 'sgl-deep-ep>=0.1.2.post1'", ("topk_idx_t",), dtypes=("bfloat16",)
+    "DeepEP",
+    ("deep_ep",),
+    "pip install 'sgl-deep-ep>=0.1.2.post1'",
+    ("topk_idx_t",),
+    dtypes=("bfloat16",),
+    compiles=True,
 )
 NVSHMEM = Library("NVSHMEM for Python", ("nvshmem.core",), "pip install 'nvshmem4py-cu13>=0.4'", ("init",))
 

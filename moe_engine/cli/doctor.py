@@ -61,6 +61,7 @@ def examine() -> dict[str, Any]:
         "packages": {name: _version(name) for name in PACKAGES},
         "kernels": _kernels(_device(machine.device, cpu)),
         "libraries": libraries,
+        "cuda_compiler": doctor_libraries.cuda_compiler(),
         "problems": [*_problems(cpu), *doctor_libraries.problems(libraries)],
     }
 
@@ -150,6 +151,7 @@ def as_text(found: dict[str, Any]) -> str:
     for family, table in found["kernels"].items():
         lines += [f"  {family:<16} {name:<10} {status}" for name, status in table.items()]
     lines += ["", "GPU libraries:", *(f"  {name:<18} {status}" for name, status in found["libraries"].items())]
+    lines += [f"  {'nvcc':<18} {found['cuda_compiler']}"]
     problems = found["problems"]
     lines += ["", "problems:" if problems else "no problems found", *(f"  {text}" for text in problems)]
     return "\n".join(lines)

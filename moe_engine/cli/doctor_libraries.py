@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from moe_engine.kernels.vendors import cuda_home
 from moe_engine.kernels.vendors.probe import LIBRARIES, Library
 
 SECONDS_TO_LOAD = 120
@@ -35,6 +36,8 @@ def _load_error(library: Library) -> str | None:
     """The last line of the import's error, or None."""
     code = (
         "from moe_engine.kernels.vendors import probe\n"
+        "from moe_engine.parallel.dispatch.deepep.startup import preload_nvshmem\n"
+        "preload_nvshmem()\n"
         f"next(x for x in probe.LIBRARIES if x.name == {library.name!r}).load()\n"
     )
     command = [sys.executable, "-c", code]
@@ -50,6 +53,16 @@ def _load_error(library: Library) -> str | None:
     return lines[-1] if lines else f"exit status {done.returncode}"
 
 
+def cuda_compiler() -> str:
+    """The CUDA compiler that the libraries find, or how to install it."""
+    folder = cuda_home.find()
+    return f"missing: {cuda_home.INSTALL}" if folder is None else str(folder / "bin" / "nvcc")
+
+
 def problems(found: dict[str, str]) -> list[str]:
-    """Sentences about libraries that are installed but broken."""
-    return [f"{name}: {text}; its kernels are not used" for name, text in found.items() if BROKEN in text]
+    """Sentences about libraries that are installed but broken, or lack the CUDA compiler."""
+    lines = [f"{name}: {text}; its kernels are not used" for name, text in found.items() if BROKEN in text]
+    need = [library.name for library in LIBRARIES if library.compiles and library.installed() is not None]
+    if need and cuda_home.find() is None:
+        lines.append(f"no nvcc: {', '.join(need)} compile kernels at first use; {cuda_home.INSTALL}")
+    return lines

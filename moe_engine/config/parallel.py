@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from moe_engine.config.field import flag
 from moe_engine.config.values import parse_count
+from moe_engine.parallel.dispatch.deepep.generation import VERSIONS
 from moe_engine.parallel.dispatch.tables import MODES, ROWS
 
 OTHER_DISPATCHERS = "more dispatch backends"
@@ -72,6 +73,11 @@ class ParallelArgs:
         "Dispatch mode. normal: exact counts, for prefill; low_latency: fixed capacity without host synchronization, "
         "for decode; auto: normal for prefill, low_latency for decode. Applies to every --moe-a2a-backend.",
         choices=("auto", *MODES),
+    )
+    deepep_version: str = flag(
+        "auto",
+        "DeepEP's interface. 2: ElasticBuffer, over NCCL; 1: Buffer, over NVSHMEM; auto: the newest in the library.",
+        choices=VERSIONS,
     )
     moe_dispatch_dtype: str = flag(
         "auto",

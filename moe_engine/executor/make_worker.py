@@ -38,8 +38,10 @@ def make_worker(
     import torch  # slow import: deferred until the process has reported that it is alive
 
     from moe_engine.parallel.context import SINGLE
+    from moe_engine.worker.device_stream import DeviceStream
     from moe_engine.worker.worker import Worker
 
+    DeviceStream(device or _only_device(config)).bind_thread()
     torch.manual_seed(config.random_seed)
     logger.info("%s", logs.load_begin_line(available_gb(config.device)))
     worker = Worker.create(

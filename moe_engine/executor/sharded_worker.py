@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moe_engine.errors import ConfigError
 from moe_engine.executor.make_worker import make_worker
 from moe_engine.executor.options import DetectorLimits, RankGroupOptions, RankPlace
 from moe_engine.executor.progress import Progress
@@ -55,7 +56,7 @@ def fingerprint(config: ResolvedConfig) -> str:
     shared = (
         plan.topology,
         plan.num_replicas,
-        plan.dispatch.row.name if plan.dispatch is not None else "",
+        (plan.dispatch.row.name, plan.dispatch.deepep_version) if plan.dispatch is not None else "",
         config.model.architecture,
         sizes.num_parameters(config.model),
         config.dtype,
@@ -98,18 +99,34 @@ def sharded_worker(
     import torch
 
     from moe_engine.parallel.context import SINGLE
+    from moe_engine.worker.device_stream import DeviceStream
     from moe_engine.worker.eplb.expert_setup import with_experts
 
     torch.manual_seed(config.random_seed)
     progress.phase = lambda: "loading"
     parallel = SINGLE
+    DeviceStream(place.device).bind_thread()  # a thread begins on GPU 0; libraries use the current one
     if place.size > 1:
+        _load_dispatch_library(config)
         parallel = join(config, place, progress)
         parallel = with_experts(parallel, config.model, config.experts, place.device)
         parallel = _with_dispatcher(config, parallel)
     worker = make_worker(config, device=place.device, parallel=parallel, progress=place.rank == 0)
     progress.phase = lambda: worker.runner.phase
     return worker
+
+
+def _load_dispatch_library(config: ResolvedConfig) -> None:
+    """DeepEP does not load any more once NCCL has a communicator."""
+    plan = config.parallel
+    if plan.dispatch is None or plan.dispatch.row.name != "deepep":
+        return
+    from moe_engine.parallel.dispatch.deepep import startup
+
+    try:
+        startup.load(plan.num_nodes)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _with_dispatcher(config: ResolvedConfig, parallel: ParallelContext) -> ParallelContext:

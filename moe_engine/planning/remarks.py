@@ -27,7 +27,7 @@ DEPENDENTS = {
 """Flag -> the flag without which it has no effect."""
 
 BETWEEN_RANKS = ("moe_a2a_backend", "enable_deepep_moe", "enable_ep_moe")
-OF_DISPATCH = ("deepep_mode", "max_dispatch_tokens_per_rank")
+OF_DISPATCH = ("deepep_mode", "deepep_version", "max_dispatch_tokens_per_rank")
 OF_GPUS = ("base_gpu_id", "gpu_id_step")
 
 PREFIXES = ("SGLANG_", "SGL_")

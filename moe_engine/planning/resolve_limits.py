@@ -66,7 +66,8 @@ class _Launch:
 
     @property
     def fixed_sizes(self) -> FixedSizes:
-        return self.row.fixed_sizes(self.parallel.topology.tp_size)
+        assert self.parallel.dispatch is not None
+        return self.parallel.dispatch.sizes
 
     def buffers(self, limits: StepLimits) -> int:
         """Bytes of the dispatch buffers."""

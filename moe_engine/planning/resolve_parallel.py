@@ -106,7 +106,7 @@ def resolve_parallel(
     _check_nodes(num_nodes, node_rank, leader)
     dispatch = None
     if topology.travels:
-        where = Place(device, topology.tp_size, topology.num_nodes, unlinked)
+        where = Place(device, topology.tp_size, topology.num_nodes, unlinked, flags.deepep_version)
         dispatch = _dispatch(topology, where, flags, record)
     _check_overlap(flags, dispatch is not None)
     fp8 = flags.moe_dispatch_dtype == "fp8"  # auto: `with_dispatch_dtype`

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
@@ -16,8 +17,8 @@ from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, Ac
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
 from moe_engine.parallel.dispatch.allgather import AllGather
-from moe_engine.parallel.dispatch.deepep import generation, legacy
-from moe_engine.parallel.dispatch.deepep.expanded import ElasticDispatcher, EPBufferDispatcher
+from moe_engine.parallel.dispatch.deepep import generation, legacy, startup
+from moe_engine.parallel.dispatch.deepep.expanded import ElasticDispatcher, make_memory
 from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher, LocalExchange
 from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
 from moe_engine.parallel.dispatch.host_memory import ROOM_TOKENS
@@ -37,6 +38,7 @@ from moe_engine.parallel.dispatch.two_hop import TwoHop
 if TYPE_CHECKING:
     from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
     from moe_engine.parallel.dispatch.symm_mem.nvshmem import Shuffles
+    from moe_engine.parallel.dispatch.symm_mem.nvshmem4py import SymmetricAllToAll
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class Groups:
         experts: all ranks, in the order of their experts.
         node: ranks of this host; rails: ranks with this local rank, one per host. Needed by two_hop.
         process_group: torch's process group of `experts`; needed by deepep, symm_mem and nvshmem.
-        deep_ep: the library; None imports it.
+        deep_ep: the library; None imports it. deepep_version: see `deepep.generation.VERSIONS`.
         symm_mem: symmetric memory provider of symm_mem; None: torch's.
-        shuffles: NVSHMEM's operations; None: torch's.
+        nvshmem, shuffles: NVSHMEM's operations; None: those of its Python package, or of torch.
         on_host: True if the host permutes rows itself and may wait in every mode; None: as for the group of `experts`.
         permutation: permute/unpermute kernels; None: this machine's best.
     """
@@ -59,10 +61,16 @@ class Groups:
     rails: Group | None = None
     process_group: Any = None
     deep_ep: ModuleType | None = None
+    deepep_version: str = "auto"
     symm_mem: SymmetricMemory | None = None
+    nvshmem: SymmetricAllToAll | None = None
     shuffles: Shuffles | None = None
     on_host: bool | None = None
     permutation: Permutation | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return 1 if self.rails is None else self.rails.size
 
     @property
     def host_arranges(self) -> bool:
@@ -186,27 +194,38 @@ def _two_hop(groups: Groups, shape: DispatchShape, static: bool) -> Exchange:
 
 
 def _deepep(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
-    """The newest generation in the library."""
-    library = groups.deep_ep or generation.load()
-    found = generation.generation_of(library)
+    """The generation that was asked for, or the newest in the library; one buffer for both modes."""
+    library = groups.deep_ep or startup.load(groups.num_nodes)
+    found = generation.generation_of(library, groups.deepep_version)
+    _agree_on(found, groups.experts)
+    startup.connect(groups.process_group, groups.experts.device)
     if found == "Buffer":
         return _legacy(library, groups, shapes)
-    cls = EPBufferDispatcher if found == "EPBuffer" else ElasticDispatcher
-    made: list[Dispatcher] = []
-    for mode, shape in shapes.items():
-        buffer = cls.make_buffer(library, groups.process_group, shape)
-        made.append(cls(library, buffer, shape, mode == "low_latency", groups.permutation_of(shape)))
-    return made
+    largest = max(shapes.values(), key=lambda shape: shape.max_tokens)
+    memory = make_memory(library, groups.process_group, groups.experts, largest)
+    return [
+        ElasticDispatcher(library, memory, shape, mode == "low_latency", groups.permutation_of(shape))
+        for mode, shape in shapes.items()
+    ]
+
+
+def _agree_on(found: generation.Generation, group: Group) -> None:
+    """Raises ValueError if the ranks have different libraries, which would wait for each other without end."""
+    names = list(generation.OF_VERSION.values())
+    of_ranks = group.all_gather(torch.tensor([names.index(found)], device=group.device)).flatten().tolist()
+    if len(set(of_ranks)) > 1:
+        listed = ", ".join(f"rank {rank}: {names[index]}" for rank, index in enumerate(of_ranks))
+        raise ValueError(f"the ranks have different DeepEP libraries ({listed}); give --deepep-version")
 
 
 def _legacy(library: ModuleType, groups: Groups, shapes: Shapes) -> list[Dispatcher]:
-    """One buffer for both modes: normal mode restores it after use."""
-    low_latency = shapes.get("low_latency")
+    """Normal mode restores the buffer after use."""
+    low_latency = legacy.rounded(shapes["low_latency"]) if "low_latency" in shapes else None
     buffer = legacy.make_buffer(library, groups.process_group, low_latency or shapes["normal"], low_latency is not None)
     made: list[Dispatcher] = []
     for mode, shape in shapes.items():
         if mode == "low_latency":
-            made.append(legacy.LegacyLowLatency(library, buffer, shape))
+            made.append(legacy.LegacyLowLatency(library, buffer, legacy.rounded(shape)))
             continue
         exchange = legacy.LegacyExchange(library, buffer, shape, cleans=low_latency)
         made.append(_with_layout(groups, shape, exchange, static=False))
@@ -225,12 +244,22 @@ def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
 
 
 def _nvshmem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
-    """Low latency by NVSHMEM; prefill by the backend with the least traffic between nodes."""
+    """Low latency by NVSHMEM: its Python package where all ranks have it, else torch's shuffles. Prefill by the backend
+    with the least traffic between nodes."""
+    from moe_engine.parallel.dispatch.symm_mem import nvshmem4py
     from moe_engine.parallel.dispatch.symm_mem.nvshmem import NvshmemDispatcher, TorchShuffles
 
-    shuffles = groups.shuffles or TorchShuffles(groups.process_group)
+    memory = groups.nvshmem or (nvshmem4py.load(groups.experts) if groups.shuffles is None else None)
     nodes = groups.node is not None and groups.node.size > 1 and groups.rails is not None and groups.rails.size > 1
     prefill = "two_hop" if nodes else "all_to_all"
+    if memory is not None:
+        return _with_low_latency(
+            groups, shapes, prefill,
+            lambda shape: _with_layout(
+                groups, shape, nvshmem4py.NvshmemAllToAll(groups.experts, shape, memory), static=True
+            ),
+        )  # fmt: skip
+    shuffles = groups.shuffles or TorchShuffles(groups.process_group)
     return _with_low_latency(
         groups, shapes, prefill,
         lambda shape: NvshmemDispatcher(groups.experts, shape, shuffles, groups.permutation_of(shape)),

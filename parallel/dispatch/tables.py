@@ -28,6 +28,7 @@ class Place:
         device_kind: ``cpu`` or ``cuda``.
         num_ranks: of the expert-parallel group.
         num_nodes: hosts; ranks are numbered host by host.
+        deepep_version: of DeepEP, see `deepep.generation.VERSIONS`.
         unlinked: why the GPUs of this host cannot access each other's memory, according to the driver; else None.
     """
 
@@ -35,6 +36,7 @@ class Place:
     num_ranks: int
     num_nodes: int = 1
     unlinked: str | None = None
+    deepep_version: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -46,32 +48,32 @@ class FixedSizes:
     reason: str = ""
 
 
-def _any_size(num_ranks: int) -> FixedSizes:
+def _any_size(place: Place) -> FixedSizes:
     return FixedSizes()
 
 
 @dataclass(frozen=True)
 class DispatchRow:
-    """One backend. `why_not` returns the reason for a refusal, or None; it must import no vendor library.
-
-    `fixed_sizes` takes the number of ranks.
-    """
+    """One backend. `why_not` returns the reason for a refusal, or None; it must import no vendor library."""
 
     name: str
     modes: tuple[Mode, ...]
     preference: int
     why_not: Callable[[Place], str | None]
-    fixed_sizes: Callable[[int], FixedSizes] = _any_size
+    fixed_sizes: Callable[[Place], FixedSizes] = _any_size
 
 
 @dataclass(frozen=True)
 class DispatchChoice:
-    """The selected backend, the mode of each phase, the reason, and the refusal reasons of the others."""
+    """The selected backend, the mode of each phase, the reason, the refusal reasons of the others, and the sizes of its
+    low-latency dispatch."""
 
     row: DispatchRow
     modes: dict[Phase, Mode]
     reason: str
     refused: dict[str, str] = field(default_factory=dict)
+    deepep_version: str = "auto"
+    sizes: FixedSizes = FixedSizes()
 
 
 def _local(place: Place) -> str | None:
@@ -91,13 +93,13 @@ def _shared_memory(place: Place) -> str | None:
 
 
 def _deepep(place: Place) -> str | None:
-    return _many(place) or deepep.why_not(place.device_kind)
+    return _many(place) or deepep.why_not(place.device_kind, place.deepep_version)
 
 
-def _deepep_sizes(num_ranks: int) -> FixedSizes:
-    if not deepep.is_first_generation():
+def _deepep_sizes(place: Place) -> FixedSizes:
+    if not deepep.is_first_generation(place.deepep_version):
         return FixedSizes()
-    return FixedSizes(4 // gcd(4, num_ranks), deepep.FIRST_GENERATION_TOKENS, "the kernels of DeepEP 1")
+    return FixedSizes(4 // gcd(4, place.num_ranks), deepep.FIRST_GENERATION_TOKENS, "the kernels of DeepEP 1")
 
 
 def _symm_mem(place: Place) -> str | None:
@@ -150,7 +152,8 @@ def choose(place: Place, asked: str = "auto", mode: str = "auto") -> DispatchCho
         row, reason = by_name[asked], "asked for"
     left_over = "not asked for" if asked != "auto" else f"less preferred than {row.name}"
     others = {name: why or left_over for name, why in refusals.items() if name != row.name}
-    return DispatchChoice(row, _modes(row, mode), reason, others)
+    sizes = row.fixed_sizes(place)
+    return DispatchChoice(row, _modes(row, mode), reason, others, place.deepep_version, sizes)
 
 
 def _lacks(row: DispatchRow, mode: str) -> str | None:

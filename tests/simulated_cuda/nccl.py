@@ -58,6 +58,16 @@ class ProcessGroupNCCL(dist.ProcessGroup):
     def _set_sequence_number_for_group(self) -> None:
         self._gloo._set_sequence_number_for_group()
 
+    # -- what libraries take
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if torch.device(device).type == "cuda" else self._gloo
+
+    def _comm_ptr(self) -> int:
+        """The communicator of the current device; made by the first collective there."""
+        made = self._device is not None and self._device.index == streams.index_of()
+        return id(self) if made else 0
+
     # -- operations
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:

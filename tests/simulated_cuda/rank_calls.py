@@ -196,3 +196,43 @@ def dispatched(rank: int) -> tuple[Tensor, Tensor, list[str]]:
     found = dispatcher.combine(batch.x * (experts + 1).unsqueeze(1), weights, handle)
     waits = [wait.what for wait in streams.waits]
     return found.cpu(), expected.cpu(), waits
+
+
+def started(rank: int) -> tuple[int, list[str]]:
+    """The current device while a rank joins its groups, in a thread of its own; and what DeepEP finds of NCCL's
+    communicator without a collective, after one, and from a thread that stands on another device."""
+    from concurrent.futures import ThreadPoolExecutor
+    from types import SimpleNamespace
+
+    from moe_engine.executor.options import RankPlace
+    from moe_engine.executor.progress import Progress
+    from moe_engine.executor.sharded_worker import sharded_worker
+    from moe_engine.parallel.dispatch.deepep import startup
+
+    class Joined(Exception):
+        """The current device."""
+
+    def join(*args: Any) -> Any:
+        raise Joined(torch.cuda.current_device())
+
+    def start() -> int:
+        config: Any = SimpleNamespace(random_seed=0, parallel=SimpleNamespace(dispatch=None))
+        place = RankPlace(rank, 2, "TP", device=f"cuda:{rank}")
+        try:
+            sharded_worker(config, place, Progress(lambda: ""), join)
+        except Joined as joined:
+            return joined.args[0]
+        raise AssertionError
+
+    device = torch.device(device_of(rank))
+    with ThreadPoolExecutor(1) as thread:
+        current = thread.submit(start).result()
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl")
+    backend = group._get_backend(torch.device("cuda"))
+    found = ["live" if backend._comm_ptr() else "null"]
+    startup.connect(group, device)
+    found.append("live" if backend._comm_ptr() else "null")
+    torch.cuda.set_device(1 - rank)
+    found.append(error_of(lambda: startup.connect(group, device)))
+    torch.cuda.set_device(rank)
+    return current, found

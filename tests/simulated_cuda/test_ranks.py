@@ -99,3 +99,9 @@ def test_an_engine_of_two(tmp_path: Path) -> None:
     assert found["problems"] == []
     assert found["rebalances"] > 0
     assert "TP1" in found["fate"]
+
+
+def test_a_rank_starts_on_its_own_device_and_connects_before_a_library_looks(ranks: Ranks) -> None:
+    for rank, (current, found) in enumerate(ranks.call(rank_calls.started, timeout_s=SECONDS)):
+        assert current == rank
+        assert found[:2] == ["null", "live"] and "communicator of the current device" in found[2]

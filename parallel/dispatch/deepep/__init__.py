@@ -1,1 +1,1 @@
-"""DeepEP's three generations, one adapter file each; `generation.generation_of` distinguishes them."""
+"""DeepEP's two generations, one adapter file each, and the start of the library."""

@@ -1,4 +1,4 @@
-"""DeepEP's second generation, `ElasticBuffer` (2.0, 2.1) and `EPBuffer` (2.5): one class for prefill and decode.
+"""DeepEP's second generation, `ElasticBuffer` (2.0, 2.1): one class, and one buffer, for prefill and decode.
 
 In its expanded form the library delivers one row per (token, local expert), sorted by expert: the `grouped` layout, or
 with aligned groups DeepGEMM's, without a copy. It sums without weights, so rows are weighted before combine. Normal
@@ -20,12 +20,18 @@ from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
+from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.buffers import Slots
+from moe_engine.parallel.dispatch.deepep.startup import adapter_gbs
 from moe_engine.parallel.dispatch.expert_ids import check_choices
 from moe_engine.parallel.dispatch.payload import decode, encode
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Tokens
 
 MAX_TOP_K, MAX_EXPERTS, MAX_LOCAL, MAX_RANKS = 32, 2048, 256, 1024
+DEFAULT_GBS = 50.0
+"""Of an adapter whose rate is unknown: 400 Gb/s."""
+NVLINK_GBS = 400.0
+"""Of a GPU whose NVLink rate is unknown: Hopper's, in one direction."""
 
 
 def why_not(shape: DispatchShape) -> str | None:
@@ -54,40 +60,72 @@ class ExpandedHandle:
     lib_handle: Any
 
 
-class ExpandedDispatcher(Dispatcher):
-    """`Dispatcher` over a buffer of the second generation; subclasses hold the differences of the two classes."""
+@dataclass(frozen=True)
+class SizedBuffer:
+    """A buffer of the library with the number of multiprocessors of its kernels, equal on all ranks."""
 
-    buffer_class = ""
-    dispatch_options: dict[str, Any] = {}  # noqa: RUF012
+    buffer: Any
+    num_sms: int
+
+
+def make_memory(deep_ep: ModuleType, process_group: Any, group: Group, shape: DispatchShape) -> SizedBuffer:
+    """The buffer of both modes, for the larger of their sizes; created before any graph capture. Collective.
+
+    Raises:
+        ValueError: the library does not support these sizes, or this network.
+    """
+    reason = why_not(shape)
+    if reason:
+        raise ValueError(f"DeepEP's ElasticBuffer does not support this model: {reason}")
+    seconds = int(group.timeout_s)  # the library's own limit on the GPU would be shorter than that of the collectives
+    try:
+        buffer = deep_ep.ElasticBuffer(
+            process_group,
+            num_max_tokens_per_rank=shape.max_tokens,
+            hidden=shape.hidden,
+            num_topk=shape.top_k,
+            use_fp8_dispatch=shape.fp8,
+            num_cpu_timeout_secs=seconds,
+            num_gpu_timeout_secs=seconds,
+        )
+    except RuntimeError as error:
+        if "GIN" not in str(error):
+            raise
+        raise ValueError(
+            "DeepEP between nodes needs NCCL's GIN, which this network does not offer: it needs a ConnectX-7 or later "
+            "with a current OFED and nvidia.ko with PeerMappingOverride=1 or gdrcopy (NCCL_DEBUG=INFO gives NCCL's "
+            "reason); use --moe-a2a-backend two_hop"
+        ) from error
+    return SizedBuffer(buffer, _num_sms(buffer, group, shape))
+
+
+def _num_sms(buffer: Any, group: Group, shape: DispatchShape) -> int:
+    """The library's estimate, the least of all ranks. The library divides by the adapter's rate, which is 0 where
+    ``ibstat`` or the adapter is missing; so the rate is passed."""
+    rate = 0.0
+    if buffer.num_rdma_ranks > 1:
+        rate = adapter_gbs() or DEFAULT_GBS
+    try:
+        own = buffer.get_theoretical_num_sms(shape.num_experts, shape.top_k, rdma_gbs=rate)
+    except ZeroDivisionError:  # nvidia-smi reports no NVLink rate
+        own = buffer.get_theoretical_num_sms(shape.num_experts, shape.top_k, rdma_gbs=rate, nvlink_gbs=NVLINK_GBS)
+    return int(group.all_gather(torch.tensor([own], device=group.device)).min())
+
+
+class ElasticDispatcher(Dispatcher):
+    """`Dispatcher` over a buffer of the second generation, in one mode."""
 
     def __init__(
-        self, deep_ep: ModuleType, buffer: Any, shape: DispatchShape, low_latency: bool, permutation: Permutation
-    ) -> None:
-        self._buffer = buffer
+        self, deep_ep: ModuleType, sized: SizedBuffer, shape: DispatchShape, low_latency: bool,
+        permutation: Permutation,
+    ) -> None:  # fmt: skip
+        self._buffer, self._num_sms = sized.buffer, sized.num_sms
         self._permutation = permutation
         self._shape = shape
         self._wait = not low_latency
         self._ids_dtype = deep_ep.topk_idx_t
         self._slots = Slots()
         self.takes_rows = shape.fp8
-
-    @classmethod
-    def make_buffer(cls, deep_ep: ModuleType, process_group: Any, shape: DispatchShape) -> Any:
-        """The buffer of one mode; created before any graph capture.
-
-        Raises:
-            ValueError: the library does not support these sizes.
-        """
-        reason = why_not(shape)
-        if reason:
-            raise ValueError(f"DeepEP's {cls.buffer_class} does not support this model: {reason}")
-        return getattr(deep_ep, cls.buffer_class)(
-            process_group,
-            num_max_tokens_per_rank=shape.max_tokens,
-            hidden=shape.hidden,
-            num_topk=shape.top_k,
-            use_fp8_dispatch=shape.fp8,
-        )
 
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
@@ -106,7 +144,7 @@ class ExpandedDispatcher(Dispatcher):
             do_cpu_sync=self._wait,
             do_expand=True,
             use_tma_aligned_col_major_sf=self._shape.fp8 and format.rows and format.column_scales,
-            **self.dispatch_options,
+            num_sms=self._num_sms,
         )
         data, scales = received if isinstance(received, tuple) else (received, None)
         dtype = self._shape.dtype
@@ -128,16 +166,3 @@ class ExpandedDispatcher(Dispatcher):
         weighted = self._permutation.scale_rows(rows, handle.row_weights, handle.groups)
         out, _, _ = self._buffer.combine(weighted, handle.lib_handle)
         return out
-
-
-class ElasticDispatcher(ExpandedDispatcher):
-    """DeepEP 2.0 and 2.1."""
-
-    buffer_class = "ElasticBuffer"
-
-
-class EPBufferDispatcher(ExpandedDispatcher):
-    """DeepEP 2.5: its handles reference the ids and do not support copying them."""
-
-    buffer_class = "EPBuffer"
-    dispatch_options = {"do_handle_copy": False}  # noqa: RUF012

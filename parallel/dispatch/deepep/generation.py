@@ -1,50 +1,56 @@
-"""The installed DeepEP generation, by its classes: version numbers are unreliable (forks number differently)."""
+"""The DeepEP generation in use, by its classes: version numbers are unreliable (forks number differently)."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
-Generation = Literal["EPBuffer", "ElasticBuffer", "Buffer"]
-NEWEST_FIRST: tuple[Generation, ...] = ("EPBuffer", "ElasticBuffer", "Buffer")
-
+Generation = Literal["ElasticBuffer", "Buffer"]
+OF_VERSION: dict[str, Generation] = {"2": "ElasticBuffer", "1": "Buffer"}  # the newest first
+VERSIONS = ("auto", *OF_VERSION)
+"""Values of --deepep-version; auto: the newest in the library."""
 
 QUEUE_DEPTH = 1024  # NVSHMEM_QP_DEPTH as set by `Buffer`
 FIRST_GENERATION_TOKENS = QUEUE_DEPTH // 2 - 1
 """Max tokens of a rank in a low-latency dispatch of the first generation, by the library's NVSHMEM queue depth."""
 
 
-def generation_of(deep_ep: ModuleType) -> Generation:
-    """The newest generation in the module.
+def generation_of(deep_ep: ModuleType, version: str = "auto") -> Generation:
+    """The class of the version in the module.
 
     Raises:
-        ValueError: the module has none.
+        ValueError: the module has no such class.
     """
-    for name in NEWEST_FIRST:
+    wanted = tuple(OF_VERSION.values()) if version == "auto" else (OF_VERSION[version],)
+    for name in wanted:
         if hasattr(deep_ep, name):
             return name
-    raise ValueError(f"{deep_ep.__name__} has none of the known classes: {', '.join(NEWEST_FIRST)}")
+    if version != "auto":
+        raise ValueError(f"--deepep-version {version}: {deep_ep.__name__} has no {wanted[0]}")
+    raise ValueError(f"{deep_ep.__name__} has none of the known classes: {', '.join(wanted)}")
 
 
-def load() -> ModuleType:
-    """The installed library."""
-    return importlib.import_module("deep_ep")
-
-
-def why_not(device_kind: str) -> str | None:
+def why_not(device_kind: str, version: str = "auto") -> str | None:
     """The reason why DeepEP is unavailable, or None; does not import it."""
     if device_kind != "cuda":
         return f"DeepEP needs GPU memory; the device is {device_kind}"
     if importlib.util.find_spec("deep_ep") is None:
         return "deep_ep is not installed (pip install 'sgl-deep-ep>=0.1.2.post1')"
+    if version == "2" and not _has_second_generation():
+        return "the installed deep_ep has no ElasticBuffer (--deepep-version 2)"
     return None
 
 
-def is_first_generation() -> bool:
-    """True if the installed library only has `Buffer`; does not import it. Later ones have a `buffers` folder."""
+def is_first_generation(version: str = "auto") -> bool:
+    """True if `Buffer` is used; does not import the library."""
+    installed = importlib.util.find_spec("deep_ep") is not None
+    return version == "1" or (installed and version == "auto" and not _has_second_generation())
+
+
+def _has_second_generation() -> bool:
+    """By the `buffers` folder of the installed package, which the first generation alone lacks."""
     spec = importlib.util.find_spec("deep_ep")
     folders = (spec.submodule_search_locations or ()) if spec is not None else ()
-    return bool(folders) and not any((Path(folder) / "buffers").is_dir() for folder in folders)
+    return any((Path(folder) / "buffers").is_dir() for folder in folders)

@@ -6,7 +6,8 @@ applies the weights itself. Legend: T tokens, H hidden, K choices, E experts, R 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from types import ModuleType
 from typing import Any
 
@@ -33,11 +34,15 @@ def why_not_low_latency(shape: DispatchShape) -> str | None:
         return f"hidden {shape.hidden} is not among {LOW_LATENCY_HIDDEN}"
     if shape.top_k > LOW_LATENCY_TOP_K:
         return f"top-{shape.top_k} is more than {LOW_LATENCY_TOP_K}"
-    if shape.num_ranks * shape.max_tokens % 4:
-        return f"{shape.num_ranks} ranks x {shape.max_tokens} tokens is not a multiple of 4"
     if shape.max_tokens > FIRST_GENERATION_TOKENS:
         return f"{shape.max_tokens} tokens per rank; NVSHMEM's queue of {QUEUE_DEPTH} holds {FIRST_GENERATION_TOKENS}"
     return None
+
+
+def rounded(shape: DispatchShape) -> DispatchShape:
+    """The shape of low latency, whose kernels take multiples of four tokens over all ranks."""
+    multiple = 4 // gcd(4, shape.num_ranks)
+    return replace(shape, max_tokens=-(-shape.max_tokens // multiple) * multiple)
 
 
 def why_not_normal(shape: DispatchShape) -> str | None:
@@ -51,8 +56,15 @@ def why_not_normal(shape: DispatchShape) -> str | None:
     return None
 
 
+def num_queues(deep_ep: ModuleType, shape: DispatchShape, low_latency: bool) -> int:
+    """Queue pairs for each peer: low latency needs one for each local expert, normal mode one for each of its
+    multiprocessors."""
+    num_sms = deep_ep.Buffer.num_sms
+    return max(num_sms, shape.num_local) if low_latency else max(num_sms, 24)
+
+
 def make_buffer(deep_ep: ModuleType, process_group: Any, shape: DispatchShape, low_latency: bool) -> Any:
-    """A buffer large enough for both modes; created before any graph capture.
+    """A buffer large enough for both modes; created before any graph capture. `shape`: `rounded` for low latency.
 
     Raises:
         ValueError: the library does not support these sizes.
@@ -76,7 +88,7 @@ def make_buffer(deep_ep: ModuleType, process_group: Any, shape: DispatchShape, l
         num_nvl_bytes=-(-nvlink_bytes // 128) * 128,
         num_rdma_bytes=-(-rdma_bytes // 128) * 128,
         low_latency_mode=low_latency,
-        num_qps_per_rank=shape.num_local if low_latency else 24,
+        num_qps_per_rank=num_queues(deep_ep, shape, low_latency),
     )
 
 

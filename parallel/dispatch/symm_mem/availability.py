@@ -26,11 +26,16 @@ def why_not(device_kind: str, num_nodes: int) -> str | None:
 
 
 def why_not_nvshmem(device_kind: str, num_ranks: int) -> str | None:
-    """The reason why torch's NVSHMEM operations are unavailable, or None."""
+    """The reason why neither NVSHMEM's Python package nor torch's NVSHMEM operations are available, or None."""
     if device_kind != "cuda":
         return f"NVSHMEM is for GPUs; the device is {device_kind}"
+    if find_spec("nvshmem") is not None and find_spec("cuda") is not None:
+        return None
     if num_ranks > MAX_NVSHMEM_RANKS:
-        return f"torch's all_to_all_vdev_2d_offset supports at most {MAX_NVSHMEM_RANKS} ranks; there are {num_ranks}"
+        return (
+            f"torch's all_to_all_vdev_2d_offset supports at most {MAX_NVSHMEM_RANKS} ranks; there are {num_ranks} "
+            "(pip install 'nvshmem4py-cu13>=0.4' for more)"
+        )
     if not (_torch_folder() / "lib" / "libtorch_nvshmem.so").exists():
         return "this torch was built without NVSHMEM (no libtorch_nvshmem.so)"
     if not _nvshmem_installed():

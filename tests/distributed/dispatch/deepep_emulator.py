@@ -1,11 +1,13 @@
-"""DeepEP by its documentation, over gloo: three generations; calls that the library refuses are refused.
+"""DeepEP by its documentation, over gloo: both generations; calls that the library refuses are refused.
 
 Every rank shares all its data and takes its own part: slow, and independent of our dispatch code. Memory that the
-library leaves uninitialised is NaN here. Contracts: deep_ep/buffers/legacy.py, elastic.py and ep.py.
+library leaves uninitialised is NaN here. Contracts: deep_ep/buffers/legacy.py and elastic.py, utils/comm.py and
+utils/envs.py, csrc/kernels/backend/nccl.cu, csrc/kernels/legacy/internode.cu. `Machine` is what they find.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -48,11 +50,51 @@ def check_choices(topk_idx: Tensor, num_experts: int) -> None:
         must(len(named) == len(set(named)), f"experts of a token must be distinct: {row}")
 
 
+@dataclass
+class Machine:
+    """What the library finds in this process's machine. `seconds`: of the collectives' time limit."""
+
+    gin: bool = False
+    num_nodes: int = 1
+    ibstat: bool = False
+    nvidia_smi: bool = True
+    seconds: int = 20
+
+
+MACHINE = Machine()
+
+
+class NcclGroup:
+    """torch's group over gloo, with the communicator that NCCL would have: by device, after its first collective."""
+
+    def __init__(self, group: Any, device: Any = None) -> None:
+        self.gloo = group
+        self.current_device: Any = device
+        self._of_device: set[Any] = set()
+
+    def size(self) -> int:
+        return self.gloo.size()
+
+    def rank(self) -> int:
+        return self.gloo.rank()
+
+    def allreduce(self, tensors: list[Tensor], *options: Any) -> Any:
+        self._of_device.add(self.current_device)
+        return self.gloo.allreduce(tensors, *options)
+
+    def _get_backend(self, device: torch.device) -> NcclGroup:
+        return self
+
+    def _comm_ptr(self) -> int:
+        return 0x10 if self.current_device in self._of_device else 0
+
+
 class Ranks:
     """Parts that every generation needs of its process group."""
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        must(isinstance(group, NcclGroup) and group._comm_ptr() != 0, "null NCCL communicator: segmentation fault")
+        self.group = group.gloo
         self.size, self.rank = group.size(), group.rank()
 
     def share(self, value: Any) -> list[Any]:
@@ -82,6 +124,8 @@ class SizeHints:
 class Buffer:
     """First generation."""
 
+    num_sms = 20
+
     def __init__(
         self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24,
         allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False, enable_shrink=False,
@@ -90,11 +134,18 @@ class Buffer:
         self._ranks = Ranks(group)
         must(num_nvl_bytes % 128 == 0 and num_rdma_bytes % 128 == 0, "buffer sizes must be multiples of 128")
         must(num_rdma_bytes == 0 or low_latency_mode or group.size() > 8, "RDMA buffer without need")
+        self.check_queues(group.size(), num_qps_per_rank)
         self._nvl_bytes, self._rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self._low_latency, self._num_qps = low_latency_mode, num_qps_per_rank
         self._dirty = False
         self._live: list[int] = []
         self._calls = 0
+
+    @classmethod
+    def check_queues(cls, num_ranks: int, num_qps: int) -> None:
+        """`num_rc_per_pe` of the normal kernels between hosts."""
+        fits = num_qps == cls.num_sms // 2 or num_qps >= cls.num_sms
+        must(num_ranks <= 8 or fits, f"num_rc_per_pe {num_qps} for {cls.num_sms} multiprocessors")
 
     @staticmethod
     def get_dispatch_config(num_ranks):
@@ -193,7 +244,7 @@ class Buffer:
         must(topk_idx.shape[1] <= 11, "at most 11 choices")
         must(size * m % 4 == 0, "R * M % 4")
         must(2 * (m + 1) <= 1024, "NVSHMEM_QP_DEPTH")
-        must(self._num_qps == num_experts // size, "num_qps_per_rank should be the local experts")
+        must(self._num_qps >= num_experts // size, "fewer queue pairs than local experts")
         needed = self.get_low_latency_rdma_size_hint(m, hidden, size, num_experts)
         must(self._rdma_bytes >= needed, f"RDMA buffer of {self._rdma_bytes}, {needed} needed")
         must(len(self._live) < 2, "a third low-latency result while two are alive")
@@ -256,14 +307,26 @@ class EPHandle:
     num_recv_tokens_per_expert_list: list[int]
     num_expanded_tokens: int
     origins: list[tuple[int, int, int]] = field(default_factory=list)  # row, sender, token
-    version: int = 0
 
 
-class Second:
-    """The expanded form, which `ElasticBuffer` and `EPBuffer` share."""
+class ElasticBuffer:
+    """Second generation, 2.0 and 2.1."""
 
-    def __init__(self, group, max_tokens, hidden, top_k, fp8):
+    num_made = 0
+
+    def __init__(
+        self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, num_topk=0,
+        use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True,
+        prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300,
+        num_gpu_timeout_secs=100, explicitly_destroy=False,
+    ):  # fmt: skip
         self._ranks = Ranks(group)
+        if group.size() > 1 and os.environ.get("EP_DISABLE_GIN", "0") == "0" and not MACHINE.gin:
+            raise RuntimeError("Assertion failed: (... != NCCL_GIN_TYPE_NONE and NCCL GIN is unavailable.)")
+        must(num_gpu_timeout_secs >= MACHINE.seconds, "the GPU's time limit is shorter than that of the collectives")
+        type(self).num_made += 1
+        self.num_rdma_ranks = MACHINE.num_nodes
+        max_tokens, top_k, fp8 = num_max_tokens_per_rank, num_topk, use_fp8_dispatch
         self._max_tokens, self._hidden, self._top_k, self._fp8 = max_tokens, hidden, top_k, fp8
 
     def _dispatch(self, x, topk_idx, topk_weights, num_experts, m, alignment, do_cpu_sync, do_expand, columns):
@@ -271,7 +334,7 @@ class Second:
         size, rank = self._ranks.size, self._ranks.rank
         must(do_expand, "only the expanded form is emulated")
         must(self._fp8 or scales is None, "FP8 in a buffer made without use_fp8_dispatch")
-        must(m == self._max_tokens and len(data) <= m, f"{len(data)} tokens, M {m}, buffer {self._max_tokens}")
+        must(len(data) <= m <= self._max_tokens, f"{len(data)} tokens, M {m}, buffer {self._max_tokens}")
         must(data.shape[1] == self._hidden and topk_idx.shape[1] <= self._top_k, "sizes beyond the buffer's")
         must(data.shape[1] * data.element_size() % 32 == 0, "rows must be a multiple of 32 bytes")
         must(topk_idx.shape[1] <= 32 and num_experts <= 2048 and num_experts % size == 0, "too many choices or experts")
@@ -310,7 +373,7 @@ class Second:
             row_scales = apart[:, :num_rows].t().copy_(row_scales)
         handle = EPHandle(
             True, num_experts, alignment, m, topk_idx, torch.tensor(ends, dtype=torch.int32),
-            aligned if do_cpu_sync else [], num_rows, origins, topk_idx._version,
+            aligned if do_cpu_sync else [], num_rows, origins,
         )  # fmt: skip
         return (rows if row_scales is None else (rows, row_scales)), None, row_weights, handle, object()
 
@@ -326,17 +389,15 @@ class Second:
                     out[token] += rows[place].float()
         return out.to(torch.bfloat16), None, object()
 
-
-class ElasticBuffer(Second):
-    """Second generation, 2.0 and 2.1."""
-
-    def __init__(
-        self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0, num_topk=0,
-        use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True, allow_multiple_reduction=True,
-        prefer_overlap_with_compute=True, sl_idx=3, num_allocated_qps=0, num_cpu_timeout_secs=300,
-        num_gpu_timeout_secs=100, explicitly_destroy=False,
+    def get_theoretical_num_sms(
+        self, num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0, sm_read_gbs=200, sm_write_gbs=50
     ):  # fmt: skip
-        super().__init__(group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
+        """The bandwidths and their divisions; the traffic is simplified."""
+        rdma_gbs = rdma_gbs or (50.0 if MACHINE.ibstat else 0.0)
+        nvlink_gbs = nvlink_gbs or (400.0 if MACHINE.nvidia_smi else 0.0)
+        if self.num_rdma_ranks > 1 and 1 / rdma_gbs > 1 / nvlink_gbs:
+            return max(4, int(rdma_gbs / 4))
+        return max(4, int(nvlink_gbs / 20))
 
     def dispatch(
         self, x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, num_experts=None,
@@ -345,6 +406,8 @@ class ElasticBuffer(Second):
         handle=None, do_handle_copy=True, do_cpu_sync=None, do_expand=False, do_zero_padding=False,
         use_tma_aligned_col_major_sf=False,
     ):  # fmt: skip
+        num_sms = num_sms or self.get_theoretical_num_sms(num_experts, topk_idx.shape[1])
+        self._ranks.agree("num_sms", num_sms)
         sync = do_cpu_sync is not False
         alignment = expert_alignment or 1
         m = num_max_tokens_per_rank
@@ -356,40 +419,6 @@ class ElasticBuffer(Second):
         self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,
         previous_event_before_epilogue=None, async_with_compute_stream=False, allocate_on_comm_stream=False,
     ):  # fmt: skip
-        return self._combine(x, handle, topk_weights)
-
-
-class EPBuffer(Second):
-    """2.5: no copies of handles, deferred epilogues, other arguments."""
-
-    def __init__(
-        self, group, num_bytes=None, num_max_tokens_per_rank=0, hidden=0, num_topk=0, use_fp8_dispatch=False,
-        lb_allocation_plan_or_num_bytes=0, deterministic=False, allow_hybrid_mode=True,
-        allow_multiple_reduction=True, prefer_overlap_with_compute=True, sl_idx=None, num_allocated_qps=0,
-        num_cpu_timeout_secs=300, num_gpu_timeout_secs=100, explicitly_destroy=False,
-    ):  # fmt: skip
-        super().__init__(group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
-
-    def dispatch(
-        self, x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None, num_experts=None,
-        num_max_tokens_per_rank=None, expert_alignment=None, num_sms=0, num_qps=0, previous_event=None,
-        async_with_compute_stream=False, allocate_on_comm_stream=False, handle=None, do_handle_copy=False,
-        do_cpu_sync=None, do_expand=False, do_zero_padding=False, use_tma_aligned_col_major_sf=False,
-        defer_epilogue=False,
-    ):  # fmt: skip
-        must(not do_handle_copy, "do_handle_copy must be False")
-        sync = do_cpu_sync is not False
-        alignment = expert_alignment or 1
-        m = num_max_tokens_per_rank
-        return self._dispatch(
-            x, topk_idx, topk_weights, num_experts, m, alignment, sync, do_expand, use_tma_aligned_col_major_sf
-        )
-
-    def combine(
-        self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,
-        async_with_compute_stream=False, allocate_on_comm_stream=False, defer_epilogue=False,
-    ):  # fmt: skip
-        must(handle.topk_idx._version == handle.version, "topk_idx was overwritten while the handle was alive")
         return self._combine(x, handle, topk_weights)
 
 

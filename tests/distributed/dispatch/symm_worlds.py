@@ -17,8 +17,10 @@ import torch.distributed as dist
 from moe_engine.parallel.collectives import DistributedGroup, PeerLost
 from moe_engine.parallel.dispatch.build import Groups, build
 from moe_engine.parallel.dispatch.protocol import NUM_LIVE, DispatchShape, Phase
+from moe_engine.parallel.dispatch.symm_mem.nvshmem4py import Nvshmem
 from moe_engine.parallel.dispatch.tables import DispatchChoice
 from tests.distributed.dispatch.host_symm_mem import HostSymmetricMemory
+from tests.distributed.dispatch.nvshmem4py_emulator import Core, Device
 from tests.distributed.dispatch.nvshmem_emulator import EmulatedShuffles
 from tests.distributed.dispatch.routings import MAX_TOKENS, Routing
 from tests.distributed.dispatch.worlds import (
@@ -42,10 +44,19 @@ def dispatcher_of(setup: Setup, routing: Routing) -> tuple[Any, HostSymmetricMem
     if key not in made:
         process_group = dist.new_group()
         group, memory = DistributedGroup(process_group, TIMEOUT_S), HostSymmetricMemory()
-        shuffles = EmulatedShuffles(process_group)
+        shuffles = package = None
+        if setup.library == "nvshmem4py":
+            package = Nvshmem(Core(process_group), Device(), group)
+        else:
+            shuffles = EmulatedShuffles(process_group)
         choice = DispatchChoice(row_of(setup.backend), {"prefill": "normal", "decode": "low_latency"}, "a test's")
         shape = shape_of(setup, routing.num_experts, routing.top_k)
-        dispatcher = build(choice, shape, MAX_TOKENS, Groups(group, symm_mem=memory, shuffles=shuffles))
+        dispatcher = build(
+            choice,
+            shape,
+            MAX_TOKENS,
+            Groups(group, symm_mem=memory, shuffles=shuffles, nvshmem=package, on_host=False if package else None),
+        )
         made[key] = dispatcher, memory, group
     return made[key]
 

@@ -49,7 +49,7 @@ def deepep_setups() -> list[Setup]:
     """The first generation's low latency mode supports few hidden sizes."""
     return [
         Setup("deepep", mode, "bfloat16", fp8, 2048, library=library)
-        for library in ("Buffer", "ElasticBuffer", "EPBuffer")
+        for library in ("Buffer", "ElasticBuffer")
         for mode in MODES
         for fp8 in (False, True)
     ]

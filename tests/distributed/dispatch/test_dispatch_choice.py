@@ -65,10 +65,12 @@ def test_choosing_imports_no_vendor() -> None:
 
 
 def test_the_generation_is_told_by_attribute() -> None:
-    buffer, elastic, newest = emulator.Buffer, emulator.ElasticBuffer, emulator.EPBuffer
+    buffer, elastic = emulator.Buffer, emulator.ElasticBuffer
     assert generation_of(emulator.module(buffer)) == "Buffer"
     assert generation_of(emulator.module(buffer, elastic)) == "ElasticBuffer"  # 2.1.0 has both
-    assert generation_of(emulator.module(newest)) == "EPBuffer"
+    assert generation_of(emulator.module(buffer, elastic), "1") == "Buffer"
+    with pytest.raises(ValueError, match=r"--deepep-version 2: deep_ep has no ElasticBuffer"):
+        generation_of(emulator.module(buffer), "2")
     with pytest.raises(ValueError, match="none of the known classes"):
         generation_of(ModuleType("deep_ep"))
 
@@ -82,7 +84,6 @@ GOOD = DispatchShape(256, 32, 8, 7168, 128, torch.bfloat16, fp8=True)
         (legacy.why_not_low_latency, {"hidden": 1024}, "hidden 1024"),
         (legacy.why_not_low_latency, {"top_k": 12}, "top-12"),
         (legacy.why_not_low_latency, {"max_tokens": 512}, "NVSHMEM"),
-        (legacy.why_not_low_latency, {"num_ranks": 1, "max_tokens": 3}, "multiple of 4"),
         (legacy.why_not_low_latency, {"dtype": torch.float16}, "bfloat16"),
         (legacy.why_not_normal, {"num_ranks": 1}, "1 ranks"),
         (legacy.why_not_normal, {"dtype": torch.float32}, "bfloat16"),
@@ -104,7 +105,7 @@ def test_sizes_that_the_first_deepep_takes(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "deep_ep" / "__init__.py").touch()
     row = next(row for row in ROWS if row.name == "deepep")
     for ranks in (1, 2, 3, 4, 8):
-        sizes = row.fixed_sizes(ranks)
+        sizes = row.fixed_sizes(Place("cuda", ranks))
         for tokens in (sizes.multiple, 8 * sizes.multiple, sizes.most or 0):
             whole = tokens - tokens % sizes.multiple
             shape = DispatchShape(8 * ranks, ranks, 8, 7168, whole, torch.bfloat16)
@@ -113,4 +114,5 @@ def test_sizes_that_the_first_deepep_takes(monkeypatch: pytest.MonkeyPatch, tmp_
         more = DispatchShape(8 * ranks, ranks, 8, 7168, sizes.most + sizes.multiple, torch.bfloat16)
         assert legacy.why_not_low_latency(more) is not None
     (tmp_path / "deep_ep" / "buffers").mkdir()
-    assert row.fixed_sizes(2) == FixedSizes()
+    assert row.fixed_sizes(Place("cuda", 2)) == FixedSizes()
+    assert row.fixed_sizes(Place("cuda", 2, deepep_version="1")).multiple == 2

@@ -107,7 +107,17 @@ def test_any_routing_through_nvshmem(two: Ranks, routing: Routing, setup: Setup)
     check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))
 
 
-@pytest.mark.parametrize("setup", [SETUPS[1], SHUFFLED[2]], ids=lambda setup: setup.backend)
+@settings(EXAMPLES, max_examples=4)
+@given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SHUFFLED))
+@example(drawn(6), SHUFFLED[-1])
+def test_any_routing_through_the_python_package(two: Ranks, routing: Routing, setup: Setup) -> None:
+    setup = replace(setup, library="nvshmem4py", as_device=True)
+    check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))
+
+
+@pytest.mark.parametrize(
+    "setup", [SETUPS[1], SHUFFLED[2], replace(SHUFFLED[1], library="nvshmem4py")], ids=lambda s: s.library or s.backend
+)
 @pytest.mark.parametrize("newest_first", [False, True])
 def test_two_results_may_be_alive(two: Ranks, setup: Setup, newest_first: bool) -> None:
     first, second = drawn(1), drawn(2, sizes=(0, 4))
@@ -187,16 +197,18 @@ def test_why_not_on_other_devices_and_nodes(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_why_not_nvshmem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "the device is cpu" in (symm_mem.why_not_nvshmem("cpu", 4) or "")
+    monkeypatch.setattr(symm_mem.availability, "find_spec", lambda name: None)
     assert "at most 16 ranks; there are 17" in (symm_mem.why_not_nvshmem("cuda", 17) or "")
     monkeypatch.setattr(symm_mem.availability, "_torch_folder", lambda: tmp_path)
     assert "built without NVSHMEM" in (symm_mem.why_not_nvshmem("cuda", 16) or "")
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "libtorch_nvshmem.so").touch()
-    monkeypatch.setattr(symm_mem.availability, "find_spec", lambda name: None)
     monkeypatch.setattr(symm_mem.availability, "find_library", lambda name: None)
     assert "NVSHMEM is not installed" in (symm_mem.why_not_nvshmem("cuda", 16) or "")
     monkeypatch.setattr(symm_mem.availability, "find_library", lambda name: "libnvshmem_host.so.3")
     assert symm_mem.why_not_nvshmem("cuda", 16) is None
+    monkeypatch.setattr(symm_mem.availability, "find_spec", lambda name: name)
+    assert symm_mem.why_not_nvshmem("cuda", 64) is None  # the Python package has no such limits
 
 
 GOOD = DispatchShape(128, 8, 8, 7168, 128, torch.bfloat16, fp8=True)

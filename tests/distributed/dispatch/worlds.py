@@ -23,6 +23,7 @@ from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation
 from moe_engine.parallel.collectives import DistributedGroup, Group, PeerLost
 from moe_engine.parallel.dispatch.build import Groups, PhasedDispatcher, build
+from moe_engine.parallel.dispatch.deepep import startup
 from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
 from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll
 from moe_engine.parallel.dispatch.layouts import GroupedLayout
@@ -87,8 +88,15 @@ def groups_of(num_nodes: int, library: str) -> Groups:
 
     experts = mine("experts", [list(range(world))])
     module = deepep_emulator.module(getattr(deepep_emulator, library)) if library else None
-    made[key] = Groups(experts, mine("node", nodes), mine("rails", rails), dist.new_group(), module)
+    made[key] = Groups(experts, mine("node", nodes), mine("rails", rails), made_group(library), module)
     return made[key]
+
+
+def made_group(library: str) -> Any:
+    """For libraries; DeepEP takes its NCCL communicator."""
+    if library == "ElasticBuffer":
+        startup.set_environment(1, os.environ)  # as `startup.load`
+    return deepep_emulator.NcclGroup(dist.new_group()) if library else dist.new_group()
 
 
 def shape_of(setup: Setup, num_experts: int, top_k: int) -> DispatchShape:
