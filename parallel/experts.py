@@ -52,7 +52,8 @@ class DispatchedExperts:
         self._kernel = kernel
         self._weights = weights
         read, able = kernel.input_format(weights), kernel.capabilities
-        self._arriving = replace(read, column_scales=able.column_scales, row_alignment=max(able.row_alignment, 1))
+        alignment = 0 if able.row_alignment is None else able.row_alignment(weights)
+        self._arriving = replace(read, column_scales=able.column_scales, row_alignment=max(alignment, 1))
         self.input_format = read if read.rows and dispatcher.takes_rows else UNQUANTIZED
         self.on_arrival: Callable[[Tensor], None] | None = None
         """Callback with the number of tokens received by each of this rank's slots, int32 [P/G]."""

@@ -89,8 +89,14 @@ class DeepGemmExperts:
         blocks = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
         gemm = self._gemm
         return ExpertsCapabilities(
-            {BlockFP8: blocks}, row_alignment=gemm.row_alignment, column_scales=not gemm.exponents, warm_up=self.warm_up
+            {BlockFP8: blocks},
+            row_alignment=self._row_alignment,
+            column_scales=not gemm.exponents,
+            warm_up=self.warm_up,
         )
+
+    def _row_alignment(self, weights: ExpertWeights) -> int:
+        return self._gemm.row_alignment(weights.data.gate_up.data.device)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         if dtype != torch.bfloat16:

@@ -41,8 +41,8 @@ class ExpertsCapabilities:
     """The whole layer on one rank in one call, router and shared expert included; None if these weights are not
     supported."""
 
-    row_alignment: int = 0
-    """Above 0: `run` takes `aligned` batches of this alignment."""
+    row_alignment: Callable[[ExpertWeights], int] | None = None
+    """The alignment of `aligned` batches that `run` takes with these weights; 0: not supported."""
 
     column_scales: bool = False
     """Scales of dispatched rows are read column-major; other strides are copied."""

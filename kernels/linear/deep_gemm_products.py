@@ -171,10 +171,9 @@ class DeepGemm:
         """Row alignment of group starts."""
         return int(self._lib.get_mk_alignment_for_contiguous_layout())
 
-    @property
-    def row_alignment(self) -> int:
-        """Alignment of groups whose ends alone describe them (`grouped_by_ends`); 0: not supported."""
-        return self.alignment if self._needs_ends else 0
+    def row_alignment(self, device: torch.device) -> int:
+        """Alignment of groups whose ends alone describe them (`grouped_by_ends`) on this device; 0: not supported."""
+        return self.alignment if self._needs_ends(device) else 0
 
     def groups(self, offsets: Tensor, num_rows: int) -> Groups:
         """The aligned positions of rows sorted by group; offsets [G+1] int32 on the device."""
