@@ -132,7 +132,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--lora-paths a b", "--lora-paths a b: not supported yet"),
         ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prefill"),
         ("--disaggregation-mode decode", "prefill-decode disaggregation"),
-        ("--grammar-backend llguidance", "structured output"),
+        ("--grammar-backend outlines", "grammar libraries"),
         ("--hicache-storage-backend file", "hierarchical KV cache"),
         ("--cpu-offload-gb 4", "weights offloaded to RAM"),
         ("--kv-cache-dtype nvfp4", "4-bit KV caches"),
@@ -206,8 +206,7 @@ def test_a_refusal_recommends_nothing_that_is_refused(name):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--grammar-backend xgrammar", "structured output"),
-        ("--grammar-backend outlines", "structured output"),
+        ("--grammar-backend xgrammar", "grammar libraries"),
         ("--max-loras-per-batch 8", "LoRA adapters"),
         ("--lora-backend triton", "LoRA adapters"),
         ("--hicache-mem-layout layer_first", "hierarchical KV cache"),
