@@ -71,5 +71,5 @@ def test_native_fields_and_defaults() -> None:
     deep: Any = {}
     for _ in range(300):
         deep = {"properties": {"a": deep}}
-    with pytest.raises(InputError, match="sampling_params.json_schema: nested too deep"):
+    with pytest.raises(InputError, match=r"sampling_params\.json_schema: nested too deep"):
         parse_sampling({"json_schema": deep})
