@@ -13,10 +13,10 @@ CONSTRAINTS := $(VENV)/constraints.txt
 TRITON := triton==3.9.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: serve test lint types unit clean help
+.PHONY: serve test test-exhaustive lint types unit clean help
 
 help: ## this text
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "moe-engine needs Python 3.11 or 3.12 on PATH (or make PYTHON=/path/to/python)"; exit 1; }
@@ -52,6 +52,9 @@ types: $(STAMP_TEST) ## mypy
 # Bytecode is kept whatever the environment says: the tests start hundreds of processes.
 unit: $(STAMP_TEST) ## the tests only
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-exhaustive: $(STAMP_TEST) ## all combinations and five times as many examples (half an hour)
+	@MOE_TEST_EXAMPLES=5 $(MAKE) --no-print-directory unit
 
 test: lint ## everything CI checks
 	@$(MAKE) --no-print-directory -j 2 types unit

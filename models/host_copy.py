@@ -1,4 +1,4 @@
-"""Copies from mapped files to weights."""
+"""Copies from buffers of files to weights."""
 
 from __future__ import annotations
 

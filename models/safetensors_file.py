@@ -1,16 +1,22 @@
-"""One safetensors file, memory-mapped: views of tensors, with pages released after use."""
+"""One safetensors file: reads of tensors and slices into memory.
+
+Nothing is mapped: a file that becomes shorter while it is read is an error with its name, not a signal.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
+import os
+import weakref
+from math import prod
 
 import torch
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.checkpoint_files import WeightFile
+from moe_engine.models.checkpoint_files import TensorHeader, WeightFile
 from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.host_copy import copy_into
 
 DTYPES = {
     "F64": torch.float64,
@@ -28,9 +34,15 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 
+_HOST = torch.device("cpu")
+PART_BYTES = 1 << 22
+"""Largest buffer of a read that converts or moves to a device."""
+_GAP_BYTES = 1 << 13
+"""Rows of a column slice with more unused bytes between them are read one by one."""
+
 
 class SafetensorsFile:
-    """Views into a mapped file.
+    """An open file. Several threads may read at once.
 
     Raises:
         CheckpointError: the file cannot be read.
@@ -40,49 +52,95 @@ class SafetensorsFile:
         self.path = file.path
         self.entries = file.tensors
         try:
-            with file.path.open("rb") as opened:
-                # A private mapping: pages stay in the page cache, and torch accepts the buffer as writable.
-                self._map = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointError(
-                f"{file.path}: cannot be read ({error.strerror}); download the checkpoint again"
-            ) from None
+            raise self._unreadable(error) from None
+        weakref.finalize(self, os.close, self._fd)
 
-    def view(self, name: str) -> Tensor:
-        """The whole tensor as a view of the mapping: no byte is read yet. Drop it before `release`."""
-        entry = self.entries[name]
-        dtype = DTYPES[entry.dtype]
-        if entry.start == entry.stop:
-            return torch.empty(entry.shape, dtype=dtype)
-        if entry.start % dtype.itemsize:
-            raw = torch.frombuffer(self._map, dtype=torch.uint8, count=entry.num_bytes, offset=entry.start)
-            return raw.clone().view(dtype).view(entry.shape)
-        count = entry.num_bytes // dtype.itemsize
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+    def read(self, name: str, cut: Cut = UNCUT) -> Tensor:
+        """A slice of a tensor, newly allocated on the host.
 
-    def prefetch(self, name: str, cut: Cut = UNCUT) -> None:
-        """Starts readahead of the tensor, or of the requested slice.
-
-        Column slices with whole unused pages between the rows are not prefetched, but read on access.
+        Raises:
+            CheckpointError: the file cannot be read, or has become too short.
         """
         entry = self.entries[name]
+        out = torch.empty(cut.shape(entry.shape), dtype=DTYPES[entry.dtype])
+        self.read_into(name, cut, out)
+        return out
+
+    def read_into(self, name: str, cut: Cut, out: Tensor) -> None:
+        """out = the slice, converted to its dtype and device; directly if both are those of the file. Raises: as
+        `read`."""
+        entry = self.entries[name]
+        if not out.numel():
+            return
+        self._prefetch(entry, cut)
+        first = 0 if cut.rows is None else cut.rows.indices(entry.shape[0])[0]
+        direct = out.device == _HOST and out.dtype == DTYPES[entry.dtype] and out.is_contiguous()
+        if direct:
+            self._read_rows(name, cut, first, out)
+            return
+        if not out.dim():
+            copy_into(out, self._rows(name, cut, 0, out.shape))
+            return
+        row_bytes = max(1, prod(out.shape[1:]) * DTYPES[entry.dtype].itemsize)
+        step = max(1, PART_BYTES // row_bytes)
+        for start in range(0, out.shape[0], step):
+            part = out[start : start + step]
+            copy_into(part, self._rows(name, cut, first + start, part.shape))
+
+    def _rows(self, name: str, cut: Cut, first: int, shape: torch.Size) -> Tensor:
+        part = torch.empty(shape, dtype=DTYPES[self.entries[name].dtype])
+        self._read_rows(name, cut, first, part)
+        return part
+
+    def _read_rows(self, name: str, cut: Cut, first: int, out: Tensor) -> None:
+        """Rows from `first` on, cut to columns, into a contiguous host tensor of the file's dtype."""
+        entry = self.entries[name]
+        row_bytes = entry.num_bytes // max(1, entry.shape[0]) if entry.shape else entry.num_bytes
+        start = entry.start + first * row_bytes
+        flat = out.view(-1).view(torch.uint8).numpy()
+        if cut.cols is None:
+            self._read(name, memoryview(flat), start)
+            return
+        width = out.shape[1] * out.element_size()
+        skipped = cut.cols.indices(entry.shape[1])[0] * out.element_size()
+        if row_bytes - width >= _GAP_BYTES:
+            for row in range(out.shape[0]):
+                self._read(name, memoryview(flat[row * width : (row + 1) * width]), start + row * row_bytes + skipped)
+            return
+        step = max(1, PART_BYTES // row_bytes)
+        for row in range(0, out.shape[0], step):
+            some = flat[row * width : (row + step) * width].reshape(-1, width)
+            whole = torch.empty(len(some), row_bytes, dtype=torch.uint8).numpy()
+            self._read(name, memoryview(whole.reshape(-1)), start + row * row_bytes)
+            some[:] = whole[:, skipped : skipped + width]
+
+    def _read(self, name: str, buffer: memoryview, offset: int) -> None:
+        """Fills `buffer` from `offset` on."""
+        while buffer:
+            try:
+                count = os.preadv(self._fd, [buffer], offset)
+            except OSError as error:
+                raise self._unreadable(error) from None
+            if not count:
+                raise CheckpointError(
+                    f"{self.path}: truncated while it was read: tensor {name} ends at byte {self.entries[name].stop}, "
+                    f"the file has {os.fstat(self._fd).st_size}; download it again"
+                )
+            buffer, offset = buffer[count:], offset + count
+
+    def _prefetch(self, entry: TensorHeader, cut: Cut) -> None:
+        """Starts readahead of the rows; not of column slices, whose rows may be far apart."""
+        if cut.cols is not None or not hasattr(os, "posix_fadvise"):
+            return
         start, stop = entry.start, entry.stop
         if cut.rows is not None:
             first, last, _ = cut.rows.indices(entry.shape[0])
             row_bytes = entry.num_bytes // max(1, entry.shape[0])
             start, stop = entry.start + first * row_bytes, entry.start + last * row_bytes
-        if cut.cols is not None:
-            width = len(range(*cut.cols.indices(entry.shape[1])))
-            if entry.num_bytes // max(1, entry.shape[0]) - width * DTYPES[entry.dtype].itemsize >= 2 * mmap.PAGESIZE:
-                return
-        self._advise(mmap.MADV_WILLNEED, start // mmap.PAGESIZE * mmap.PAGESIZE, stop)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
 
-    def release(self, name: str) -> None:
-        """Releases the tensor's pages, so that they no longer count as this process's memory."""
-        entry, page = self.entries[name], mmap.PAGESIZE
-        self._advise(mmap.MADV_DONTNEED, -(-entry.start // page) * page, entry.stop // page * page)
-
-    def _advise(self, advice: int, start: int, stop: int) -> None:
-        if stop > start:
-            with contextlib.suppress(OSError, ValueError):
-                self._map.madvise(advice, start, stop - start)
+    def _unreadable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"{self.path}: cannot be read ({error.strerror}); download the checkpoint again")

@@ -1,8 +1,8 @@
 """Pull-based weight loading: a model requests tensors, or slices of them, with their expected shapes.
 
-Bytes are read once, directly from the mapped file into the destination tensor; the mapping's pages are released after
-each tensor. The checkpoint's `WeightFormat` reads matrices: dequantized, or as stored for kernels that declare its
-form. Tensors that were never requested are an error at the end (`finish`).
+Bytes are read once, directly into the destination tensor if it has the file's dtype and is on the host. The
+checkpoint's `WeightFormat` reads matrices: dequantized, or as stored for kernels that declare its form. Tensors that
+were never requested are an error at the end (`finish`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.checkpoint_files import TensorHeader, read_checkpoint
+from moe_engine.models.checkpoint_files import ELEMENT_BYTES, TensorHeader, read_checkpoint
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.plain import PLAIN, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_files, hint_for, supported_checkpoints
-from moe_engine.models.host_copy import copy_into
 from moe_engine.models.safetensors_file import SafetensorsFile
 
 
@@ -135,10 +134,9 @@ class WeightReader:
         dtype: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        with self.open(plain_tensor(name, shape), cut) as part:
-            if out is None:
-                out = torch.empty(part.shape, dtype=dtype or self.dtype, device=self.device)
-            copy_into(out, part)
+        if out is None:
+            out = torch.empty(cut.shape(shape), dtype=dtype or self.dtype, device=self.device)
+        self.read_into(plain_tensor(name, shape), cut, out)
         return out
 
     def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Any = None) -> Any:
@@ -161,12 +159,15 @@ class WeightReader:
 
     @contextmanager
     def open(self, tensor: StoredTensor, cut: Cut = UNCUT) -> Iterator[Tensor]:
-        name = tensor.name
         self._check(tensor)
-        self._files[name].prefetch(name, cut)
-        part = cut.of(self._files[name].view(name))
+        part = self._files[tensor.name].read(tensor.name, cut)
         yield part
-        self._done(name, part.numel() * part.element_size())
+        self._done(tensor.name, part.numel() * part.element_size())
+
+    def read_into(self, tensor: StoredTensor, cut: Cut, out: Tensor) -> None:
+        self._check(tensor)
+        self._files[tensor.name].read_into(tensor.name, cut, out)
+        self._done(tensor.name, out.numel() * ELEMENT_BYTES[self._entry(tensor.name).dtype])
 
     def finish(self) -> None:
         self._bar.close()
@@ -204,7 +205,6 @@ class WeightReader:
 
     def _done(self, name: str, num_bytes: int) -> None:
         with self._lock:
-            self._files[name].release(name)
             self._account(name, num_bytes)
 
     def _account(self, name: str, num_bytes: int) -> None:

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import io
 import json
+import pickletools
 from abc import ABC, abstractmethod
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 SGLANG_MODULE = "sglang.srt.sampling.custom_logit_processor"
 NO_DILL = "custom logit processors need the package dill; install it: pip install dill"
 MAX_CACHED = 64
 """Loaded classes that are kept."""
+_FIRST_OPS = 40
+_TEXT_OPS = ("SHORT_BINUNICODE", "BINUNICODE", "GLOBAL")
 
 
 class CustomLogitProcessor(ABC):
@@ -68,6 +72,23 @@ def pickled_bytes(text: str) -> bytes:
         return bytes.fromhex(json.loads(text)["callable"])
     except (ValueError, TypeError, KeyError):
         raise ValueError('expected CustomLogitProcessor.to_str(): {"callable": "<hexadecimal>"}') from None
+
+
+def described(text: str) -> str:
+    """Class name and size of a serialised processor, for logs; executes nothing."""
+    size = f"{len(text)} characters"
+    try:
+        ops = pickletools.genops(pickled_bytes(text))
+        found = [str(arg) for op, arg, _ in islice(ops, _FIRST_OPS) if op.name in _TEXT_OPS]
+    except Exception:  # any bytes of a client
+        return size
+    if found[:2] == ["dill._dill", "_create_type"]:  # a class stored with its code: its metaclass, its name
+        found = found[4:5]
+    elif found and " " in found[0]:  # module and name in one operation
+        found = [found[0].rpartition(" ")[2]]
+    else:
+        found = found[1:2]
+    return f"{found[0]:.100} ({size})" if found else size
 
 
 @lru_cache(MAX_CACHED)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import left_out
 from tests.fork_server import fork_server, forked_processes  # noqa: F401
 from tests.random_seed import (  # noqa: F401
     pytest_fixture_setup,
@@ -40,6 +41,9 @@ LONG = (
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Orders the files. Tests marked `gpu` skip, with the reason, where there is no CUDA device."""
+    if leaving := left_out(items):
+        items[:] = [item for item in items if item not in leaving]
+        config.hook.pytest_deselected(items=list(leaving))
     if hasattr(config, "workerinput"):
         order = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: order.get(item.path, len(LONG)))

@@ -1,8 +1,8 @@
 """Engine processes forked from a server that has imported torch and the engine: 0.1 instead of 2.5 CPU seconds each.
 
 For tests of what an engine computes: ``pytestmark = pytest.mark.usefixtures("forked_processes")``. The fixture replaces
-`start_interpreter` of `moe_engine/processes/child.py`. The forked cores start their ranks in the same way. Tests of
-processes (start, signals, losses, process trees) start interpreters, as the engine does.
+`start_interpreter` of `moe_engine/processes/child.py`. The forked cores start their ranks in the same way, and
+`ServerProcess` forks the server. Tests of starts and process trees start interpreters, as the engine does.
 
 A forked process gets the environment, the working directory, the standard input, output and error of the process that
 starts it. A process whose environment differs in a variable that imports read is an interpreter. The server has one
@@ -12,6 +12,7 @@ thread and never computes. Its processes share one seed of string hashes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -24,8 +25,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
 
+import psutil
 import pytest
 
 PRELOADED = (
@@ -35,6 +38,9 @@ PRELOADED = (
     "moe_engine.cluster.dp_rank",
     "moe_engine.executor.sharded_worker",
     "moe_engine.worker.worker",
+    "moe_engine.cli.main",
+    "moe_engine.server.app",
+    "uvicorn",
 )
 READ_IN_IMPORTS = (
     "OMP_", "GOMP_", "MKL_", "KMP_", "OPENBLAS_", "TORCH_", "PYTORCH_", "TRITON_", "CUDA_", "LD_", "PYTHON",
@@ -43,7 +49,11 @@ READ_IN_IMPORTS = (
 SET_BY_SERVER = {"GOMP_SPINCOUNT": "1000", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 """What cores and ranks set before they import torch."""
 MAX_REQUEST = 128 << 10
-"""Bytes of a request: a module and an environment."""
+"""Bytes of a request: a command and an environment."""
+COMMAND_ROOM = 2000
+"""Bytes of a command line that /proc shows of a forked process."""
+STARTED_BY = "--started-by=%d"
+"""Last argument of such a command line."""
 
 
 def read_in_imports(environ: dict[str, str]) -> dict[str, str]:
@@ -53,11 +63,12 @@ def read_in_imports(environ: dict[str, str]) -> dict[str, str]:
 class ForkedProcess:
     """What `ChildProcess` uses of `subprocess.Popen`. The server waits for the process and sends its return code."""
 
-    def __init__(self, address: str, module: str) -> None:
+    def __init__(self, address: str, command: list[str], output: tuple[int, int] = (1, 2)) -> None:
         read, write = os.pipe()
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.connect(address)
-        socket.send_fds(self._server, [pickle.dumps((module, dict(os.environ), os.getcwd()))], [read, 1, 2])
+        request = pickle.dumps((command, os.getpid(), dict(os.environ), os.getcwd()))
+        socket.send_fds(self._server, [request], [read, *output])
         os.close(read)
         self.stdin = os.fdopen(write, "wb")
         self.pid: int = self._receive()
@@ -90,9 +101,23 @@ class ForkedProcess:
         return code
 
     def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+                os.kill(self.pid, number)
+
+
+def children(process: psutil.Process, recursive: bool = False) -> list[psutil.Process]:
+    """The processes that it started, as interpreters or by the fork server."""
+    found = process.children()
+    shown = STARTED_BY % process.pid
+    for other in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if shown in other.cmdline():
+                found.append(other)
+    return [*found, *(deeper for child in found for deeper in children(child, True))] if recursive else found
 
 
 class Starter:
@@ -104,7 +129,13 @@ class Starter:
     def __call__(self, module: str) -> Any:
         if read_in_imports(dict(os.environ)) != self._read:
             return self._start_interpreter(module)
-        return ForkedProcess(self._address, module)
+        return ForkedProcess(self._address, [module])
+
+    def start_program(self, command: list[str], log: BinaryIO) -> Any:
+        """``python -m`` command. Its output goes to `log`."""
+        if read_in_imports(dict(os.environ)) != self._read:
+            return subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=subprocess.STDOUT)
+        return ForkedProcess(self._address, command, (log.fileno(), log.fileno()))
 
 
 class ForkServer:
@@ -116,7 +147,7 @@ class ForkServer:
             listening.bind(self.address)
             listening.listen(64)
             number = listening.fileno()
-            command = [sys.executable, "-m", "tests.fork_server", self.address[1:], str(number)]
+            command = [sys.executable, "-m", "tests.fork_server", self.address[1:], str(number), "-" * COMMAND_ROOM]
             environ = os.environ | SET_BY_SERVER
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True, env=environ
@@ -135,16 +166,18 @@ def fork_server() -> Iterator[ForkServer]:
     server.close()
 
 
-@pytest.fixture
-def forked_processes(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines of this test start their processes by the fork server."""
+@pytest.fixture(scope="module")
+def forked_processes(fork_server: ForkServer) -> Iterator[None]:
+    """Engines of this file start their processes by the fork server, from the first test that uses the fixture."""
     from moe_engine.processes import child
 
-    monkeypatch.setattr(child, "start_interpreter", Starter(fork_server.address, os.environ, child.start_interpreter))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child, "start_interpreter", Starter(fork_server.address, os.environ, child.start_interpreter))
+        yield
 
 
-def serve(listening: socket.socket) -> str:
-    """Returns in forked processes, with the module to run. The server exits when its standard input ends."""
+def serve(listening: socket.socket) -> list[str]:
+    """Returns in forked processes: module and arguments. The server exits when its standard input ends."""
     running: dict[int, tuple[int, socket.socket]] = {}
     """Process id and connection by the descriptor that becomes readable when the process exits."""
     while True:
@@ -161,7 +194,7 @@ def serve(listening: socket.socket) -> str:
         if listening in ready:
             connection = listening.accept()[0]
             message, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST, 3)
-            module, environ, folder = pickle.loads(message)
+            command, parent, environ, folder = pickle.loads(message)
             assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the server's other threads"
             if not (pid := os.fork()):
                 connection.close()
@@ -169,8 +202,9 @@ def serve(listening: socket.socket) -> str:
                 for exited, (_, other) in running.items():
                     os.close(exited)
                     other.close()
+                show_command(["python", "-m", *command, STARTED_BY % parent])
                 become(descriptors, environ, folder)
-                return module
+                return command
             for number in descriptors:
                 os.close(number)
             connection.send(str(pid).encode())
@@ -188,6 +222,14 @@ def become(descriptors: list[int], environ: dict[str, str], folder: str) -> None
     os.environ.update(environ | SET_BY_SERVER)
 
 
+def show_command(command: list[str]) -> None:
+    """Overwrites the command line that /proc shows, as far as the old one has room."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = (int(number) for number in fields[45:47])  # arg_start and arg_end
+    text = b"\0".join(part.encode() for part in command)[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
 def main() -> NoReturn:
     from moe_engine.processes import child
 
@@ -196,9 +238,8 @@ def main() -> NoReturn:
     child.start_interpreter = Starter(f"\0{sys.argv[1]}", dict(os.environ), child.start_interpreter)
     gc.collect()
     gc.freeze()
-    module = serve(socket.socket(fileno=int(sys.argv[2])))
-    sys.argv = [module]
-    sys.exit(importlib.import_module(module).main())
+    sys.argv = serve(socket.socket(fileno=int(sys.argv[2])))
+    sys.exit(importlib.import_module(sys.argv[0]).main())
 
 
 if __name__ == "__main__":

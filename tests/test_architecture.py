@@ -23,7 +23,7 @@ MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
 FACTS = {"errors", "types", "token_masks", "sampling_checks", "custom_logit_processor", "validation"}
-BASE = FACTS | {"structured_output"}
+BASE = FACTS | {"structured_output", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
 PLAN = {"config", "planning", "tokenizer"}
 # package -> what it may import of this project, besides itself
@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "types": {"errors", "structured_output"},
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
+    "kv_connectors": {"errors"},
     "sampling_checks": {"errors", "types", "validation", "structured_output"},
     "structured_output": {"errors", "types", "validation", "tokenizer", "processes"},
     "validation": {"errors"},
@@ -62,6 +63,7 @@ NO_TORCH_FILES = (
     "types",
     "token_masks",
     "custom_logit_processor",
+    "kv_connectors",
     "sampling_checks",
     "validation",
     "errors",

@@ -91,19 +91,18 @@ class BlockFP8Format:
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
         from moe_engine.kernels.quantization.protocol import BlockWeight
-        from moe_engine.models.host_copy import copy_into
 
         weight, *scales = self.tensors(prefix, shape, source.names)
         if not scales:
             PLAIN.load(source, prefix, shape, cut, out)
             return
+        grid = _read_scales(source, scales[0])
+        if isinstance(out, BlockWeight):
+            out.scales.copy_(cut.in_blocks(self.block).of(grid))
+            source.read_into(weight, cut, out.data)
+            return
         with source.open(weight, cut) as part:
-            grid = _read_scales(source, scales[0])
-            if isinstance(out, BlockWeight):
-                out.scales.copy_(cut.in_blocks(self.block).of(grid))
-                copy_into(out.data, part)
-            else:
-                _dequantize_into(out, part, grid, self.block, cut)  # type: ignore[arg-type]  # a Tensor
+            _dequantize_into(out, part, grid, self.block, cut)  # type: ignore[arg-type]  # a Tensor
 
     def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
         from moe_engine.kernels.quantization.protocol import BlockWeight

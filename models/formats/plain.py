@@ -46,11 +46,8 @@ class PlainFormat:
         return False
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
-        from moe_engine.models.host_copy import copy_into
-
         (stored,) = self.tensors(prefix, shape, source.names)
-        with source.open(stored, cut) as part:
-            copy_into(out, part)  # type: ignore[arg-type]  # there is no kernel format
+        source.read_into(stored, cut, out)  # type: ignore[arg-type]  # there is no kernel format
 
     def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
         raise ValueError("plain weights have no kernel format")

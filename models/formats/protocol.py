@@ -42,11 +42,14 @@ class StoredTensors(Protocol):
         """The dtype in the header; None if there is no such tensor."""
 
     def open(self, tensor: StoredTensor, cut: Cut = UNCUT) -> AbstractContextManager[Tensor]:
-        """A view of a slice on the host, inside a `with`; at its end the slice counts as read.
+        """A slice on the host, inside a `with`; at its end the slice counts as read.
 
         Raises:
-            CheckpointError: missing, or of another shape or dtype.
+            CheckpointError: missing, of another shape or dtype, or not readable.
         """
+
+    def read_into(self, tensor: StoredTensor, cut: Cut, out: Tensor) -> None:
+        """out = a slice, converted to its dtype and device, without a copy of the whole slice. Raises: as `open`."""
 
 
 class WeightFormat(Protocol):

@@ -76,6 +76,12 @@ class MemoryArgs:
         "Size of the host-RAM tier of each rank in GB (10^9 bytes), instead of --hicache-ratio. 0: by the ratio.",
         metavar="GB",
     )
+    kv_connector: str = flag(
+        "host",
+        "Tier or transport of KV with --enable-hierarchical-cache: host (host RAM), or the path of a class, as "
+        "package.module:Class.",
+        metavar="NAME",
+    )
     hicache_write_policy: str = flag(
         "write_back",
         "When KV is copied to the host-RAM tier. write_back: when it leaves the KV cache.",

@@ -116,27 +116,30 @@ class Frontend:
             InputError: one of its ids belongs to a running request.
         """
         sequences = self._enter(job)
-        await self._hold_weights(job, sequences)
+        held = await self._hold_weights(job, sequences)
         try:
             parts = self._run(sequences[0]) if len(sequences) == 1 else self._run_all(sequences)
             async with aclosing(parts) as pieces:
                 async for piece in pieces:
                     yield piece
         finally:
-            self.weights.release()
+            if held:
+                self.weights.release()
             for sequence in sequences:
                 self._leave(sequence)
 
-    async def _hold_weights(self, job: Job, sequences: list[_Sequence]) -> None:
-        """Waits while the weights are replaced: all sequences of a job have answers of the same ones."""
+    async def _hold_weights(self, job: Job, sequences: list[_Sequence]) -> bool:
+        """Waits while the weights are replaced: all sequences of a job have answers of the same ones. False: all
+        sequences were aborted meanwhile, and none will be sent."""
         try:
-            await self.weights.hold()
+            held = await self.weights.hold(lambda: all(sequence.aborted is not None for sequence in sequences))
         except BaseException:  # the client disconnected
             for sequence in sequences:
                 self._leave(sequence)
             raise
         for generation in job.generations:
             generation.weight_version = self.weights.version
+        return held
 
     async def _run_all(self, sequences: list[_Sequence]) -> AsyncGenerator[Piece]:
         queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(len(sequences))
@@ -166,6 +169,7 @@ class Frontend:
         for sequence in chosen:
             sequence.aborted = sequence.aborted or reason
             sequence.go.set()
+        self.weights.recheck()
         self.client.abort([s.generation.request.rid for s in chosen if s.is_sent], reason)
 
     async def prepare(self, inp: GenerateInput) -> Job:

@@ -31,9 +31,18 @@ class ServedWeights:
         self.model_path, self.version = model_path, self.version if version is None else version
         self.flags = {"model_path": self.model_path, "weight_version": self.version}
 
-    async def hold(self) -> None:
-        """Waits for the end of an update, if there is one. To be followed by `release`."""
+    async def hold(self, given_up: Callable[[], bool]) -> bool:
+        """Waits for the end of an update, if there is one. To be followed by `release`, unless the wait was given up.
+
+        Args:
+            given_up: asked while the request waits, also after each `recheck`; True ends the wait.
+
+        Returns:
+            False if the wait was given up.
+        """
         while not self._open.is_set():
+            if given_up():
+                return False
             self._num_waiting += 1
             try:
                 await self._open.wait()
@@ -41,6 +50,13 @@ class ServedWeights:
                 self._num_waiting -= 1
         self._num_held += 1
         self._unused.clear()
+        return True
+
+    def recheck(self) -> None:
+        """Waiting requests ask `given_up` again."""
+        if not self._open.is_set():
+            self._open.set()  # resumes all waiting requests; the update still runs
+            self._open.clear()
 
     def release(self) -> None:
         self._num_held -= 1

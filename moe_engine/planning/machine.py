@@ -11,9 +11,7 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.device import Device, cpu_device
-
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-UNLIMITED = 1 << 60
+from moe_engine.kernels.host_memory import host_memory, own_cgroup, read_int
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,6 @@ class Machine:
     def kernel_device(self) -> Device:
         """The device for kernel rows."""
         return Device(self.device, self.device_name, self.capability, self.cpu_flags, self.compiler)
-
-
-@dataclass(frozen=True)
-class Memory:
-    total_bytes: int
-    available_bytes: int
-    source: str
 
 
 def probe_machine(device: str | None = None) -> Machine:
@@ -108,93 +99,6 @@ def _unlinked(cuda: Any) -> str | None:
     )
 
 
-def host_memory(meminfo: str | None = None, cgroup: Path | None = None) -> Memory:
-    """RAM of this process: the machine's, or its container's limit if that is lower.
-
-    Args:
-        meminfo: text of /proc/meminfo (read from there when None).
-        cgroup: folder of this process's cgroup (found when None).
-    """
-    try:
-        text = Path("/proc/meminfo").read_text() if meminfo is None else meminfo
-    except OSError:
-        return _psutil_memory()
-    sizes = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        if value.strip().endswith("kB"):
-            sizes[key] = int(value.split()[0]) * 1024
-    total = sizes["MemTotal"]
-    available = sizes.get("MemAvailable", sizes.get("MemFree", 0))
-    source = "/proc/meminfo"
-    limit, used = _cgroup_memory(cgroup or _own_cgroup())
-    if limit < total or limit - used < available:
-        total, available, source = min(total, limit), min(available, max(0, limit - used)), "container limit"
-    return Memory(total, available, source)
-
-
-def _psutil_memory() -> Memory:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return Memory(memory.total, memory.available, "psutil")
-
-
-def _own_cgroup(controller: str = "memory", root: Path = CGROUP_ROOT) -> Path:
-    """The folder of this process's cgroup for a controller; inside a container usually the root itself."""
-    unified = root
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            if controller in controllers.split(","):
-                folder = root / controller / path.lstrip("/")
-                return folder if folder.exists() else root / controller
-            if number == "0" and (root / path.lstrip("/")).exists():
-                unified = root / path.lstrip("/")
-    except (OSError, ValueError):
-        pass
-    return unified
-
-
-def _cgroup_memory(folder: Path) -> tuple[int, int]:
-    """(limit, bytes in use that cannot be reclaimed) of the tightest of a cgroup and its ancestors."""
-    best = (UNLIMITED, 0)
-    for level in (folder, *folder.parents):
-        if level in CGROUP_ROOT.parents:
-            break  # above the cgroup file system
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit = _read_int(level / limit_name)
-            if limit is None or limit >= UNLIMITED:
-                continue
-            used = max(0, (_read_int(level / used_name) or 0) - _inactive_file(level))
-            if limit - used < best[0] - best[1]:
-                best = (limit, used)
-    return best
-
-
-def _inactive_file(folder: Path) -> int:
-    """Reclaimable page cache; the cgroup's figure counts it as used."""
-    try:
-        for line in (folder / "memory.stat").read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
-
-
-def _read_int(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-        return None if text == "max" else int(text)
-    except (OSError, ValueError):
-        return None
-
-
 def usable_cores(cgroup: Path | None = None) -> int:
     """Physical cores this process may use: its affinity without hyper-threads, or a container's CPU quota."""
     try:
@@ -202,7 +106,7 @@ def usable_cores(cgroup: Path | None = None) -> int:
     except AttributeError:  # not on Linux
         allowed = set(range(os.cpu_count() or 1))
     cores = len({_core_of(cpu) for cpu in allowed})
-    quota = _cpu_quota(cgroup or _own_cgroup("cpu"))
+    quota = _cpu_quota(cgroup or own_cgroup("cpu"))
     return max(1, cores if quota is None else min(cores, quota))
 
 
@@ -221,7 +125,7 @@ def _cpu_quota(folder: Path) -> int | None:
         return None if quota == "max" else int(quota) // int(period)
     except (OSError, ValueError):
         pass
-    limit, period_us = _read_int(folder / "cpu.cfs_quota_us"), _read_int(folder / "cpu.cfs_period_us")
+    limit, period_us = read_int(folder / "cpu.cfs_quota_us"), read_int(folder / "cpu.cfs_period_us")
     return limit // period_us if limit and limit > 0 and period_us else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from ipaddress import ip_address
 
 from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.field import option_of
@@ -19,6 +20,7 @@ DEPENDENTS = {
     "eplb_rebalance_layers_per_chunk": "enable_eplb",
     "eplb_min_rebalancing_utilization_threshold": "enable_eplb",
     "expert_distribution_recorder_buffer_size": "expert_distribution_recorder_mode",
+    "kv_connector": "enable_hierarchical_cache",
     "hicache_ratio": "enable_hierarchical_cache",
     "hicache_size": "enable_hierarchical_cache",
 }
@@ -45,7 +47,19 @@ def flags_without_effect(args: EngineArgs, device: str, plan: ParallelPlan) -> t
         found.append(
             f"--host {args.server.host} without --api-key: every client that reaches this machine can use the model"
         )
+    if args.server.enable_custom_logit_processor and args.server.api_key is None and not _is_loopback(args.server.host):
+        found.append(
+            f"--enable-custom-logit-processor with --host {args.server.host} without --api-key: every client that "
+            "reaches this machine can run its own Python code in the engine"
+        )
     return tuple(found)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def unread_variables(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from moe_engine.config.field import option_of
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.custom_logit_processor import NO_DILL
 from moe_engine.errors import ConfigError, InputError
+from moe_engine.kv_connectors import connector_class
 from moe_engine.sampling_checks import parse_sampling
 
 # field -> least value
@@ -116,6 +117,7 @@ def _host_tier(args: EngineArgs) -> Iterator[str]:
         yield "--enable-hierarchical-cache keeps cached prefixes, --disable-radix-cache caches none; drop one of them"
     if not memory.hicache_size and memory.hicache_ratio <= 0:
         yield f"--hicache-ratio {memory.hicache_ratio:g}: must be positive"
+    connector_class(memory.kv_connector)
 
 
 def attention_groups(args: EngineArgs) -> int:

@@ -47,6 +47,8 @@ class SchedulerConfig:
     speculation: SpeculationConfig | None = None
     host_tier_tokens: int = 0
     """Size of the host-RAM tier (``--enable-hierarchical-cache``); 0: none."""
+    kv_connector: str = "host"
+    """Class of the tier (`moe_engine.kv_connectors`)."""
     max_consecutive_prefills: int = 32
     """Max prefill-only steps in a row; then running requests get a decode step even if prompts still wait."""
 

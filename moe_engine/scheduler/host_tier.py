@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.slot_allocator import SlotAllocator
@@ -38,6 +39,9 @@ class HostTier:
         num_places: tokens of the host pool.
         slots: the pool's slots; `make_room` evicts until so many tokens are allocatable.
     """
+
+    copies: ClassVar[str] = "moe_engine.worker.kv_cache.kv_copies:KVCopies"
+    """Path of the worker side."""
 
     def __init__(self, num_places: int, slots: SlotAllocator, make_room: Callable[[int], bool]) -> None:
         self.num_places = num_places

@@ -6,8 +6,8 @@ others are private. Slots and rows are freed "after" the last planned step, beca
 
 from __future__ import annotations
 
+from moe_engine.kv_connectors import connector_class
 from moe_engine.scheduler.config import SchedulerConfig
-from moe_engine.scheduler.host_tier import HostTier
 from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
@@ -39,7 +39,8 @@ class KVCacheManager:
         self.connector: KVConnector | None = None
         """KV outside the pool, if there is any."""
         if config.host_tier_tokens:
-            self.connector = HostTier(config.host_tier_tokens, self.slots, self.make_room)
+            made = connector_class(config.kv_connector)
+            self.connector = made(config.host_tier_tokens, self.slots, self.make_room)
         tree = cache(config.page_size, self.slots.free) if self.connector is None else self.connector.tree
         self.tree: RadixCache = tree
         self.step = 0

@@ -10,7 +10,7 @@ step runs any of this.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from moe_engine.scheduler.radix_cache import Node, RadixCache
 from moe_engine.scheduler.waiting_queue import Waiting
@@ -19,6 +19,9 @@ from moe_engine.types import KVOps
 
 class KVConnector(Protocol):
     """The scheduler side. One owner: the `KVCacheManager`."""
+
+    copies: ClassVar[str]
+    """Path of the worker side, ``package.module:Class``."""
 
     @property
     def tree(self) -> RadixCache:

@@ -7,8 +7,10 @@ from typing import Any
 
 import msgspec
 
+from moe_engine.custom_logit_processor import described
 from moe_engine.frontend.frontend import Observer
 from moe_engine.frontend.generation import Generation
+from moe_engine.types import SamplingParams
 
 logger = logging.getLogger("moe_engine.server")
 
@@ -46,7 +48,7 @@ class RequestLog:
     def received(self, generation: Generation) -> None:
         facts: dict[str, Any] = {"rid": generation.rid, "prompt_tokens": len(generation.prompt_ids)}
         if self._level >= 1:
-            facts["sampling_params"] = msgspec.to_builtins(generation.sampling)
+            facts["sampling_params"] = _parameters(generation.sampling)
         if self._level >= 2:
             facts["text"] = self._cut(generation.prompt_text)
         logger.info("Receive: %s", facts)
@@ -64,3 +66,11 @@ class RequestLog:
         if text is None or self._level >= 3 or len(text) <= PARTIAL_CHARS:
             return text
         return text[:PARTIAL_CHARS] + " ..."
+
+
+def _parameters(sampling: SamplingParams) -> dict[str, Any]:
+    """The serialised class of a custom logit processor is replaced by its name and size."""
+    found: dict[str, Any] = msgspec.to_builtins(sampling)
+    if sampling.custom_logit_processor is not None:
+        found["custom_logit_processor"] = described(sampling.custom_logit_processor)
+    return found

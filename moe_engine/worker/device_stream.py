@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.host_memory import host_memory
 from moe_engine.parallel.overlap import CommStream, CommThread
 
 
@@ -144,9 +145,7 @@ class DeviceStream:
         """Free memory of the device (on the CPU: of the machine)."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[0]
-        import psutil
-
-        return int(psutil.virtual_memory().available)
+        return host_memory().available_bytes
 
 
 class StreamLane:

@@ -33,6 +33,7 @@ class WorkerOptions:
         logits_rows: max rows of logits at once; a step with more computes several passes.
         dummy_seed: seed of the random weights of load_format ``dummy``; not a flag.
         host_tier_tokens: tokens of the host-RAM tier of the KV cache.
+        kv_connector: name or path of its class (`moe_engine.kv_connectors`).
         absorbed_break_even: measured value of `MLAFormPolicy`; None derives it from the model's widths. Not a flag.
     """
 
@@ -58,6 +59,7 @@ class WorkerOptions:
     dummy_seed: int = 0
     absorbed_break_even: float | None = None
     host_tier_tokens: int = 0
+    kv_connector: str = "host"
 
     @property
     def kv_dtype(self) -> str:

@@ -13,11 +13,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import msgspec
-import psutil
 import torch
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError, MoeEngineError
+from moe_engine.kernels.host_memory import host_memory
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
@@ -77,7 +77,7 @@ class WeightUpdate:
         tensors = list(_distinct(tensor for part in parts for tensor in weights_of(part)))
         needed = sum(tensor.nbytes for tensor in tensors)
         self._check_device(max((tensor.nbytes for tensor in tensors), default=0))
-        return {"host": socket.gethostname(), "needed": needed, "available": psutil.virtual_memory().available}
+        return {"host": socket.gethostname(), "needed": needed, "available": host_memory().available_bytes}
 
     def stage(self, args: CheckpointArgs) -> None:
         """Reads the checkpoint into new memory: on a GPU module by module, each copied to the host. Experts are read in

@@ -22,6 +22,7 @@ from moe_engine.kernels.backends import Backends, KernelPlan
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
+from moe_engine.kv_connectors import copies_class
 from moe_engine.models import sizes
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
@@ -34,7 +35,7 @@ from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.eplb.expert_setup import attach_experts, with_experts
 from moe_engine.worker.graphs.compile_setup import finish_regions, start_regions
 from moe_engine.worker.graphs.graph_setup import capture_graphs
-from moe_engine.worker.kv_cache.kv_copies import KVCopies, Listener
+from moe_engine.worker.kv_cache.kv_copies import Listener
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.model_runner import ModelRunner, PendingResult
 from moe_engine.worker.options import WorkerOptions
@@ -252,7 +253,7 @@ def _prepare(
         passes=LogitsPasses(options.logits_rows), window=config.cache_groups[0].window,
     )  # fmt: skip
     if options.host_tier_tokens:
-        runner.kv_copies = KVCopies(pool, options.host_tier_tokens, stream)
+        runner.kv_copies = copies_class(options.kv_connector)(pool, options.host_tier_tokens, stream)
     draft_bytes = 0
     if speculation is not None:
         drafts = options.kernels.draft

@@ -23,6 +23,7 @@ from moe_engine.planning.checkpoint import embedded_model
 from moe_engine.planning.prepare import prepare
 from moe_engine.server.app import make_template
 from moe_engine.server.launch import server_settings
+from tests.examples import examples
 
 REMARKS = ("no --model-path", "note: ", "[20")
 """Prefixes of lines that are not errors; the last is the log."""
@@ -141,7 +142,7 @@ WORDS = [
 FLAGS = [info for part in PARTS.values() for info in fields_of(part) if info.name not in ("device",)]
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(st.sampled_from([info.name for info in FLAGS]), st.sampled_from(WORDS), min_size=1, max_size=3))
 def test_any_value_of_any_flag(capsys, values):
     argv = ["plan"]
@@ -152,7 +153,7 @@ def test_any_value_of_any_flag(capsys, values):
     assert code in (0, 2) and len(lines) == (1 if code else 0), (argv, code, lines)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.sampled_from(sorted(EngineArgs().flat())),

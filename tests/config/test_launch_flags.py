@@ -26,6 +26,7 @@ from moe_engine.worker.worker import WorkerInfo
 from tests.config.conftest import V3, machine
 from tests.config.sglang_flags import MACHINE, SERVER_ARGS
 from tests.config.test_parallel import EIGHT, LLAMA
+from tests.examples import examples
 
 MODES = {
     "deepep_mode", "eplb_algorithm", "tokenizer_mode", "moe_dispatch_dtype", "model_impl", "fp8_gemm_runner_backend",
@@ -128,7 +129,7 @@ def _settled(config: ResolvedConfig, name: str) -> Any:
     return dataclasses.replace(value, topology=topology, dispatch=None), dispatch.row.name, dispatch.modes
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(launches(), st.sampled_from(["moe", "dense"]), st.sampled_from(["cpu", "gpu"]))
 def test_flags_given_again_resolve_to_the_same(folders, flags, model, device):
     try:

@@ -6,7 +6,9 @@ import re
 
 import pytest
 
+from moe_engine import kv_connectors
 from moe_engine.errors import ConfigError
+from moe_engine.kv_connectors import METHODS, connector_class
 from moe_engine.planning.ledger import (
     GB,
     SLOT_TOKEN_BYTES,
@@ -16,6 +18,7 @@ from moe_engine.planning.ledger import (
     slot_table_bytes,
     tokens_that_fit,
 )
+from moe_engine.scheduler.kv_connector import KVConnector
 from tests.config.conftest import SMALL, V3, machine
 
 V2_LITE = {
@@ -164,3 +167,25 @@ def test_flags_of_the_host_tier(resolved):
     assert "--disable-radix-cache" in refusal(resolved, enable_hierarchical_cache=True, disable_radix_cache=True)
     assert "--hicache-ratio 0" in refusal(resolved, enable_hierarchical_cache=True, hicache_ratio=0.0)
     assert "write-through" in refusal(resolved, enable_hierarchical_cache=True, hicache_write_policy="write_through")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lmcache", "--kv-connector 'lmcache': unknown; use host, or the path of a class as package.module:Class"),
+        ("no_such_package.tier:Tier", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("moe_engine.scheduler.host_tier:Tier", "cannot be loaded: AttributeError"),
+        ("moe_engine.scheduler.host_tier:MIN_LOAD", "not a class"),
+        ("collections:OrderedDict", "OrderedDict has no method get_num_new_matched_tokens, start_load"),
+        ("moe_engine.scheduler.kv_connector:KVConnector", "KVConnector has no attribute copies"),
+    ],
+)
+def test_unusable_kv_connectors_are_refused(resolved, name, words):
+    assert words in refusal(resolved, enable_hierarchical_cache=True, kv_connector=name)
+
+
+def test_the_connector_of_the_host_tier_has_a_name(resolved):
+    assert resolved(enable_hierarchical_cache=True, kv_connector="host").host_tier_tokens
+    assert set(METHODS) < set(vars(KVConnector))
+    with pytest.raises(ConfigError, match="HostTier has no method start"):
+        kv_connectors._check(connector_class("host"), kv_connectors.WORKER_METHODS)

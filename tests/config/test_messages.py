@@ -28,6 +28,7 @@ ANOTHER: dict[str, Any] = {
     "eplb_min_rebalancing_utilization_threshold": 0.9,
     "expert_distribution_recorder_buffer_size": 7,
     "hicache_ratio": 3.0,
+    "kv_connector": "a:B",
     "hicache_size": 2,
 }
 """A value that is not the default, of each dependent flag."""

@@ -20,6 +20,7 @@ from moe_engine.planning.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan, resolve_parallel
 from tests.config.conftest import SMALL, V3, machine
+from tests.examples import examples
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -292,7 +293,7 @@ def fits(tp: int, attn_dp: int, ep: int, dense: int | None, backend: str, lm_hea
     return not lm_head or attn_dp > 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     tp=st.integers(1, 8),
     attn_dp=st.integers(1, 8),

@@ -176,6 +176,13 @@ def test_remarks_on_flags_without_effect(resolved):
     assert any("--api-key" in note for note in resolved(host="0.0.0.0").notes)
     assert not resolved(host="0.0.0.0", api_key="k").notes
     assert resolved(disable_cuda_graph=True).notes
+    pytest.importorskip("dill")
+    for host, key, warned in (
+        ("0.0.0.0", None, True), ("10.0.0.7", None, True), ("node7", None, True), ("10.0.0.7", "k", False),
+        ("127.0.0.1", None, False), ("localhost", None, False), ("::1", None, False),
+    ):  # fmt: skip
+        notes = resolved(host=host, api_key=key, enable_custom_logit_processor=True).notes
+        assert any("can run its own Python code in the engine" in note for note in notes) is warned, host
 
 
 def test_ranges_name_real_fields():

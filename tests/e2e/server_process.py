@@ -12,21 +12,31 @@ from pathlib import Path
 import httpx
 import psutil
 
+from moe_engine.processes import child
+from tests.fork_server import ForkedProcess, Starter, children
 from tests.free_port import free_port
 
 START_SECONDS = 90
 
 
 class ServerProcess:
-    """``python -m moe_engine.launch_server`` with its output in a file; leaves no process behind."""
+    """``python -m moe_engine.launch_server`` with its output in a file; leaves no process behind.
+
+    With the fixture `forked_processes` it is forked from a server that has imported what it needs."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log_path = folder / f"server-{self.port}.log"
-        command = [sys.executable, "-m", "moe_engine.launch_server", "--port", str(self.port), *flags]
+        arguments = ["--port", str(self.port), *flags]
+        start = child.start_interpreter
+        self.process: subprocess.Popen[bytes] | ForkedProcess
         with open(self._log_path, "wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+            if isinstance(start, Starter):
+                self.process = start.start_program(["moe_engine.cli.main", "serve", *arguments], log)
+            else:
+                command = [sys.executable, "-m", "moe_engine.launch_server", *arguments]
+                self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
 
     @property
     def log(self) -> str:
@@ -44,14 +54,14 @@ class ServerProcess:
         raise AssertionError(f"server not ready in {START_SECONDS} s:\n{self.log}")
 
     def __exit__(self, *_: object) -> None:
-        for child in self.children():
-            child.kill()
+        for process in self.children():
+            process.kill()
         self.process.kill()
         self.process.wait()
 
     def children(self) -> list[psutil.Process]:
         try:
-            return psutil.Process(self.process.pid).children(recursive=True)
+            return children(psutil.Process(self.process.pid), recursive=True)
         except psutil.NoSuchProcess:
             return []
 

@@ -15,6 +15,8 @@ import pytest
 from tests.e2e.server_process import ServerProcess
 from tests.models.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 GREEDY = {"temperature": 0.0, "max_new_tokens": 300, "ignore_eos": True}
 CONTEXT = 512
 

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.server_process import ServerProcess
 from tests.models.checkpoints import make_checkpoint
 
-LENGTH = 5000  # a second or more of a tiny model: all are running before the first one ends
+LENGTH = 2000  # a second or more of a tiny model: all are running before the first one ends
 LONG = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
 
 

@@ -18,6 +18,8 @@ import pytest
 from moe_engine.custom_logit_processor import DisallowedTokensLogitsProcessor
 from tests.e2e.server_process import ServerProcess
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 CHAIN = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1")
 CHAIN += ("--speculative-num-draft-tokens", "3")
 TREE = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2", "--speculative-eagle-topk", "2")
@@ -28,11 +30,17 @@ FORMS = {
     "one rank, chain": CHAIN,
     "tp2, tree": ("--tp-size", "2", *TREE),
     "dp2, chain": ("--tp-size", "2", *DP, *CHAIN),
-    "ep2": ("--tp-size", "2", *DP, "--moe-a2a-backend", "all_to_all"),
+    "ep2, chain": ("--tp-size", "2", *DP, "--moe-a2a-backend", "all_to_all", *CHAIN),
 }
 COMMON = ("--dtype", "float32", "--chunked-prefill-size", "32", "--max-total-tokens", "4096", "--cpu-threads", "1")
 HAS_DILL = find_spec("dill") is not None
-TEXTS = ["The cat sat on the", "What is 2 + 3?", "Once upon a time there was a small", "The capital of France is"]
+LONG = "A short introduction of several sentences comes first. It is longer than a prefill chunk. " * 2
+TEXTS = [
+    LONG + "The cat sat on the",
+    "What is 2 + 3?",
+    "Once upon a time there was a small",
+    "The capital of France is",
+]
 LENGTH = 16
 
 
@@ -78,6 +86,9 @@ def test_masked_requests_beside_others(client: httpx.Client, expected: dict[str,
     for tokens, plain in zip(found[2 * count :], free):
         assert set(tokens) <= set(plain[2:9])
     assert found == expected.setdefault("tokens", found)
+    answer = generate(client, TEXTS[0], {"logit_bias": {str(free[0][0]): -100.0}}).json()
+    assert free[0][0] != answer["output_ids"][0]
+    assert answer["meta_info"]["cached_tokens"] > 32 and answer["meta_info"]["prompt_tokens"] > 33
 
 
 def test_openai_endpoints_take_the_fields(client: httpx.Client) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.e2e.server_process import ServerProcess
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 DEPTH = 3
 QUESTIONS = [f"What is the {fact} of {place}?" for fact in ("capital", "currency") for place in ("France", "Peru")]
 

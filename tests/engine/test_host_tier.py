@@ -13,6 +13,7 @@ import torch
 from moe_engine.core.kv_arrivals import KVArrivals
 from moe_engine.core.transport import ZmqTransport
 from moe_engine.errors import MoeEngineError
+from moe_engine.scheduler.host_tier import HostTier
 from moe_engine.types import KVLoad, KVOps
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
@@ -28,7 +29,26 @@ CHAIN: dict[str, Any] = {
     "speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_num_draft_tokens": 3,
     "speculative_eagle_topk": 1,
 }  # fmt: skip
-FORMS = {"plain": {}, "pages": {"page_size": 4}, "chain": CHAIN, "ngram": {"speculative_algorithm": "NGRAM"}}
+OWN = "tests.engine.test_host_tier:OwnTier"
+FORMS = {
+    "plain": {},
+    "pages, own classes": {"page_size": 4, "kv_connector": OWN},
+    "chain": CHAIN,
+    "ngram": {"speculative_algorithm": "NGRAM"},
+}
+
+
+class OwnCopies(KVCopies): ...
+
+
+class OwnTier(HostTier):
+    copies = "tests.engine.test_host_tier:OwnCopies"
+    num_stores = 0
+
+    def build_connector_meta(self) -> KVOps | None:
+        ops = super().build_connector_meta()
+        OwnTier.num_stores += ops is not None
+        return ops
 
 
 @pytest.fixture(scope="module", params=list(FORMS))
@@ -36,7 +56,11 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("tier")
     path = agreeing_checkpoint("deepseek_v3", folder / "model", 5, num_hidden_layers=2, num_mtp_layers=1)
     engine = InProcessEngine(path, folder / "board", **LIMITS, **FORMS[request.param])
+    copies = type(engine.worker.runner.kv_copies).__name__
+    assert copies == ("OwnCopies" if "own" in request.param else "KVCopies")
     yield engine
+    if "own" in request.param:
+        assert OwnTier.num_stores
     engine.close()
 
 

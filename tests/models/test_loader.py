@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
-from moe_engine.models import sizes
-from moe_engine.models.checkpoint_files import INDEX_FILE
+from moe_engine.models import safetensors_file, sizes
+from moe_engine.models.checkpoint_files import INDEX_FILE, WeightFile, read_checkpoint
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
 from moe_engine.models.dummy_weights import DummyReader
 from moe_engine.models.loader import load_model
+from moe_engine.models.safetensors_file import SafetensorsFile
 from moe_engine.models.weights import WeightReader
 from tests.models import stepper
 from tests.models.checkpoints import make_checkpoint, write_tensors
@@ -85,6 +88,49 @@ def test_truncated_file(tmp_path: Path) -> None:
     fails(path, "model.safetensors", "truncated")
     file.write_bytes((1 << 20).to_bytes(8, "little") + b"{" * (1 << 20))
     fails(path, "broken safetensors header")
+
+
+def test_file_truncated_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_checkpoint("deepseek_v3", tmp_path, fp8=True)
+    file = path / "model.safetensors"
+    size, opened = file.stat().st_size, SafetensorsFile.__init__
+
+    def open_and_truncate(self: SafetensorsFile, found: WeightFile) -> None:
+        opened(self, found)
+        os.truncate(file, size // 3)
+
+    monkeypatch.setattr(SafetensorsFile, "__init__", open_and_truncate)
+    fails(path, "model.safetensors: truncated while it was read: tensor model.", f"the file has {size // 3}")
+
+
+def test_reads_of_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "PART_BYTES", 1 << 15)  # several parts
+    rng = random.Random(random.getrandbits(32))
+    tensors = {
+        "odd": torch.randint(0, 255, (3,), dtype=torch.uint8),  # the others are not aligned
+        "wide": torch.randn(5, 9000).to(torch.bfloat16),
+        "tall": torch.randn(700, 40),
+        "vector": torch.randn(33),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (file,) = {found.path: found for found in read_checkpoint(tmp_path).values()}.values()
+    opened = SafetensorsFile(file)
+    for name, tensor in tensors.items():
+        ends = [sorted(rng.sample(range(size + 1), 2)) if size > 1 else [0, size] for size in tensor.shape]
+        cuts = [slice(*pair) for pair in ends]
+        wanted = [
+            Cut(),
+            *(Cut(*cuts[:i]) for i in range(1, len(cuts) + 1)),
+            *([Cut(None, cuts[1])] if len(cuts) > 1 else []),
+        ]
+        for cut in wanted:
+            part = cut.of(tensor)
+            assert torch.equal(opened.read(name, cut), part), (name, cut)
+            other = torch.empty(part.shape, dtype=torch.float64)
+            opened.read_into(name, cut, other)
+            assert torch.equal(other, part.double()), (name, cut)
 
 
 def test_no_files_and_absent_shards(tmp_path: Path) -> None:

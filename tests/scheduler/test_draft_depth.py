@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from moe_engine.scheduler.draft_depth import Acceptance, AutoDepth, FixedDepth, make_policy
 from moe_engine.scheduler.step_cost_model import StepCost
 from moe_engine.types import SpeculationConfig
+from tests.examples import examples
 from tests.scheduler.depth_simulator import DepthSimulation, Machine, NoDrafts
 
 AUTO = SpeculationConfig("nextn", 4, auto_depth=True)
@@ -171,7 +172,7 @@ def machines(draw: st.DrawFn) -> Machine:
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(machine=machines(), num_requests=st.sampled_from([1, 2, 7, 64]), seed=st.integers(0, 1000))
 def test_adaptive_depth_never_loses(machine: Machine, num_requests: int, seed: int) -> None:
     """Where drafts gain exactly what they cost, measurements with 10 % noise do not show a small loss for long."""

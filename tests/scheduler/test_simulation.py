@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_engine.errors import InputError
 from moe_engine.scheduler import POLICIES, SchedulerConfig
+from tests.examples import examples
 from tests.scheduler.simulator import Simulation, random_request
 
 
@@ -68,7 +69,7 @@ def play(
     sim.check_end()
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     overlap=st.booleans(),

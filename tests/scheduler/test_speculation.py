@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_engine.scheduler import Scheduler, SchedulerConfig
 from moe_engine.types import SpeculationConfig, StepPlan, StepResult
+from tests.examples import examples
 from tests.scheduler.drafting_worker import DraftingWorker
 from tests.scheduler.simulator import EOS, Simulation, make_request
 from tests.scheduler.test_simulation import configs, play
@@ -31,7 +32,7 @@ def simulate(config: SchedulerConfig, *, overlap: bool, seed: int, luck: float, 
     return Simulation(config, overlap=overlap, check_every=check_every, worker=worker)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     config=configs(),
     speculation=speculations(),
@@ -91,7 +92,7 @@ def test_pool_is_whole_after_many_steps(speculation: SpeculationConfig, page: in
     assert sum(stats.speculation.accepted) <= worker.accepted  # some were of requests that had ended
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     depth=st.integers(1, 5),
     accepted=st.lists(st.integers(0, 5), max_size=4),

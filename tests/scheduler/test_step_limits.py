@@ -28,6 +28,7 @@ from moe_engine.planning.resolve import DTYPE_BYTES, ResolvedConfig, resolve
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.two_batches import find_cut
 from tests.config.conftest import SMALL, machine
+from tests.examples import examples
 from tests.scheduler.drafting_worker import DraftingWorker
 from tests.scheduler.simulator import Simulation, make_request
 
@@ -170,7 +171,7 @@ def loads(rng: random.Random, sim: Simulation, longest: int) -> Iterator[None]:
         yield
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(asked=flags(), layers=st.sampled_from(LAYERS), on_gpu=st.booleans(), seed=st.integers(0, 10**6))
 def test_no_plan_exceeds_the_limits(
     folders: dict[int, Path], asked: dict[str, Any], layers: int, on_gpu: bool, seed: int

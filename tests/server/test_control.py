@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_engine.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.client_api import Health
 from moe_engine.server import native_api
@@ -429,3 +432,29 @@ def test_request_log(caplog):
     assert lines[0].startswith("Receive: {'rid': 'r1', 'prompt_tokens': 2, 'sampling_params':")
     assert lines[1].startswith("Finish:")
     assert TEXT in lines[1]
+
+
+class Inline(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        return logits
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_request_log_shortens_custom_processors(caplog, level):
+    dill = pytest.importorskip("dill")
+    by_value = json.dumps({"callable": dill.dumps(Inline, byref=False, recurse=True).hex()})
+    texts = {
+        DisallowedTokensLogitsProcessor.to_str(): "DisallowedTokensLogitsProcessor",
+        by_value: "Inline",
+        json.dumps({"callable": pickle.dumps(Inline, protocol=2).hex()}): "Inline",
+        json.dumps({"callable": b"no pickle".hex() * 100}): "",
+    }
+    for text, name in texts.items():
+        caplog.clear()
+        body = {"text": "Hello", "custom_logit_processor": text}
+        flags = {"log_requests": True, "log_requests_level": level, "enable_custom_logit_processor": True}
+        with caplog.at_level(logging.INFO, "moe_engine.server"):
+            assert post(FakeClient(), "/generate", body, **flags).status_code == 200
+        line = caplog.records[0].getMessage()
+        shown = f"{name} ({len(text)} characters)" if name else f"{len(text)} characters"
+        assert f"'custom_logit_processor': '{shown}'" in line and json.loads(text)["callable"] not in line

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -15,7 +21,7 @@ from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.weight_updates import WeightUpdates
 from tests.server.fake_engine import FakeClient
-from tests.server.harness import get, post, talk
+from tests.server.harness import get, post, real_server, talk
 
 CHECKED = {"host": "here", "needed": 100, "available": 1 << 40}
 UPDATE = "/update_weights_from_disk"
@@ -137,6 +143,76 @@ def test_new_requests_wait_running_ones_end_first_or_are_aborted() -> None:
     assert update == {**update, "success": True, "num_paused_requests": 1}
     assert (first["meta_info"]["weight_version"], late["meta_info"]["weight_version"]) == ("default", "7")
     assert first["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+@contextmanager
+def update_in_progress() -> Iterator[tuple[httpx.Client, Ranks, Callable[[], dict[str, Any]]]]:
+    """A server whose ranks stage weights until the third value is called; that returns the update's answer."""
+    go_on = threading.Event()
+
+    class Slow(Ranks):
+        async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
+            while method == "stage_weights" and not go_on.is_set():
+                self.called.append(method)
+                await asyncio.sleep(0.01)
+            return await super().ask_ranks(method, args, deadline)
+
+    client = Slow()
+    with (
+        real_server(client, enable_metrics=True) as url,
+        httpx.Client(base_url=url) as http,
+        ThreadPoolExecutor() as pool,
+    ):
+        update = pool.submit(httpx.post, url + UPDATE, json={"model_path": "/new"}, timeout=60)
+
+        def finish() -> dict[str, Any]:
+            go_on.set()
+            return dict(update.result(60).json())
+
+        try:
+            while "stage_weights" not in client.called:
+                time.sleep(0.01)
+            yield http, client, finish
+        finally:
+            finish()
+
+
+def aborted(http: httpx.Client) -> float:
+    page = http.get("/metrics").text
+    return sum(float(line.split()[-1]) for line in page.splitlines() if "num_aborted_requests_total{" in line)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"sampling_params": {"n": 2}}, {"text": ["a", "b"], "rid": ["x-1", "x-2"]}])
+def test_an_abort_ends_a_request_that_waits_for_an_update(stream: bool, fields: dict[str, Any]) -> None:
+    with update_in_progress() as (http, client, finish), ThreadPoolExecutor() as pool:
+        body = {"text": "hi", "rid": "x", "stream": stream, **fields}
+        ask = partial(httpx.post, f"{http.base_url}/generate", timeout=60)
+        first, second = pool.submit(ask, json=body), pool.submit(ask, json={"text": "stays", "rid": "y"})
+        with pytest.raises(TimeoutError):
+            first.result(0.3)
+        http.post("/abort_request", json={"rid": "x"})
+        answer = first.result(20)  # the update still runs
+        assert answer.status_code == 200 and "Abort in /abort_request" in answer.text
+        assert aborted(http) == (2 if fields else 1)
+        again = pool.submit(ask, json={"text": "hi", "rid": "x"})
+        time.sleep(0.1)
+        assert not again.done() and not second.done() and not client.requests
+        assert finish()["num_paused_requests"] == 2
+        for done in (second.result(20), again.result(20)):
+            assert done.json()["meta_info"]["finish_reason"]["type"] == "stop"
+        assert http.get("/server_info").json()["internal_states"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_disconnect_ends_a_request_that_waits_for_an_update(stream: bool) -> None:
+    with update_in_progress() as (http, client, finish):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{http.base_url}/generate", json={"text": "hi", "rid": "x", "stream": stream}, timeout=0.5)
+        time.sleep(0.3)
+        assert finish()["num_paused_requests"] == 0
+        assert not client.requests
+        assert http.post("/generate", json={"text": "hi", "rid": "x"}).status_code == 200
 
 
 @pytest.mark.parametrize("field", ["keep_pause", "flush_cache"])

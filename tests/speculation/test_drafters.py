@@ -73,6 +73,7 @@ def run(make: MakeDrafter, config: SpeculationConfig, page_size: int, limits: st
     return engine
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("depth", "page_size", "limits", "temperature"), CHAINS)
 @pytest.mark.parametrize("name", MAKERS)
 def test_exact_chains_are_always_accepted(
@@ -83,6 +84,7 @@ def test_exact_chains_are_always_accepted(
     assert stats is not None and stats.accepted == stats.proposed and min(stats.accepted) > 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("depth", "topk", "nodes", "limits", "temperature"), TREES)
 @pytest.mark.parametrize("name", MAKERS)
 def test_exact_trees_contain_the_next_tokens(

@@ -16,6 +16,7 @@ from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.errors import InputError
 from moe_engine.tokenizer import Tokenizer, load_tokenizer, slices
 from moe_engine.tokenizer.tokenizer import FastBackend
+from tests.examples import examples
 from tests.tokenizer.tiny_tokenizer import LINES, SPECIALS, make_tokenizer
 
 PATTERNS = {
@@ -72,7 +73,7 @@ TEXTS = st.lists(st.tuples(WORDS, st.sampled_from(["", " ", " ", "\n"])), max_si
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(text=TEXTS, size=st.integers(4, 40), special=st.booleans())
 @example(text=SPECIALS[0] * 3 + "Hello world " * 20, size=30, special=True)
 def test_slices_have_the_tokens_of_the_whole(kind, text, size, special):

@@ -13,6 +13,7 @@ import pytest
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import MoeEngineError
 from moe_engine.executor.make_worker import worker_options
+from moe_engine.kernels import host_memory
 from moe_engine.planning.prepare import prepare
 from moe_engine.types import NewRow, SamplingParams, StepPlan
 from moe_engine.worker import weight_update
@@ -126,6 +127,20 @@ def test_weights_keep_their_addresses(worker: Worker, checkpoints: list[Path]) -
     ask(worker, "commit_weights")
     assert [tensor.data_ptr() for part in parts for tensor in weights_of(part)] == before
     assert any((a != b).any() for a, b in zip(values, logits_of(worker)))
+
+
+@pytest.mark.parametrize(
+    "names", [("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")]
+)
+def test_the_check_counts_a_containers_limit(
+    worker: Worker, checkpoints: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
+) -> None:
+    for name, size in zip(names, (3 << 20, 1 << 20)):
+        (tmp_path / name).write_text(f"{size}\n")
+    monkeypatch.setattr(host_memory, "own_cgroup", lambda: tmp_path)
+    found = ask(worker, "check_weights", model_path=str(checkpoints[1]))
+    assert found["available"] == 2 << 20
+    assert worker.runner.stream.free_bytes() == 2 << 20
 
 
 def test_unknown_methods_and_arguments_are_refused_by_name(worker: Worker) -> None:

@@ -101,6 +101,7 @@ def test_the_ledger_holds_one_pass(ledger: Any) -> None:
     assert _bytes(ledger, "logits and sampling") == ledger.logits_rows * VOCAB * 3 * 4 + constant
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", SAMPLINGS)
 @pytest.mark.parametrize("logprobs", [False, True])
 @pytest.mark.parametrize("below", [False, True])

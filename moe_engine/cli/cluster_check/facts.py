@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 
 from moe_engine.cli.cluster_check.report import Finding
+from moe_engine.kernels.host_memory import host_memory
 from moe_engine.planning.ledger import gb
-from moe_engine.planning.machine import host_memory, usable_cores
+from moe_engine.planning.machine import usable_cores
 
 PACKAGES = ("moe-engine", "torch", "numpy", "pyzmq", "msgspec", "transformers", "tokenizers", "triton")
 """Packages whose versions must be equal on all nodes: they compute or transport tokens."""

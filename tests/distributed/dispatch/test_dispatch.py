@@ -14,10 +14,11 @@ from moe_engine.parallel.dispatch.tables import MODES
 from tests.distributed.dispatch.ranks import World
 from tests.distributed.dispatch.routings import Routing, expected, routings
 from tests.distributed.dispatch.worlds import DTYPES, Outcome, Setup, run_interleaved, run_phases, run_routing
+from tests.examples import examples
 
 LOCAL_AND_TOP_K = [(1, 1), (2, 3), (4, 8), (3, 2)]
 OURS = ("all_to_all", "allgather", "shared_memory")
-EXAMPLES = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+EXAMPLES = settings(max_examples=examples(4), deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
 
 def setups_of(backends: tuple[str, ...], num_nodes: int = 1, as_device: bool = False) -> list[Setup]:
@@ -101,7 +102,7 @@ def check_all(world: World, setups: list[Setup], routing: Routing) -> None:
 
 
 def test_any_routing(world: World) -> None:
-    @settings(EXAMPLES, max_examples=12 if world.n < 8 else 4)
+    @settings(EXAMPLES, max_examples=examples(4 if world.n < 8 else 2))
     @given(routing=routings(world.n, LOCAL_AND_TOP_K))
     def run(routing: Routing) -> None:
         check_all(world, setups_of(OURS), routing)
@@ -113,7 +114,7 @@ def test_any_routing_as_on_devices_and_beyond_rooms(world: World) -> None:
     """Forms that serve GPUs, over ranks on CPUs; messages that are larger than their rooms; machines without a
     compiler."""
 
-    @settings(EXAMPLES, max_examples=8 if world.n < 8 else 3)
+    @settings(EXAMPLES, max_examples=examples(3 if world.n < 8 else 2))
     @given(routing=routings(world.n, LOCAL_AND_TOP_K))
     def run(routing: Routing) -> None:
         setups = setups_of(("all_to_all", "allgather"), as_device=True)

@@ -27,6 +27,7 @@ from tests.distributed.dispatch.ranks import Ranks
 from tests.distributed.dispatch.routings import MAX_TOKENS, Routing, draw_ids, routings
 from tests.distributed.dispatch.test_dispatch import EXAMPLES, check
 from tests.distributed.dispatch.worlds import Outcome, Setup
+from tests.examples import examples
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 
@@ -70,21 +71,21 @@ def drawn(seed: int, kind: str = "uniform", sizes: tuple[int, ...] = (3, 2)) -> 
     return Routing(seed, 4, 2, ids)
 
 
-@settings(EXAMPLES, max_examples=7)
+@settings(EXAMPLES, max_examples=examples(3))
 @given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SETUPS))
 @example(drawn(5), SETUPS[-1])
 def test_any_routing_on_two_ranks(two: Ranks, routing: Routing, setup: Setup) -> None:
     check_all(setup, [routing], two.call(worlds.run_routings, setup, [routing], timeout_s=60))
 
 
-@settings(EXAMPLES, max_examples=3)
+@settings(EXAMPLES, max_examples=examples(2))
 @given(routing=routings(3, [(2, 3), (3, 2)]), setup=st.sampled_from(SETUPS[1:3]))
 def test_any_routing_on_three_ranks(three: Ranks, routing: Routing, setup: Setup) -> None:
     """An odd number of ranks: unused lanes, and tables of odd width."""
     check_all(setup, [routing], three.call(worlds.run_routings, setup, [routing], timeout_s=60))
 
 
-@settings(EXAMPLES, max_examples=3)
+@settings(EXAMPLES, max_examples=examples(2))
 @given(routing=routings(4, [(1, 1), (2, 3)]), setup=st.sampled_from(SETUPS[1:3]))
 def test_any_routing_on_four_ranks(four: Ranks, routing: Routing, setup: Setup) -> None:
     check_all(setup, [routing], four.call(worlds.run_routings, setup, [routing], timeout_s=60))
@@ -98,7 +99,7 @@ SHUFFLED = (
 )
 
 
-@settings(EXAMPLES, max_examples=6)
+@settings(EXAMPLES, max_examples=examples(3))
 @given(routing=routings(2, [(1, 1), (2, 3), (3, 2)]), setup=st.sampled_from(SHUFFLED))
 @example(drawn(6), SHUFFLED[-1])
 def test_any_routing_through_nvshmem(two: Ranks, routing: Routing, setup: Setup) -> None:

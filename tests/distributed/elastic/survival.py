@@ -18,6 +18,7 @@ import psutil
 from moe_engine import Engine
 from moe_engine.errors import MoeEngineError
 from tests.distributed.ranks.drill import ended
+from tests.fork_server import children
 
 ORDINARY = 250  # token ids from here on are special
 KERNELS = {"max_total_tokens": 8192, "dtype": "float32", "cpu_threads": 1, "skip_tokenizer_init": True}
@@ -32,6 +33,8 @@ class Stream:
     prompt: list[int]
     sampling: dict[str, Any]
     rank: int | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the request."""
     tokens: list[int] = field(default_factory=list)
     cached: set[int] = field(default_factory=set)
     meta: dict[str, Any] = field(default_factory=dict)
@@ -58,6 +61,7 @@ class Stream:
             return_logprob=True,
             logprob_start_len=0,
             routed_dp_rank=self.rank,
+            **self.more,
         ):  # type: ignore[union-attr]
             assert chunk["output_ids"][: len(self.tokens)] == self.tokens, "earlier tokens changed"
             self.tokens, self.meta = chunk["output_ids"], chunk["meta_info"]
@@ -94,7 +98,7 @@ class Struck:
             **{**KERNELS, "moe_a2a_backend": "all_to_all", **flags},
         )
         self.supervisor = psutil.Process(self.engine._cores[0].pid)
-        self.ranks = sorted(self.supervisor.children(), key=lambda process: (process.create_time(), process.pid))
+        self.ranks = sorted(children(self.supervisor), key=lambda process: (process.create_time(), process.pid))
 
     def strike(self, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
         self.ranks[rank].send_signal(how)
@@ -124,7 +128,9 @@ def alone(path: Path, streams: Sequence[Stream], **flags: Any) -> list[list[int]
     """The tokens of a single undisturbed rank."""
     with Engine(str(path), **{**KERNELS, **flags}) as engine:
         answers = engine.generate(
-            input_ids=[stream.prompt for stream in streams], sampling_params=[stream.sampling for stream in streams]
+            input_ids=[stream.prompt for stream in streams],
+            sampling_params=[stream.sampling for stream in streams],
+            **{"custom_logit_processor": [stream.more.get("custom_logit_processor") for stream in streams]},
         )
     return [answer["output_ids"] for answer in answers]  # type: ignore[index, union-attr]
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import signal
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from moe_engine.custom_logit_processor import DisallowedTokensLogitsProcessor
 from moe_engine.errors import EngineDeadError
 from moe_engine.frontend.expert_records import ExpertRecords
 from tests import random_seed
@@ -103,6 +107,47 @@ def test_two_killed_at_once_while_experts_move(
         check(streams, expected)
         assert running.alive == [2, 2] and not running.problems()
         check_counts(running, tmp_path)
+
+
+@pytest.mark.parametrize("drafts", [{}, {"speculative_algorithm": "NEXTN"}], ids=["plain", "drafts"])
+def test_masked_requests_continue(tmp_path: Path, drafts: dict[str, Any]) -> None:
+    """Late and static masks, logit biases and custom processors, on the lost rank and on the others."""
+    pytest.importorskip("dill")
+    path = agreeing_checkpoint("deepseek_v3", tmp_path / "agreeing", SEED, num_mtp_layers=1)
+    flags: dict[str, Any] = {"skip_tokenizer_init": False, "enable_custom_logit_processor": True}
+    streams = draw(SEED + 7, 10, LONG, [0, 1])
+    free = alone(path, streams, **flags)
+    letters = Tokenizer.from_file(str(path / "tokenizer.json")).encode("abcd", add_special_tokens=False).ids
+    assert len(letters) == 4
+    for i, stream in enumerate(streams):
+        common = sorted(set(free[i]))
+        if i // 2 == 0:
+            stream.sampling |= {"allowed_token_ids": letters, "bad_words": ["ab", "bc", "bda", "dd", "ac", "cc"]}
+        elif i // 2 == 1:
+            stream.sampling["allowed_token_ids"] = common[::2] + [3, 5]
+        elif i // 2 == 2:
+            stream.sampling["logit_bias"] = {str(token): -100.0 for token in common[:3]}
+        elif i // 2 == 3:
+            stream.sampling["custom_params"] = {"token_ids": common[:3]}
+            stream.more["custom_logit_processor"] = DisallowedTokensLogitsProcessor.to_str()
+    expected = alone(path, streams, **flags)
+    assert sum(one != other for one, other in zip(free, expected)) >= 5
+    with struck(path, 2, NUM_EXPERTS, moe_a2a_backend="allgather", **flags, **drafts) as running:
+        for stream in streams:
+            stream.begin(running.engine)
+        until(lambda: all(len(stream.tokens) > 3 for stream in streams), "no decodes")
+        running.strike(0)
+        finish(streams)
+        check(streams, expected)
+        assert running.alive == [1] and not running.problems()
+        again = [Stream(stream.prompt, stream.sampling, 1, stream.more).begin(running.engine) for stream in streams]
+        finish(again)
+        check(again, expected)
+        for stream in streams[:2]:
+            assert set(stream.tokens) <= set(letters)
+            assert not {(letters[0], letters[1]), (letters[3], letters[3])} & set(pairwise(stream.tokens))
+        (state,) = running.engine.get_server_info()["internal_states"]
+        assert not state["num_running"] and not state["num_waiting"]
 
 
 def check_counts(running: Struck, folder: Path) -> None:

@@ -17,6 +17,8 @@ from moe_engine.frontend.weight_updates import Updated, WeightUpdates
 from tests.models.checkpoints import make_checkpoint
 from tests.speculation.agreeing import agreeing_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 PREFIX = [7, 8, 9, 10, 11, 12, 13, 14]
 PROMPTS = [PREFIX + [20 + i] * (1 + 5 * i) for i in range(5)] + [[3, 4, 5]]
 LENGTH = 24
@@ -49,7 +51,7 @@ def open_engine(path: Path, **flags: Any) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoints: dict[str, Path]) -> dict[str, list[list[int]]]:
+def expected(checkpoints: dict[str, Path], forked_processes: None) -> dict[str, list[list[int]]]:
     """The tokens of each checkpoint, by prompt, without drafts and updates."""
     found = {}
     for name, path in checkpoints.items():
@@ -94,20 +96,20 @@ def test_no_answer_mixes_two_checkpoints(
     with open_engine(checkpoints["old"], weight_version="old", **FORMS[form]) as engine:
         updates, done = WeightUpdates(engine._frontend), []
 
-        async def change(version: str, abort: bool) -> None:
-            await asyncio.sleep(1.0)
-            path = str(checkpoints[version])
+        async def change(version: str, abort: bool, answers: Answers) -> None:
+            path, count = str(checkpoints[version]), len(answers)
+            while len(answers) < count + len(PROMPTS):
+                await asyncio.sleep(0.01)
             done.append(await asyncio.wrap_future(engine._submit(updates.update(path, None, version, abort=abort))))
-            await asyncio.sleep(0.5)
 
         async def work(answers: Answers) -> None:
-            await change("new", False)
-            for version in ("old", "new") * 5:  # all clients can be between two requests when one update aborts
-                await change(version, True)
+            await change("new", False, answers)
+            for version in ("old", "new") * 20:  # all clients can be between two requests when one update aborts
+                await change(version, True, answers)
                 if "abort" in {end for _, _, end, _ in answers}:
                     break
-            await change("old", False)
-            await change("new", False)
+            await change("old", False, answers)
+            await change("new", False, answers)
 
         answers = asyncio.run(under_load(engine, work))
         assert all(found.success for found in done), done
@@ -178,8 +180,10 @@ def test_unusable_checkpoints_change_nothing_and_the_reason_names_the_ranks(
         assert [output["output_ids"] for output in outputs] == expected["new"]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v2_lite", "mixtral"])
-@pytest.mark.parametrize("row", ["auto", "torch"])
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [*((kind, "auto") for kind in ("qwen3", "qwen3_moe", "deepseek_v2_lite", "mixtral")), ("qwen3_moe", "torch")],
+)
 def test_all_weights_of_a_family_are_replaced(tmp_path: Path, kind: str, row: str) -> None:
     old, new = (make_checkpoint(kind, tmp_path / str(seed), seed, tokenizer=False) for seed in (1, 2))
     rows = {} if row == "auto" else {"linear_backend": "torch", "moe_runner_backend": "torch"}

@@ -12,6 +12,8 @@ import torch
 
 from tests.e2e.server_process import ServerProcess
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 def test_record_see_dump_and_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = tmp_path / "dumps"

@@ -21,6 +21,7 @@ from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.planning.prepare import prepare
 from moe_engine.sampling_checks import parse_sampling
+from tests.fork_server import children
 
 LIMITS = DetectorLimits(
     silent=1.5, start_late=1.0, start_silent=2.5, late=0.4, late_factor=0.0, start=120.0, progress=0.4
@@ -60,7 +61,7 @@ class Drill:
         self.core = core
         self.client = CoreClient(core, core.wait_ready())
         self.leader = psutil.Process(core.pid)
-        self.ranks = [self.leader, *sorted(self.leader.children(), key=rank_of)]
+        self.ranks = [self.leader, *sorted(children(self.leader), key=rank_of)]
         self._tasks: list[asyncio.Task[Fate]] = []
 
     def ask(self, prompt: list[int], num_tokens: int, **sampling: Any) -> None:

@@ -16,7 +16,7 @@ from moe_engine.planning.hardware import GPUS
 
 pytest.importorskip("triton", reason="needs triton")
 ROOT = Path(__file__).resolve().parents[3]
-SMALL = ("--max-running-requests", "2", "--chunked-prefill-size", "8", "--context-length", "64")
+SMALL = ("--max-running-requests", "1", "--chunked-prefill-size", "4", "--context-length", "32")
 
 
 def compile_into(folder: Path, *flags: str) -> tuple[str, dict]:

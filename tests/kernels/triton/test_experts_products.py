@@ -76,6 +76,7 @@ class Experts:
 COUNTS = ([0, 3, 0, 20, 1, 0], [0, 0, 37], [5], [1, 1, 1, 1], [40, 0, 70], [130, 2], [230, 0])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_grouped(kind: str, counts: list[int]) -> None:
@@ -89,6 +90,7 @@ def test_grouped(kind: str, counts: list[int]) -> None:
     experts.check(got[: sum(counts)], torch.cat(want))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("counts", "capacity"), [([0, 3, 0, 20, 1], 20), ([7, 0, 41], 50), ([0, 0], 4)])
 def test_padded(kind: str, counts: list[int], capacity: int) -> None:
@@ -103,6 +105,7 @@ def test_padded(kind: str, counts: list[int], capacity: int) -> None:
             experts.check(got[expert, :count], experts.apply(x[expert, :count], expert))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tokens", "top_k", "count"), [(1, 2, 4), (9, 3, 5), (40, 2, 3)])
 def test_routed(kind: str, tokens: int, top_k: int, count: int) -> None:

@@ -65,6 +65,7 @@ def test_silu_of_extreme_values(ops):
     close(ops.silu_and_mul(x), torch.tensor([[0.0, 0.0, 0.0, 88.0, 200.0]]).double())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize(("heads", "width"), [(1, 64), (5, 12), (70, 96)])
 def test_rotate(ops, dtype, heads, width, interleaved):
@@ -101,6 +102,7 @@ def test_write_latent(ops, dtype, slot_dtype):
         assert cache.isnan().all(-1).sum() == 43
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("latent", "rotary", "interleaved"), [(512, 64, True), (128, 8, False), (40, 12, False)])
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
 def test_fp8_latents_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, latent, rotary, interleaved):
@@ -121,6 +123,7 @@ def test_fp8_latents_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, latent
     assert cache.view(torch.uint8).any(-1).sum() in (6, 7) and want.view(torch.uint8).any()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("heads", "width"), [(3, 40), (20, 128), (1, 6)])
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
 def test_fp8_heads_are_packed_as_torch_packs_them(ops, dtype, kv_dtype, heads, width):
@@ -163,6 +166,7 @@ ROUTERS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("spec", ROUTERS.values(), ids=ROUTERS.keys())
 @pytest.mark.parametrize(("tokens", "width"), [(1, 64), (19, 700)])
 def test_route(ops, dtype, spec, tokens, width):

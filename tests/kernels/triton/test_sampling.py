@@ -26,6 +26,7 @@ def test_by_the_book(kernel, shape):
         check(kernel, shape, 1, (300, 1280, 17, 1, 5003)[number % 5], parameters)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("vocab", [97, 4500])
 def test_tokens_equal_the_reference(kernel, vocab, shape):
