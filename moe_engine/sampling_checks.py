@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from moe_engine.errors import InputError
+from moe_engine.structured_output.request import find_constraint
 from moe_engine.types import MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from moe_engine.validation import NotAvailable, check_unicode, checked, refuse_unavailable
 
@@ -21,6 +22,9 @@ TokenId = Annotated[int, Meta(ge=0)]
 CustomProcessor = Annotated[str, Meta(max_length=1 << 20, description="CustomLogitProcessor.to_str()")]
 MAX_ALLOWED = 1 << 18
 MAX_BAD_WORDS = 1024
+Source = Annotated[str, Meta(min_length=1)]
+JsonOrText = dict[str, Any] | bool | Source
+Choices = Annotated[list[Source], Meta(min_length=1)]
 
 
 class SamplingFields(Struct, kw_only=True):
@@ -45,9 +49,12 @@ class SamplingFields(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    json_schema: NotAvailable = None
-    regex: NotAvailable = None
-    ebnf: NotAvailable = None
+    json_schema: Annotated[JsonOrText, Meta(description="JSON schema, or its text")] | None = None
+    regex: Source | None = None
+    ebnf: Annotated[Source, Meta(description="grammar in GBNF (EBNF) or Lark")] | None = None
+    structural_tag: Annotated[dict[str, Any] | Source, Meta(description="structural tag, or its JSON text")] | None = (
+        None
+    )
     stop_regex: NotAvailable = None
 
 
@@ -59,7 +66,8 @@ class SamplingRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     min_new_tokens: Count | None = None
     sampling_seed: int | None = None
     stream_interval: Annotated[int, Meta(ge=1, le=4096)] | None = None
-    structural_tag: NotAvailable = None
+    json_object: Annotated[bool, Meta(description="true: any JSON object")] | None = None
+    choice: Annotated[Choices, Meta(description="the output is one of these texts")] | None = None
     beam_width: NotAvailable = None
 
 
@@ -77,6 +85,7 @@ def parse_sampling(
     request = values if isinstance(values, SamplingRequest) else checked(plain_numbers(values), SamplingRequest, where)
     preferred = checked(plain_numbers(defaults), SamplingRequest, where) if defaults else SamplingRequest()
     base = given(preferred)
+    base["constraint"] = find_constraint(preferred, where)
     if request.max_new_tokens is None or (request.max_new_tokens is UNSET and preferred.max_new_tokens is None):
         base["max_new_tokens"] = None
     return build_sampling(request, base, where)
@@ -121,6 +130,10 @@ def build_sampling(
         values[name] = tuple(values.get(name, ()))
     values["custom_logit_processor"] = values.get("custom_logit_processor") or None
     values["logit_bias"] = tuple(values.get("logit_bias", {}).items())
+    constraint = find_constraint(request, where) or values.get("constraint")
+    values["constraint"] = constraint
+    if constraint is not None:
+        values["ignore_eos"] = False  # the end of the grammar is the end of the output
     params = SamplingParams(**values)
     for stop in params.stop:
         check_unicode(stop, f"{where}.stop".lstrip("."))
@@ -134,4 +147,8 @@ def build_sampling(
         most = names.get("max_new_tokens", "max_new_tokens")
         words = f"{params.min_new_tokens} is above {most} ({params.max_new_tokens}); lower it"
         raise refuse("min_new_tokens", words)
+    if constraint is not None:
+        for name in ("min_new_tokens", "allowed_token_ids"):
+            if getattr(params, name):
+                raise refuse(name, f"does not go together with {constraint.where}; leave one out")
     return params

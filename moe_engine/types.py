@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moe_engine.errors import InputError
+from moe_engine.structured_output.constraint import Constraint
 
 GREEDY_TEMPERATURE = 1e-6
 """Requests below this temperature are decoded greedily."""
@@ -58,11 +59,12 @@ class SamplingParams:
     custom_logit_processor: str | None = None
     """Serialised `custom_logit_processor.CustomLogitProcessor`; `custom_params` is its argument."""
     custom_params: dict[str, Any] | None = None
+    constraint: Constraint | None = None
 
     @property
     def needs_late_masks(self) -> bool:
         """Whether the allowed tokens depend on the tokens before."""
-        return any(len(ids) > 1 for ids in self.bad_word_ids)
+        return self.constraint is not None or any(len(ids) > 1 for ids in self.bad_word_ids)
 
     @property
     def reads_tokens(self) -> bool:
@@ -79,18 +81,15 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int, *, prefix: str = "sampling_params") -> None:
         """Raises InputError if a token id of the parameters is outside the vocabulary."""
-        bias_ids = [token for token, _ in self.logit_bias]
         for name, ids in (
             ("stop_token_ids", self.stop_token_ids),
-            ("logit_bias", bias_ids),
+            ("logit_bias", [token for token, _ in self.logit_bias]),
             ("allowed_token_ids", self.allowed_token_ids),
         ):
             for token in ids:
                 if not 0 <= token < vocab_size:
-                    raise InputError(
-                        f"{prefix}.{name}: token id {token} is outside the vocabulary [0, {vocab_size})",
-                        field=f"{prefix}.{name}",
-                    )
+                    words = f"token id {token} is outside the vocabulary [0, {vocab_size})"
+                    raise InputError(f"{prefix}.{name}: {words}", field=f"{prefix}.{name}")
 
 
 @dataclass(frozen=True, slots=True)

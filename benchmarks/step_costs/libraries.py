@@ -127,6 +127,8 @@ class Libraries:
         class Buffer:
             """The first generation, of one rank of R."""
 
+            num_sms = 20
+
             def __init__(self, group: Any, *args: Any, **options: Any) -> None:
                 self._size = group.size()
 

@@ -60,6 +60,22 @@ class ServerArgs:
             MORE_PARSERS,
         ),
     )  # fmt: skip
+    grammar_backend: str = flag(
+        "llguidance",
+        "Library that enforces constraints of requests (json_schema, regex, ebnf, structural tags). xgrammar "
+        "and outlines, SGLang's other libraries, select llguidance. none: such requests are refused.",
+        choices=("llguidance", "none"),
+        synonyms={"xgrammar": "llguidance", "outlines": "llguidance"},
+    )
+    constrained_json_whitespace_pattern: str | None = flag(
+        None,
+        "Regular expression of the white space between parts of constrained JSON, such as '[ ]?'. Left out: a space, "
+        "or a line end and up to 20 spaces or tabs.",
+        metavar="REGEX",
+    )
+    constrained_json_disable_any_whitespace: bool = flag(
+        False, "Constrained JSON has no white space between its parts."
+    )
     incremental_streaming_output: bool = flag(
         False,
         "Stream on /generate only the new text of each chunk instead of all text so far.",

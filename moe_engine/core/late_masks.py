@@ -10,7 +10,7 @@ Legend: W 32-bit words of a mask.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -36,6 +36,25 @@ class PositionMasks(Protocol):
 
     def rollback(self, count: int) -> None:
         """Takes back the last `count` accepted tokens."""
+
+
+class AllMasks:
+    """`PositionMasks` of several sources: a token is allowed if all of them allow it."""
+
+    def __init__(self, sources: Sequence[PositionMasks]) -> None:
+        self._sources = sources
+
+    def accept(self, token: int) -> None:
+        for source in self._sources:
+            source.accept(token)
+
+    def fill(self, mask: np.ndarray) -> None:
+        for source in self._sources:
+            source.fill(mask)
+
+    def rollback(self, count: int) -> None:
+        for source in self._sources:
+            source.rollback(count)
 
 
 class MaskState:
@@ -98,8 +117,8 @@ class LateMasks:
         """By request; ended ones are removed before the next masked step."""
         self._launched: tuple[StepPlan, LaunchedStep, list[Request]] | None = None
 
-    def add(self, request: Request, masks: PositionMasks) -> None:
-        self.states[request] = MaskState(masks, self._vocab_size)
+    def add(self, request: Request, *masks: PositionMasks) -> None:
+        self.states[request] = MaskState(masks[0] if len(masks) == 1 else AllMasks(masks), self._vocab_size)
 
     def rows_of(self, sampled: list[Request]) -> list[int]:
         """Rows of a step's sampled requests that need masks (`StepPlan.masked`)."""

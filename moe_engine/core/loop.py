@@ -21,14 +21,17 @@ from moe_engine.core.bad_words import BadWords
 from moe_engine.core.core_methods import NO_METHODS, CoreMethod, NoArgs
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.executor import StepWorker
+from moe_engine.core.grammar_queue import GrammarQueue, grammar_of
 from moe_engine.core.kv_arrivals import KVArrivals
-from moe_engine.core.late_masks import LateMasks
+from moe_engine.core.late_masks import LateMasks, PositionMasks
 from moe_engine.core.rank_calls import RankCall, describe
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_RESULT, Scheduler
+from moe_engine.structured_output.backend import CompiledGrammar
+from moe_engine.structured_output.compiler import GrammarCompiler
 from moe_engine.types import (
     FinishReason,
     LogprobSpec,
@@ -85,6 +88,7 @@ class EngineCore:
         methods: Mapping[str, CoreMethod] = NO_METHODS,
         group: int = 0,
         kv_arrivals: KVArrivals | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """
         Args:
@@ -95,6 +99,7 @@ class EngineCore:
             methods: further methods that the front end may call.
             group: attention group that this core serves.
             kv_arrivals: loads of KV that end after their step's result; None without a KV connector.
+            grammars: compiles the constraints of requests; None: such requests are refused.
         """
         self._scheduler = scheduler
         self._worker = worker
@@ -112,12 +117,15 @@ class EngineCore:
         self._kv_arrivals = kv_arrivals
         self._waits_for_kv = False
         self._late_masks = LateMasks(worker, scheduler.config.vocab_size, self._masks_failed)
+        self._grammars = GrammarQueue(grammars, transport.wake)
         self._calls: list[tuple[int, PendingCall]] = []  # begun, without a reply yet
         self._methods = {
             "flush_cache": CoreMethod(self._flush_cache),
             "internal_state": CoreMethod(self._internal_state),
             "check_integrity": CoreMethod(lambda _: self._scheduler.check_integrity()),
-            "is_idle": CoreMethod(lambda _: self._in_flight is None and self._scheduler.is_idle()),
+            "is_idle": CoreMethod(
+                lambda _: self._in_flight is None and self._scheduler.is_idle() and not self._grammars
+            ),
             **methods,
         }
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
@@ -130,16 +138,19 @@ class EngineCore:
         """Serves until a `Shutdown`. Raises unrecoverable errors; the front end then fails all requests."""
         while True:
             self._check()
-            idle = self._in_flight is None and self._scheduler.is_idle()
+            no_steps = self._in_flight is None and self._scheduler.is_idle()
+            idle = no_steps and not self._grammars
             if self._has_ended(idle):
                 return
             self._note_busy(not idle)
             self._status.write(last_turn=time.monotonic())
-            may_wait = (idle and not self._stopping) or self._waits_for_kv
+            may_wait = (no_steps and (not idle or not self._stopping)) or self._waits_for_kv
             timeout = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
             for message in self._transport.receive(timeout if may_wait else 0.0):
                 self._handle(message)
             self._answer_calls()
+            if self._grammars:
+                self._enter_ready()
             if self._kv_arrivals is not None and (loads := self._kv_arrivals.take()):
                 self._scheduler.kv_arrived(loads)
             self._step()
@@ -193,7 +204,7 @@ class EngineCore:
     def _agree(self, dp_sync: DPSync, plan: StepPlan | None) -> StepPlan | None:
         """The plan with all groups' facts; an idle batch to join a step of other groups; None if no group has work."""
         scheduler = self._scheduler
-        leaving = self._stopping is not None and not scheduler.table.live
+        leaving = self._stopping is not None and not scheduler.table.live and not self._grammars
         if plan is None:
             waits_for_turn = scheduler.num_waiting and not dp_sync.may_prefill()
             if not leaving and not waits_for_turn and not dp_sync.is_due():
@@ -260,34 +271,66 @@ class EngineCore:
         if isinstance(message, messages.AddRequest):
             self._add(message)
         elif isinstance(message, messages.AbortRequest):
-            self._publish(self._scheduler.abort(message.rids, FinishReason("abort", message=message.reason)))
+            reason = FinishReason("abort", message=message.reason)
+            self._abort_compiling(message.rids, reason)
+            self._publish(self._scheduler.abort(message.rids, reason))
         elif isinstance(message, messages.Call):
             self._called(message)
         elif isinstance(message, messages.Shutdown):
             self._stopping = message
             if not message.drain:
+                self._abort_compiling(None, SHUTTING_DOWN)
                 self._publish(self._scheduler.abort_all(SHUTTING_DOWN))
 
     def _add(self, message: messages.AddRequest) -> None:
         try:
             request = self._request(message)
         except msgspec.ValidationError as error:
-            self._refuse(message, InputError(f"sampling_params: {error}"))
+            self._refuse(message.rid, InputError(f"sampling_params: {error}"))
             return
+        if request.sampling.constraint is None:
+            self._enter(request)
+            return
+        try:
+            self._grammars.add(request)
+        except InputError as error:
+            self._refuse(message.rid, error)
+
+    def _enter(self, request: Request, grammar: CompiledGrammar | None = None) -> None:
         try:
             self._publish(self._scheduler.add(request))
         except InputError as error:
-            self._refuse(message, error)
+            self._refuse(request.rid, error)
             return
-        if request.sampling.needs_late_masks:
-            self._late_masks.add(request, BadWords(request.sampling.bad_word_ids))
+        sampling = request.sampling
+        if sampling.needs_late_masks:
+            masks: list[PositionMasks] = []
+            if sampling.bad_word_ids:
+                masks.append(BadWords(sampling.bad_word_ids))
+            if grammar is not None and sampling.constraint is not None:
+                masks.append(grammar.matcher(sampling.constraint.reasoning))
+            self._late_masks.add(request, *masks)
+
+    def _enter_ready(self) -> None:
+        """Requests whose grammars are compiled."""
+        for request, future in self._grammars.take():
+            try:
+                grammar = grammar_of(request, future)
+            except InputError as error:
+                self._refuse(request.rid, error)
+                continue
+            self._enter(request, grammar)
+
+    def _abort_compiling(self, rids: list[str] | None, reason: FinishReason) -> None:
+        if self._grammars and (gone := self._grammars.abort(rids)):
+            self._send_deltas([messages.RequestDelta(rid, [], reason.to_dict()) for rid in gone])
 
     def _masks_failed(self, rid: str, reason: str) -> None:
         self._publish(self._scheduler.abort([rid], FinishReason("abort", message=reason, status_code=500)))
 
-    def _refuse(self, message: messages.AddRequest, error: InputError) -> None:
+    def _refuse(self, rid: str, error: InputError) -> None:
         finish = FinishReason("abort", message=error.message, status_code=error.status)
-        self._send_deltas([messages.RequestDelta(message.rid, [], finish.to_dict())])
+        self._send_deltas([messages.RequestDelta(rid, [], finish.to_dict())])
 
     def _called(self, call: messages.Call) -> None:
         """Begins a call; `_answer_calls` sends the reply of one that is not finished at once."""

@@ -22,6 +22,10 @@ from moe_engine.planning.machine import available_gb
 from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.structured_output.backend import GrammarBackend, GrammarSettings
+from moe_engine.structured_output.compiler import GrammarCompiler
+from moe_engine.structured_output.open_backend import open_backend
+from moe_engine.tokenizer.tokenizer import TokenizerSource
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.two_batches import find_cut
 
@@ -83,8 +87,23 @@ def make_core(
         group=group,
         first_half=partial(_first_half, config.args.parallel),
         kv_arrivals=kv_arrivals,
+        grammars=_grammar_compiler(config),
         problem_of=lambda plan: config.limits.problem_of(plan.num_tokens, len(plan.rows)),
     )
+
+
+def _grammar_compiler(config: ResolvedConfig) -> GrammarCompiler | None:
+    """Compiles constraints; tokenizer and backend are loaded for the first one."""
+    model, settings = config.args.model, config.select(GrammarSettings)
+    if settings.grammar_backend == "none" or model.skip_tokenizer_init:
+        return None
+    source = TokenizerSource(config.tokenizer_path, model.tokenizer_mode, model.trust_remote_code, model.revision)
+
+    def open_() -> GrammarBackend:
+        eos_ids = tuple(sorted(config.model.eos_token_ids))
+        return open_backend(settings, source.load(), config.model.vocab_size, eos_ids)
+
+    return GrammarCompiler(open_)
 
 
 def _first_half(flags: ParallelArgs, plan: StepPlan) -> int:

@@ -233,6 +233,7 @@ class Engine:
             return
         self._closed = True
         self._end.detach()
+        self._frontend.close()
         asyncio.run_coroutine_threadsafe(self._frontend.client.shutdown(drain=False), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)

@@ -188,6 +188,10 @@ class Frontend:
         """The rest of `prepare`. `logprob_format`: see `Preparer.begin`."""
         return await self._preparer.begin(read, logprob_format)
 
+    def close(self) -> None:
+        """Ends helper processes. Safe to call twice."""
+        self._preparer.grammar_checks.close()
+
     # -- one sequence
 
     async def _pump(self, sequence: _Sequence, queue: asyncio.Queue[Any]) -> None:

@@ -21,8 +21,12 @@ from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.generate_input import GenerateInput, Prompt, check_token_ids, split_prompts
 from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.grammar_checks import GrammarChecks
 from moe_engine.frontend.logits_fields import complete_sampling
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
+from moe_engine.structured_output.backend import GrammarSettings
+from moe_engine.structured_output.check_process import CheckSpec
+from moe_engine.structured_output.constraint import Constraint
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
 BULK = (
@@ -59,6 +63,9 @@ class FrontendSettings:
     """Whether requests may bring code that changes their logits."""
     random_seed: int = 0
     """Seed of the generator that draws seeds for requests without one."""
+    grammar_backend: str = "llguidance"
+    constrained_json_whitespace_pattern: str | None = None
+    constrained_json_disable_any_whitespace: bool = False
 
 
 @dataclass(slots=True)
@@ -96,6 +103,7 @@ class Preparer:
         self._tokenizer = tokenizer
         self._settings = settings
         self._seeds = random.Random(settings.random_seed)
+        self.grammar_checks = GrammarChecks(_check_spec(info, tokenizer, settings))
         self._numbers = itertools.count(1)
 
     async def prepare(self, inp: GenerateInput) -> Job:
@@ -129,6 +137,9 @@ class Preparer:
         """Builds the sequences of a request. `logprob_format`: None means Python objects in SGLang's shape."""
         formats = logprob_format or self._python_logprobs
         seeds = self._draw_seeds(read.prompts)  # before the first await: seeds depend only on the order of requests
+        for constraint in {prompt.sampling.constraint for prompt in read.prompts}:
+            if constraint is not None:
+                await self.grammar_checks.check(constraint)
         generations: list[Generation] = []
         for prompt_index, prompt in enumerate(read.prompts):
             for copy in range(prompt.sampling.n):
@@ -191,6 +202,8 @@ class Preparer:
                 "use stop_token_ids",
                 field="sampling_params.stop",
             )
+        if prompt.sampling.constraint is not None:
+            self._check_grammars_available(prompt.sampling.constraint)
         if prompt.logprobs is not None:
             check_token_ids(prompt.logprobs.token_ids or (0,), info.vocab_size, "token_ids_logprob")
         self._fit(prompt, inp.max_tokens_field, where if prompt.text is None else inp.text_field)
@@ -199,6 +212,15 @@ class Preparer:
                 f"logprob_start_len: {prompt.logprobs.start} is beyond the prompt ({len(prompt.ids)} tokens)",
                 field="logprob_start_len",
             )
+
+    def _check_grammars_available(self, constraint: Constraint) -> None:
+        missing = None
+        if self._settings.grammar_backend == "none":
+            missing = "is not available: this server runs with --grammar-backend none"
+        elif self._tokenizer is None:
+            missing = "needs a tokenizer, and this server runs with --skip-tokenizer-init"
+        if missing is not None:
+            raise InputError(f"{constraint.where}: {missing}", field=constraint.where)
 
     def _fit(self, prompt: Prompt, where: str, prompt_field: str) -> None:
         """Resolves `max_new_tokens`. A default is reduced to the free room. A client's value that does not fit is
@@ -295,6 +317,17 @@ class Preparer:
 
     def _python_logprobs(self, options: LogprobOptions) -> LogprobFormat:
         return PythonLogprobs(options, self._tokenizer.token_text if self._tokenizer is not None else None)
+
+
+def _check_spec(info: EngineInfo, tokenizer: Tokenizer | None, settings: FrontendSettings) -> CheckSpec | None:
+    if tokenizer is None or tokenizer.source is None or settings.grammar_backend == "none":
+        return None
+    grammars = GrammarSettings(
+        settings.grammar_backend,
+        settings.constrained_json_whitespace_pattern,
+        settings.constrained_json_disable_any_whitespace,
+    )
+    return CheckSpec(grammars, tokenizer.source, info.vocab_size, info.eos_token_ids)
 
 
 def _size(inp: GenerateInput) -> int:

@@ -157,6 +157,7 @@ async def _serve(
     )
     watchdog.cancel()
     app.state.server.bodies.close()
+    app.state.server.frontend.close()
     if client.cause_of_death() is not None:
         return ENGINE_DIED
     await client.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -23,6 +24,8 @@ from moe_engine.server.openai_common import matched_stop, usage_of
 from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.openai_types import ChatRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
+from moe_engine.structured_output.constraint import FreeReasoning
+from moe_engine.tokenizer.reasoning import free_reasoning
 
 
 class ChatApi:
@@ -64,7 +67,7 @@ class ChatApi:
     def _input(self, req: ChatRequest, prompt: str, parsers: ParserOptions) -> GenerateInput:
         if req.top_logprobs and not req.logprobs:
             raise InputError("top_logprobs: needs logprobs: true", field="top_logprobs")
-        return generate_input(
+        inp = generate_input(
             req,
             {**self._state.settings.sampling_defaults, "max_new_tokens": None},
             "max_tokens" if req.max_completion_tokens is None else "max_completion_tokens",
@@ -76,6 +79,15 @@ class ChatApi:
             top_logprobs_num=req.top_logprobs,
             top_logprobs_field="top_logprobs",
         )
+        sampling = inp.sampling_params
+        if sampling.constraint is not None and (reasoning := self._reasoning(req, prompt)) is not None:
+            inp.sampling_params = replace(sampling, constraint=replace(sampling.constraint, reasoning=reasoning))
+        return inp
+
+    def _reasoning(self, req: ChatRequest, prompt: str) -> FreeReasoning | None:
+        """The reasoning before a constrained answer; None if there is none."""
+        name = self._state.flags.reasoning_parser
+        return None if name is None else free_reasoning(name, prompt, req.chat_template_kwargs or {})
 
     def _usage(self, generations: list[Generation], parsers: ParserOptions) -> Usage:
         return usage_of(

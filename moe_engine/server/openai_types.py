@@ -8,11 +8,12 @@ from typing import Annotated, Any, Required, TypedDict, TypeVar
 import msgspec
 from msgspec import Meta
 
-from moe_engine.errors import InputError
 from moe_engine.frontend.generate_input import DpRank, GenerateInput, Priority, Rid, Text
-from moe_engine.sampling_checks import Count, SamplingFields, TokenId, build_sampling
-from moe_engine.validation import OffOnly
+from moe_engine.sampling_checks import Choices, Count, JsonOrText, SamplingFields, Source, TokenId, build_sampling
+from moe_engine.validation import NotAvailable, OffOnly
 
+RESPONSE_FORMAT = "type text, json_object, json_schema (with json_schema.schema) or structural_tag"
+STRUCTURED_OUTPUTS = "vLLM's: one of json, json_object, regex, choice, grammar and structural_tag"
 DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions. Chat answers may use the whole context."""
 
@@ -37,7 +38,14 @@ class CommonRequest(SamplingFields, kw_only=True):
     extra_key: str | None = None
     routed_dp_rank: DpRank | None = None
     data_parallel_rank: Annotated[DpRank, Meta(description="older name of routed_dp_rank")] | None = None
-    response_format: Annotated[dict[str, Any] | None, Meta(description='{"type": "text"}')] = None
+    response_format: Annotated[dict[str, Any] | None, Meta(description=RESPONSE_FORMAT)] = None
+    guided_json: Annotated[JsonOrText, Meta(description="vLLM's name of json_schema")] | None = None
+    guided_json_object: bool | None = None
+    guided_regex: Annotated[Source, Meta(description="vLLM's name of regex")] | None = None
+    guided_grammar: Annotated[Source, Meta(description="vLLM's name of ebnf")] | None = None
+    guided_choice: Annotated[Choices, Meta(description="the output is one of these texts")] | None = None
+    guided_whitespace_pattern: NotAvailable = None
+    structured_outputs: Annotated[dict[str, Any] | None, Meta(description=STRUCTURED_OUTPUTS)] = None
     lora_path: OffOnly = None
     session_params: OffOnly = None
     return_hidden_states: OffOnly = None
@@ -129,10 +137,6 @@ def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field
     Raises:
         InputError: names the field as the client spelled it.
     """
-    form = (req.response_format or {}).get("type", "text")
-    if form != "text":
-        words = f"response_format.type: {form!r:.40} is not available yet in moe-engine; use 'text'"
-        raise InputError(words, field="response_format")
     names = {"max_new_tokens": length_field, "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
     return GenerateInput(
         sampling_params=build_sampling(req, defaults, names=names),

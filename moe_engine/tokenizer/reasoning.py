@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from moe_engine.structured_output.constraint import FreeReasoning
 from moe_engine.tokenizer.stop import overlap
 
 THINK_START = "<think>"
@@ -127,3 +128,12 @@ def starts_inside(parser: str, prompt: str, template_kwargs: Mapping[str, Any]) 
         return True
     switched = bool(form.switch and template_kwargs.get(form.switch)) and not prompt.rstrip().endswith(form.end)
     return form.forced or switched
+
+
+def free_reasoning(parser: str, prompt: str, template_kwargs: Mapping[str, Any]) -> FreeReasoning | None:
+    """The reasoning before a constrained output; None if the rendered prompt leaves no place for one."""
+    form = REASONING_FORMATS[parser]
+    inside = starts_inside(parser, prompt, template_kwargs)
+    if not inside and (form.switch or prompt.rstrip().endswith(form.end)):
+        return None
+    return FreeReasoning(form.start, form.end, inside)

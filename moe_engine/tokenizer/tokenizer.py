@@ -6,6 +6,7 @@ transformers takes seconds to import and is loaded only if needed: checkpoints w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from moe_engine.tokenizer.byte_alphabet import byte_alphabet
 from moe_engine.tokenizer.detokenizer import PROMPT_TAIL_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 _NOTHING: frozenset[int] = frozenset()
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Backend(Protocol):
@@ -271,6 +273,15 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """UTF-8 bytes of one token, exact for byte-level vocabularies."""
         return self._table[token_id] if self._table is not None else self.token_text(token_id).encode()
+
+    def exact_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token in the middle of a text, exact for byte-level and SentencePiece vocabularies."""
+        if self._table is not None:
+            return self._table[token_id]
+        piece = self._backend.token(token_id) or ""
+        if byte := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(byte[1], 16)])
+        return piece.replace("▁", " ").encode()
 
 
 def load_tokenizer(

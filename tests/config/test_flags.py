@@ -132,7 +132,6 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--lora-paths a b", "--lora-paths a b: not supported yet"),
         ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prefill"),
         ("--disaggregation-mode decode", "prefill-decode disaggregation"),
-        ("--grammar-backend llguidance", "structured output"),
         ("--hicache-storage-backend file", "hierarchical KV cache"),
         ("--cpu-offload-gb 4", "weights offloaded to RAM"),
         ("--kv-cache-dtype nvfp4", "4-bit KV caches"),
@@ -159,7 +158,7 @@ def test_unsupported_flags_are_refused_by_name(text, words):
     "text",
     [
         "--pp-size 1 --attn-cp-size 1 --moe-dp-size 1 --cpu-offload-gb 0",
-        "--pipeline-parallel-size 1 --grammar-backend none --hicache-io-backend kernel --disaggregation-mode null",
+        "--pipeline-parallel-size 1 --hicache-io-backend kernel --disaggregation-mode null",
         "--cuda-graph-backend-prefill disabled",
     ],
 )
@@ -206,8 +205,6 @@ def test_a_refusal_recommends_nothing_that_is_refused(name):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--grammar-backend xgrammar", "structured output"),
-        ("--grammar-backend outlines", "structured output"),
         ("--max-loras-per-batch 8", "LoRA adapters"),
         ("--lora-backend triton", "LoRA adapters"),
         ("--hicache-mem-layout layer_first", "hierarchical KV cache"),
@@ -223,7 +220,7 @@ def test_settings_of_absent_parts_are_noted(text, words):
 
 
 def test_flags_that_describe_this_engine_need_no_note():
-    assert not cli("--pp-size 1 --cpu-offload-gb 0 --radix-eviction-policy lru --grammar-backend none").notes
+    assert not cli("--pp-size 1 --cpu-offload-gb 0 --radix-eviction-policy lru --grammar-backend xgrammar").notes
 
 
 # -- suggestions

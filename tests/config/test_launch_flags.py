@@ -168,7 +168,7 @@ def test_every_flag_of_sglang_is_shown(resolved):
     assert fields | set(absent.flags) | set(absent.no_effect) | set(FACTS) - {"speculation"} == set(dump)
     assert SERVER_ARGS.keys() - dump.keys() == set()
     true = {
-        "is_embedding": False, "disaggregation_mode": "null", "grammar_backend": "none", "use_mla_backend": True,
+        "is_embedding": False, "disaggregation_mode": "null", "grammar_backend": "llguidance", "use_mla_backend": True,
         "disable_cuda_graph": True, "cuda_graph_max_bs": None, "attention_backend": "cpu", "sampling_backend": "cpu",
         "page_size": 1, "chunked_prefill_size": 2048, "load_balance_method": "total_tokens", "lora_paths": None,
         "load_format": "safetensors", "device": "cpu", "stream_output": False, "torchao_config": "",

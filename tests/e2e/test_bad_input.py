@@ -63,7 +63,7 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("/generate", "stop of a wrong type", sampling(stop=[1]), "stop"),
     ("/generate", "logit bias outside the vocabulary", sampling(logit_bias={"99999": 1}), "logit_bias"),
     ("/generate", "unknown sampling field", sampling(temprature=1), "temprature"),
-    ("/generate", "structured output", sampling(json_schema="{}"), "not available yet"),
+    ("/generate", "structured output", sampling(json_schema='{"not": {}}'), "Unimplemented keys"),
     ("/generate", "sampling_params of a wrong type", {"text": "a", "sampling_params": 3}, "sampling_params"),
     ("/generate", "stream of a wrong type", {"text": "a", "stream": "maybe"}, "stream"),
     ("/v1/completions", "adapter", {"model": "gpt-9:french", "prompt": "a"}, "french"),
@@ -78,7 +78,7 @@ BAD: list[tuple[str, str, Any, str]] = [
     ("/v1/chat/completions", "top_p", chat(top_p=-0.1), "top_p"),
     ("/v1/chat/completions", "max_tokens of a wrong type", chat(max_tokens="many"), "max_tokens"),
     ("/v1/chat/completions", "n of a wrong type", chat(n=1.5), "n"),
-    ("/v1/chat/completions", "json schema", chat(response_format={"type": "json_object"}), "not available yet"),
+    ("/v1/chat/completions", "json schema", chat(response_format={"type": "yaml"}), "is unknown"),
 ]
 
 

@@ -79,7 +79,7 @@ class LogitsProcessors:
         ends: tuple[int, ...] = ()
         if sampling.min_new_tokens > 0:
             ends = tuple(t for t in {*new.eos_token_ids, *sampling.stop_token_ids} if 0 <= t < self._vocab_size)
-        masked = bool(sampling.allowed_token_ids or sampling.bad_word_ids)
+        masked = bool(sampling.allowed_token_ids or sampling.bad_word_ids or sampling.needs_late_masks)
         if not (sampling.reads_tokens or sampling.logit_bias or ends or masked):
             return
         if sampling.reads_tokens:

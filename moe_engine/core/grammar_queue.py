@@ -1,0 +1,62 @@
+"""Requests of a core whose grammars are being compiled. The scheduler gets each when its grammar is ready."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+
+from moe_engine.errors import InputError
+from moe_engine.structured_output.backend import CompiledGrammar, GrammarError
+from moe_engine.structured_output.compiler import GrammarCompiler
+from moe_engine.types import Request
+
+Ready = tuple[Request, Future[CompiledGrammar]]
+
+
+class GrammarQueue:
+    """
+    Args:
+        wake: called from a compiler's thread when a grammar is ready.
+    """
+
+    def __init__(self, compiler: GrammarCompiler | None, wake: Callable[[], None]) -> None:
+        self._compiler = compiler
+        self._wake = wake
+        self._waiting: list[Ready] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Raises InputError: the engine compiles no grammars."""
+        assert request.sampling.constraint is not None
+        if self._compiler is None:
+            raise InputError("constraints are not available: this engine runs with --grammar-backend none")
+        future = self._compiler.get(request.sampling.constraint)
+        self._waiting.append((request, future))
+        if not future.done():
+            future.add_done_callback(lambda _: self._wake())
+
+    def take(self) -> list[Ready]:
+        """Removes and returns the requests whose grammars are ready, or have failed, in order of arrival."""
+        ready = [one for one in self._waiting if one[1].done()]
+        if ready:
+            self._waiting = [one for one in self._waiting if not one[1].done()]
+        return ready
+
+    def abort(self, rids: Collection[str] | None) -> list[str]:
+        """Removes requests (None: all); returns the ids of those that waited here."""
+        gone = [request.rid for request, _ in self._waiting if rids is None or request.rid in rids]
+        self._waiting = [one for one in self._waiting if one[0].rid not in gone]
+        return gone
+
+
+def grammar_of(request: Request, future: Future[CompiledGrammar]) -> CompiledGrammar:
+    """Raises InputError with the reason if the compilation failed."""
+    assert request.sampling.constraint is not None
+    try:
+        return future.result()
+    except GrammarError as error:
+        raise InputError(f"{request.sampling.constraint.where}: {error}") from None
+    except Exception as error:
+        raise InputError(f"the grammar cannot be compiled: {type(error).__name__}: {error}", status=500) from None

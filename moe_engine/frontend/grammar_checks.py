@@ -1,0 +1,147 @@
+"""Trial compilations of requests' grammars before the engine gets them: a wrong or slow one is a 400 of its request."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import select
+import subprocess
+import sys
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from threading import Lock
+
+import msgspec
+
+from moe_engine.errors import GenerationError, InputError
+from moe_engine.structured_output.check_process import CheckSpec, read_frame, write_frame
+from moe_engine.structured_output.constraint import Constraint
+
+COMPILE_SECONDS = 10.0
+START_SECONDS = 120.0
+PROCESSES = 2
+MAX_VERDICTS = 8192
+MAX_WAITING = 256
+
+
+class GrammarChecks:
+    """Asks child processes, which are started on demand and killed if they are late. Remembers verdicts.
+
+    Args:
+        spec: None: nothing is checked here, and the engine refuses what it cannot compile.
+    """
+
+    def __init__(self, spec: CheckSpec | None) -> None:
+        self._spec = spec
+        self._threads: ThreadPoolExecutor | None = None
+        self._idle: list[CheckChild] = []
+        self._children: set[CheckChild] = set()
+        self._lock = Lock()
+        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
+        self._running: dict[bytes, asyncio.Future[str | None]] = {}
+
+    async def check(self, constraint: Constraint) -> None:
+        """Raises InputError with the reason if the grammar cannot be compiled, or not in `COMPILE_SECONDS`."""
+        if self._spec is None:
+            return
+        key = blake2b("\0".join(constraint.key).encode(), digest_size=16).digest()
+        if key not in self._verdicts:
+            problem = await asyncio.shield(self._running.get(key) or self._begin(key, constraint))
+        else:
+            self._verdicts.move_to_end(key)
+            problem = self._verdicts[key]
+        if problem is not None:
+            raise InputError(f"{constraint.where}: {problem}", field=constraint.where)
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for child in self._children:
+                child.kill()
+
+    def _begin(self, key: bytes, constraint: Constraint) -> asyncio.Future[str | None]:
+        if len(self._running) >= MAX_WAITING:
+            raise InputError("too many grammars wait for compilation; try again later", status=503)
+        self._threads = self._threads or ThreadPoolExecutor(PROCESSES, thread_name_prefix="grammar checks")
+        future = asyncio.get_running_loop().run_in_executor(self._threads, self._ask, constraint)
+        self._running[key] = future
+        future.add_done_callback(lambda done: self._ended(key, done))
+        return future
+
+    def _ended(self, key: bytes, done: asyncio.Future[str | None]) -> None:
+        del self._running[key]
+        if not done.cancelled() and done.exception() is None:
+            self._verdicts[key] = done.result()
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+
+    def _ask(self, constraint: Constraint) -> str | None:
+        """The reason against a grammar, or None. Blocks."""
+        assert self._spec is not None
+        with self._lock:
+            child = self._idle.pop() if self._idle else None
+        if child is None or not child.is_alive:
+            child = CheckChild(self._spec)
+            with self._lock:
+                self._children = {some for some in self._children if some.is_alive} | {child}
+            child.wait_ready()
+        problem = child.ask(constraint)
+        if child.is_alive:
+            with self._lock:
+                self._idle.append(child)
+        return problem
+
+
+class CheckChild:
+    """One child process, in use by one thread at a time."""
+
+    def __init__(self, spec: CheckSpec) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "moe_engine.structured_output.check_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._spec = spec
+
+    @property
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def kill(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+
+    def wait_ready(self) -> None:
+        """Raises GenerationError if the process does not start."""
+        try:
+            if self._exchange(pickle.dumps(self._spec), START_SECONDS) is not None:
+                return
+        except EOFError:
+            pass
+        self.kill()
+        raise GenerationError("the process that checks grammars failed to start; see the server's log")
+
+    def ask(self, constraint: Constraint) -> str | None:
+        try:
+            answer = self._exchange(msgspec.msgpack.encode(constraint), COMPILE_SECONDS)
+        except EOFError:
+            self.kill()
+            return "the compilation crashed; make it simpler"
+        if answer is None:
+            self.kill()
+            return f"the compilation takes longer than {COMPILE_SECONDS:g} s; make it simpler"
+        return msgspec.msgpack.decode(answer, type=str | None)
+
+    def _exchange(self, data: bytes, seconds: float) -> bytes | None:
+        """The answer to a frame; None if it is late. Raises EOFError if the process has ended."""
+        assert self._popen.stdin is not None and self._popen.stdout is not None
+        try:
+            write_frame(self._popen.stdin, data)
+        except OSError:
+            raise EOFError from None
+        if not select.select([self._popen.stdout], [], [], seconds)[0]:
+            return None
+        return read_frame(self._popen.stdout)

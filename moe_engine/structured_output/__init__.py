@@ -1,0 +1,1 @@
+"""Structured output: constraints of requests, grammars compiled from them, masks of the allowed tokens."""

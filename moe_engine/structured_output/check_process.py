@@ -1,0 +1,86 @@
+"""Child process that compiles grammars on trial, so that a slow or crashing compilation harms nothing else.
+
+Frames on standard input and output: 4 bytes of length, then msgpack. The first frame in is the specification (pickle).
+It exits when its input closes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import IO
+
+import msgspec
+
+from moe_engine.processes.watched_thread import start_watched
+from moe_engine.structured_output.backend import GrammarError, GrammarSettings
+from moe_engine.structured_output.constraint import Constraint
+from moe_engine.structured_output.open_backend import open_backend
+from moe_engine.tokenizer.tokenizer import TokenizerSource
+
+MAX_MEMORY_BYTES = 4 << 30
+STACK_BYTES = 4 << 20
+"""Half of a thread's usual stack: what passes here does not overflow the engine's."""
+NICENESS = 5
+LENGTH_BYTES = 4
+
+
+@dataclass(frozen=True)
+class CheckSpec:
+    settings: GrammarSettings
+    tokenizer: TokenizerSource
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+
+
+def write_frame(stream: IO[bytes], data: bytes) -> None:
+    stream.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> bytes:
+    """Raises EOFError if the other side has closed the stream."""
+    length = stream.read(LENGTH_BYTES)
+    data = stream.read(int.from_bytes(length, "little")) if len(length) == LENGTH_BYTES else b""
+    if len(length) < LENGTH_BYTES or len(data) < int.from_bytes(length, "little"):
+        raise EOFError
+    return data
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    threading.stack_size(STACK_BYTES)
+    work = partial(_work, sys.stdin.buffer, sys.stdout.buffer)
+    start_watched("grammar checks", work, lambda message: os._exit(1)).join()
+
+
+def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
+    try:
+        spec: CheckSpec = pickle.loads(read_frame(requests))
+        backend = open_backend(spec.settings, spec.tokenizer.load(), spec.vocab_size, spec.eos_ids)
+        write_frame(answers, msgspec.msgpack.encode(None))
+        while True:
+            constraint = msgspec.msgpack.decode(read_frame(requests), type=Constraint)
+            problem = None
+            try:
+                backend.compile(constraint).matcher()
+            except GrammarError as error:
+                problem = str(error)
+            except MemoryError:
+                problem = "compiling it needs too much memory"
+            write_frame(answers, msgspec.msgpack.encode(problem))
+    except (EOFError, BrokenPipeError):
+        pass
+
+
+if __name__ == "__main__":
+    main()

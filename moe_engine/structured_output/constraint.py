@@ -1,0 +1,35 @@
+"""The constraint of a request, as it travels to the engine core. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class FreeReasoning:
+    """Text before the constrained part: free up to the tag `end`. `inside`: the output begins inside the reasoning;
+    otherwise the reasoning begins if the first token is the tag `start`."""
+
+    start: str
+    end: str
+    inside: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of an output must match.
+
+    `kind`: ``json_schema``, ``regex``, ``grammar`` (Lark or GBNF), ``choice`` (a JSON list of texts) or
+    ``structural_tag``. `source` is JSON for json_schema, choice and structural_tag. `where`: its field,
+    for messages.
+    """
+
+    kind: str
+    source: str
+    where: str = field(default="", compare=False)
+    reasoning: FreeReasoning | None = field(default=None, compare=False)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Equal for constraints with the same grammar."""
+        return self.kind, self.source

@@ -1,0 +1,138 @@
+"""Grammars by llguidance: derivatives of regular expressions below an Earley parser, without tables per grammar.
+
+Compilation takes milliseconds, releases the GIL and has limits of its own. llguidance refuses keywords of JSON Schema
+that it does not enforce.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance
+import numpy as np
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+from moe_engine.structured_output.backend import GrammarError, GrammarSettings, Matcher
+from moe_engine.structured_output.constraint import Constraint, FreeReasoning
+from moe_engine.structured_output.reasoning import EndTags, ReasoningMatcher
+from moe_engine.structured_output.structural_tags import lark_of_tags
+from moe_engine.structured_output.vocabulary import Vocabulary
+
+ANY_WHITESPACE = r"[ ]|\r?\n[ \t]{0,20}"
+"""A space, or a line end with an indentation. Bounded: a model may otherwise repeat white space up to its limit."""
+MAX_MESSAGE = 400
+JsonOptions = dict[str, Any]
+
+
+class _Tokens:
+    """The vocabulary in the form that llguidance reads."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = vocabulary.eos_ids[0]
+        self.bos_token_id = None
+        self.special_token_ids = sorted(vocabulary.special_ids)
+        self.tokens = [
+            b"<special %d>" % i if i in vocabulary.special_ids else token for i, token in enumerate(vocabulary.tokens)
+        ]
+        self._tokenizer = vocabulary.tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+
+
+class LLGuidance:
+    """Implements `GrammarBackend`."""
+
+    def __init__(self, vocabulary: Vocabulary, settings: GrammarSettings) -> None:
+        size = len(vocabulary.tokens)
+        wrapper = llguidance.TokenizerWrapper(_Tokens(vocabulary))
+        self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(vocabulary.eos_ids))
+        self._vocabulary = vocabulary
+        self._eos_ids = frozenset(vocabulary.eos_ids)
+        self._json_options = _json_options(settings)
+        self._end_tags = EndTags(vocabulary)
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+
+    def compile(self, constraint: Constraint) -> LLGrammar:
+        matcher = llguidance.LLMatcher(self._tokenizer, self._grammar(constraint), log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # builds the first states, and reports what is too complex
+        if matcher.is_error():
+            raise GrammarError(_reason(matcher.get_error()))
+        if constraint.reasoning is not None:
+            self._end_tags.get(constraint.reasoning.end)
+        return LLGrammar(matcher, self._eos_ids, self._end_tags)
+
+    def _grammar(self, constraint: Constraint) -> str:
+        kind, source = constraint.kind, constraint.source
+        if kind == "json_schema":
+            return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=self._json_options)  # type: ignore[arg-type]
+        if kind == "regex":
+            return llguidance.LLMatcher.grammar_from_regex(source)
+        if kind == "choice":
+            choices = dict.fromkeys(json.loads(source))
+            return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+        if kind == "structural_tag":
+            return lark_of_tags(source, self._json_options)
+        try:
+            return any_to_lark(source)
+        except GbnfToLarkError as error:
+            raise GrammarError(_reason(str(error))) from None
+
+
+class LLGrammar:
+    """Implements `CompiledGrammar`."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int], end_tags: EndTags) -> None:
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+        self._end_tags = end_tags
+
+    def matcher(self, reasoning: FreeReasoning | None = None) -> Matcher:
+        state = LLState(self._matcher.deep_copy(), self._eos_ids)
+        return state if reasoning is None else ReasoningMatcher(reasoning, self._end_tags, state)
+
+
+class LLState:
+    """Implements `PositionMasks`. An end token, behind which nothing is sampled, is not given to llguidance."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._eos_ids = eos_ids
+        self._past_end = 0
+
+    def accept(self, token: int) -> None:
+        if self._past_end or token in self._eos_ids:
+            self._past_end += 1
+        elif not self._matcher.consume_token(token):
+            raise GrammarError(_reason(self._matcher.get_error()))
+
+    def fill(self, mask: np.ndarray) -> None:
+        if self._past_end:
+            return
+        found = np.empty_like(mask)
+        self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
+        if self._matcher.is_error():
+            raise GrammarError(_reason(self._matcher.get_error()))
+        mask &= found
+
+    def rollback(self, count: int) -> None:
+        ended = min(count, self._past_end)
+        self._past_end -= ended
+        if count > ended and not self._matcher.rollback(count - ended):
+            raise GrammarError(_reason(self._matcher.get_error()))
+
+
+def _json_options(settings: GrammarSettings) -> JsonOptions:
+    """They replace what a schema's `x-guidance` asks for: a client cannot make unenforced keywords pass."""
+    strict: JsonOptions = {"lenient": False, "coerce_one_of": False}
+    if settings.constrained_json_disable_any_whitespace:
+        return {**strict, "whitespace_flexible": False}
+    return {**strict, "whitespace_pattern": settings.constrained_json_whitespace_pattern or ANY_WHITESPACE}
+
+
+def _reason(message: str) -> str:
+    """llguidance's message on one line, without the grammar that it quotes."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return " ".join(lines)[:MAX_MESSAGE] or "unknown reason"

@@ -1,0 +1,16 @@
+"""Opens the backend of `--grammar-backend`."""
+
+from __future__ import annotations
+
+from moe_engine.structured_output.backend import GrammarBackend, GrammarSettings
+from moe_engine.structured_output.vocabulary import vocabulary_of
+from moe_engine.tokenizer.tokenizer import Tokenizer
+
+
+def open_backend(
+    settings: GrammarSettings, tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]
+) -> GrammarBackend:
+    """Args: vocab_size: the model's, which may exceed the tokenizer's."""
+    from moe_engine.structured_output.llguidance_backend import LLGuidance
+
+    return LLGuidance(vocabulary_of(tokenizer, vocab_size, eos_ids), settings)

@@ -1,0 +1,158 @@
+"""The constraint of a request: one of several fields, in the spellings of SGLang, vLLM and OpenAI. No backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from moe_engine.errors import InputError
+from moe_engine.structured_output.constraint import Constraint
+from moe_engine.validation import check_unicode
+
+MAX_DEPTH = 100
+"""Nested objects and lists of a schema."""
+MAX_CHARS = 4 << 20
+
+KINDS = {
+    "json_schema": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+    "choice": "choice",
+    "guided_json": "json_schema",
+    "guided_json_object": "json_object",
+    "guided_regex": "regex",
+    "guided_grammar": "grammar",
+    "guided_choice": "choice",
+}
+"""Fields of SGLang, and vLLM's `guided_...`."""
+IN_STRUCTURED_OUTPUTS = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+}
+"""Fields of vLLM's `structured_outputs`."""
+ANY_OBJECT = '{"type":"object"}'
+
+Found = tuple[str, str, Any]
+"""Client's name, kind, value."""
+
+
+def find_constraint(request: msgspec.Struct, where: str = "") -> Constraint | None:
+    """The constraint of a request, or None.
+
+    Args:
+        where: the client's name of the object with the fields; "" for the top level.
+
+    Raises:
+        InputError: the value has the wrong form, or two fields are set.
+    """
+    prefix = f"{where}." if where else ""
+    found = [
+        (prefix + name, kind, value)
+        for name, kind in KINDS.items()
+        if (value := getattr(request, name, None)) not in (None, False)
+    ]
+    found += _of_structured_outputs(getattr(request, "structured_outputs", None))
+    found += _of_response_format(getattr(request, "response_format", None))
+    if not found:
+        return None
+    if len(found) > 1:
+        first, second = found[0][0], found[1][0]
+        raise InputError(f"{first} and {second}: a request has one constraint at most; leave one out", field=second)
+    return _constraint(*found[0])
+
+
+def schema_constraint(schema: Any, field: str) -> Constraint:
+    """The constraint to a JSON schema, such as a tool's parameters."""
+    return _constraint(field, "json_schema", schema)
+
+
+def _of_structured_outputs(value: Mapping[str, Any] | None) -> Iterator[Found]:
+    for name, given in (value or {}).items():
+        if given in (None, False):
+            continue
+        field = f"structured_outputs.{name}"
+        if name not in IN_STRUCTURED_OUTPUTS:
+            known = ", ".join(IN_STRUCTURED_OUTPUTS)
+            raise InputError(f"{field}: not available yet in moe-engine; known are {known}", field=field)
+        yield field, IN_STRUCTURED_OUTPUTS[name], given
+
+
+def _of_response_format(form: Mapping[str, Any] | None) -> Iterator[Found]:
+    kind = (form or {}).get("type", "text")
+    if form is None or kind == "text":
+        return
+    if kind == "json_object":
+        yield "response_format", "json_object", True
+    elif kind == "json_schema":
+        field = "response_format.json_schema"
+        described = form.get("json_schema")
+        if not isinstance(described, dict) or "schema" not in described:
+            raise InputError(f"{field}: expected an object with name and schema", field=field)
+        yield f"{field}.schema", "json_schema", described["schema"]
+    elif kind == "structural_tag":
+        yield "response_format", "structural_tag", form
+    else:
+        words = "use text, json_object, json_schema or structural_tag"
+        raise InputError(f"response_format.type: {kind!r:.40} is unknown; {words}", field="response_format")
+
+
+def _constraint(field: str, kind: str, value: Any) -> Constraint:
+    if kind == "json_object":
+        if value is not True:
+            raise InputError(f"{field}: expected true or false, got {value!r:.80}", field=field)
+        kind, source = "json_schema", ANY_OBJECT
+    elif kind in ("json_schema", "structural_tag"):
+        source = _json_source(field, value, (dict, bool) if kind == "json_schema" else (dict,))
+    elif kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
+            raise InputError(f"{field}: expected a list of texts, got {value!r:.80}", field=field)
+        for i, one in enumerate(value):
+            check_unicode(one, f"{field}[{i}]")
+        source = json.dumps(value)
+    else:
+        if not isinstance(value, str) or not value:
+            raise InputError(f"{field}: expected a string, got {value!r:.80}", field=field)
+        check_unicode(value, field)
+        source = value
+    if len(source) > MAX_CHARS:
+        raise InputError(f"{field}: {len(source)} characters; at most {MAX_CHARS} are allowed", field=field)
+    return Constraint(kind, source, field)
+
+
+def _json_source(field: str, value: Any, types: tuple[type, ...]) -> str:
+    """A JSON value, or its text, as compact JSON. The order of keys is kept: properties are generated in it."""
+    try:
+        if isinstance(value, str):
+            value = json.loads(value)
+        _check_depth(field, value)
+        source = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        source.encode()
+    except json.JSONDecodeError as error:
+        raise InputError(f"{field}: is not valid JSON: {error}", field=field) from None
+    except RecursionError:
+        raise InputError(f"{field}: nested too deep; at most {MAX_DEPTH} levels", field=field) from None
+    except UnicodeEncodeError:
+        raise InputError(f"{field}: holds half of a surrogate pair; send valid Unicode", field=field) from None
+    if not isinstance(value, types):
+        raise InputError(f"{field}: expected a JSON object, got {source:.80}", field=field)
+    return source
+
+
+def _check_depth(field: str, value: Any) -> None:
+    level, depth = [value], 0
+    while level := [
+        entry for item in level if isinstance(item, (dict, list))
+        for entry in (item.values() if isinstance(item, dict) else item)
+    ]:  # fmt: skip
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise InputError(f"{field}: nested too deep; at most {MAX_DEPTH} levels", field=field)

@@ -1,0 +1,92 @@
+"""Constrained requests in an engine: random schemas validated, drafts, overlap, neighbours, retraction, aborts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from moe_engine import Engine
+from moe_engine.errors import InputError
+from tests.structured_output.schemas import draw_schemas
+
+FREE = ["The capital of France is", "What is 2 + 3?", "Once upon a time"]
+NEXTN = {
+    "speculative_algorithm": "NEXTN",
+    "speculative_num_steps": 2,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 3,
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no overlap": {"disable_overlap_schedule": True},
+    "NEXTN": NEXTN,
+    "NGRAM": {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3},
+}
+GREEDY = {"temperature": 0, "max_new_tokens": 100}
+expected: dict[str, Any] = {}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine(dtype="float32", cpu_threads=1, max_running_requests=32, **FORMS[request.param]) as engine:
+        yield engine
+
+
+def run(engine: Engine, sampling: list[dict[str, Any]], prompts: list[str]) -> list[dict[str, Any]]:
+    found = engine.generate(prompts, sampling)
+    assert isinstance(found, list)
+    return found
+
+
+def test_random_schemas_and_free_neighbours(engine: Engine) -> None:
+    validation = pytest.importorskip("jsonschema", exc_type=ImportError)
+    schemas = draw_schemas(random.randrange(1 << 30), 100)
+    constrained = [
+        {"json_schema": schema, "temperature": 1.5, "max_new_tokens": 200, "sampling_seed": i}
+        for i, schema in enumerate(schemas)
+    ]
+    free = run(engine, [GREEDY] * len(FREE), FREE)
+    found = run(engine, [*constrained, *[GREEDY] * len(FREE)], ["Data: "] * len(schemas) + FREE)
+    assert [one["output_ids"] for one in found[len(schemas) :]] == [one["output_ids"] for one in free]
+    finished = 0
+    for schema, answer in zip(schemas, found):
+        if answer["meta_info"]["finish_reason"]["type"] == "stop":
+            validation.validate(json.loads(answer["text"]), schema)
+            finished += 1
+        else:
+            assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    assert finished > 80
+
+
+def test_greedy_tokens_do_not_depend_on_drafts_and_overlap(engine: Engine) -> None:
+    schemas = draw_schemas(7, 40)
+    found = run(engine, [{"json_schema": schema, **GREEDY} for schema in schemas], ["The capital of France"] * 40)
+    tokens = [one["output_ids"] for one in found]
+    assert tokens == expected.setdefault("tokens", tokens)
+
+
+def test_copies_stop_strings_and_choices(engine: Engine) -> None:
+    copies = engine.generate("Number:", {"regex": "[0-9]{3}x[0-9]+", "n": 3, "stop": ["x"], "temperature": 1.2})
+    assert isinstance(copies, list)
+    for copy in copies:
+        assert len(copy["text"]) == 3 and copy["text"].isdigit()
+        assert copy["meta_info"]["finish_reason"]["matched"] == "x"
+    answer = engine.generate("x", {"choice": ["Paris", "Rome"], "ignore_eos": True, "temperature": 2})
+    assert answer["text"] in ("Paris", "Rome")  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"regex": "(a"}, "sampling_params.regex: .*unclosed group"),
+        ({"json_schema": {"not": {}}}, "sampling_params.json_schema: .*not"),
+        ({"ebnf": "root ::= ("}, "sampling_params.ebnf: "),
+    ],
+)
+def test_refusals_name_the_field(engine: Engine, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        engine.generate("x", fields)
