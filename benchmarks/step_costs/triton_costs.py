@@ -57,9 +57,16 @@ def silu_mul_quantize(a: Any, s: Setting) -> Cost:
 
 @cost_of("quantize_kernel")
 def quantize(a: Any, s: Setting) -> Cost:
-    """With counts only rows that have a token, else all rows."""
-    share = min(1.0, s.routing.rows / a.num_rows) if a.HAS_COUNTS else 1.0
-    return Cost(size(a.x) * share, size(a.out, a.scales) * share)
+    return Cost(size(a.x), size(a.out, a.scales))
+
+
+@cost_of("groups_kernel")
+def groups(a: Any, s: Setting) -> Cost:
+    """Only rows that have a token, in place with weights."""
+    share = min(1.0, s.routing.rows * a.WIDTH / a.out.numel())
+    weights = size(given(a.weights)) if a.WEIGHTED else 0
+    scales = size(given(a.scales)) if a.QUANTIZE else 0
+    return Cost(size(a.x) * share + weights * share + size(a.sizes), (size(a.out) + scales) * share)
 
 
 @cost_of("sum_parts_kernel")
@@ -141,9 +148,9 @@ def fixed_gemm(a: Any, s: Setting) -> Cost:
 
 @cost_of("router_logits_kernel")
 def router_logits(a: Any, s: Setting) -> Cost:
-    """A float32 gate is split into three pieces of bfloat16 (BF16X3)."""
+    """BF16X3: a float32 gate is split into three pieces of bfloat16; EXACT: the gate is one piece."""
     flops = 2.0 * a.num_tokens * a.EXPERTS * a.HIDDEN
-    work = {"bf16": 3 * flops} if a.BF16X3 else {"fp32": flops}
+    work = {"bf16": flops if a.EXACT else 3 * flops} if a.BF16X3 else {"fp32": flops}
     return Cost(size(a.x, a.gate), size(a.logits), work)
 
 
