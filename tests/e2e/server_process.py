@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -55,7 +56,8 @@ class ServerProcess:
 
     def __exit__(self, *_: object) -> None:
         for process in self.children():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # some end with their parent
+                process.kill()
         self.process.kill()
         self.process.wait()
 

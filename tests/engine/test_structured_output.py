@@ -1,4 +1,4 @@
-"""Constrained requests in an engine: random schemas validated, drafts, overlap, neighbours, retraction, aborts."""
+"""Constrained requests in an engine: random schemas validated, drafts, overlap, neighbours, retraction."""
 
 from __future__ import annotations
 
@@ -90,3 +90,19 @@ def test_copies_stop_strings_and_choices(engine: Engine) -> None:
 def test_refusals_name_the_field(engine: Engine, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         engine.generate("x", fields)
+
+
+def test_retracted_requests_keep_their_state() -> None:
+    """A pool too small for all: requests are retracted, and computed again behind the outputs they have."""
+    schemas = draw_schemas(random.randrange(1 << 30), 12)
+    sampling = [{"json_schema": schema, **GREEDY} for schema in schemas]
+    sampling += [{"regex": "([a-z]{3}-){80}", **GREEDY}] * 6
+    prompts = [f"{i} is the number of this prompt." for i in range(len(sampling))]
+    flags: dict[str, Any] = {"dtype": "float32", "cpu_threads": 1, "max_running_requests": 32}
+    found = []
+    for pool in (8192, 600):
+        with Engine(max_total_tokens=pool, schedule_conservativeness=0.01, **flags) as engine:
+            found.append(run(engine, sampling, prompts))
+            assert not any(engine._run(engine._frontend.client.call("check_integrity")))
+    assert [one["output_ids"] for one in found[0]] == [one["output_ids"] for one in found[1]]
+    assert sum(one["meta_info"]["num_retractions"] for one in found[1]) > 0
