@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
+
+if TYPE_CHECKING:
+    import numpy as np  # not loaded by the front end
 
 
 class GrammarError(MoeEngineError):

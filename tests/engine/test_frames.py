@@ -93,7 +93,9 @@ def test_drain_continues_after_drops_and_is_bounded(
 def test_warnings_are_rate_limited_and_contain_the_count(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("moe_engine"), "propagate", True)  # a server set up by a test before keeps it
+    logger = logging.getLogger("moe_engine")
+    monkeypatch.setattr(logger, "propagate", True)  # as other tests left it
+    monkeypatch.setattr(logger, "handlers", [])
     now = 0.0
     reader = FrameReader("the reader of this test", messages.decode_to_core, lambda: now)
 

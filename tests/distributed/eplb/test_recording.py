@@ -73,11 +73,13 @@ def spy_on_routers(worker: Worker, seen: Choices) -> None:
     first = min(layers)
     for index, layer in layers.items():
 
-        def forward(x: Tensor, phase: Any = "prefill", index: int = index, layer: MoE = layer) -> Tensor:
+        def forward(
+            x: Tensor, phase: Any = "prefill", real: Any = None, index: int = index, layer: MoE = layer
+        ) -> Tensor:
             if index == first:
                 seen.append({})
             seen[-1][index] = layer._route(x, layer._gate, layer._bias, layer._spec)[1].clone()
-            return MoE.forward(layer, x, phase)
+            return MoE.forward(layer, x, phase, real)
 
         layer.forward = forward  # type: ignore[method-assign]
 
@@ -244,9 +246,9 @@ def test_the_layer_of_a_pass_is_visible_through_the_recorder(
     layers = worker.runner.model.model.layers  # type: ignore[attr-defined]
     for layer in layers:
 
-        def forward(*args: Any, whole: Any = layer.forward) -> Tensor:
+        def forward(*args: Any, whole: Any = layer.forward, **more: Any) -> Tensor:
             phases.append(worker.runner.phase)
-            return whole(*args)
+            return whole(*args, **more)
 
         layer.forward = forward
     run(worker, plans(PROMPTS, 0))

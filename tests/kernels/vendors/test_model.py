@@ -55,7 +55,8 @@ def test_logits(checkpoint, name, arch):
     loaded, plain = stepper(checkpoint, attention=ATTENTION[name](), **products), stepper(checkpoint)
     assert loaded.model.weight_bytes < 0.8 * plain.model.weight_bytes
     got, same_products, want = (logits_of(one) for one in (loaded, stepper(checkpoint, **products), plain))
-    assert {key[0] for key in emulator.compiled} == {"dense", "contiguous"}
+    trial = {"bf16 contiguous"} if arch == 9 else set()  # whether Hopper's build takes group ends
+    assert {key[0] for key in emulator.compiled} == {"dense", "contiguous"} | trial
     assert (got - same_products).norm() < 0.08 * want.norm()  # bf16; a tie in the router may go the other way
     assert (got - want).norm() < 0.3 * want.norm()  # FP8, on Blackwell with weights quantised twice
 
