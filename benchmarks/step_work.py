@@ -61,7 +61,7 @@ class ModelWork:
     def from_config(cls, config: Mapping[str, Any]) -> ModelWork:
         """From the fields of config.json of a DeepSeek (MLA) or a Llama-like (GQA) model, without biases and norms."""
         weight_bytes = BYTES_OF_DTYPE[config.get("torch_dtype") or config.get("dtype") or "bfloat16"]
-        attention = _mla(config) if "kv_lora_rank" in config else _gqa(config)
+        attention = mla_work(config) if "kv_lora_rank" in config else _gqa(config)
         hidden, layers = config["hidden_size"], config["num_hidden_layers"]
         experts = config.get("n_routed_experts") or 0
         num_moe = layers - config["first_k_dense_replace"] if experts else 0
@@ -93,9 +93,7 @@ class ModelWork:
 
     def experts_touched(self, num_tokens: int) -> float:
         """Expected number of a layer's experts chosen by `num_tokens` tokens, uniformly and independently."""
-        if not self.num_experts:
-            return 0.0
-        return self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens)
+        return self.num_experts * share_touched(num_tokens, self.experts_per_token, self.num_experts)
 
     def decode_step(self, contexts: Sequence[int], experts_touched: float | None = None) -> StepWork:
         """One token for each of the sequences with these context lengths; each sequence's KV is read completely.
@@ -142,8 +140,13 @@ class ModelWork:
         return seconds
 
 
+def share_touched(num_tokens: int, experts_per_token: int, num_experts: int) -> float:
+    """Expected share of a layer's experts chosen by `num_tokens` tokens, uniformly and independently; 0 without any."""
+    return 1 - (1 - experts_per_token / num_experts) ** num_tokens if num_experts else 0.0
+
+
 @dataclass(frozen=True)
-class _Attention:
+class AttentionWork:
     """One layer: weights, KV elements per token, operations per query-context pair."""
 
     weights: int
@@ -152,14 +155,14 @@ class _Attention:
     prefill_flops: int
 
 
-def _mla(config: Mapping[str, Any]) -> _Attention:
+def mla_work(config: Mapping[str, Any]) -> AttentionWork:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     latent, q_rank = config["kv_lora_rank"], config["q_lora_rank"]
     query = heads * (nope + rope)
     weights = hidden * q_rank + q_rank * query if q_rank else hidden * query
     weights += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
-    return _Attention(
+    return AttentionWork(
         weights=weights,
         kv_elements=latent + rope,
         decode_flops=2 * heads * (2 * latent + rope),  # over the latent: scores of latent + rope, values of latent
@@ -167,8 +170,8 @@ def _mla(config: Mapping[str, Any]) -> _Attention:
     )
 
 
-def _gqa(config: Mapping[str, Any]) -> _Attention:
+def _gqa(config: Mapping[str, Any]) -> AttentionWork:
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim") or hidden // heads
     pair = 2 * heads * 2 * size
-    return _Attention(2 * hidden * (heads + kv_heads) * size, 2 * kv_heads * size, pair, pair)
+    return AttentionWork(2 * hidden * (heads + kv_heads) * size, 2 * kv_heads * size, pair, pair)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.step_work import share_touched
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -69,9 +71,7 @@ class Routing:
     @property
     def touched(self) -> float:
         """Expected local experts with a token."""
-        if not self.num_experts:
-            return 0.0
-        return self.local * (1 - (1 - self.top_k / self.num_experts) ** self.tokens)
+        return self.local * share_touched(self.tokens, self.top_k, self.num_experts)
 
 
 CostFunction = Callable[..., Cost]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.step_costs.hardware import Hardware
+from benchmarks.step_work import AttentionWork, mla_work, share_touched
 
 BF16 = 2
 
@@ -68,20 +69,19 @@ def decode(
     """A step of `batch` requests of a rank, or with `form.tp` of its group, each with `query_tokens` tokens."""
     tokens, tp = batch * query_tokens, form.tp
     sizes = _Sizes.of(config)
-    touched = _touched(config, tokens * form.dp)
+    touched = share_touched(tokens * form.dp, config.get("num_experts_per_tok", 0), sizes.experts)
     layers, moe = config["num_hidden_layers"], sizes.moe_layers
     experts = sizes.experts / form.ep
     share = tp if form.ep == 1 else 1
-    weights = layers * sizes.attention / tp + (layers - moe) * sizes.dense / tp
+    weights = layers * sizes.attention.weights / tp + (layers - moe) * sizes.dense / tp
     weights += moe * (sizes.shared / tp + touched * experts * sizes.expert / share)
     kind = sizes.weight_bytes
     weight_bytes = weights * kind + moe * sizes.gate * BF16 + config["vocab_size"] * config["hidden_size"] * BF16 / tp
-    active = layers * sizes.attention / tp + (layers - moe) * sizes.dense / tp
+    active = layers * sizes.attention.weights / tp + (layers - moe) * sizes.dense / tp
     active += moe * (sizes.shared / tp + config.get("num_experts_per_tok", 0) * sizes.expert / share)
     flops = 2.0 * tokens * (active + config["vocab_size"] * config["hidden_size"] / tp)
-    kv = layers * batch * context * sizes.record * BF16
-    heads = config["num_attention_heads"] / tp
-    attention_flops = 2.0 * layers * tokens * context * heads * (sizes.record + config["kv_lora_rank"])
+    kv = layers * batch * context * sizes.attention.kv_elements * BF16
+    attention_flops = layers * tokens * context * sizes.attention.decode_flops / tp
     nvlink, network = _links(config, form, hardware, tokens, moe, layers)
     peak = hardware["peak_bytes_per_s"]
     rate = hardware["peak_flops"]["fp8" if kind == 1 else "bf16"]
@@ -95,9 +95,7 @@ def decode(
 def prefill(config: Mapping[str, Any], form: Form, hardware: Hardware, tokens: int) -> Roofline:
     """One prompt of `tokens` tokens on each attention group."""
     step = decode(config, form, hardware, tokens, 0)
-    layers, heads = config["num_hidden_layers"], config["num_attention_heads"] / form.tp
-    width = config["qk_nope_head_dim"] + config["qk_rope_head_dim"] + config["v_head_dim"]
-    flops = 2.0 * layers * heads * width * tokens * (tokens + 1) / 2
+    flops = config["num_hidden_layers"] * mla_work(config).prefill_flops / form.tp * tokens * (tokens + 1) / 2
     head = 2.0 * (tokens - 1) * config["vocab_size"] * config["hidden_size"] / form.tp
     rate = hardware["peak_flops"]["fp8" if "quantization_config" in config else "bf16"]
     products = step.product_flops - head
@@ -110,39 +108,32 @@ def prefill(config: Mapping[str, Any], form: Form, hardware: Hardware, tokens: i
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Weights of a layer, in elements: attention, dense MLP, shared expert, one routed expert, gate."""
+    """Weights of a layer, in elements: dense MLP, shared expert, one routed expert, gate."""
 
-    attention: int
+    attention: AttentionWork
     dense: int
     shared: int
     expert: int
     gate: int
     experts: int
     moe_layers: int
-    record: int
     weight_bytes: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> _Sizes:
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
-        nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-        latent, q_rank = config["kv_lora_rank"], config["q_lora_rank"]
-        query = heads * (nope + rope)
-        attention = hidden * q_rank + q_rank * query if q_rank else hidden * query
-        attention += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
+        hidden = config["hidden_size"]
         experts = config.get("n_routed_experts") or 0
         expert = 3 * hidden * config["moe_intermediate_size"] if experts else 0
         return cls(
-            attention, 3 * hidden * config["intermediate_size"], config.get("n_shared_experts", 0) * expert, expert,
-            experts * hidden, experts, config["num_hidden_layers"] - config["first_k_dense_replace"] if experts else 0,
-            latent + rope, 1 if "quantization_config" in config else BF16,
-        )  # fmt: skip
-
-
-def _touched(config: Mapping[str, Any], tokens: int) -> float:
-    """Expected share of a layer's experts that `tokens` tokens choose."""
-    experts = config.get("n_routed_experts") or 0
-    return 1 - (1 - config["num_experts_per_tok"] / experts) ** tokens if experts else 0.0
+            attention=mla_work(config),
+            dense=3 * hidden * config["intermediate_size"],
+            shared=config.get("n_shared_experts", 0) * expert,
+            expert=expert,
+            gate=experts * hidden,
+            experts=experts,
+            moe_layers=config["num_hidden_layers"] - config["first_k_dense_replace"] if experts else 0,
+            weight_bytes=1 if "quantization_config" in config else BF16,
+        )
 
 
 def _links(

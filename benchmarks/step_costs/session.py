@@ -198,7 +198,7 @@ def _without_compiling() -> None:
 
 
 def _watch_layers(recorder: Any) -> None:
-    """Tells the recorder where in the decoder, or in drafting, a launch is."""
+    """Sets the recorder's section, the place of a launch in the decoder or in drafting."""
     from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
     from moe_engine.models.layers.decoder import Decoder
     from moe_engine.models.mtp import MTPLayers

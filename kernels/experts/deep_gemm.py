@@ -5,6 +5,7 @@ Legend: D hidden, I expert width, E experts, M rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,10 +238,9 @@ class DeepGemmExperts:
 
     def _operand(self, batch: ExpertBatch, layer: Layer) -> Operand:
         """Rows [M, D] and their scales."""
-        flat = batch.x.flatten(0, -2)
         if batch.scales is None:
-            return self._gemm.rows(flat, layer.power_of_two)
-        return flat, batch.scales.flatten(0, -2)
+            return self._gemm.rows(batch.x, layer.power_of_two)
+        return batch.x, batch.scales
 
     def _active(self, middle: Tensor, layer: Layer) -> Operand | Tensor:
         """silu(gate) * up of middle [rows, 2I], in the second product's input format."""
@@ -251,35 +251,41 @@ class DeepGemmExperts:
 
     def _padded(self, batch: ExpertBatch, counts: Tensor, weights: ExpertWeights) -> Tensor:
         """[E, capacity, D]; rows after the counts are neither read nor written."""
-        layer: Layer = weights.data
-        experts, capacity, hidden = batch.x.shape
-        groups, expected = RowGroups(counts), expected_rows(batch.mean_rows, capacity)
-        first: Operand | Tensor = batch.x
-        if batch.scales is not None:
-            first = batch.x, batch.scales.contiguous() if self._gemm.exponents else batch.scales
-        elif layer.gate_up.scales is not None:
-            first = self._gemm.group_rows(batch.x, groups, layer.power_of_two)
-        middle = torch.empty(experts, capacity, 2 * weights.width, dtype=torch.bfloat16, device=counts.device)
-        self._gemm.masked(first, layer.gate_up.operand, middle, counts, expected)
-        second = self._gemm.silu_mul_groups(middle, groups, layer.down.scales is not None, layer.power_of_two)
-        out = middle.new_empty(experts, capacity, hidden)
-        self._gemm.masked(second, layer.down.operand, out, counts, expected)
-        return out
+        expected = expected_rows(batch.mean_rows, batch.x.shape[1])
+
+        def multiply(a: Operand | Tensor, b: Operand | Tensor, out: Tensor) -> None:
+            self._gemm.masked(a, b, out, counts, expected)
+
+        return self._in_place(batch, RowGroups(counts), weights, multiply)
 
     def _aligned(self, batch: ExpertBatch, ends: Tensor, weights: ExpertWeights) -> Tensor:
-        """[M, D]; rows outside the groups are neither read nor written. The library takes the layout as it is."""
+        """[M, D]; rows outside the groups are neither read nor written."""
+
+        def multiply(a: Operand | Tensor, b: Operand | Tensor, out: Tensor) -> None:
+            self._gemm.grouped_by_ends(a, b, out, ends)
+
+        return self._in_place(batch, RowGroups(ends, batch.alignment), weights, multiply)
+
+    def _in_place(
+        self,
+        batch: ExpertBatch,
+        groups: RowGroups,
+        weights: ExpertWeights,
+        multiply: Callable[[Operand | Tensor, Operand | Tensor, Tensor], None],
+    ) -> Tensor:
+        """Both products of the valid rows, in the layout of the batch."""
         layer: Layer = weights.data
-        groups, num_rows = RowGroups(ends, batch.alignment), len(batch.x)
         first: Operand | Tensor = batch.x
         if batch.scales is not None:
             first = batch.x, batch.scales.contiguous() if self._gemm.exponents else batch.scales
         elif layer.gate_up.scales is not None:
             first = self._gemm.group_rows(batch.x, groups, layer.power_of_two)
-        middle = torch.empty(num_rows, 2 * weights.width, dtype=torch.bfloat16, device=ends.device)
-        self._gemm.grouped_by_ends(first, layer.gate_up.operand, middle, ends)
+        shape = batch.x.shape[:-1]
+        middle = torch.empty(*shape, 2 * weights.width, dtype=torch.bfloat16, device=groups.sizes.device)
+        multiply(first, layer.gate_up.operand, middle)
         second = self._gemm.silu_mul_groups(middle, groups, layer.down.scales is not None, layer.power_of_two)
-        out = middle.new_empty(num_rows, weights.hidden)
-        self._gemm.grouped_by_ends(second, layer.down.operand, out, ends)
+        out = middle.new_empty(*shape, weights.hidden)
+        multiply(second, layer.down.operand, out)
         return out
 
     def warm_up(self, shapes: StepShapes) -> int:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import QuantizedRows
+from moe_engine.kernels.quantization.protocol import FP8, QuantizedRows, num_blocks
 from moe_engine.kernels.quantization.reference import quantize_rows
 
 
@@ -39,22 +39,21 @@ class RowGroups:
         """Rows of each group, int32 [G]."""
         return self.sizes - self.starts if self.alignment else self.sizes
 
-    def empty(self, x: Tensor, width: int, row_major: bool = False) -> QuantizedRows:
-        """Uninitialised rows of `width` channels in the layout of x. Scales are column-major in each padded group, the
-        order in which DeepGEMM's masked products read them; or row-major."""
-        if row_major:
-            blocks = QuantizedRows.empty(0, width, x.device).scales.shape[1]
-            data = QuantizedRows.empty(x.shape[:-1].numel(), width, x.device).data.view(*x.shape[:-1], width)
-            return QuantizedRows(data, torch.empty(*x.shape[:-1], blocks, device=x.device))
-        if self.alignment:
-            return QuantizedRows.empty(len(x), width, x.device)
-        return QuantizedRows.empty_groups(x.shape[0], x.shape[1], width, x.device)
+
+def empty_rows(x: Tensor, width: int, row_major: bool = False) -> QuantizedRows:
+    """Uninitialised rows of `width` channels in the layout of x. Scales are column-major in each padded group, the
+    order in which DeepGEMM's masked products read them; or row-major."""
+    *groups, count = x.shape[:-1]
+    if row_major:
+        data = torch.empty(*groups, count, width, dtype=FP8, device=x.device)
+        return QuantizedRows(data, torch.empty(*groups, count, num_blocks(width), device=x.device))
+    return QuantizedRows.empty(count, width, x.device, tuple(groups))
 
 
 def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False) -> QuantizedRows:
     """x [G, C, K] or [M, K] -> its valid rows quantized, in the same layout; other rows are unspecified."""
     rows = quantize_rows(x.flatten(0, -2), power_of_two)
-    out = groups.empty(x, x.shape[-1], row_major)
+    out = empty_rows(x, x.shape[-1], row_major)
     out.data.copy_(rows.data.view_as(out.data))
     out.scales.copy_(rows.scales.reshape(out.scales.shape))
     return out
@@ -64,16 +63,19 @@ def silu_mul_quantize_groups(
     gate_up: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False
 ) -> QuantizedRows:
     """gate_up [G, C, 2I] or [M, 2I], gate first -> silu(gate) * up of its valid rows, quantized."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return quantize_groups(F.silu(gate) * up, groups, power_of_two, row_major)
+    return quantize_groups(_silu_mul(gate_up), groups, power_of_two, row_major)
 
 
 def silu_mul_groups(gate_up: Tensor, groups: RowGroups) -> Tensor:
     """The same, unquantized: [G, C, I] or [M, I]."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    return _silu_mul(gate_up).to(gate_up.dtype)
 
 
 def scale_groups(rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
     """rows [M, K] *= weights float32 [M], in place; only valid rows must be. Returns rows."""
     return rows.mul_(weights.unsqueeze(1))
+
+
+def _silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -110,17 +110,10 @@ class QuantizedRows:
     scales: Tensor
 
     @classmethod
-    def empty(cls, m: int, k: int, device: torch.device | str) -> QuantizedRows:
-        """Uninitialised memory for rows [M, K]."""
-        columns = torch.empty(num_blocks(k), -(-m // 4) * 4, device=device)
-        return cls(torch.empty(m, k, dtype=FP8, device=device), columns[:, :m].t())
-
-    @classmethod
-    def empty_groups(cls, groups: int, capacity: int, k: int, device: torch.device | str) -> QuantizedRows:
-        """Uninitialised memory for padded groups [G, C, K]."""
-        columns = torch.empty(groups, num_blocks(k), -(-capacity // 4) * 4, device=device)
-        data = torch.empty(groups, capacity, k, dtype=FP8, device=device)
-        return cls(data, columns[..., :capacity].transpose(1, 2))
+    def empty(cls, m: int, k: int, device: torch.device | str, groups: tuple[int, ...] = ()) -> QuantizedRows:
+        """Uninitialised memory for rows [M, K]; for padded groups [*groups, M, K]."""
+        columns = torch.empty(*groups, num_blocks(k), -(-m // 4) * 4, device=device)
+        return cls(torch.empty(*groups, m, k, dtype=FP8, device=device), columns[..., :m].transpose(-2, -1))
 
     @property
     def scale_stride(self) -> int:

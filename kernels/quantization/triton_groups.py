@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_engine.kernels.quantization.groups import RowGroups
+from moe_engine.kernels.quantization.groups import RowGroups, empty_rows
 from moe_engine.kernels.quantization.protocol import BLOCK, QuantizedRows
 from moe_engine.kernels.quantization.triton_rows import TILE_ROWS, quantize_tile
 from moe_engine.kernels.triton.aot import AotCase
@@ -72,7 +72,7 @@ def groups_kernel(
 
 def quantize_groups(x: Tensor, groups: RowGroups, power_of_two: bool = False, row_major: bool = False) -> QuantizedRows:
     """See `groups.quantize_groups`."""
-    rows = groups.empty(x, x.shape[-1], row_major)
+    rows = empty_rows(x, x.shape[-1], row_major)
     _launch(x, groups, rows, _constants(groups, x.shape[-1], power_of_two=power_of_two))
     return rows
 
@@ -82,7 +82,7 @@ def silu_mul_quantize_groups(
 ) -> QuantizedRows:
     """See `groups.silu_mul_quantize_groups`."""
     width = gate_up.shape[-1] // 2
-    rows = groups.empty(gate_up, width, row_major)
+    rows = empty_rows(gate_up, width, row_major)
     _launch(gate_up, groups, rows, _constants(groups, width, gated=True, power_of_two=power_of_two))
     return rows
 

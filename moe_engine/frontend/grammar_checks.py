@@ -26,7 +26,7 @@ MAX_WAITING = 256
 
 
 class GrammarChecks:
-    """Asks child processes, which are started on demand and killed if they are late. Remembers verdicts.
+    """Compiles grammars in child processes, started on demand and killed at the time limit. Results are cached.
 
     Args:
         spec: None: nothing is checked here, and the engine refuses what it cannot compile.

@@ -63,9 +63,7 @@ class FrontendSettings:
     """Whether requests may bring code that changes their logits."""
     random_seed: int = 0
     """Seed of the generator that draws seeds for requests without one."""
-    grammar_backend: str = "llguidance"
-    constrained_json_whitespace_pattern: str | None = None
-    constrained_json_disable_any_whitespace: bool = False
+    grammars: GrammarSettings = field(default_factory=GrammarSettings)
 
 
 @dataclass(slots=True)
@@ -215,7 +213,7 @@ class Preparer:
 
     def _check_grammars_available(self, constraint: Constraint) -> None:
         missing = None
-        if self._settings.grammar_backend == "none":
+        if self._settings.grammars.grammar_backend == "none":
             missing = "is not available: this server runs with --grammar-backend none"
         elif self._tokenizer is None:
             missing = "needs a tokenizer, and this server runs with --skip-tokenizer-init"
@@ -320,14 +318,9 @@ class Preparer:
 
 
 def _check_spec(info: EngineInfo, tokenizer: Tokenizer | None, settings: FrontendSettings) -> CheckSpec | None:
-    if tokenizer is None or tokenizer.source is None or settings.grammar_backend == "none":
+    if tokenizer is None or tokenizer.source is None or settings.grammars.grammar_backend == "none":
         return None
-    grammars = GrammarSettings(
-        settings.grammar_backend,
-        settings.constrained_json_whitespace_pattern,
-        settings.constrained_json_disable_any_whitespace,
-    )
-    return CheckSpec(grammars, tokenizer.source, info.vocab_size, info.eos_token_ids)
+    return CheckSpec(settings.grammars, tokenizer.source, info.vocab_size, info.eos_token_ids)
 
 
 def _size(inp: GenerateInput) -> int:

@@ -35,7 +35,7 @@ class ServedWeights:
         """Waits for the end of an update, if there is one. To be followed by `release`, unless the wait was given up.
 
         Args:
-            given_up: asked while the request waits, also after each `recheck`; True ends the wait.
+            given_up: called while the request waits, also after each `recheck`; True ends the wait.
 
         Returns:
             False if the wait was given up.
@@ -53,7 +53,7 @@ class ServedWeights:
         return True
 
     def recheck(self) -> None:
-        """Waiting requests ask `given_up` again."""
+        """Waiting requests call `given_up` again."""
         if not self._open.is_set():
             self._open.set()  # resumes all waiting requests; the update still runs
             self._open.clear()

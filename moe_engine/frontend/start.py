@@ -17,6 +17,7 @@ from moe_engine.frontend.frontend import FrontendSettings
 from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.processes.dist_secret import SECRET_VARIABLE
+from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("moe_engine")
@@ -93,4 +94,5 @@ def open_tokenizer(config: ResolvedConfig) -> Tokenizer | None:
 def frontend_settings(config: ResolvedConfig) -> FrontendSettings:
     """The flags that apply to every request, from HTTP or Python."""
     preferred = json.loads(config.server.preferred_sampling_params)
-    return config.select(FrontendSettings, preferred_sampling_params=preferred)
+    grammars = config.select(GrammarSettings)
+    return config.select(FrontendSettings, preferred_sampling_params=preferred, grammars=grammars)

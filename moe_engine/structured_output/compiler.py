@@ -30,10 +30,6 @@ class GrammarCompiler:
         self._kept: OrderedDict[tuple[str, str], Future[CompiledGrammar]] = OrderedDict()
         self._source_chars = 0
 
-    @property
-    def num_kept(self) -> int:
-        return len(self._kept)
-
     def get(self, constraint: Constraint) -> Future[CompiledGrammar]:
         """The compiled grammar; done at once if it is kept. Requests with the same grammar share a compilation."""
         key = constraint.key

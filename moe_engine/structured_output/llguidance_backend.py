@@ -125,7 +125,7 @@ class LLState:
 
 
 def _json_options(settings: GrammarSettings) -> JsonOptions:
-    """They replace what a schema's `x-guidance` asks for: a client cannot make unenforced keywords pass."""
+    """These options override the `x-guidance` of a schema: a client cannot make unenforced keywords pass."""
     strict: JsonOptions = {"lenient": False, "coerce_one_of": False}
     if settings.constrained_json_disable_any_whitespace:
         return {**strict, "whitespace_flexible": False}

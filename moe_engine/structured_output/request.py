@@ -70,11 +70,6 @@ def find_constraint(request: msgspec.Struct, where: str = "") -> Constraint | No
     return _constraint(*found[0])
 
 
-def schema_constraint(schema: Any, field: str) -> Constraint:
-    """The constraint to a JSON schema, such as a tool's parameters."""
-    return _constraint(field, "json_schema", schema)
-
-
 def _of_structured_outputs(value: Mapping[str, Any] | None) -> Iterator[Found]:
     for name, given in (value or {}).items():
         if given in (None, False):

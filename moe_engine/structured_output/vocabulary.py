@@ -16,11 +16,6 @@ class Vocabulary:
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer
 
-    def missing_bytes(self) -> str:
-        """Printable ASCII characters that no token can produce; empty if there are none."""
-        found = set(b"".join(self.tokens))
-        return "".join(chr(byte) for byte in range(32, 127) if byte not in found)
-
 
 def vocabulary_of(tokenizer: Tokenizer, size: int, eos_ids: tuple[int, ...]) -> Vocabulary:
     """Args: size: the model's vocabulary, which may exceed the tokenizer's."""
