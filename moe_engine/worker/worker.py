@@ -37,6 +37,7 @@ from moe_engine.worker.graphs.compile_setup import finish_regions, start_regions
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_copies import Listener
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
+from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.model_runner import ModelRunner, PendingResult
 from moe_engine.worker.options import WorkerOptions
 from moe_engine.worker.rank_methods import NO_ARGS, rank_methods, run_method
@@ -240,10 +241,13 @@ def _prepare(
         max_positions=rows.width,
     )
     loaded = time.perf_counter()
+    if local.state_groups:
+        rows.states = StatePool(local.state_groups, options.max_rows, dtype, stream)
     spec = kv_spec(local, options.kv_dtype, num_mtp_layers(config, speculation))
     pool = KVPool(
         spec, options.num_slots, options.kernels.page_size, stream,
         windowed=config.windowed_layers if options.num_window_slots else (), num_window_slots=options.num_window_slots,
+        states=rows.states,
     )  # fmt: skip
     if options.num_window_slots:
         rows.bound_windows(pool.num_slots, pool.page_size)
