@@ -23,18 +23,25 @@ FLAGS: dict[str, Any] = {
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=["qwen3", "deepseek_v3"])
-def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InProcessEngine, torch.nn.Module]]:
-    seed = random.randrange(2**31)
-    print(f"seed of the checkpoint {seed}")
+@pytest.fixture(scope="module")
+def registered() -> Iterator[None]:
     known = dict(registry._architectures)
     ema.register()
+    yield
+    registry._architectures.clear()
+    registry._architectures.update(known)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_v3"])
+def served(
+    request: Any, registered: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[InProcessEngine, torch.nn.Module]]:
+    seed = random.randrange(2**31)
+    print(f"seed of the checkpoint {seed}")
     path = ema.make_ema_checkpoint(request.param, tmp_path_factory.mktemp("model"), seed)
     engine = InProcessEngine(path, tmp_path_factory.mktemp("status") / "status", **FLAGS)
     yield engine, ema.reference(path)
     engine.close()
-    registry._architectures.clear()
-    registry._architectures.update(known)
 
 
 def make_script(rng: random.Random, count: int) -> list[Scripted]:
