@@ -101,6 +101,13 @@ def test_answers_equal_a_recomputation(served: Any, scheduling: dict[str, Any]) 
         check_answer(model, item, answers[item.rid])
 
 
+def test_the_ledger_has_the_bytes_of_the_pools(served: Any) -> None:
+    engine, _ = served
+    ledger, runner = engine.config.ledger, engine.worker.runner
+    assert runner.rows.states.num_bytes == ledger.bytes_of("request states") > 0
+    assert runner.kv_pool.num_bytes == ledger.kv_bytes
+
+
 def test_a_request_alone(served: Any) -> None:
     engine, model = served
     item = Scripted("alone", [random.randrange(VOCAB) for _ in range(100)], 40, logprob=True, logprob_start=0)
