@@ -1,5 +1,5 @@
 """The whole engine over models with a state for each request: tokens and log-probabilities equal a recomputation of the
-whole text in float64, whatever becomes of rows and steps."""
+whole text in float64, with chunks, reused rows, retractions, aborts and failed steps."""
 
 from __future__ import annotations
 
