@@ -139,6 +139,32 @@ def test_a_window_pool_with_room_for_few_requests(flags: dict[str, Any], tmp_pat
         engine.close()
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"kv_cache_dtype": "fp8_e4m3"},
+        pytest.param({"kv_cache_dtype": "fp8_e5m2", **NGRAM}, marks=pytest.mark.exhaustive),
+        pytest.param(
+            {"enable_torch_compile": True, "torch_compile_max_bs": 2, "attention_backend": "torch"},
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_tokens_are_those_of_one_pool_for_all_layers(flags: dict[str, Any], tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    path = make_checkpoint("qwen3", tmp_path / "model", seed=seed, **ALTERNATING, sliding_window=9)
+    script = make_script(random.Random(seed), 6, max_new=24)
+    found = []
+    for one_pool in (True, False):
+        engine = InProcessEngine(path, tmp_path / "status", **FLAGS | flags, disable_hybrid_swa_memory=one_pool)
+        try:
+            assert (engine.config.num_window_slots == 0) == one_pool
+            found.append({rid: answer.token_ids for rid, answer in engine.run(script).items()})
+        finally:
+            engine.close()
+    assert found[0] == found[1]
+
+
 def test_long_conversations_in_a_small_pool(tmp_path: Path) -> None:
     """Turns of growing conversations of 700 tokens together: a pool of 120 tokens holds their windows."""
     seed = random.randrange(2**31)

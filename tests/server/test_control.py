@@ -281,6 +281,9 @@ def test_backends_and_graphs_in_force():
     assert info["internal_states"][0]["memory_usage"] == {
         "weight": 1.0, "kvcache": 0.0, "graph": 1.5, "token_capacity": 1024,
     }  # fmt: skip
+    assert "swa_token_capacity" not in info["internal_states"][0]["memory_usage"]
+    windowed = get(FakeClient(num_window_slots=96), "/server_info").json()
+    assert windowed["internal_states"][0]["memory_usage"]["swa_token_capacity"] == 96
     assert info["max_running_requests"] == 40  # of all attention groups, as the flag
 
 

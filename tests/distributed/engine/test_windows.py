@@ -13,18 +13,31 @@ from tests.engine.test_greedy_parity import NUM_TOKENS, check_greedy
 from tests.engine.test_windows import ALTERNATING, FLAGS, load
 from tests.models.checkpoints import make_checkpoint
 
+DENSE: tuple[str, dict[str, Any]] = ("qwen3", ALTERNATING)
+DP2: dict[str, Any] = {"tp_size": 2, "attn_dp_size": 2}
+TRAVELS = {"ep_size": 2, "moe_a2a_backend": "all_to_all", "enable_two_batch_overlap": True}
 
-@pytest.mark.parametrize("form", [{"tp_size": 2}, {"tp_size": 2, "attn_dp_size": 2}], ids=["tp2", "dp2"])
-def test_tokens_equal_transformers(form: dict[str, Any], tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(
+    ("model", "form"),
+    [
+        pytest.param(DENSE, {"tp_size": 2}, id="tp2"),
+        pytest.param(DENSE, DP2, id="dp2", marks=pytest.mark.exhaustive),
+        pytest.param(DENSE, {"dp_size": 2}, id="replicas", marks=pytest.mark.exhaustive),
+        pytest.param(("mixtral", {}), DP2 | TRAVELS, id="ep2, two-batch overlap"),
+    ],
+)
+def test_tokens_equal_transformers(model: tuple[str, dict[str, Any]], form: dict[str, Any], tmp_path: Path) -> None:
     seed = random.randrange(2**31)
     rng = random.Random(seed)
-    path = make_checkpoint("qwen3", tmp_path / "model", seed=seed, **ALTERNATING, sliding_window=9)
+    kind, fields = model
+    path = make_checkpoint(kind, tmp_path / "model", seed=seed, **fields, sliding_window=9)
     shared = [rng.randrange(250) for _ in range(40)]
     prompts = [shared[: rng.choice([0, 40])] + [rng.randrange(250) for _ in range(30)] for _ in range(6)]
     sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": NUM_TOKENS}
     with Engine(model_path=str(path), device="cpu", **FLAGS, **form) as engine:
         assert 0 < engine.config.num_window_slots < engine.config.max_total_num_tokens
         outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
-    model = load(path)
+    oracle = load(path)
     for i, (prompt, output) in enumerate(zip(prompts, outputs)):
-        check_greedy(model, prompt, output["output_ids"], f"seed {seed} prompt {i}")
+        check_greedy(oracle, prompt, output["output_ids"], f"seed {seed} prompt {i}")
