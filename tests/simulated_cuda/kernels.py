@@ -13,6 +13,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.kernels.triton import beside
 from tests.simulated_cuda import failures, observer, streams, symmetric
 from tests.simulated_cuda.memory import MEMORY
 from tests.simulated_cuda.operators import Launch, is_pinned
@@ -22,6 +23,8 @@ _place = interpreter.interpreter_builder.set_grid_idx
 _random = random.Random(0)
 launches: dict[str, int] = {}
 """By kernel."""
+WAITING = {"one_shot_kernel", "two_shot_kernel"}
+"""Kernels that wait for programs of the same launch on other ranks: their own programs must run beside each other."""
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -62,7 +65,10 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
     launches[name] = launches.get(name, 0) + 1
 
     def run() -> None:
-        _call(self, *hosts, **host_options)
+        if name in WAITING:
+            beside.run_launch(self, tuple(hosts), host_options, _random.randrange(1 << 30))
+        else:
+            _call(self, *hosts, **host_options)
 
     if launch.graph is None or not any(map(symmetric.leads_there, tensors)):  # others' memory could not be put back
         run()

@@ -70,6 +70,13 @@ def test_exchanges_through_symmetric_memory() -> None:
             assert max(plain) < 0.02 and max(fp8) < 0.06
 
 
+def test_sums_through_symmetric_memory() -> None:
+    with Ranks(2) as ranks:
+        for two_shot in (False, True):
+            for errors in ranks.call(rank_calls.summed, two_shot, timeout_s=SECONDS):
+                assert len(errors) == 4 and max(errors) < 0.02
+
+
 def test_streams_must_be_waited_for(ranks: Ranks) -> None:
     for early, waited, forked in ranks.call(rank_calls.not_waited_for, timeout_s=SECONDS):
         assert early.startswith("HazardError") and waited == "nothing" and "unjoined" in forked
