@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +25,8 @@ _place = interpreter.interpreter_builder.set_grid_idx
 _random = random.Random(0)
 launches: dict[str, int] = {}
 """By kernel."""
+LAUNCHED = "SIMULATED_CUDA_LAUNCHED"
+"""Environment: a folder that gets an empty file named as each kernel that was launched."""
 WAITING = {"one_shot_kernel", "two_shot_kernel"}
 """Kernels that wait for programs of the same launch on other ranks: their own programs must run beside each other."""
 
@@ -62,6 +66,8 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
             launch.graph.keep(block)
     before = {key: block.host.clone() for key, block in blocks.items()} if streams.several() else {}
     hosts, host_options = [_host(x) for x in args], {key: _host(x) for key, x in kwargs.items()}
+    if name not in launches and (folder := os.environ.get(LAUNCHED)):
+        Path(folder, name).touch()
     launches[name] = launches.get(name, 0) + 1
 
     def run() -> None:
