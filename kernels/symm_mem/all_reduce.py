@@ -41,7 +41,7 @@ class SymmMemAllReduce:
         self._lost = lost
         self._limit_ns = int(limit_s * 1e9)
         self._peers = torch.tensor(list(addresses), dtype=torch.int64, device=memory.device)
-        self._epochs = torch.zeros(PROGRAMS, dtype=torch.int64, device=memory.device)
+        self._epochs = torch.zeros(2, PROGRAMS, dtype=torch.int64, device=memory.device)
         self._failed = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self._constants = {one_shot: constants_of(arenas, one_shot) for one_shot in (True, False)}
         self._warps = warps_of(arenas.width)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from moe_engine.kernels.quantization.protocol import BLOCK
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
-from moe_engine.kernels.symm_mem.all_reduce_layout import SHAPES, Arenas
+from moe_engine.kernels.symm_mem.all_reduce_layout import PROGRAMS, SHAPES, Arenas
 from moe_engine.kernels.symm_mem.triton_flags import await_flags, part_of, raise_flags, rank_constants
 from moe_engine.kernels.triton.aot import AotCase
 
@@ -36,7 +36,7 @@ def _send(value, inside, peers, peer, half, rank, WIDTH: tl.constexpr, cols):
 def _sum(rows, cols, inside, WIDTH: tl.constexpr, RANKS: tl.constexpr):
     """The sum of rows [R, WIDTH] in their dtype. Not through L1, where a line of an earlier epoch may be."""
     total = tl.load(rows + cols, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    for source in tl.static_range(1, RANKS):
+    for source in range(1, RANKS):
         row = tl.load(rows + source * WIDTH + cols, mask=inside, other=0.0, cache_modifier=".cg")
         total += row.to(tl.float32)
     return total.to(rows.dtype.element_ty)
@@ -78,18 +78,20 @@ def _finish(
 def one_shot_kernel(
     x, residual, weight, out, quantized, scales, peers, epochs, failed, lost,
     num_rows, scale_stride, rank, eps, limit_ns: tl.int64,
-    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, ARENAS_AT: tl.constexpr,
-    HALF_BYTES: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PROGRAMS: tl.constexpr,
+    ARENAS_AT: tl.constexpr, HALF_BYTES: tl.constexpr, NORM: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """x [T, WIDTH], partial sums -> their sum over the ranks, see `_finish`. epochs int64 [PROGRAMS].
+    """x [T, WIDTH], partial sums -> their sum over the ranks, see `_finish`. Grid (<= PROGRAMS,).
 
-    After a timeout nothing is sent: peers must not take rows of later epochs for earlier ones. Grid (<= PROGRAMS,).
+    epochs int64 [2, PROGRAMS]: of each program; and 1 after a wait that ended early. Such a program sends nothing more:
+    peers must not take rows of later epochs for earlier ones.
     """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCKS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     inside = cols < WIDTH
     epoch = tl.load(epochs + program)
+    alive = tl.load(epochs + PROGRAMS + program) == 0
     flags_at = program.to(tl.int64) * (LANES * 8)
     for row in range(program, num_rows, tl.num_programs(0)):
         epoch += 1
@@ -99,12 +101,13 @@ def one_shot_kernel(
         if NORM:  # read before the wait
             added_to = tl.load(residual + tl.cast(row, tl.int64) * WIDTH + cols, mask=inside, other=0.0)
             gains = tl.load(weight + cols, mask=inside, other=0.0)
-        if tl.load(failed, volatile=True) == 0:
+        if alive:
             for peer in range(RANKS):
                 _send(value, inside, peers, peer, half, rank, WIDTH, cols)
             tl.debug_barrier()
             raise_flags(peers, rank, flags_at, epoch, RANKS, LANES)
-        await_flags(part_of(peers, rank, flags_at, tl.int64), epoch, failed, lost, limit_ns, RANKS, LANES)
+        flags = part_of(peers, rank, flags_at, tl.int64)
+        alive &= await_flags(flags, epoch, failed, lost, limit_ns, RANKS, LANES)
         summed = _sum(part_of(peers, rank, half, x.dtype.element_ty), cols, inside, WIDTH, RANKS)
         _finish(
             summed, added_to, gains, residual, out, quantized, scales, tl.cast(row, tl.int32), cols, inside,
@@ -112,26 +115,28 @@ def one_shot_kernel(
         )  # fmt: skip
     tl.debug_barrier()
     tl.store(epochs + program, epoch)
+    tl.store(epochs + PROGRAMS + program, (~alive).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def two_shot_kernel(
     x, residual, weight, out, quantized, scales, peers, epochs, failed, lost,
     num_rows, scale_stride, rank, eps, limit_ns: tl.int64,
-    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, ARENAS_AT: tl.constexpr,
-    HALF_BYTES: tl.constexpr, GATHERED_AT: tl.constexpr, GATHERED_FLAGS_AT: tl.constexpr, NORM: tl.constexpr,
-    QUANTIZE: tl.constexpr, KEEP: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCKS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PROGRAMS: tl.constexpr,
+    ARENAS_AT: tl.constexpr, HALF_BYTES: tl.constexpr, GATHERED_AT: tl.constexpr, GATHERED_FLAGS_AT: tl.constexpr,
+    NORM: tl.constexpr, QUANTIZE: tl.constexpr, KEEP: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
     """`one_shot_kernel` in two exchanges: a program has groups of R rows, and rank r sums row r of each."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCKS)[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     epoch = tl.load(epochs + program)
+    alive = tl.load(epochs + PROGRAMS + program) == 0
     flags_at = program.to(tl.int64) * (LANES * 8)
     for group in range(program, tl.cdiv(num_rows, RANKS), tl.num_programs(0)):
         epoch += 1
         first = tl.cast(group, tl.int32) * RANKS
         half = ARENAS_AT + (program * 2 + (epoch & 1)) * HALF_BYTES
-        if tl.load(failed, volatile=True) == 0:
+        if alive:
             for peer in range(RANKS):
                 row = first + peer
                 inside = cols < tl.where(row < num_rows, WIDTH, 0)
@@ -140,16 +145,16 @@ def two_shot_kernel(
             tl.debug_barrier()
             raise_flags(peers, rank, flags_at, epoch, RANKS, LANES)
         flags = part_of(peers, rank, flags_at, tl.int64)
-        arrived = await_flags(flags, epoch, failed, lost, limit_ns, RANKS, LANES)
+        alive &= await_flags(flags, epoch, failed, lost, limit_ns, RANKS, LANES)
         inside = cols < tl.where(first + rank < num_rows, WIDTH, 0)
         summed = _sum(part_of(peers, rank, half, x.dtype.element_ty), cols, inside, WIDTH, RANKS)
-        if arrived:
+        if alive:
             for peer in range(RANKS):
                 _send(summed, inside, peers, peer, half + GATHERED_AT, rank, WIDTH, cols)
             tl.debug_barrier()
             raise_flags(peers, rank, flags_at + GATHERED_FLAGS_AT, epoch, RANKS, LANES)
         flags = part_of(peers, rank, flags_at + GATHERED_FLAGS_AT, tl.int64)
-        await_flags(flags, epoch, failed, lost, limit_ns, RANKS, LANES)
+        alive &= await_flags(flags, epoch, failed, lost, limit_ns, RANKS, LANES)
         gathered = part_of(peers, rank, half + GATHERED_AT, x.dtype.element_ty)
         for source in range(RANKS):
             row = first + source
@@ -165,13 +170,14 @@ def two_shot_kernel(
             )  # fmt: skip
     tl.debug_barrier()
     tl.store(epochs + program, epoch)
+    tl.store(epochs + PROGRAMS + program, (~alive).to(tl.int64))
 
 
 def constants_of(arenas: Arenas, one_shot: bool) -> dict[str, Any]:
     """Of either kernel, except the result's form."""
     found = {
         "WIDTH": arenas.width, "BLOCKS": triton.next_power_of_2(triton.cdiv(arenas.width, BLOCK)),
-        **rank_constants(arenas.num_ranks), "LANES": arenas.lanes, "ARENAS_AT": arenas.arenas_at,
+        **rank_constants(arenas.num_ranks), "LANES": arenas.lanes, "PROGRAMS": PROGRAMS, "ARENAS_AT": arenas.arenas_at,
         "HALF_BYTES": arenas.half_bytes,
     }  # fmt: skip
     more = {"GATHERED_AT": arenas.gathered_at, "GATHERED_FLAGS_AT": arenas.gathered_flags_at}

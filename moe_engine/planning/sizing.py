@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRATCH_BYTES
-from moe_engine.kernels.symm_mem.all_reduce_layout import Arenas
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.protocol import WeightFormat
@@ -19,7 +18,7 @@ from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning.attention_memory import draft_workspace_rows, workspace_rows
 from moe_engine.planning.checkpoint import CheckpointFacts
-from moe_engine.planning.dispatch_memory import dispatch_rows
+from moe_engine.planning.dispatch_memory import exchange_rows
 from moe_engine.planning.ledger import (
     DRAFT_WEIGHTS,
     GB,
@@ -208,8 +207,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         *state_rows(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
         *_attention_rows(given),
-        *_dispatch_rows(given),
-        *_all_reduce_rows(given),
+        *_exchange_rows(given),
         *graph_row(
             given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, limits.running, given.logits_rows
         ),
@@ -272,16 +270,8 @@ def _table_row(given: SizingInput) -> LedgerRow:
     return LedgerRow("slot tables", len(tables) * slot_table_bytes(limits.running, limits.row_width), detail)
 
 
-def _dispatch_rows(given: SizingInput) -> list[LedgerRow]:
-    return dispatch_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, given.limits)
-
-
-def _all_reduce_rows(given: SizingInput) -> list[LedgerRow]:
-    if not given.parallel.all_reduce.is_custom:
-        return []
-    ranks = given.parallel.topology.tp_size
-    arenas = Arenas(ranks, given.model.hidden_size, given.dtype_bytes)
-    return [LedgerRow("all-reduce buffers", arenas.num_bytes, f"rows of {ranks} ranks")]
+def _exchange_rows(given: SizingInput) -> list[LedgerRow]:
+    return exchange_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, given.limits)
 
 
 def _draft_rows(given: SizingInput) -> list[LedgerRow]:

@@ -80,7 +80,8 @@ def test_sums_are_exact_and_equal_on_all_ranks(
     num_ranks: int, one_shot: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls of many sizes one after the other without a barrier: more rows than programs, fewer, none."""
-    monkeypatch.setattr("moe_engine.kernels.symm_mem.all_reduce.PROGRAMS", 3)
+    for module in ("all_reduce", "triton_all_reduce", "all_reduce_layout"):
+        monkeypatch.setattr(f"moe_engine.kernels.symm_mem.{module}.PROGRAMS", 3)
     if not one_shot:
         two_shot_only(monkeypatch)
     made, sizes = world(num_ranks, dtype), [1, 5, 0, 2, 7, 3, 1]
@@ -160,7 +161,7 @@ def test_layout() -> None:
         assert arenas.arenas_at >= 2 * arenas.gathered_flags_at
         assert arenas.half_bytes >= 2 * num_ranks * width * item and arenas.half_bytes % 256 == 0
     v3 = Arenas(8, 7168, 2)
-    assert v3.num_bytes < 60 << 20
+    assert v3.num_bytes < 50 << 20
     assert v3.is_one_shot(18) and not v3.is_one_shot(19) and Arenas(2, 7168, 2).is_one_shot(500)
 
 
