@@ -18,6 +18,9 @@ from moe_engine.kernels.symm_mem import all_reduce_layout
 from moe_engine.kernels.symm_mem.all_reduce import SymmMemAllReduce
 from moe_engine.kernels.symm_mem.all_reduce_layout import Arenas, why_not
 from moe_engine.kernels.symm_mem.triton_all_reduce import one_shot_kernel, two_shot_kernel
+from moe_engine.parallel.all_reduce import custom
+from moe_engine.parallel.collectives import PeerLost
+from moe_engine.parallel.dispatch.symm_mem.memory import SharedBytes
 from tests.kernels.triton import beside
 
 WIDTH, EPS = 200, 1e-6  # a part of a block
@@ -170,3 +173,53 @@ def test_why_not() -> None:
     assert "at most 16 ranks" in (why_not(32, 7168, 2) or "")
     assert "multiple of 16 bytes" in (why_not(8, 1028, 2) or "")
     assert "above 16384" in (why_not(8, 32768, 2) or "")
+
+
+# -- of a group
+
+
+class Two:
+    """A group of two ranks whose own all-reduce doubles."""
+
+    size, rank, timeout_s = 2, 0, 5.0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class Memory:
+    """Symmetric memory of one rank; `reason`: why the ranks have none."""
+
+    def __init__(self, reason: str = "") -> None:
+        self._reason = reason
+
+    def allocate(self, group: Any, num_bytes: int) -> SharedBytes:
+        if self._reason:
+            raise ValueError(self._reason)
+        own = torch.zeros(num_bytes, dtype=torch.uint8)
+        return SharedBytes(own, [own.data_ptr()] * group.size)
+
+    def words_for_host(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32)
+
+
+def test_large_rows_are_summed_by_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(custom, "MAX_BYTES", 15)
+    found: Any = custom.connect(Two(), WIDTH, torch.float32, Memory())  # type: ignore[arg-type]
+    x = torch.ones(1, WIDTH)
+    assert torch.equal(found.sum(x), 2 * x)
+    plain = found.add_rms_norm(lambda x, *rest: (x, *rest), QUANTIZED, x, "residual", "weight", EPS)
+    assert torch.equal(plain[0], 2 * x) and plain[1:] == ("residual", "weight", EPS)
+
+
+def test_a_late_rank_is_an_error_on_the_host() -> None:
+    found: Any = custom.connect(Two(), WIDTH, torch.float32, Memory())  # type: ignore[arg-type]
+    found.check_peers()
+    found._lost[1] = 1
+    with pytest.raises(PeerLost, match=r"all-reduce .* ranks \[1\] did not arrive within 5 s"):
+        found.check_peers()
+
+
+def test_without_memory_of_the_others_the_group_sums(caplog: pytest.LogCaptureFixture) -> None:
+    assert custom.connect(Two(), WIDTH, torch.float32, Memory("no access")) is None  # type: ignore[arg-type]
+    assert "the ranks use NCCL: no access" in caplog.text
