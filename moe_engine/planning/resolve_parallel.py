@@ -205,8 +205,8 @@ def _all_reduce(
 ) -> AllReduceChoice:
     """The all-reduce of GPU ranks."""
     choice = all_reduce.choose(device, topology, model.hidden_size, unlinked, disabled=flags.disable_custom_all_reduce)
-    if device != "cpu" and topology.tp_size > 1:
-        record.note("all_reduce", choice.name, choice.reason)
+    if device != "cpu" and topology.tp_size > 1 and not flags.disable_custom_all_reduce:
+        record.note("disable_custom_all_reduce", not choice.is_custom, choice.reason)
     return choice
 
 

@@ -106,8 +106,9 @@ def test_gpus_of_one_host_have_a_custom_all_reduce(models) -> None:
     def chosen(unlinked: str | None = None, **flags: Any) -> tuple[bool, str]:
         record = Record()
         plan = resolve_parallel(EngineArgs.from_kwargs(**flags), models["eight"], "cuda", None, record, unlinked)
-        noted = [(each.value, each.reason) for each in record.decisions if each.name == "all_reduce"]
-        assert noted == ([(plan.all_reduce.name, plan.all_reduce.reason)] if flags.get("tp", 1) > 1 else [])
+        noted = [(each.value, each.reason) for each in record.decisions if each.name == "disable_custom_all_reduce"]
+        decides = flags.get("tp", 1) > 1 and "disable_custom_all_reduce" not in flags
+        assert noted == ([(not plan.all_reduce.is_custom, plan.all_reduce.reason)] if decides else [])
         return plan.all_reduce.is_custom, plan.all_reduce.reason
 
     assert chosen(tp=8)[0]
