@@ -15,6 +15,7 @@ from moe_engine.parallel.host_group import through_shared_memory
 from moe_engine.parallel.topology import RankLists, Topology
 
 if TYPE_CHECKING:
+    from moe_engine.parallel.all_reduce.custom import CustomAllReduce
     from moe_engine.parallel.dispatch.build import PhasedDispatcher
     from moe_engine.parallel.dispatch.protocol import DispatchShape
     from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
@@ -53,11 +54,15 @@ class ParallelContext:
     """Computation that overlaps dispatch and combine; None: no overlap."""
     process_group: Any = None
     """torch's process group of the world, for libraries."""
+    all_reduce: CustomAllReduce | None = None
+    """Sums rows over the ranks of `world` with kernels of its own, fused with norms; None: the group's all-reduce."""
 
     def check_peers(self) -> None:
         """Raises `PeerLost` if a kernel timed out on a peer during a finished step (see `Dispatcher.check_peers`)."""
         if self.dispatcher is not None:
             self.dispatcher.check_peers()
+        if self.all_reduce is not None:
+            self.all_reduce.check_peers()
 
     def expert_link(self) -> Link:
         """A new link that moves experts between the ranks of `ep`. Collective."""
@@ -189,3 +194,19 @@ def with_dispatcher(
         symm_mem=symm_mem,
     )
     return replace(parallel, dispatcher=build(choice, shape, decode_tokens, groups), decode_tokens=decode_tokens)
+
+
+def with_all_reduce(
+    parallel: ParallelContext, width: int, dtype: torch.dtype, symm_mem: SymmetricMemory | None = None
+) -> ParallelContext:
+    """The context with the custom all-reduce of rows [T, width], or unchanged where the ranks' memory is not accessible
+    to each other. Collective over the model's ranks.
+
+    Args:
+        symm_mem: as in `with_dispatcher`.
+    """
+    from moe_engine.parallel.all_reduce.custom import connect
+    from moe_engine.parallel.dispatch.symm_mem.memory import TorchSymmetricMemory
+
+    memory = symm_mem or TorchSymmetricMemory(parallel.process_group)
+    return replace(parallel, all_reduce=connect(parallel.world, width, dtype, memory))

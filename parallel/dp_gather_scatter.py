@@ -2,15 +2,17 @@
 
 A layer's attention processes all tokens of its attention group, on every rank of the group. Its feed-forward part
 declares its input tokens (`TokenLayout`). The communication in between, and the rows of the residual stream that a rank
-keeps, are one of two `DPCommunication` classes:
+keeps, are one of three `DPCommunication` classes:
 
-                  after attention        gather (before FFN)    reduce (after FFN)     to_attention
-    AllReduce     all_reduce in attn_tp  -                      all_reduce in world    -
-    GatherScatter reduce_scatter in      ALL: all_gather in     ALL: reduce_scatter    all_gather in attn_tp
-                  attn_tp                world; SHARE: -        in world; SHARE: -
+                    after attention        gather (before FFN)    reduce (after FFN)     to_attention
+    AllReduce       all_reduce in attn_tp  -                      all_reduce in world    -
+    FusedAllReduce  in the norm            -                      in the norm            -
+    GatherScatter   reduce_scatter in      ALL: all_gather in     ALL: reduce_scatter    all_gather in attn_tp
+                    attn_tp                world; SHARE: -        in world; SHARE: -
 
-`AllReduce` is plain tensor parallelism. `GatherScatter` also supports DP attention and MoE all-to-all; norms and
-residual additions then run once per group. An idle group takes part in the collectives of all ranks.
+`AllReduce` is plain tensor parallelism; `FusedAllReduce` leaves its sums to the norms that follow. `GatherScatter` also
+supports DP attention and MoE all-to-all; norms and residual additions then run once per group. An idle group takes part
+in the collectives of all ranks.
 
 Legend: T tokens of the group, S of them on this rank, N tokens of all groups, D hidden.
 """
@@ -18,13 +20,16 @@ Legend: T tokens of the group, S of them on this rank, N tokens of all groups, D
 from __future__ import annotations
 
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.uneven import gather_rows, scatter_sums, sum_over
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.all_reduce.custom import CustomAllReduce
 
 
 class TokenLayout(Enum):
@@ -45,6 +50,8 @@ class DPCommunication(Protocol):
     """True if `gather` communicates; otherwise it returns its input."""
     gathers_for_attention: bool
     """True if `to_attention` communicates."""
+    norms_sum: CustomAllReduce | None
+    """`after_attention` and `reduce` return partial sums, which the norms after them sum with it."""
 
     def after_attention(self, partial: Tensor, step: StepSizes) -> Tensor:
         """Partial sums over the attention group [T, D] -> the rows of this rank's residual."""
@@ -66,6 +73,7 @@ class AllReduce:
     """One attention group; every rank keeps all tokens."""
 
     gathers_for_ffn = gathers_for_attention = False
+    norms_sum: CustomAllReduce | None = None
 
     def __init__(self, parallel: ParallelContext) -> None:
         self._group = parallel.world
@@ -86,8 +94,34 @@ class AllReduce:
         return x
 
 
+class FusedAllReduce:
+    """`AllReduce` whose sums are computed by the norms."""
+
+    gathers_for_ffn = gathers_for_attention = False
+
+    def __init__(self, norms_sum: CustomAllReduce) -> None:
+        self.norms_sum: CustomAllReduce | None = norms_sum
+
+    def after_attention(self, partial: Tensor, step: StepSizes) -> Tensor:
+        return partial
+
+    def residual_rows(self, residual: Tensor, step: StepSizes) -> Tensor:
+        return residual
+
+    def gather(self, x: Tensor, step: StepSizes) -> Tensor:
+        return x
+
+    def reduce(self, x: Tensor, step: StepSizes) -> Tensor:
+        return x
+
+    def to_attention(self, x: Tensor, step: StepSizes) -> Tensor:
+        return x
+
+
 class GatherScatter:
     """Every rank keeps its share of its group's tokens."""
+
+    norms_sum: CustomAllReduce | None = None
 
     def __init__(self, parallel: ParallelContext, layout: TokenLayout) -> None:
         self._world, self._group = parallel.world, parallel.attn_tp

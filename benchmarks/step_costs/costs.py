@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from benchmarks.step_work import share_touched
+
+if TYPE_CHECKING:
+    from benchmarks.step_costs.hardware import Hardware
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,12 @@ class UnknownKernel(LookupError):
 
 @dataclass(frozen=True)
 class Setting:
-    """What costs depend on beside arguments: `context` tokens of a request, `assignments` of rows to experts."""
+    """What costs depend on beside arguments: `context` tokens of a request, `assignments` of rows to experts, and
+    measured times of messages."""
 
     context: int
     routing: Routing
+    hardware: Hardware | None = None
 
 
 @dataclass(frozen=True)

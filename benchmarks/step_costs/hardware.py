@@ -57,14 +57,21 @@ class Hardware:
 
     def nccl_us(self, operation: str, num_bytes: int) -> float:
         """Interpolated between measured sizes."""
-        points = self["nccl_us"][operation]
-        at = bisect_left([size for size, _ in points], num_bytes)
-        if at == 0:
-            return float(points[0][1])
-        if at == len(points):
-            return float(points[-1][1] * num_bytes / points[-1][0])
-        (low, first), (high, second) = points[at - 1], points[at]
-        return float(first + (second - first) * (num_bytes - low) / (high - low))
+        return _interpolated(self["nccl_us"][operation], num_bytes)
+
+    def custom_all_reduce_us(self, num_bytes: int) -> float:
+        """Of a launch of the custom all-reduce without its gap, interpolated between measured sizes."""
+        return _interpolated(self["custom_all_reduce_us"], num_bytes) - float(self["graph_node_us"])
+
+
+def _interpolated(points: list[list[float]], num_bytes: int) -> float:
+    at = bisect_left([size for size, _ in points], num_bytes)
+    if at == 0:
+        return float(points[0][1])
+    if at == len(points):
+        return float(points[-1][1] * num_bytes / points[-1][0])
+    (low, first), (high, second) = points[at - 1], points[at]
+    return float(first + (second - first) * (num_bytes - low) / (high - low))
 
 
 @lru_cache

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -60,6 +61,22 @@ class AloneNCCL(nccl.ProcessGroupNCCL):
         return self._work(stream, [*out, *x])
 
 
+class AloneSymmetricMemory:
+    """`TorchSymmetricMemory` of which this rank's part alone exists."""
+
+    def __init__(self, process_group: Any) -> None:
+        """No other rank has memory."""
+
+    def allocate(self, group: Any, num_bytes: int) -> Any:
+        from moe_engine.parallel.dispatch.symm_mem.memory import SharedBytes
+
+        own = torch.zeros(num_bytes, dtype=torch.uint8, device=group.device)
+        return SharedBytes(own, [own.data_ptr()] * group.size)
+
+    def words_for_host(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=torch.int32, pin_memory=True)
+
+
 @cost_of(*OPERATIONS, "broadcast")
 def collective(a: Any, s: Setting) -> Cost:
     """a: out, given, group, and the operation's name. Time by the measured table, for 8 ranks of a node."""
@@ -74,7 +91,9 @@ def collective(a: Any, s: Setting) -> Cost:
 def create_worker(config: Any, hardware: Hardware) -> Any:
     """The worker of rank 0, by the engine's own code for a rank."""
     from moe_engine.executor.sharded_worker import sharded_worker
+    from moe_engine.parallel.dispatch.symm_mem import memory
 
+    memory.TorchSymmetricMemory = AloneSymmetricMemory  # type: ignore[misc, assignment]
     AloneNCCL.hardware = hardware
     nccl.ProcessGroupNCCL = distributed_c10d.ProcessGroupNCCL = dist.ProcessGroupNCCL = AloneNCCL  # type: ignore
     ranks = config.parallel.topology.tp_size

@@ -101,7 +101,8 @@ def _settings(case: Case) -> dict[str, Any]:
     experts, top_k = case.config.get("n_routed_experts") or 0, case.config.get("num_experts_per_tok", 0)
 
     def with_tokens(tokens: int) -> Setting:
-        return Setting(case.context, Routing(tokens * case.form.dp, top_k, experts, experts // case.form.ep))
+        routing = Routing(tokens * case.form.dp, top_k, experts, experts // case.form.ep)
+        return Setting(case.context, routing, case.hardware)
 
     return {OUTSIDE: with_tokens(case.prefill or case.batch * (case.mtp + 1)), DRAFT: with_tokens(case.batch)}
 

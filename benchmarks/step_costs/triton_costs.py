@@ -74,6 +74,30 @@ def sum_parts(a: Any, s: Setting) -> Cost:
     return Cost(size(a.parts), size(a.out))
 
 
+# -- all-reduce
+
+
+def _all_reduce(a: Any, s: Setting, sent: float, received: float) -> Cost:
+    """sent: rows over NVLink, received: rows read from this rank's symmetric memory, both of each row given."""
+    assert s.hardware is not None
+    rows, residual = size(a.x), size(given(a.residual))
+    results = size(given(a.out), given(a.quantized), given(a.scales))
+    return Cost(
+        (1 + received) * rows + residual + size(given(a.weight)), residual + results, nvlink=sent * rows,
+        link_us=s.hardware.custom_all_reduce_us(rows),
+    )  # fmt: skip
+
+
+@cost_of("one_shot_kernel")
+def one_shot(a: Any, s: Setting) -> Cost:
+    return _all_reduce(a, s, a.RANKS - 1, a.RANKS)
+
+
+@cost_of("two_shot_kernel")
+def two_shot(a: Any, s: Setting) -> Cost:
+    return _all_reduce(a, s, 2 * (a.RANKS - 1) / a.RANKS, 2)
+
+
 # -- MLA
 
 

@@ -34,6 +34,8 @@ class Embedding:
         self._group = parallel.attn_tp
         self.weight = load_vocabulary(partial(reader.tensor, name), reader, config, self._group)  # [W, D]
         self._first = self._group.rank * len(self.weight)
+        all_reduce = parallel.all_reduce  # of all ranks, as one attention group is
+        self._sum = partial(sum_over, self._group) if all_reduce is None else all_reduce.sum
 
     def __call__(self, ids: Tensor) -> Tensor:
         if self._group.size == 1:
@@ -41,7 +43,7 @@ class Embedding:
         local = ids - self._first
         elsewhere = (local < 0) | (local >= len(self.weight))
         rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
-        return sum_over(self._group, rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+        return self._sum(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
 
 
 class Head:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import Ops
-from moe_engine.kernels.quantization.protocol import ActivationFormat, common_format
+from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, common_format
 from moe_engine.models.weights import WeightSource
+
+if TYPE_CHECKING:
+    from moe_engine.parallel.all_reduce.custom import CustomAllReduce
 
 
 class RMSNorm:
@@ -27,6 +30,9 @@ class RMSNorm:
         self._quantized_norms = ops.capabilities.quantized_norms
         self._rms_norm: Callable[..., Any] = ops.rms_norm
         self._add_rms_norm: Callable[..., Any] = ops.add_rms_norm
+        self._format = UNQUANTIZED
+        self._plain: Callable[..., Any] = ops.add_rms_norm
+        self._all_reduce: CustomAllReduce | None = None
 
     def feed(self, *readers: ActivationFormat) -> None:
         """Enables `QuantizedActivation` results if any consumer reads rows and this device's kernels produce them; call
@@ -34,7 +40,19 @@ class RMSNorm:
         format = common_format(*readers)
         norms = self._quantized_norms
         if format.rows and norms is not None:
-            self._rms_norm, self._add_rms_norm = partial(norms.rms_norm, format), partial(norms.add_rms_norm, format)
+            self._format = format
+            self._rms_norm, self._plain = partial(norms.rms_norm, format), partial(norms.add_rms_norm, format)
+            self._choose_add()
+
+    def sum_over(self, all_reduce: CustomAllReduce) -> None:
+        """From now on `add` gets partial sums of the ranks' rows, and sums them in the same launch."""
+        self._all_reduce = all_reduce
+        self._choose_add()
+
+    def _choose_add(self) -> None:
+        self._add_rms_norm = self._plain
+        if self._all_reduce is not None:
+            self._add_rms_norm = partial(self._all_reduce.add_rms_norm, self._plain, self._format)
 
     def __call__(self, x: Tensor) -> Any:
         """x [T, D] -> its norm, a Tensor unless its consumers are FP8 products."""

@@ -16,7 +16,13 @@ from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.parallel.context import ParallelContext
-from moe_engine.parallel.dp_gather_scatter import AllReduce, DPCommunication, GatherScatter, TokenLayout
+from moe_engine.parallel.dp_gather_scatter import (
+    AllReduce,
+    DPCommunication,
+    FusedAllReduce,
+    GatherScatter,
+    TokenLayout,
+)
 from moe_engine.parallel.step_sizes import StepSizes
 
 
@@ -41,6 +47,9 @@ class ShardedLayer:
         self.passes_on = not comm.gathers_for_attention
         if not comm.gathers_for_ffn:
             post_norm.feed(feed_forward.input_format)
+        if comm.norms_sum is not None:
+            post_norm.sum_over(comm.norms_sum)
+            next_norm.sum_over(comm.norms_sum)
         self._moe = feed_forward if isinstance(feed_forward, MoE) else None
         self._comm = comm
 
@@ -74,7 +83,7 @@ def choose_communication(parallel: ParallelContext, layout: TokenLayout, shared_
         shared_out: an earlier layer leaves each rank with its rows of the residual stream only.
     """
     if parallel.attn_dp_size == 1 and layout is TokenLayout.ALL and not shared_out:
-        return AllReduce(parallel)
+        return AllReduce(parallel) if parallel.all_reduce is None else FusedAllReduce(parallel.all_reduce)
     return GatherScatter(parallel, layout)
 
 

@@ -109,8 +109,9 @@ class ParallelArgs:
     )
     disable_custom_all_reduce: bool = flag(
         False,
-        "Use torch.distributed for all-reduce and all-gather. By default CPU ranks of one host use shared memory, "
-        "which is several times faster; GPUs use NCCL either way, and the flag has no effect there.",
+        "Use torch.distributed for all collectives. By default CPU ranks of one host communicate through shared "
+        "memory, several times faster, and GPUs of one host that reach each other's memory all-reduce with kernels of "
+        "their own, fused with the norm that follows; NCCL sums more than 8 MiB.",
     )
     elastic_ep: bool = flag(
         False,

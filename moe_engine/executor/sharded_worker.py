@@ -110,7 +110,7 @@ def sharded_worker(
         _load_dispatch_library(config)
         parallel = join(config, place, progress)
         parallel = with_experts(parallel, config.model, config.experts, place.device)
-        parallel = _with_dispatcher(config, parallel)
+        parallel = _with_dispatcher(config, _with_all_reduce(config, parallel))
     worker = make_worker(config, device=place.device, parallel=parallel, progress=place.rank == 0)
     progress.phase = lambda: worker.runner.phase
     return worker
@@ -127,6 +127,16 @@ def _load_dispatch_library(config: ResolvedConfig) -> None:
         startup.load(plan.num_nodes)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _with_all_reduce(config: ResolvedConfig, parallel: ParallelContext) -> ParallelContext:
+    import torch
+
+    from moe_engine.parallel.context import with_all_reduce
+
+    if not config.parallel.all_reduce.is_custom:
+        return parallel
+    return with_all_reduce(parallel, config.model.hidden_size, getattr(torch, config.dtype))
 
 
 def _with_dispatcher(config: ResolvedConfig, parallel: ParallelContext) -> ParallelContext:

@@ -1,7 +1,8 @@
-"""Memory of the dispatch buffers, of one rank."""
+"""Memory of the buffers of dispatch and of the custom all-reduce, of one rank."""
 
 from __future__ import annotations
 
+from moe_engine.kernels.symm_mem.all_reduce_layout import Arenas
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.dispatch.host_memory import OF_BACKEND, ROOM_TOKENS, HostLoad
 from moe_engine.planning.ledger import LedgerRow
@@ -27,6 +28,18 @@ def dispatch_rows(
 def dispatch_bytes(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, device: str, limits: StepLimits) -> int:
     """Bytes of one rank."""
     return sum(row.num_bytes for row in dispatch_rows(plan, model, dtype_bytes, device, limits))
+
+
+def exchange_rows(
+    plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, device: str, limits: StepLimits
+) -> list[LedgerRow]:
+    """Ledger rows of one rank for all its exchanges: dispatch, and the custom all-reduce if it runs."""
+    rows = dispatch_rows(plan, model, dtype_bytes, device, limits)
+    if plan.all_reduce.is_custom:
+        ranks = plan.topology.tp_size
+        arenas = Arenas(ranks, model.hidden_size, dtype_bytes)
+        rows.append(LedgerRow("all-reduce buffers", arenas.num_bytes, f"rows of {ranks} ranks"))
+    return rows
 
 
 def _on_device(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_rank: int, decoded: int) -> LedgerRow:

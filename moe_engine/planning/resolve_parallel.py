@@ -10,6 +10,8 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.widths import widths_of
+from moe_engine.parallel.all_reduce import choice as all_reduce
+from moe_engine.parallel.all_reduce.choice import AllReduceChoice
 from moe_engine.parallel.dispatch.tables import DispatchChoice, Place, choose
 from moe_engine.parallel.topology import Topology
 from moe_engine.planning.cluster_env import ClusterPlace
@@ -35,6 +37,7 @@ class ParallelPlan:
         leader_address: HOST:PORT of node 0; None on one node.
         dispatch: dispatch backend and its modes; None if all ranks process all tokens.
         dispatch_fp8: tokens are dispatched in FP8.
+        all_reduce: of GPU ranks; the same on all of them.
         coverage: losses of ranks that the replica survives; None: a lost rank ends the replica.
     """
 
@@ -44,6 +47,7 @@ class ParallelPlan:
     leader_address: str | None = None
     dispatch: DispatchChoice | None = None
     dispatch_fp8: bool = False
+    all_reduce: AllReduceChoice = all_reduce.NONE
     coverage: Coverage | None = None
     start_seconds: float = START_SECONDS
     local_rank: int = 0
@@ -126,6 +130,7 @@ def resolve_parallel(
         coverage=resolve_elastic(args, model, topology, dispatch, device, record),
         start_seconds=float(flags.dist_timeout or START_SECONDS),
         local_rank=place.local_rank if place is not None else 0,
+        all_reduce=_all_reduce(flags, topology, device, model, unlinked, record),
     )
     _check_devices(flags, plan, num_devices)
     _remark_all_reduce(flags, plan, device, record)
@@ -195,15 +200,25 @@ def _check_enough_ranks(flags: ParallelArgs, attn_dp: int, ep_size: int, nodes: 
             )
 
 
+def _all_reduce(
+    flags: ParallelArgs, topology: Topology, device: str, model: ModelConfig, unlinked: str | None, record: Record
+) -> AllReduceChoice:
+    """The all-reduce of GPU ranks."""
+    choice = all_reduce.choose(device, topology, model.hidden_size, unlinked, disabled=flags.disable_custom_all_reduce)
+    if device != "cpu" and topology.tp_size > 1 and not flags.disable_custom_all_reduce:
+        record.note("disable_custom_all_reduce", not choice.is_custom, choice.reason)
+    return choice
+
+
 def _remark_all_reduce(flags: ParallelArgs, plan: ParallelPlan, device: str, record: Record) -> None:
-    """Remarks on --disable-custom-all-reduce without CPU ranks of one host that all-reduce."""
+    """Remarks on --disable-custom-all-reduce where no custom all-reduce would run."""
     if not flags.disable_custom_all_reduce:
         return
     why = None
     if plan.topology.tp_size == 1:
         why = "a model on one rank has no all-reduce"
     elif device != "cpu":
-        why = "GPUs use NCCL either way"
+        why = None if plan.all_reduce.disabled else f"GPUs use NCCL: {plan.all_reduce.reason}"
     elif plan.coverage is not None:
         why = "ranks of --elastic-ep communicate only in dispatch and combine"
     if why is not None:

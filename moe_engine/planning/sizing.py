@@ -18,7 +18,7 @@ from moe_engine.models.widths import local_heads
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning.attention_memory import draft_workspace_rows, workspace_rows
 from moe_engine.planning.checkpoint import CheckpointFacts
-from moe_engine.planning.dispatch_memory import dispatch_rows
+from moe_engine.planning.dispatch_memory import exchange_rows
 from moe_engine.planning.ledger import (
     DRAFT_WEIGHTS,
     GB,
@@ -205,7 +205,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         *state_rows(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
         *_attention_rows(given),
-        *_dispatch_rows(given),
+        *_exchange_rows(given),
         *graph_row(
             given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, limits.running, given.logits_rows
         ),
@@ -268,8 +268,8 @@ def _table_row(given: SizingInput) -> LedgerRow:
     return LedgerRow("slot tables", len(tables) * slot_table_bytes(limits.running, limits.row_width), detail)
 
 
-def _dispatch_rows(given: SizingInput) -> list[LedgerRow]:
-    return dispatch_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, given.limits)
+def _exchange_rows(given: SizingInput) -> list[LedgerRow]:
+    return exchange_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, given.limits)
 
 
 def _draft_rows(given: SizingInput) -> list[LedgerRow]:

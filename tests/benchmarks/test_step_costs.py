@@ -147,6 +147,20 @@ def test_collectives_take_their_measured_time() -> None:
     assert H200.nccl_us("all_reduce", 2 << 28) == pytest.approx(2 * H200.nccl_us("all_reduce", 1 << 28))
 
 
+def test_an_all_reduce_reads_the_rows_of_all_ranks() -> None:
+    """Four rows of V3 on eight ranks, with the norm behind them: its launch takes as long as the measured one."""
+    rows, setting = meta(4, 7168), Setting(2048, SETTING.routing, H200)
+    given = SimpleNamespace(
+        x=rows, residual=rows, weight=meta(7168, dtype=torch.float32), out=rows, quantized=None, scales=None, RANKS=8
+    )
+    one, two = triton_costs.one_shot(given, setting), triton_costs.two_shot(given, setting)
+    assert (one.read, one.written) == (10 * 4 * 14336 + 4 * 7168, 2 * 4 * 14336)
+    assert (one.nvlink, two.nvlink) == (7 * 4 * 14336, 7 / 4 * 4 * 14336)
+    took = H200.microseconds("stream", one, True)
+    assert took == pytest.approx(H200.custom_all_reduce_us(4 * 14336) + H200["graph_node_us"])
+    assert 4.15 < took < 4.95 and took < H200.nccl_us("all_reduce", 4 * 14336) / 3
+
+
 def test_time_of_a_launch() -> None:
     gap, floor = H200["graph_node_us"], H200["kernel_floor_us"]
     assert H200.microseconds("stream", Cost(), True) == gap + floor

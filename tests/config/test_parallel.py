@@ -82,7 +82,8 @@ def test_every_rank_has_a_gpu(models, flags: dict[str, Any], needed: int) -> Non
     ("flags", "device", "why"),
     [
         ({}, "cpu", "a model on one rank"),
-        ({"tp": 2}, "cuda", "GPUs use NCCL"),
+        ({"tp": 2, "nnodes": 2, "dist_init_addr": "h:1"}, "cuda", "GPUs use NCCL: plain pointers work inside"),
+        ({"tp": 2}, "cuda", None),
         ({"dp": 2}, "cpu", "a model on one rank"),
         ({"tp": 2}, "cpu", None),
     ],
@@ -96,6 +97,28 @@ def test_remark_on_disable_custom_all_reduce(models, flags: dict[str, Any], devi
     else:
         (note,) = record.remarks
         assert note.startswith("--disable-custom-all-reduce: no effect (") and why in note
+
+
+# -- all-reduce of GPUs
+
+
+def test_gpus_of_one_host_have_a_custom_all_reduce(models) -> None:
+    def chosen(unlinked: str | None = None, **flags: Any) -> tuple[bool, str]:
+        record = Record()
+        plan = resolve_parallel(EngineArgs.from_kwargs(**flags), models["eight"], "cuda", None, record, unlinked)
+        noted = [(each.value, each.reason) for each in record.decisions if each.name == "disable_custom_all_reduce"]
+        decides = flags.get("tp", 1) > 1 and "disable_custom_all_reduce" not in flags
+        assert noted == ([(not plan.all_reduce.is_custom, plan.all_reduce.reason)] if decides else [])
+        return plan.all_reduce.is_custom, plan.all_reduce.reason
+
+    assert chosen(tp=8)[0]
+    assert chosen(tp=8, disable_custom_all_reduce=True) == (False, "--disable-custom-all-reduce")
+    for reason, found in {
+        "GPU 0 cannot": chosen("GPU 0 cannot reach GPU 1", tp=2), "one rank": chosen(),
+        "2 nodes": chosen(tp=2, nnodes=2, dist_init_addr="h:1"), "DP attention": chosen(tp=4, attn_dp_size=2),
+    }.items():  # fmt: skip
+        assert not found[0] and reason in found[1]
+    assert not plan_of(models["eight"], tp=2).all_reduce.is_custom
 
 
 # -- valid launches

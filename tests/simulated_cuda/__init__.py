@@ -11,7 +11,7 @@ What a GPU refuses is refused; races that a GPU would not report are reported:
 - a graph replays its launches over the captured addresses; waits, permanent allocations and uploads of pageable memory
   are refused during capture; contents of the shared pool do not survive replays of other graphs (`graphs`);
 - work on two streams must be ordered by events where it touches the same memory (`order`);
-- programs of a kernel run in any order (`kernels`);
+- programs of a kernel run in any order; those of a kernel that waits for other ranks' programs interleave (`kernels`);
 - an error of a kernel is raised by every later call, until the process exits (`failures`);
 - ranks are processes joined by NCCL's operations (`nccl`) and by symmetric memory (`symmetric`).
 

@@ -36,9 +36,12 @@ TWO: dict[str, Any] = {
 NUM_TOKENS = 8
 
 
-def expected(path: Path, folder: Path, requests: list[Wanted]) -> dict[str, list[int]]:
-    engine = InProcessEngine(path, folder / "board", device="cpu", **PLAIN)
-    answers = engine.run([Scripted(want.rid, want.prompt, NUM_TOKENS) for want in requests])
+def expected(
+    path: Path, folder: Path, requests: list[Wanted], flags: dict[str, Any], num_tokens: int
+) -> dict[str, list[int]]:
+    """Tokens of one rank on the CPU."""
+    engine = InProcessEngine(path, folder / "board", device="cpu", **flags)
+    answers = engine.run([Scripted(want.rid, want.prompt, num_tokens) for want in requests])
     engine.close()
     return {rid: answer.token_ids for rid, answer in answers.items()}
 
@@ -65,7 +68,7 @@ def main(folder: Path, seed: int) -> dict[str, Any]:
     make_checkpoint("deepseek_v3", path, rng.randrange(1 << 20), num_attention_heads=8, num_hidden_layers=2)
     sampling = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS}
     requests = [Wanted(f"r{i}", [rng.randrange(250) for _ in range(3 + 4 * i)], sampling) for i in range(5)]
-    right = expected(path, folder, requests)
+    right = expected(path, folder, requests, PLAIN, NUM_TOKENS)
     engine = Engine(str(path), **PLAIN, **TWO)
     found: dict[str, Answer] = asyncio.run(serve(engine, requests))
     states = engine.get_server_info()["internal_states"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import os
 import random
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +15,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import TensorWrapper
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.kernels.triton import beside
 from tests.simulated_cuda import failures, observer, streams, symmetric
 from tests.simulated_cuda.memory import MEMORY
 from tests.simulated_cuda.operators import Launch, is_pinned
@@ -22,6 +25,10 @@ _place = interpreter.interpreter_builder.set_grid_idx
 _random = random.Random(0)
 launches: dict[str, int] = {}
 """By kernel."""
+LAUNCHED = "SIMULATED_CUDA_LAUNCHED"
+"""Environment: a folder that gets an empty file named as each kernel that was launched."""
+WAITING = {"one_shot_kernel", "two_shot_kernel"}
+"""Kernels that wait for programs of the same launch on other ranks: their own programs must run beside each other."""
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -59,10 +66,15 @@ def call(self: Any, *args: Any, **kwargs: Any) -> None:
             launch.graph.keep(block)
     before = {key: block.host.clone() for key, block in blocks.items()} if streams.several() else {}
     hosts, host_options = [_host(x) for x in args], {key: _host(x) for key, x in kwargs.items()}
+    if name not in launches and (folder := os.environ.get(LAUNCHED)):
+        Path(folder, name).touch()
     launches[name] = launches.get(name, 0) + 1
 
     def run() -> None:
-        _call(self, *hosts, **host_options)
+        if name in WAITING:
+            beside.run_launch(self, tuple(hosts), host_options, _random.randrange(1 << 30))
+        else:
+            _call(self, *hosts, **host_options)
 
     if launch.graph is None or not any(map(symmetric.leads_there, tensors)):  # others' memory could not be put back
         run()

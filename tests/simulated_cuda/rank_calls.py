@@ -141,6 +141,17 @@ def exchanged(rank: int) -> list[list[float]]:
     return [test_symm_mem_gpu.run(rank, fp8, 2) for fp8 in (False, True)]
 
 
+def summed(rank: int, two_shot: bool) -> list[float]:
+    """The worst errors of all-reduces through symmetric memory, eager and replayed, on one device for all ranks."""
+    device_of(0)
+    from moe_engine.kernels.symm_mem import all_reduce_layout
+    from tests.distributed.dispatch import test_symm_mem_gpu
+
+    if two_shot:
+        all_reduce_layout.Arenas.is_one_shot = lambda arenas, rows: rows < 2  # type: ignore[method-assign]
+    return test_symm_mem_gpu.sum_rows(rank, 2)
+
+
 def given_back(rank: int) -> list[str]:
     """Errors where memory is freed that another stream reads: without more, and through a lane, which keeps
     it for as long."""

@@ -70,6 +70,13 @@ def test_exchanges_through_symmetric_memory() -> None:
             assert max(plain) < 0.02 and max(fp8) < 0.06
 
 
+def test_sums_through_symmetric_memory() -> None:
+    with Ranks(2) as ranks:
+        for two_shot in (False, True):
+            for errors in ranks.call(rank_calls.summed, two_shot, timeout_s=SECONDS):
+                assert len(errors) == 4 and max(errors) < 0.02
+
+
 def test_streams_must_be_waited_for(ranks: Ranks) -> None:
     for early, waited, forked in ranks.call(rank_calls.not_waited_for, timeout_s=SECONDS):
         assert early.startswith("HazardError") and waited == "nothing" and "unjoined" in forked
@@ -105,3 +112,20 @@ def test_a_rank_starts_on_its_own_device_and_connects_before_a_library_looks(ran
     for rank, (current, found) in enumerate(ranks.call(rank_calls.started, timeout_s=SECONDS)):
         assert current == rank
         assert found[:2] == ["null", "live"] and "communicator of the current device" in found[2]
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["two ranks, graphs", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("four ranks", "two ranks, NCCL"))],
+)
+def test_a_tensor_parallel_engine(case: str, tmp_path: Path) -> None:
+    """Sums by the custom all-reduce, replayed and eager, or by NCCL where it is disabled."""
+    path = f"{ROOT}/tests/simulated_cuda/site:{ROOT}"
+    environment = {**os.environ, "PYTHONPATH": path, COUNT: "4", "OMP_NUM_THREADS": "1"}
+    module, seed = "tests.simulated_cuda.tensor_parallel_engine", str(random.randrange(2**32))
+    command = [sys.executable, "-m", module, str(tmp_path), seed, case]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["differences"] == {}
+    assert bool(found["launched"]) == ("NCCL" not in case)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.cli.compile_kernels.absent_ranks import first_rank, with_exchange
+from moe_engine.cli.compile_kernels.absent_ranks import AbsentSymmetricMemory, first_rank, with_exchange
 from moe_engine.cli.compile_kernels.steps import StepTensors
 from moe_engine.kernels.attention.kv_format import STORED
 from moe_engine.kernels.backends import Backends
@@ -22,7 +22,7 @@ from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.loader import load_model
 from moe_engine.models.sharding import local_config
-from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.context import ParallelContext, with_all_reduce
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.planning.resolve import ResolvedConfig
 
@@ -117,6 +117,8 @@ def _caches(model: ModelConfig, kv_dtype: str, activations: str) -> list[Any]:
 def _parallel(config: ResolvedConfig, dtype: torch.dtype) -> ParallelContext:
     plan = config.parallel
     parallel = first_rank(plan.topology, META)
+    if plan.all_reduce.is_custom:
+        parallel = with_all_reduce(parallel, config.model.hidden_size, dtype, AbsentSymmetricMemory())
     if plan.dispatch is None or not plan.topology.travels:
         return parallel
     limits = config.limits

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_engine.parallel.collectives import Group
@@ -35,7 +36,7 @@ class SymmetricMemory(Protocol):
         """Collective; before any graph capture. On return, every rank's bytes are zero and accessible.
 
         Raises:
-            ValueError: a rank's memory is not accessible with plain loads and stores.
+            ValueError: a rank's memory is not accessible with plain loads and stores; on all ranks.
         """
 
     def words_for_host(self, count: int) -> Tensor:
@@ -58,17 +59,23 @@ class TorchSymmetricMemory:
         device = torch.empty(0, device=group.device).device  # with its index
         own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         own.zero_()
+        handle, bases, reason = None, [0] * group.size, ""
         try:
             handle = symmetric.rendezvous(own, self._process_group)
         except RuntimeError as error:
-            raise ValueError(f"the ranks' GPUs cannot access each other's memory: {_first_line(error)}") from error
-        bases = list(handle.buffer_ptrs)
-        unreachable = [rank for rank, base in enumerate(bases) if not base]
-        if unreachable:
-            raise ValueError(f"ranks {unreachable} are in another NVLink domain, not accessible by plain pointers")
-        offset = own.data_ptr() - bases[group.rank]  # offset of the tensor in torch's allocation, the same on all ranks
+            reason = f"the ranks' GPUs cannot access each other's memory: {_first_line(error)}"
+        else:
+            bases = list(handle.buffer_ptrs)
+            unreachable = [rank for rank, base in enumerate(bases) if not base]
+            if unreachable:
+                reason = f"ranks {unreachable} are in another NVLink domain, not accessible by plain pointers"
         own[-1].item()  # waits until the zeros are written
-        group.barrier()
+        reasons: list[str] = [""] * group.size
+        dist.all_gather_object(reasons, reason, group=self._process_group)
+        failed = [rank for rank, why in enumerate(reasons) if why]
+        if failed:
+            raise ValueError(f"rank {failed[0]}: {reasons[failed[0]]}")
+        offset = own.data_ptr() - bases[group.rank]  # offset of the tensor in torch's allocation, the same on all ranks
         return SharedBytes(own, [base + offset for base in bases], handle)
 
     def words_for_host(self, count: int) -> Tensor:

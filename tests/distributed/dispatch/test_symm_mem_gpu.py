@@ -1,4 +1,5 @@
-"""Dispatch through torch's symmetric memory on a real GPU: several ranks on one, eagerly and from a captured graph."""
+"""Dispatch and all-reduce through torch's symmetric memory on a real GPU: several ranks on one, eagerly and from a
+captured graph."""
 
 from __future__ import annotations
 
@@ -77,6 +78,64 @@ def test_ranks_that_share_a_gpu(num_ranks: int, fp8: bool) -> None:
     with Ranks(num_ranks, environment=ENVIRONMENT) as ranks:
         found = ranks.call(run, fp8, 6, timeout_s=240)
     assert max(max(errors) for errors in found) < (0.06 if fp8 else 0.02)
+
+
+def rows_of(rank: int, step: int) -> Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(100 * rank + step)).bfloat16()
+
+
+def sum_rows(rank: int, steps: int) -> list[float]:
+    """The worst error of every all-reduce, plain and fused with a norm: eager calls first, then replays. Sums and norms
+    of all ranks must be equal."""
+    from moe_engine.kernels.quantization.protocol import UNQUANTIZED
+    from moe_engine.parallel.all_reduce.custom import connect
+    from moe_engine.parallel.collectives import DistributedGroup
+    from moe_engine.parallel.dispatch.symm_mem.memory import TorchSymmetricMemory
+
+    torch.cuda.set_device(0)
+    group = DistributedGroup(dist.group.WORLD, 100.0, "cuda:0")
+    all_reduce = connect(group, HIDDEN, torch.bfloat16, TorchSymmetricMemory(dist.group.WORLD))
+    assert all_reduce is not None
+    x, residual, weight = rows_of(rank, 0).cuda(), torch.zeros(TOKENS, HIDDEN).bfloat16().cuda(), torch.ones(HIDDEN)
+    weight = weight.cuda()
+
+    def norms() -> Tensor:
+        one = all_reduce.add_rms_norm(None, UNQUANTIZED, x[:1], residual[:1], weight, 1e-6)  # type: ignore[arg-type]
+        return torch.cat((one, all_reduce.sum(x)))
+
+    norms()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = norms()
+        replayed = norms()
+    errors = []
+    for step in range(2 * steps):
+        x.copy_(rows_of(rank, step))
+        residual.zero_()
+        if step < steps:
+            found = norms()
+        else:
+            graph.replay()
+            found = replayed
+        torch.cuda.synchronize()
+        total = sum(rows_of(r, step).double() for r in range(group.size))
+        stream = total[:1] * (1 if step < steps else 2)  # two sums of a replay
+        normed = stream * stream.square().mean(1, keepdim=True).rsqrt()
+        expected = torch.cat((normed, total))
+        values = found.cpu()
+        everybody: list[Any] = [None] * group.size
+        dist.all_gather_object(everybody, values)
+        assert all(torch.equal(other, values) for other in everybody)
+        errors.append(float((values.double() - expected).abs().max() / expected.abs().max()))
+    return errors
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_sums_of_ranks_that_share_a_gpu(num_ranks: int) -> None:
+    with Ranks(num_ranks, environment=ENVIRONMENT) as ranks:
+        found = ranks.call(sum_rows, 6, timeout_s=240)
+    assert max(max(errors) for errors in found) < 0.02
 
 
 def test_ranks_in_one_process_on_streams_of_their_own() -> None:

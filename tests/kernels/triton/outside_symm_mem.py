@@ -1,5 +1,6 @@
-"""An exchange with peers launched outside the interpreter on a device that is absent, in a process of its own:
-``python -m tests.kernels.triton.outside_symm_mem CACHE`` prints [cases, kernels asked for, those of them in the cache].
+"""An exchange with peers and an all-reduce launched outside the interpreter on a device that is absent, in a process of
+its own: ``python -m tests.kernels.triton.outside_symm_mem CACHE`` prints [cases, kernels asked for,
+those of them in the cache].
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import sys
 import torch
 from triton import knobs
 
-from moe_engine.kernels.symm_mem import triton_combine, triton_dispatch
+from moe_engine.kernels.quantization.protocol import ActivationFormat
+from moe_engine.kernels.symm_mem import triton_all_reduce, triton_combine, triton_dispatch
+from moe_engine.kernels.symm_mem.all_reduce import SymmMemAllReduce
+from moe_engine.kernels.symm_mem.all_reduce_layout import Arenas
 from moe_engine.kernels.symm_mem.exchange import SymmMemExchange
 from moe_engine.kernels.symm_mem.regions import Regions
 from moe_engine.kernels.symm_mem.tiles import SHAPES
@@ -35,9 +39,24 @@ def launch(max_tokens: int, sizes: tuple[int, ...]) -> None:
         exchange.combine(torch.empty_like(arrival.rows), ids.float(), number % 2)
 
 
+def launch_sums(sizes: tuple[int, ...]) -> None:
+    """Every form of the all-reduce's result, for each number of rows."""
+    arenas = Arenas(SHAPE.num_ranks, SHAPE.hidden, 2)
+    memory = torch.empty(arenas.num_bytes, dtype=torch.uint8, device="meta")
+    ranks = SymmMemAllReduce(arenas, 1, memory, [0, 0], torch.zeros(2, dtype=torch.int32), 0.5)
+    weight = torch.empty(SHAPE.hidden, device="meta")
+    for rows in sizes:
+        x = torch.empty(rows, SHAPE.hidden, dtype=torch.bfloat16, device="meta")
+        ranks.sum(x)
+        ranks.add_rms_norm(x, x, weight, 1e-6)
+        for unquantized in (True, False):
+            ranks.add_rms_norm_quantized(ActivationFormat(unquantized, True), x, x, weight, 1e-6)
+
+
 def main(cache: str) -> None:
     cases = [*triton_dispatch.aot_cases(), *triton_combine.aot_cases()]
     cases = [case for case in cases if case.name.endswith(SHAPE.name)]
+    cases += [case for case in triton_all_reduce.aot_cases() if case.name.endswith("v2_lite_tp2")]
     with knobs.cache.scope():
         knobs.cache.dir = cache
         for case in cases:
@@ -45,6 +64,7 @@ def main(cache: str) -> None:
     with absent_device(ARCH, cache) as compilations:
         launch(7, (1, 5, 0, 7))  # offsets of few bytes, odd counts
         launch(16384, (16, 16384))  # offsets beyond 32 bits
+        launch_sums((1, 3, 0, 16, 2048))
     print(json.dumps([len(cases), [report.name for report in compilations.reports], compilations.num_cached]))
 
 

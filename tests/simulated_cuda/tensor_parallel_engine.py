@@ -1,0 +1,60 @@
+"""An engine with tensor parallelism on simulated GPUs, in a process of its own.
+
+``python -m tests.simulated_cuda.tensor_parallel_engine FOLDER SEED CASE`` prints, as JSON, how its tokens differ from
+those of one rank on the CPU, and the all-reduce kernels that its ranks launched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+from moe_engine import Engine
+from tests.distributed.engine.forms import Wanted, serve
+from tests.models.checkpoints import make_checkpoint
+from tests.simulated_cuda.engine_of_two import expected
+from tests.simulated_cuda.kernels import LAUNCHED, WAITING
+
+NUM_TOKENS = 5
+SMALL: dict[str, Any] = {
+    "max_total_tokens": 128, "context_length": 20, "max_running_requests": 2, "chunked_prefill_size": 4,
+    "dtype": "float32",
+}  # fmt: skip
+FEW: dict[str, Any] = {
+    "device": "cuda", "linear_backend": "torch", "ops_backend": "torch", "sampling_backend": "pytorch",
+    "cpu_threads": 1, "skip_tokenizer_init": True, "log_level": "error",
+}  # fmt: skip
+TORCH = FEW | {"attention_backend": "torch", "moe_runner_backend": "torch"}
+CASES: dict[str, dict[str, Any]] = {
+    "two ranks, graphs": FEW | {"tp_size": 2, "cuda_graph_max_bs": 1},
+    "four ranks": TORCH | {"tp_size": 4},
+    "two ranks, NCCL": TORCH | {"tp_size": 2, "disable_custom_all_reduce": True},
+}
+
+
+def main(folder: Path, seed: int, case: str) -> dict[str, Any]:
+    rng = random.Random(seed)
+    path, launched = folder / "model", folder / "launched"
+    make_checkpoint("deepseek_v3", path, rng.randrange(1 << 20), num_attention_heads=8, num_hidden_layers=2)
+    sampling = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS}
+    requests = [Wanted(f"r{i}", [rng.randrange(250) for _ in range(3 + 3 * i)], sampling) for i in range(2)]
+    right = expected(path, folder, requests, SMALL, NUM_TOKENS)
+    launched.mkdir()
+    os.environ[LAUNCHED] = str(launched)
+    engine = Engine(str(path), **SMALL, **CASES[case])
+    found = asyncio.run(serve(engine, requests))
+    engine.shutdown()
+    return {
+        "differences": {rid: [found[rid].tokens, right[rid]] for rid in right if found[rid].tokens != right[rid]},
+        "launched": sorted(WAITING.intersection(os.listdir(launched))),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))
+    sys.stdout.flush()
