@@ -90,6 +90,15 @@ def write_latent(a: Any, s: Setting) -> Cost:
     return Cost(size(a.kv_a, a.weight, a.positions, a.slots) + table, tokens * record)
 
 
+@cost_of("absorb_kernel")
+def absorb(a: Any, s: Setting) -> Cost:
+    """Rotation, absorbed product and cache rows."""
+    tokens, record = len(a.kv_a), a.cache.shape[-1] * a.cache.element_size()
+    read = size(a.q, a.weight, a.kv_a, a.norm, a.positions, a.slots) + tokens * a.WIDTH * FP32
+    flops = product(a.q, tokens * a.HEADS, a.LATENT, a.NOPE)
+    return Cost(read, size(a.out) + tokens * record, flops)
+
+
 @cost_of("latent_kernel")
 def latent(a: Any, s: Setting) -> Cost:
     """The requests' records once; the scores are computed `SHARES` times. A block that is cut writes partial results in
@@ -141,6 +150,11 @@ def block_gemm(a: Any, s: Setting) -> Cost:
 def fixed_gemm(a: Any, s: Setting) -> Cost:
     heads = len(a.weight) if a.weight.dim() == 3 else 1
     return Cost(size(a.x, a.weight), size(a.out), product(a.x, a.num_rows * heads, a.N, a.K))
+
+
+@cost_of("heads_quantize_kernel")
+def heads_quantize(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.x, a.weight), size(a.out, a.scales), product(a.x, a.num_tokens * a.HEADS, a.N, a.K))
 
 
 # -- experts

@@ -8,6 +8,7 @@ Legend: M rows, N out-features, K in-features, G groups (experts).
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,6 +98,8 @@ class DeepGemm:
         self._quantization: Quantization = quantization or _quantization()
         self._groups = _groups(self._quantization)
         self.permutation: Permutation = _permutation(self._quantization)
+        self.heads_quantized = _heads_quantized(self._quantization)
+        """(x [T, H, K], weight [H, N, K], power_of_two) -> the product per head, quantized; None with torch kernels."""
         self._ends: bool | None = None
 
     def _needs_ends(self, device: torch.device) -> bool:
@@ -272,6 +275,15 @@ def _groups(quantization: Quantization) -> GroupQuantization:
     from moe_engine.kernels.quantization import triton_groups
 
     return triton_groups
+
+
+def _heads_quantized(quantization: Quantization) -> Callable[[Tensor, Tensor, bool], QuantizedActivation] | None:
+    """The product per head that matches `quantization`, if Triton."""
+    if quantization is reference:
+        return None
+    from moe_engine.kernels.linear.triton_heads import heads_quantized
+
+    return heads_quantized
 
 
 def _permutation(quantization: Quantization) -> Permutation:

@@ -71,6 +71,11 @@ class OpsCapabilities:
 
     quantized_norms: QuantizedNorms | None = None
 
+    absorb: Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, RotaryTable, Tensor, Tensor], Tensor] | None = None
+    """(q, keys, kv_a, weight, eps, positions, table, slots, cache): MLA's absorbed query [T, H, C+R] in one launch with
+    `Ops.write_latent` of the last seven: keys [H, C, N] times the first N channels of q [T, H, N+R], then its rotated
+    last R."""
+
 
 class Ops(Protocol):
     """Small operations of a layer. Each returns new tensors unless documented as in place."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.kv_format import PLAIN
-from moe_engine.kernels.ops import triton_fp8_cache, triton_norm, triton_rotary, triton_router
+from moe_engine.kernels.ops import triton_absorb, triton_fp8_cache, triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
 from moe_engine.kernels.quantization.triton_rows import rms_norm_quantize
@@ -26,7 +28,8 @@ class TritonOps:
 
     @property
     def capabilities(self) -> OpsCapabilities:
-        return OpsCapabilities(QuantizedNorms(self.rms_norm_quantized, self.add_rms_norm_quantized))
+        norms = QuantizedNorms(self.rms_norm_quantized, self.add_rms_norm_quantized)
+        return OpsCapabilities(norms, partial(triton_absorb.absorb, deterministic=self._deterministic))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.rms_norm(x, weight, eps)

@@ -24,6 +24,8 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.permutation.triton_permute",
     f"{_FAMILIES}.linear.triton_block_gemm",
     f"{_FAMILIES}.linear.triton_fixed_gemm",
+    f"{_FAMILIES}.linear.triton_heads",
+    f"{_FAMILIES}.ops.triton_absorb",
     f"{_FAMILIES}.ops.triton_fp8_cache",
     f"{_FAMILIES}.ops.triton_norm",
     f"{_FAMILIES}.ops.triton_rotary",

@@ -9,6 +9,7 @@ Expanded (prefill): the context's latent becomes keys and values by kv_b, attent
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,13 @@ from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.decoder.layers import MAX_TOKENS, FusedMLA, MLALayer
 from moe_engine.kernels.ops.protocol import RotaryTable
-from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
+from moe_engine.kernels.quantization.protocol import (
+    BLOCK,
+    Activation,
+    ActivationFormat,
+    QuantizedActivation,
+    common_format,
+)
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.cut import Cut
@@ -75,8 +82,16 @@ class MLAAttention:
         self._load_kv_b(whole, reader, prefix)
         width, o_proj = whole.num_heads * mla.v_head_dim, [f"{prefix}.o_proj"]
         self._o = load_linear(self._linear, reader, o_proj, [config.hidden_size], width, mla.bias, in_share=self._share)
+        self._values_quantized = self._quantize_values()
         self.fused = self._fuse()
         """The layer in one call, for steps of few absorbed tokens; None if not supported."""
+
+    def _quantize_values(self) -> Callable[[Tensor], QuantizedActivation] | None:
+        """[T, H, C] -> o_proj's input by W_UV, quantized in the same launch; None if not supported."""
+        quantized, format = self._linear.capabilities.heads_quantized, self._o.input_format
+        if quantized is None or not format.rows or self._mla.v_head_dim % BLOCK:
+            return None
+        return lambda mixed: quantized(mixed, self._w_uv, format)
 
     def _fuse(self) -> FusedMLA | None:
         decoder = self._capabilities.decoder
@@ -122,6 +137,8 @@ class MLAAttention:
         heads = weight.view(mla.num_heads, per_head, mla.kv_lora_rank)
         keys = heads[:, : mla.qk_nope_head_dim].transpose(1, 2).contiguous()  # [H, C, N]
         self._w_uk = self._linear.prepare_heads(keys)
+        self._absorb_and_write = self._ops.capabilities.absorb
+        self._keys = None if self._absorb_and_write is None else keys
         self._w_uv = self._linear.prepare_heads(heads[:, mla.qk_nope_head_dim :].contiguous())  # [H, V, C]
         self._kv_b = Linear(self._linear, weight)
 
@@ -144,6 +161,9 @@ class MLAAttention:
             queries, plan = chunks[0].queries, chunks[0].plan
             # `input_format` has no rows, so that `hidden` is a tensor
             return fused.run(hidden, batch.positions, batch.slots, cache, queries, plan)  # type: ignore[arg-type]
+        if absorbed:
+            query = self.before(hidden, batch.positions, batch.slots, cache)
+            return self.after(self.attend(query, batch, chunks))
         q = self._enter(hidden, batch.positions, batch.slots, cache)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for chunk in chunks:
@@ -159,9 +179,13 @@ class MLAAttention:
 
     # -- a step of one absorbed chunk, split around attention; `before` and `after` take tensors only
 
-    def before(self, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+    def before(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
         """hidden [T, D] -> queries against the latent [T, H, C+R]; writes the tokens' rows to cache[slots]."""
-        return self._absorb(self._enter(hidden, positions, slots, cache))
+        if self._absorb_and_write is None or self._keys is None:
+            return self._absorb(self._enter(hidden, positions, slots, cache))
+        q, kv_a = self._project(hidden)
+        norm = self._kv_norm
+        return self._absorb_and_write(q, self._keys, kv_a, norm.weight, norm.eps, positions, self._rotary, slots, cache)
 
     def cache_of(self, batch: ForwardBatch) -> Tensor:
         """This layer's latent cache, [num_slots, C+R]."""
@@ -189,6 +213,8 @@ class MLAAttention:
 
     def after(self, mixed: Tensor) -> Tensor:
         """[T, H, C] -> [T, D]."""
+        if self._values_quantized is not None:
+            return self._o(self._values_quantized(mixed))
         return self._o(self._linear.run_heads(mixed, self._w_uv).flatten(1))
 
     # -- internals

@@ -14,6 +14,7 @@ from tests.kernels.cpu.formulas import NAN, close, normal, rms_norm, rotary_tabl
 
 triton_ops = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton")
 triton_router = pytest.importorskip("moe_engine.kernels.ops.triton_router", reason="needs triton")
+launches = pytest.importorskip("tests.kernels.triton.launches", reason="needs triton").launches
 EPS = 1e-6
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -154,6 +155,37 @@ def test_write_kv(ops, dtype, width):
     with pytest.raises(ValueError, match="contiguously"):
         apart = torch.zeros(20, width, 7, dtype=dtype).transpose(1, 2)
         ops.write_kv(k, v, slots, apart, apart)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("kv_dtype", ["plain", E4M3, E5M2])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "nope", "latent", "rotary", "interleaved"),
+    [(1, 3, 32, 128, 8, True), (5, 2, 128, 512, 64, True), (70, 3, 24, 40, 12, False)],
+)
+def test_absorb(ops, dtype, tokens, heads, nope, latent, rotary, interleaved, kv_dtype):
+    """One launch: the query of the two operations and the product, and the cache rows of `write_latent`, bit for
+    bit."""
+    table, slots = rotary_table(90, rotary, interleaved), torch.randperm(tokens + 9)[:tokens].int()
+    positions, weight = torch.randint(90, (tokens,)), torch.randn(latent) + 1
+    whole = normal(tokens, heads + 1, nope + rotary, dtype=dtype)
+    q, before = whole[:, 1:], whole.clone()
+    keys = normal(heads, latent, nope, dtype=dtype)
+    kv_a = normal(tokens, latent + rotary + 3, dtype=dtype)[:, 3:]
+    stored, width = dtype, latent + rotary
+    if kv_dtype != "plain":
+        stored, width = getattr(torch, STORED[kv_dtype][0]), latent_width(kv_dtype, latent, rotary)
+    cache, other = torch.zeros(2, tokens + 9, width, dtype=stored).unbind()
+    with launches() as names:
+        got = ops.capabilities.absorb(q, keys, kv_a, weight, EPS, positions, table, slots, cache)
+    assert names == ["absorb_kernel"]
+    ops.write_latent(kv_a, weight, EPS, positions, table, slots, other)
+    assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8)) and cache.view(torch.uint8).any()
+    close(got[..., :latent], torch.einsum("thn,hcn->thc", q[..., :nope].double(), keys.double()), nope**0.5)
+    close(got[..., latent:], rotated(before[:, 1:, nope:], positions, table))
+    assert torch.equal(whole, before)
+    with pytest.raises(ValueError, match="do not fit keys"):
+        ops.capabilities.absorb(q[..., 1:], keys, kv_a, weight, EPS, positions, table, slots, cache)
 
 
 ROUTERS = {
