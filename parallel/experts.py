@@ -58,6 +58,10 @@ class DispatchedExperts:
         self.on_arrival: Callable[[Tensor], None] | None = None
         """Callback with the number of tokens received by each of this rank's slots, int32 [P/G]."""
 
+    def reads_int64(self, phase: Phase) -> bool:
+        """True if dispatch copies ids that are not int64."""
+        return self._dispatcher.reads_int64(phase)
+
     def run(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:

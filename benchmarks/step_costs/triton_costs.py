@@ -33,15 +33,16 @@ def given(x: Any) -> Tensor | None:
 
 @cost_of("rms_norm_kernel")
 def rms_norm(a: Any, s: Setting) -> Cost:
-    residual = size(given(a.residual)) if a.ADD else 0
-    return Cost(size(a.x, a.weight) + residual, size(a.out) + residual)
+    residual, other = size(given(a.residual)) if a.ADD else 0, size(given(a.other)) if a.PAIR else 0
+    return Cost(size(a.x, a.weight) + other + residual, size(a.out) + residual)
 
 
 @cost_of("rms_norm_quantize_kernel")
 def rms_norm_quantize(a: Any, s: Setting) -> Cost:
     residual = size(given(a.residual)) if a.HAS_RESIDUAL else 0
     kept = size(given(a.normed)) if a.KEEP else 0
-    return Cost(size(a.x, a.weight) + residual, size(a.out, a.scales) + residual + kept)
+    other = size(given(a.other)) if a.PAIR else 0
+    return Cost(size(a.x, a.weight) + other + residual, size(a.out, a.scales) + residual + kept)
 
 
 @cost_of("silu_and_mul_kernel")
@@ -180,7 +181,7 @@ def count(a: Any, s: Setting) -> Cost:
 
 @cost_of("place_kernel")
 def place(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.ids, a.counts), size(a.positions, given(a.source)))
+    return Cost(size(a.ids, given(a.counts)), size(a.positions, given(a.source)))
 
 
 @cost_of("permute_kernel")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import head_records, latent_records
@@ -28,8 +29,9 @@ class TritonOps:
 
     @property
     def capabilities(self) -> OpsCapabilities:
-        norms = QuantizedNorms(self.rms_norm_quantized, self.add_rms_norm_quantized)
-        return OpsCapabilities(norms, partial(triton_absorb.absorb, deterministic=self._deterministic))
+        norms = QuantizedNorms(self.rms_norm_quantized, self.add_rms_norm_quantized, self.add_pair_rms_norm_quantized)
+        absorb = partial(triton_absorb.absorb, deterministic=self._deterministic)
+        return OpsCapabilities(norms, self.add_pair_rms_norm, self.route_int64, absorb)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.rms_norm(x, weight, eps)
@@ -46,6 +48,14 @@ class TritonOps:
         self, format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> QuantizedActivation:
         return _quantized(x, weight, eps, residual, format)
+
+    def add_pair_rms_norm(self, x: Tensor, other: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return triton_norm.add_rms_norm(x, residual, weight, eps, other)
+
+    def add_pair_rms_norm_quantized(
+        self, format: ActivationFormat, x: Tensor, other: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> QuantizedActivation:
+        return _quantized(x, weight, eps, residual, format, other)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return triton_norm.silu_and_mul(gate_up)
@@ -84,9 +94,15 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         return triton_router.route(x, gate, bias, spec, self._deterministic, real)
 
+    def route_int64(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return triton_router.route(x, gate, bias, spec, self._deterministic, real, torch.int64)
+
 
 def _quantized(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, format: ActivationFormat
-) -> QuantizedActivation:
-    normed, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two, keep=format.unquantized)
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, format: ActivationFormat,
+    other: Tensor | None = None,
+) -> QuantizedActivation:  # fmt: skip
+    normed, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two, format.unquantized, other)
     return QuantizedActivation(rows, normed, x.dtype)

@@ -80,16 +80,20 @@ def silu_mul_quantize_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def rms_norm_quantize_kernel(
-    x, residual, weight, normed, out, scales, scale_stride, eps,
+    x, other, residual, weight, normed, out, scales, scale_stride, eps,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, KEEP: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, KEEP: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """One row per program, as [BLOCKS, 128]; BLOCKS is a power of two. With KEEP `normed` gets the row in x's dtype."""
+    """One row per program, as [BLOCKS, 128]; BLOCKS is a power of two. With KEEP `normed` gets the row in x's dtype;
+    PAIR: of x + other, which is contiguous."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     cols = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = cols < WIDTH
     value = tl.load(x + row * X_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
+    if PAIR:
+        value += tl.load(other + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+        value = value.to(x.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         stream = residual + row * WIDTH + cols
         value += tl.load(stream, mask=mask, other=0.0).to(tl.float32)
@@ -139,10 +143,10 @@ def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False, source: Tenso
 
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False,
-    keep: bool = True,
+    keep: bool = True, other: Tensor | None = None,
 ) -> tuple[Tensor | None, QuantizedRows]:  # fmt: skip
-    """residual += x in place if given (contiguous [M, K]); returns its RMSNorm [M, K] (None unless `keep`), and the
-    quantized form."""
+    """residual += x (+ other, contiguous) in place if given (contiguous [M, K]); returns its RMSNorm (None unless
+    `keep`), and the quantized form."""
     if residual is not None and not residual.is_contiguous():
         raise ValueError("rms_norm_quantize needs a contiguous residual")
     x = _lines(x)
@@ -151,9 +155,9 @@ def rms_norm_quantize(
     normed = torch.empty_like(x, memory_format=torch.contiguous_format) if keep else None
     if m:
         rms_norm_quantize_kernel[(m,)](
-            x, residual, weight, normed, rows.data, rows.scales, rows.scale_stride, eps,
+            x, other, residual, weight, normed, rows.data, rows.scales, rows.scale_stride, eps,
             WIDTH=k, X_STRIDE=_stride(x), BLOCKS=_norm_blocks(k), HAS_RESIDUAL=residual is not None,
-            POWER_OF_TWO=power_of_two, KEEP=keep, num_warps=_norm_warps(k),
+            POWER_OF_TWO=power_of_two, KEEP=keep, PAIR=other is not None, num_warps=_norm_warps(k),
         )  # fmt: skip
     return normed, rows
 
@@ -197,13 +201,21 @@ def aot_cases() -> list[AotCase]:
             signature = signature | {"source": "*i32"}
             name = f"fp8_silu_mul_experts_{width}"
             cases.append(AotCase(name, silu_mul_quantize_kernel, signature, sorted_by_expert, 4, 3, False))
-    for width, has_residual, keep in ((1536, False, False), (1536, False, True), (7168, True, True)):
+    norms = (
+        (1536, False, False, False),
+        (1536, False, True, False),
+        (7168, True, True, False),
+        (7168, True, True, True),
+    )
+    for width, has_residual, keep, pair in norms:
         constants = {"WIDTH": width, "X_STRIDE": width, "BLOCKS": _norm_blocks(width), "POWER_OF_TWO": False}
         signature = {"x": "*bf16", "weight": "*fp32", "eps": "fp32", **pointers}
         constants |= {"KEEP": keep} | ({} if keep else {"normed": None})
         signature |= {"normed": "*bf16"} if keep else {}
         constants |= {"HAS_RESIDUAL": has_residual} | ({} if has_residual else {"residual": None})
         signature |= {"residual": "*bf16"} if has_residual else {}
-        name = f"fp8_rms_norm_{width}{'' if keep else '_alone'}"
+        constants |= {"PAIR": pair} | ({} if pair else {"other": None})
+        signature |= {"other": "*bf16"} if pair else {}
+        name = f"fp8_rms_norm_{width}{'' if keep else '_alone'}{'_pair' * pair}"
         cases.append(AotCase(name, rms_norm_quantize_kernel, signature, constants, _norm_warps(width), 3, False))
     return cases

@@ -37,7 +37,7 @@ from moe_engine.models.sharding import local_attention
 from moe_engine.models.sizes import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
-from moe_engine.parallel.share import Share
+from moe_engine.parallel.share import WHOLE, Share
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of q_a_layernorm and kv_a_layernorm, independent of rms_norm_eps."""
@@ -77,6 +77,7 @@ class MLAAttention:
         self._scale = mla.qk_head_dim**-0.5 * config.rope.softmax_factor
         self._limits = (max_expanded_tokens, max_absorbed_tokens)
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
+        self._absorb_and_write = self._ops.capabilities.absorb
         self._load_query(config, whole, reader, prefix)
         self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
         self._load_kv_b(whole, reader, prefix)
@@ -95,7 +96,7 @@ class MLAAttention:
 
     def _fuse(self) -> FusedMLA | None:
         decoder = self._capabilities.decoder
-        if decoder is None or self._mla.index_width:
+        if decoder is None or self._mla.index_width or self._q is None:
             return None
         return decoder.fuse_mla(
             MLALayer(
@@ -113,11 +114,18 @@ class MLAAttention:
         )
 
     def _load_query(self, config: ModelConfig, mla: MLAConfig, reader: WeightSource, prefix: str) -> None:
-        """The products of the layer's input: q_a and kv_a in one if q has a latent, else q and kv_a."""
+        """The products of the layer's input: q_a and kv_a in one if q has a latent, else q and kv_a, in one if the same
+        launch reads both results."""
         hidden, kernel, shares = config.hidden_size, self._linear, [self._share]
         query, kv_a = mla.num_heads * mla.qk_head_dim, f"{prefix}.kv_a_proj_with_mqa"
         rank = mla.q_lora_rank
         self._q_norm: RMSNorm | None = None
+        self._q: Linear | None = None
+        """The query's own product; None: its rows are in `_kv_a`."""
+        if rank is None and self._absorb_and_write is not None and not mla.bias and self._joins(reader, query):
+            both, rows = [f"{prefix}.q_proj", kv_a], [query, mla.cache_width]
+            self._kv_a = load_linear(kernel, reader, both, rows, hidden, out_shares=[self._share, WHOLE])
+            return
         if rank is None:
             self._kv_a = load_linear(kernel, reader, [kv_a], [mla.cache_width], hidden, mla.bias)
             self._q = load_linear(kernel, reader, [f"{prefix}.q_proj"], [query], hidden, out_shares=shares)
@@ -128,6 +136,12 @@ class MLAAttention:
         self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank, out_shares=shares)
         self._q_norm.feed(self._q.input_format)
 
+    def _joins(self, reader: WeightSource, query: int) -> bool:
+        """True if rows of q, of which this rank holds its share, keep whole blocks of a quantized weight before the
+        rows of kv_a."""
+        format = reader.format.kernel_format()
+        return format is None or self._share.width(query) % format.row_block == 0
+
     def _load_kv_b(self, whole: MLAConfig, reader: WeightSource, prefix: str) -> None:
         mla = self._mla
         per_head = mla.qk_nope_head_dim + mla.v_head_dim
@@ -137,7 +151,6 @@ class MLAAttention:
         heads = weight.view(mla.num_heads, per_head, mla.kv_lora_rank)
         keys = heads[:, : mla.qk_nope_head_dim].transpose(1, 2).contiguous()  # [H, C, N]
         self._w_uk = self._linear.prepare_heads(keys)
-        self._absorb_and_write = self._ops.capabilities.absorb
         self._keys = None if self._absorb_and_write is None else keys
         self._w_uv = self._linear.prepare_heads(heads[:, mla.qk_nope_head_dim :].contiguous())  # [H, V, C]
         self._kv_b = Linear(self._linear, weight)
@@ -145,7 +158,7 @@ class MLAAttention:
     @property
     def input_format(self) -> ActivationFormat:
         """Activation format of the hidden states."""
-        if self._q_norm is not None:
+        if self._q is None or self._q_norm is not None:
             return self._kv_a.input_format
         return common_format(self._kv_a.input_format, self._q.input_format)
 
@@ -230,12 +243,10 @@ class MLAAttention:
     def _project(self, hidden: Activation) -> tuple[Tensor, Tensor]:
         """hidden [T, D] -> q [T, H, N+R], kv_a [T, C+R]."""
         mla = self._mla
-        kv_a = self._kv_a(hidden)
-        if self._q_norm is None:
-            q = self._q(hidden)
-        else:
-            down, kv_a = kv_a[:, : -mla.cache_width], kv_a[:, -mla.cache_width :]
-            q = self._q(self._q_norm(down))
+        down = self._kv_a(hidden)
+        q, kv_a = down[:, : -mla.cache_width], down[:, -mla.cache_width :]
+        if self._q is not None:
+            q = self._q(hidden if self._q_norm is None else self._q_norm(q))
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
 
     def _absorbed(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:

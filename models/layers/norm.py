@@ -27,6 +27,7 @@ class RMSNorm:
         self._quantized_norms = ops.capabilities.quantized_norms
         self._rms_norm: Callable[..., Any] = ops.rms_norm
         self._add_rms_norm: Callable[..., Any] = ops.add_rms_norm
+        self._add_pair: Callable[..., Any] | None = ops.capabilities.add_pair_rms_norm
 
     def feed(self, *readers: ActivationFormat) -> None:
         """Enables `QuantizedActivation` results if any consumer reads rows and this device's kernels produce them; call
@@ -35,11 +36,20 @@ class RMSNorm:
         norms = self._quantized_norms
         if format.rows and norms is not None:
             self._rms_norm, self._add_rms_norm = partial(norms.rms_norm, format), partial(norms.add_rms_norm, format)
+            self._add_pair = partial(norms.add_pair_rms_norm, format)
 
     def __call__(self, x: Tensor) -> Any:
         """x [T, D] -> its norm, a Tensor unless its consumers are FP8 products."""
         return self._rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> Any:
-        """residual [T, D] += x in place; returns the norm of the sum, see `__call__`."""
+    @property
+    def adds_pairs(self) -> bool:
+        """True if `add` takes a second addend."""
+        return self._add_pair is not None
+
+    def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
+        """residual [T, D] += x (+ other, if it `adds_pairs`) in place; returns the norm of the sum, see `__call__`."""
+        if other is not None:
+            assert self._add_pair is not None
+            return self._add_pair(x, other, residual, self.weight, self.eps)
         return self._add_rms_norm(x, residual, self.weight, self.eps)

@@ -10,6 +10,7 @@ from moe_engine.kernels.attention.kv_format import E4M3, E5M2, STORED, head_widt
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.permutation.reference import TorchPermutation
+from moe_engine.kernels.quantization.protocol import ActivationFormat
 from tests.kernels.cpu.formulas import NAN, close, normal, rms_norm, rotary_table, rotated, routed_weights, silu
 
 triton_ops = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton")
@@ -42,6 +43,26 @@ def test_norms(ops, dtype, width, weight_dtype):
     assert torch.equal(residual, want)
     close(got, rms_norm(want, weight, EPS), 2)
     assert torch.equal(whole, before)
+
+
+@pytest.mark.parametrize("width", [7, 1500])
+def test_a_norm_sums_two_addends_as_torch_does(ops, dtype, width):
+    """Bit for bit the sum in the activation dtype, then `add_rms_norm`; in one launch, quantized or not."""
+    x, other = normal(5, width + 4, dtype=dtype)[:, :width], normal(5, width, dtype=dtype)
+    weight, residual = torch.randn(width) + 1, normal(5, width, dtype=dtype)
+    streams = residual.clone(), residual.clone(), residual.clone()
+    want = ops.add_rms_norm(x + other, streams[0], weight, EPS)
+    with launches() as names:
+        got = ops.capabilities.add_pair_rms_norm(x, other, streams[1], weight, EPS)
+    assert names == ["rms_norm_kernel"] and torch.equal(got, want)
+    norms, format = ops.capabilities.quantized_norms, ActivationFormat(True, True)
+    quantized = norms.add_pair_rms_norm(format, x, other, streams[2], weight, EPS)
+    apart = norms.add_rms_norm(format, x + other, residual, weight, EPS)
+    assert torch.equal(quantized.unquantized, apart.unquantized)
+    assert torch.equal(quantized.rows.data.view(torch.uint8), apart.rows.data.view(torch.uint8))
+    assert torch.equal(quantized.rows.scales, apart.rows.scales)
+    for stream in streams:
+        assert torch.equal(stream, residual)
 
 
 def test_norm_of_a_row_depends_on_itself_alone(ops, dtype):
@@ -213,6 +234,8 @@ def test_route(ops, dtype, spec, tokens, width):
     assert all(len(set(row)) == spec.top_k for row in ids.tolist())
     if spec.top_k < spec.num_experts:  # best first, as the reference gives them
         assert torch.equal(ids, TorchOps().route(x, gate, bias, spec)[1])
+    wide = ops.capabilities.route_int64(x, gate, bias, spec, None)
+    assert wide[1].dtype == torch.int64 and torch.equal(wide[1], ids) and torch.equal(wide[0], weights)
 
 
 def test_route_of_many_tokens_does_not_split_the_sum(ops, monkeypatch):
