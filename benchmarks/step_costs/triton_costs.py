@@ -197,6 +197,14 @@ def combine(a: Any, s: Setting) -> Cost:
     return Cost(rows + add + size(a.positions), size(a.out))
 
 
+@cost_of("combine_norm_kernel")
+def combine_norm(a: Any, s: Setting) -> Cost:
+    """The experts' rows, their sum into the residual stream, and its norm."""
+    rows = min(a.positions.numel(), s.routing.rows) * a.WIDTH * a.rows.element_size()
+    read = rows + size(given(a.add), a.positions, a.weights, a.residual, a.norm)
+    return Cost(read, size(a.residual, given(a.normed), given(a.out), given(a.scales)))
+
+
 def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:
     """The weights of experts with a token, and the rows routed to them; the products of valid rows."""
     weight = a.weight.base if hasattr(a.weight, "base") else a.weight

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
 
 
@@ -67,6 +68,9 @@ class QuantizedNorms:
     add_pair_rms_norm: Callable[[ActivationFormat, Tensor, Tensor, Tensor, Tensor, float], QuantizedActivation]
     """(format, x, other, residual, weight, eps): `add_rms_norm` of x + other, in x's dtype; other contiguous."""
 
+    add_rows_rms_norm: Callable[[ActivationFormat, ExpertRows, Tensor, Tensor, float], QuantizedActivation]
+    """(format, rows, residual, weight, eps): `add_rms_norm` of the experts' sum."""
+
 
 @dataclass(frozen=True)
 class OpsCapabilities:
@@ -77,6 +81,9 @@ class OpsCapabilities:
     add_pair_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor] | None = None
     """(x, other, residual, weight, eps): `Ops.add_rms_norm` of x + other, in x's dtype. Set where the sum costs no
     launch of its own."""
+
+    add_rows_rms_norm: Callable[[ExpertRows, Tensor, Tensor, float], Tensor] | None = None
+    """(rows, residual, weight, eps): `Ops.add_rms_norm` of the experts' sum, in one launch."""
 
     route_int64: Callable[[Tensor, Tensor, Tensor | None, RouterSpec, Tensor | None], tuple[Tensor, Tensor]] | None = (
         None

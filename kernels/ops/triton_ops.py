@@ -11,6 +11,8 @@ from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.kv_format import PLAIN
 from moe_engine.kernels.ops import triton_absorb, triton_fp8_cache, triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
+from moe_engine.kernels.ops.triton_combine_norm import combine_norm
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
 from moe_engine.kernels.quantization.triton_rows import rms_norm_quantize
 
@@ -29,9 +31,14 @@ class TritonOps:
 
     @property
     def capabilities(self) -> OpsCapabilities:
-        norms = QuantizedNorms(self.rms_norm_quantized, self.add_rms_norm_quantized, self.add_pair_rms_norm_quantized)
+        norms = QuantizedNorms(
+            self.rms_norm_quantized,
+            self.add_rms_norm_quantized,
+            self.add_pair_rms_norm_quantized,
+            self.add_rows_rms_norm_quantized,
+        )
         absorb = partial(triton_absorb.absorb, deterministic=self._deterministic)
-        return OpsCapabilities(norms, self.add_pair_rms_norm, self.route_int64, absorb)
+        return OpsCapabilities(norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64, absorb)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.rms_norm(x, weight, eps)
@@ -56,6 +63,18 @@ class TritonOps:
         self, format: ActivationFormat, x: Tensor, other: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> QuantizedActivation:
         return _quantized(x, weight, eps, residual, format, other)
+
+    def add_rows_rms_norm(self, rows: ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = combine_norm(rows, residual, weight, eps)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def add_rows_rms_norm_quantized(
+        self, format: ActivationFormat, rows: ExpertRows, residual: Tensor, weight: Tensor, eps: float
+    ) -> QuantizedActivation:
+        normed = combine_norm(rows, residual, weight, eps, format)
+        assert isinstance(normed, QuantizedActivation)
+        return normed
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return triton_norm.silu_and_mul(gate_up)

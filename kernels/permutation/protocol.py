@@ -45,6 +45,23 @@ class ExpertOrder:
     source: Tensor
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """Results of the routed experts before their sum: the arguments of `Permutation.combine`.
+
+    Attributes:
+        rows: [M, D], contiguous.
+        positions: int32 [T, K], the row of each pair; -1: none.
+        weights: float32 [T, K].
+        add: [T, D], added to the sum; None: nothing.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    weights: Tensor
+    add: Tensor | None = None
+
+
 def most_rows(num_pairs: int, num_experts: int, align: int) -> int:
     """M: there are at most as many non-empty groups as pairs, and each wastes less than one alignment."""
     worst = num_pairs + min(num_experts, num_pairs) * (align - 1)

@@ -283,6 +283,9 @@ def aot_cases() -> list[AotCase]:
         cases.append(AotCase(f"expert_place_alone_{experts}", place_kernel, named, alone, 4, 3, False))
     constants = _place_constants(16, 1, padded=True) | {"offsets": None, "source": None}
     cases.append(AotCase("expert_place_padded_16", place_kernel, signature, constants, 4, 3, False))
+    constants = _place_constants(16, 1, True, counted=False) | {"offsets": None, "source": None, "counts": None}
+    named = {name: kind for name, kind in signature.items() if name != "counts"}
+    cases.append(AotCase("expert_place_alone_padded_16", place_kernel, named, constants, 4, 3, False))
     strides = dict.fromkeys(("x_scale_row", "x_scale_column", "scale_row", "scale_column"), "i32")
     for width, top_k, quantized in ((7168, 8, True), (7168, 8, False), (2048, 6, False)):
         element = "*u8" if quantized else "*bf16"

@@ -26,6 +26,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.linear.triton_fixed_gemm",
     f"{_FAMILIES}.linear.triton_heads",
     f"{_FAMILIES}.ops.triton_absorb",
+    f"{_FAMILIES}.ops.triton_combine_norm",
     f"{_FAMILIES}.ops.triton_fp8_cache",
     f"{_FAMILIES}.ops.triton_norm",
     f"{_FAMILIES}.ops.triton_rotary",

@@ -19,6 +19,7 @@ from moe_engine.kernels.experts.batch import ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsKernel
 from moe_engine.kernels.ops.protocol import Ops, RouterSpec
 from moe_engine.kernels.ops.reference import with_padding
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
@@ -38,7 +39,7 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
-from moe_engine.parallel.experts import DispatchedExperts, make_routed_experts
+from moe_engine.parallel.experts import DispatchedExperts, LocalExperts, make_routed_experts
 from moe_engine.parallel.share import WHOLE, Share
 
 if TYPE_CHECKING:
@@ -205,6 +206,18 @@ class MoE:
         weights, ids = self._choose(x, real, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared, phase)
+
+    @property
+    def leaves_rows(self) -> bool:
+        """True if `expert_rows` is supported, for a norm that sums them."""
+        return self.fused is None and isinstance(self._routed, LocalExperts) and self._routed.leaves_rows
+
+    def expert_rows(self, x: Activation, real: Tensor | None = None) -> ExpertRows:
+        """`forward` before the sum over experts, if it `leaves_rows`."""
+        assert isinstance(self._routed, LocalExperts)
+        weights, ids = self._choose(x, real, "prefill")
+        shared = None if self._shared is None else self._shared.forward(x)
+        return self._routed.rows(as_format(x, self._routed.input_format), weights, ids, shared)
 
     def addends(self, x: Activation, phase: Phase, real: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """`forward` as the routed and the shared experts' results, for a norm that sums them; the second is None if

@@ -9,11 +9,15 @@ from moe_engine.kernels.attention import latent_records
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, STORED, head_width, latent_width
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import ActivationFormat
 from tests.kernels.cpu.formulas import NAN, close, normal, rms_norm, rotary_table, rotated, routed_weights, silu
 
 triton_ops = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton")
+TritonPermutation = pytest.importorskip(
+    "moe_engine.kernels.permutation.triton_permute", reason="needs triton"
+).TritonPermutation
 triton_router = pytest.importorskip("moe_engine.kernels.ops.triton_router", reason="needs triton")
 launches = pytest.importorskip("tests.kernels.triton.launches", reason="needs triton").launches
 EPS = 1e-6
@@ -63,6 +67,36 @@ def test_a_norm_sums_two_addends_as_torch_does(ops, dtype, width):
     assert torch.equal(quantized.rows.scales, apart.rows.scales)
     for stream in streams:
         assert torch.equal(stream, residual)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(("tokens", "width", "top_k"), [(0, 128, 2), (1, 200, 1), (5, 1500, 3)])
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_norm_sums_the_rows_of_experts(ops, dtype, tokens, width, top_k, adds):
+    """Bit for bit `combine`, then `add_rms_norm`; pairs without a row add nothing, and rows that no pair names are not
+    read. In one launch, quantized or not."""
+    rows = normal(tokens * top_k + 2, width, dtype=dtype)
+    positions = torch.randperm(tokens * top_k).int().view(tokens, top_k)
+    positions[torch.rand(tokens, top_k) < 0.3] = -1
+    rows[-2:] = NAN
+    add = normal(tokens, width + 3, dtype=dtype)[:, 3:] if adds else None
+    chosen = ExpertRows(rows, positions, torch.rand(tokens, top_k + 2)[:, :top_k], add)
+    weight, residual = torch.randn(width) + 1, normal(tokens, width, dtype=dtype)
+    streams = residual.clone(), residual.clone()
+    summed = TritonPermutation().combine(chosen.rows, chosen.positions, chosen.weights, chosen.add)
+    with launches() as names:
+        got = ops.capabilities.add_rows_rms_norm(chosen, streams[0], weight, EPS)
+    assert names == ["combine_norm_kernel"] * (tokens > 0)
+    norms, format = ops.capabilities.quantized_norms, ActivationFormat(True, True)
+    quantized = norms.add_rows_rms_norm(format, chosen, streams[1], weight, EPS)
+    want = norms.add_rms_norm(format, summed, residual, weight, EPS)
+    close(got, want.unquantized.double(), 1e-3)  # the mean's order of summation
+    close(quantized.unquantized, want.unquantized.double(), 1e-3)
+    assert torch.equal(got, quantized.unquantized) and all(torch.equal(stream, residual) for stream in streams)
+    assert torch.equal(quantized.rows.data.view(torch.uint8), want.rows.data.view(torch.uint8))
+    assert torch.equal(quantized.rows.scales, want.rows.scales)
+    with pytest.raises(ValueError, match="contiguous residual"):
+        ops.capabilities.add_rows_rms_norm(chosen, residual.double(), weight, EPS)
 
 
 def test_norm_of_a_row_depends_on_itself_alone(ops, dtype):
