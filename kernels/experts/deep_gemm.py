@@ -184,7 +184,8 @@ class DeepGemmExperts:
         width = (x.rows.data if isinstance(x, QuantizedActivation) else x).shape[1]
         if x.dtype != torch.bfloat16 or width != weights.hidden:
             raise ValueError(f"rows of {width} {x.dtype} do not fit experts of hidden size {weights.hidden}")
-        order = permutation.sort_by_expert(topk_ids, weights.num_experts, self._gemm.alignment)
+        alignment, by_ends = self._gemm.alignment, self._gemm.row_alignment(topk_ids.device) > 0
+        order = permutation.sort_by_expert(topk_ids, weights.num_experts, alignment, marks_padding=not by_ends)
         groups = self._gemm.aligned(order)
         first: Operand | Tensor
         if layer.gate_up.scales is None:
@@ -196,12 +197,8 @@ class DeepGemmExperts:
             rows = QuantizedRows.empty(groups.num_rows, width, quantized.data.device)
             permutation.permute(quantized.data, order.positions, rows.data, quantized.scales, rows.scales)
             first = self._gemm.operand(rows)
-        middle = self._first(first, weights, groups)
-        second: Operand | Tensor
-        if layer.down.scales is not None:
-            second = self._gemm.silu_mul(middle, layer.power_of_two, order.source)
-        else:
-            second = self._second(middle, layer, groups)
+        middle, valid = self._first(first, weights, groups), RowGroups(order.ends, alignment)
+        second = self._gemm.silu_mul_groups(middle, valid, layer.down.scales is not None, layer.power_of_two)
         return ExpertRows(self._last(second, weights, groups), order.positions, topk_weights, add)
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:

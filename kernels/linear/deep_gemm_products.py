@@ -44,9 +44,7 @@ class Quantization(Protocol):
 
     def quantize_rows(self, x: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
 
-    def silu_mul_quantize(
-        self, gate_up: Tensor, power_of_two: bool = False, source: Tensor | None = None
-    ) -> QuantizedRows: ...
+    def silu_mul_quantize(self, gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
 
 
 class GroupQuantization(Protocol):
@@ -144,9 +142,9 @@ class DeepGemm:
         """`quantized` as an operand."""
         return self.operand(self.quantized(x, power_of_two))
 
-    def silu_mul(self, gate_up: Tensor, power_of_two: bool, source: Tensor | None = None) -> Operand:
-        """gate_up [M, 2I], gate first -> silu(gate) * up, quantized. Rows with negative `source` [M] are padding."""
-        return self.operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents, source))
+    def silu_mul(self, gate_up: Tensor, power_of_two: bool) -> Operand:
+        """gate_up [M, 2I], gate first -> silu(gate) * up, quantized."""
+        return self.operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents))
 
     def group_rows(self, x: Tensor, groups: RowGroups, power_of_two: bool) -> Operand:
         """The valid rows of x [G, C, K] or [M, K], quantized."""
@@ -197,12 +195,12 @@ class DeepGemm:
         return Groups(place, most, layout, False)
 
     def aligned(self, order: ExpertOrder) -> Groups:
-        """The aligned positions of pairs sorted with this alignment. Pairs without a group share the last row, which is
-        padding: each missing pair leaves a spare row in the worst case."""
+        """The groups of pairs sorted with this alignment, and their positions unless ends describe the groups. Pairs
+        without a group share the last row, which is padding: each missing pair leaves a spare row in the worst case."""
         most = len(order.source)
+        if self._needs_ends(order.ends.device):
+            return Groups(order.ends, most, order.ends, True)
         place = order.positions.flatten().remainder(most)
-        if self._needs_ends(place.device):
-            return Groups(place, most, order.ends, True)
         row = torch.arange(most, dtype=torch.int32, device=place.device)
         group = torch.searchsorted(order.offsets[1:], row, right=True, out_int32=True)
         return Groups(place, most, torch.where(order.source < 0, -1, group), False)

@@ -76,8 +76,9 @@ class Permutation(Protocol):
 
     name: str
 
-    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder:
-        """Sorts the pairs of ids [T, K], stably; groups start at multiples of `align`."""
+    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1, marks_padding: bool = True) -> ExpertOrder:
+        """Sorts the pairs of ids [T, K], stably; groups start at multiples of `align`. Without `marks_padding` the
+        `source` of padding rows may be unspecified."""
 
     def group(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         """`offsets` and `positions` of `sort_by_expert` without alignment."""

@@ -160,17 +160,16 @@ class TritonPermutation(TorchPermutation):
 
     name = "triton"
 
-    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder:
+    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1, marks_padding: bool = True) -> ExpertOrder:
         ids = ids.to(torch.int32).contiguous()
         num_pairs, device = ids.numel(), ids.device
         offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
         ends = torch.empty(num_experts, dtype=torch.int32, device=device)
         if not num_pairs:
             return ExpertOrder(offsets.zero_(), ends.zero_(), torch.empty_like(ids), ids.new_empty(0))
-        if align == 1:
-            source = torch.empty(num_pairs, dtype=torch.int32, device=device)
-        else:
-            source = torch.full((most_rows(num_pairs, num_experts, align),), -1, dtype=torch.int32, device=device)
+        source = torch.empty(most_rows(num_pairs, num_experts, align), dtype=torch.int32, device=device)
+        if marks_padding and align > 1:
+            source.fill_(-1)
         positions = _place(ids, offsets, ends, source, num_experts, align)
         return ExpertOrder(offsets, ends, positions, source)
 

@@ -54,20 +54,14 @@ def quantize_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def silu_mul_quantize_kernel(
-    gate_up, source, out, scales, num_rows, scale_stride,
+    gate_up, out, scales, num_rows, scale_stride,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    HAS_SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128).
-
-    Rows with negative source [M] are neither read nor written.
-    """
+    """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     cols = block * _BLOCK + tl.arange(0, _BLOCK)
     inside = rows < num_rows
-    if HAS_SOURCE:
-        inside = tl.load(source + rows, mask=inside, other=-1) >= 0
     mask = inside[:, None] & (cols < WIDTH)[None, :]
     line = rows.to(tl.int64)[:, None]
     source = gate_up + line * X_STRIDE + cols[None, :]
@@ -124,19 +118,15 @@ def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
     return rows
 
 
-def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False, source: Tensor | None = None) -> QuantizedRows:
-    """gate_up [M, 2I], gate first -> `QuantizedRows` of silu(gate) * up [M, I], computed in float32.
-
-    Args:
-        source: int32 [M], negative for padding rows, which are not touched.
-    """
+def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows:
+    """gate_up [M, 2I], gate first -> `QuantizedRows` of silu(gate) * up [M, I], computed in float32."""
     gate_up = _lines(gate_up)
     m, width = gate_up.shape[0], gate_up.shape[1] // 2
     rows = QuantizedRows.empty(m, width, gate_up.device)
     if m:
         silu_mul_quantize_kernel[_tiles(m, width)](
-            gate_up, source, rows.data, rows.scales, m, rows.scale_stride, WIDTH=width, X_STRIDE=_stride(gate_up),
-            ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, HAS_SOURCE=source is not None, num_warps=4,
+            gate_up, rows.data, rows.scales, m, rows.scale_stride, WIDTH=width, X_STRIDE=_stride(gate_up),
+            ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, num_warps=4,
         )  # fmt: skip
     return rows
 
@@ -195,12 +185,7 @@ def aot_cases() -> list[AotCase]:
     for width in (2048, 18432):
         constants = {"WIDTH": width, "X_STRIDE": 2 * width, "ROWS": TILE_ROWS, "POWER_OF_TWO": True}
         signature = {"gate_up": "*bf16", "num_rows": "i32", **pointers}
-        alone, sorted_by_expert = constants | {"HAS_SOURCE": False, "source": None}, constants | {"HAS_SOURCE": True}
-        cases.append(AotCase(f"fp8_silu_mul_{width}", silu_mul_quantize_kernel, signature, alone, 4, 3, False))
-        if width == 2048:
-            signature = signature | {"source": "*i32"}
-            name = f"fp8_silu_mul_experts_{width}"
-            cases.append(AotCase(name, silu_mul_quantize_kernel, signature, sorted_by_expert, 4, 3, False))
+        cases.append(AotCase(f"fp8_silu_mul_{width}", silu_mul_quantize_kernel, signature, constants, 4, 3, False))
     norms = (
         (1536, False, False, False),
         (1536, False, True, False),
