@@ -82,13 +82,13 @@ def _silu_and_mul(ops: Any, device: str, tokens: int, width: int) -> Call:
     return lambda: ops.silu_and_mul(gate_up)
 
 
-def _table(width: int, device: str) -> RotaryTable:
+def rotary_table(width: int, device: str) -> RotaryTable:
     angles = torch.rand(POSITIONS, width // 2, device=device) * 2 * math.pi
     return RotaryTable(torch.cat((angles.cos(), angles.sin()), -1), True)
 
 
 def _rotate(ops: Any, device: str, tokens: int, heads: int, width: int) -> Call:
-    x, table = normal(tokens, heads, 128 + width, device=device), _table(width, device)
+    x, table = normal(tokens, heads, 128 + width, device=device), rotary_table(width, device)
     positions = torch.randint(POSITIONS, (tokens,), device=device)
 
     def call() -> Tensor:
@@ -100,7 +100,7 @@ def _rotate(ops: Any, device: str, tokens: int, heads: int, width: int) -> Call:
 
 def _write_latent(ops: Any, device: str, tokens: int, latent: int, rotary: int) -> Call:
     kv_a, weight = normal(tokens, latent + rotary, device=device), normal(latent, device=device)
-    table = _table(rotary, device)
+    table = rotary_table(rotary, device)
     positions = torch.randint(POSITIONS, (tokens,), device=device)
     cache = torch.zeros(2 * tokens, latent + rotary, dtype=torch.bfloat16, device=device)
     slots = torch.randperm(2 * tokens, device=device)[:tokens]

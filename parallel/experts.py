@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsKernel
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, as_format
 from moe_engine.parallel.context import SINGLE, ParallelContext
@@ -57,6 +58,10 @@ class DispatchedExperts:
         self.input_format = read if read.rows and dispatcher.takes_rows else UNQUANTIZED
         self.on_arrival: Callable[[Tensor], None] | None = None
         """Callback with the number of tokens received by each of this rank's slots, int32 [P/G]."""
+
+    def reads_int64(self, phase: Phase) -> bool:
+        """True if dispatch copies ids that are not int64."""
+        return self._dispatcher.reads_int64(phase)
 
     def run(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
@@ -105,6 +110,7 @@ class LocalExperts:
 
     def __init__(self, kernel: ExpertsKernel, weights: ExpertWeights, first: int = 0) -> None:
         self._run = kernel.run_routed
+        self._rows = kernel.capabilities.routed_rows
         self.input_format = kernel.input_format(weights)
         self._weights = weights
         self._first = first
@@ -112,8 +118,20 @@ class LocalExperts:
     def run(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None, phase: Phase = "prefill"
     ) -> Tensor:
-        ids = topk_ids - self._first if self._first else topk_ids
-        return self._run(x, topk_weights, ids, self._weights, add)
+        return self._run(x, topk_weights, self._own(topk_ids), self._weights, add)
+
+    @property
+    def leaves_rows(self) -> bool:
+        """True if `rows` is supported."""
+        return self._rows is not None
+
+    def rows(self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, add: Tensor | None = None) -> ExpertRows:
+        """`run` before the sum."""
+        assert self._rows is not None
+        return self._rows(x, topk_weights, self._own(topk_ids), self._weights, add)
+
+    def _own(self, topk_ids: Tensor) -> Tensor:
+        return topk_ids - self._first if self._first else topk_ids
 
 
 def make_routed_experts(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from benchmarks.attention_cases import attention_case, attention_cases
+from benchmarks.gpu_suite import fused_cases
 from benchmarks.kernel_cases import Call, KernelCase, load_experts, normal
 from moe_engine.kernels.attention import shapes as attention
 from moe_engine.kernels.experts.protocol import ExpertBatch
@@ -88,6 +89,7 @@ def parity_cases() -> list[KernelCase]:
         padded_experts(8),
         quantize(130, DEEPSEEK_V3.hidden),
         norm_quantize(130, DEEPSEEK_V3.hidden),
+        *fused_cases.parity_cases(),
     ]
 
 
@@ -103,4 +105,5 @@ def tiny_cases() -> list[KernelCase]:
     latent, grouped = attention.LatentModel("tiny", 2, 128, 64, 32, 32), attention.GroupedModel("tiny", 4, 2, 64)
     model = ExpertModel("tiny", 8, 2, 64, 48, fp8=False)
     shapes = [latent.absorbed(3, 2, 70), latent.expanded(2, 5, 9), grouped.paged(3, 1, 70), grouped.paged(1, 8, 8)]
-    return [*map(attention_case, shapes), padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256)]
+    rows = [padded_experts(4, model, 4), quantize(5, 256), norm_quantize(5, 256)]
+    return [*map(attention_case, shapes), *rows, *fused_cases.tiny_cases()]

@@ -14,12 +14,12 @@ from benchmarks.gpu_suite.setting import Setting
 
 CLASSES = (
     ("attention", r"latent_kernel|expanded_kernel|paged_kernel|gather_kernel|merge_|flash|mla|fmha|attention"),
-    ("experts", r"grouped|expert|permute|place_kernel|count_kernel|combine_kernel|moe"),
+    ("experts", r"grouped|expert|permute|place_kernel|count_kernel|combine_|moe"),
     ("router", r"router_"),
     ("sampling", r"limits_kernel|draw_kernel|greedy_kernel|look_up|argmax|topk|sort"),
-    ("norms and rotary", r"rms_norm|rotate_kernel|write_latent|write_kv|layer_norm"),
+    ("norms and rotary", r"rms_norm|rotate_kernel|absorb|write_latent|write_kv|layer_norm"),
     ("activation", r"silu"),
-    ("products", r"block_gemm|gemm|gemv|cutlass|cublas|nvjet|sm90_xmma|splitk|sum_parts|matmul"),
+    ("products", r"block_gemm|heads_quantize|gemm|gemv|cutlass|cublas|nvjet|sm90_xmma|splitk|sum_parts|matmul"),
     ("quantization", r"quantize"),
     ("copies", r"memcpy|memset|copy|fill|cat|index|gather|scatter"),
 )

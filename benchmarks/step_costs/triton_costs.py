@@ -33,15 +33,16 @@ def given(x: Any) -> Tensor | None:
 
 @cost_of("rms_norm_kernel")
 def rms_norm(a: Any, s: Setting) -> Cost:
-    residual = size(given(a.residual)) if a.ADD else 0
-    return Cost(size(a.x, a.weight) + residual, size(a.out) + residual)
+    residual, other = size(given(a.residual)) if a.ADD else 0, size(given(a.other)) if a.PAIR else 0
+    return Cost(size(a.x, a.weight) + other + residual, size(a.out) + residual)
 
 
 @cost_of("rms_norm_quantize_kernel")
 def rms_norm_quantize(a: Any, s: Setting) -> Cost:
     residual = size(given(a.residual)) if a.HAS_RESIDUAL else 0
     kept = size(given(a.normed)) if a.KEEP else 0
-    return Cost(size(a.x, a.weight) + residual, size(a.out, a.scales) + residual + kept)
+    other = size(given(a.other)) if a.PAIR else 0
+    return Cost(size(a.x, a.weight) + other + residual, size(a.out, a.scales) + residual + kept)
 
 
 @cost_of("silu_and_mul_kernel")
@@ -114,6 +115,15 @@ def write_latent(a: Any, s: Setting) -> Cost:
     return Cost(size(a.kv_a, a.weight, a.positions, a.slots) + table, tokens * record)
 
 
+@cost_of("absorb_kernel")
+def absorb(a: Any, s: Setting) -> Cost:
+    """Rotation, absorbed product and cache rows."""
+    tokens, record = len(a.kv_a), a.cache.shape[-1] * a.cache.element_size()
+    read = size(a.q, a.weight, a.kv_a, a.norm, a.positions, a.slots) + tokens * a.WIDTH * FP32
+    flops = product(a.q, tokens * a.HEADS, a.LATENT, a.NOPE)
+    return Cost(read, size(a.out) + tokens * record, flops)
+
+
 @cost_of("latent_kernel")
 def latent(a: Any, s: Setting) -> Cost:
     """The requests' records once; the scores are computed `SHARES` times. A block that is cut writes partial results in
@@ -167,6 +177,11 @@ def fixed_gemm(a: Any, s: Setting) -> Cost:
     return Cost(size(a.x, a.weight), size(a.out), product(a.x, a.num_rows * heads, a.N, a.K))
 
 
+@cost_of("heads_quantize_kernel")
+def heads_quantize(a: Any, s: Setting) -> Cost:
+    return Cost(size(a.x, a.weight), size(a.out, a.scales), product(a.x, a.num_tokens * a.HEADS, a.N, a.K))
+
+
 # -- experts
 
 
@@ -190,7 +205,7 @@ def count(a: Any, s: Setting) -> Cost:
 
 @cost_of("place_kernel")
 def place(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.ids, a.counts), size(a.positions, given(a.source)))
+    return Cost(size(a.ids, given(a.counts)), size(a.positions, given(a.source)))
 
 
 @cost_of("permute_kernel")
@@ -204,6 +219,14 @@ def combine(a: Any, s: Setting) -> Cost:
     rows = min(a.positions.numel(), s.routing.rows) * a.WIDTH * a.rows.element_size()
     add = size(given(a.add)) if a.HAS_ADD else 0
     return Cost(rows + add + size(a.positions), size(a.out))
+
+
+@cost_of("combine_norm_kernel")
+def combine_norm(a: Any, s: Setting) -> Cost:
+    """The experts' rows, their sum into the residual stream, and its norm."""
+    rows = min(a.positions.numel(), s.routing.rows) * a.WIDTH * a.rows.element_size()
+    read = rows + size(given(a.add), a.positions, a.weights, a.residual, a.norm)
+    return Cost(read, size(a.residual, given(a.normed), given(a.out), given(a.scales)))
 
 
 def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:

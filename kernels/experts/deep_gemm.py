@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
 from moe_engine.kernels.linear.deep_gemm_products import DeepGemm, Groups, Operand
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import (
     BLOCK,
@@ -93,6 +94,7 @@ class DeepGemmExperts:
             {BlockFP8: blocks},
             row_alignment=self._row_alignment,
             column_scales=not gemm.exponents,
+            routed_rows=self.routed_rows,
             warm_up=self.warm_up,
         )
 
@@ -169,14 +171,21 @@ class DeepGemmExperts:
     def run_routed(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
     ) -> Tensor:
-        """Unquantized tokens are quantized once and written directly to their aligned positions."""
+        if not len(x):
+            return torch.empty(0, weights.hidden, dtype=x.dtype, device=topk_ids.device)
+        sums = self.routed_rows(x, topk_weights, topk_ids, weights, add)
+        return self._gemm.permutation.combine(sums.rows, sums.positions, sums.weights, sums.add)
+
+    def routed_rows(
+        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
+    ) -> ExpertRows:
+        """Unquantized tokens are quantized once and written directly to their aligned positions. At least one token."""
         layer, permutation = weights.data, self._gemm.permutation
         width = (x.rows.data if isinstance(x, QuantizedActivation) else x).shape[1]
         if x.dtype != torch.bfloat16 or width != weights.hidden:
             raise ValueError(f"rows of {width} {x.dtype} do not fit experts of hidden size {weights.hidden}")
-        if not len(x):
-            return torch.empty(0, width, dtype=x.dtype, device=topk_ids.device)
-        order = permutation.sort_by_expert(topk_ids, weights.num_experts, self._gemm.alignment)
+        alignment, by_ends = self._gemm.alignment, self._gemm.row_alignment(topk_ids.device) > 0
+        order = permutation.sort_by_expert(topk_ids, weights.num_experts, alignment, marks_padding=not by_ends)
         groups = self._gemm.aligned(order)
         first: Operand | Tensor
         if layer.gate_up.scales is None:
@@ -188,13 +197,9 @@ class DeepGemmExperts:
             rows = QuantizedRows.empty(groups.num_rows, width, quantized.data.device)
             permutation.permute(quantized.data, order.positions, rows.data, quantized.scales, rows.scales)
             first = self._gemm.operand(rows)
-        middle = self._first(first, weights, groups)
-        second: Operand | Tensor
-        if layer.down.scales is not None:
-            second = self._gemm.silu_mul(middle, layer.power_of_two, order.source)
-        else:
-            second = self._second(middle, layer, groups)
-        return permutation.combine(self._last(second, weights, groups), order.positions, topk_weights, add)
+        middle, valid = self._first(first, weights, groups), RowGroups(order.ends, alignment)
+        second = self._gemm.silu_mul_groups(middle, valid, layer.down.scales is not None, layer.power_of_two)
+        return ExpertRows(self._last(second, weights, groups), order.positions, topk_weights, add)
 
     def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
         x = batch.x

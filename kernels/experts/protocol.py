@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import ActivationFormat, KernelFormat
 from moe_engine.kernels.vendors.warming import StepShapes
 
@@ -46,6 +47,9 @@ class ExpertsCapabilities:
 
     column_scales: bool = False
     """Scales of dispatched rows are read column-major; other strides are copied."""
+
+    routed_rows: Callable[[Any, Tensor, Tensor, ExpertWeights, Tensor | None], ExpertRows] | None = None
+    """`run_routed` with its arguments, before the sum: for a norm that sums."""
 
     warm_up: Callable[[StepShapes], int] | None = None
     """Compiles what the kernel compiles at first use, see `vendors.warming`; returns the number of products run."""

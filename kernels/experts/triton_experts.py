@@ -16,6 +16,7 @@ from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
 from moe_engine.kernels.experts.tiles import ExpertTiles, row_classes, tiles_of
 from moe_engine.kernels.experts.triton_grouped_gemm import Groups, down, gate_up
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import (
@@ -75,7 +76,7 @@ class TritonExperts:
     @property
     def capabilities(self) -> ExpertsCapabilities:
         blocks = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
-        return ExpertsCapabilities({BlockFP8: blocks}, warm_up=self.warm_up)
+        return ExpertsCapabilities({BlockFP8: blocks}, routed_rows=self.routed_rows, warm_up=self.warm_up)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)
@@ -152,12 +153,18 @@ class TritonExperts:
     def run_routed(
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
     ) -> Tensor:
+        sums = self.routed_rows(x, topk_weights, topk_ids, weights, add)
+        return self._permutation.combine(sums.rows, sums.positions, sums.weights, sums.add)
+
+    def routed_rows(
+        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
+    ) -> ExpertRows:
         """Tokens are quantized once and read in place by the first product: no copy of K rows per token."""
         order = self._permutation.sort_by_expert(topk_ids, weights.num_experts)
         groups = self._grouped(order.offsets, weights, topk_ids.numel())
         rows = x.rows if isinstance(x, QuantizedActivation) else self._quantized(x.contiguous(), weights)
         out = self._products(rows, weights, groups, x.dtype, order.source, topk_ids.shape[1])
-        return self._permutation.combine(out, order.positions, topk_weights, add)
+        return ExpertRows(out, order.positions, topk_weights, add)
 
     def warm_up(self, shapes: StepShapes) -> int:
         """Runs batches in the dispatcher's layout; rows of local tokens occur in the warm-up steps themselves. An idle

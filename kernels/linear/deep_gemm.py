@@ -55,7 +55,8 @@ class DeepGemmLinear(CublasLinear):
 
     @property
     def capabilities(self) -> LinearCapabilities:
-        return LinearCapabilities({BlockFP8: self.prepare_blocks}, self.warm_up)
+        heads = None if self._gemm.heads_quantized is None else self.run_heads_quantized
+        return LinearCapabilities({BlockFP8: self.prepare_blocks}, self.warm_up, heads)
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """See the protocol; a weight of sizes that the library does not support becomes bf16."""
@@ -80,6 +81,11 @@ class DeepGemmLinear(CublasLinear):
         if x.dtype != torch.bfloat16 or width != weight.in_features:
             raise ValueError(f"{len(x)} rows of {width} {x.dtype} do not fit {weight.in_features} in-features")
         return self._product(lambda: self._gemm.rows(x, data.power_of_two), weight, len(x))
+
+    def run_heads_quantized(self, x: Tensor, weight: PreparedLinear, format: ActivationFormat) -> QuantizedActivation:
+        """See `LinearCapabilities`."""
+        assert self._gemm.heads_quantized is not None
+        return self._gemm.heads_quantized(x, weight.data, format.power_of_two)
 
     def fuse_mlp(self, gate_up: PreparedLinear, down: PreparedLinear) -> MLPCall | None:
         if not (isinstance(gate_up.data, Blocks) and isinstance(down.data, Blocks)):

@@ -8,6 +8,7 @@ Legend: M rows, N out-features, K in-features, G groups (experts).
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,9 +44,7 @@ class Quantization(Protocol):
 
     def quantize_rows(self, x: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
 
-    def silu_mul_quantize(
-        self, gate_up: Tensor, power_of_two: bool = False, source: Tensor | None = None
-    ) -> QuantizedRows: ...
+    def silu_mul_quantize(self, gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows: ...
 
 
 class GroupQuantization(Protocol):
@@ -97,6 +96,8 @@ class DeepGemm:
         self._quantization: Quantization = quantization or _quantization()
         self._groups = _groups(self._quantization)
         self.permutation: Permutation = _permutation(self._quantization)
+        self.heads_quantized = _heads_quantized(self._quantization)
+        """(x [T, H, K], weight [H, N, K], power_of_two) -> the product per head, quantized; None with torch kernels."""
         self._ends: bool | None = None
 
     def _needs_ends(self, device: torch.device) -> bool:
@@ -141,9 +142,9 @@ class DeepGemm:
         """`quantized` as an operand."""
         return self.operand(self.quantized(x, power_of_two))
 
-    def silu_mul(self, gate_up: Tensor, power_of_two: bool, source: Tensor | None = None) -> Operand:
-        """gate_up [M, 2I], gate first -> silu(gate) * up, quantized. Rows with negative `source` [M] are padding."""
-        return self.operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents, source))
+    def silu_mul(self, gate_up: Tensor, power_of_two: bool) -> Operand:
+        """gate_up [M, 2I], gate first -> silu(gate) * up, quantized."""
+        return self.operand(self._quantization.silu_mul_quantize(gate_up, power_of_two or self.exponents))
 
     def group_rows(self, x: Tensor, groups: RowGroups, power_of_two: bool) -> Operand:
         """The valid rows of x [G, C, K] or [M, K], quantized."""
@@ -194,12 +195,12 @@ class DeepGemm:
         return Groups(place, most, layout, False)
 
     def aligned(self, order: ExpertOrder) -> Groups:
-        """The aligned positions of pairs sorted with this alignment. Pairs without a group share the last row, which is
-        padding: each missing pair leaves a spare row in the worst case."""
+        """The groups of pairs sorted with this alignment, and their positions unless ends describe the groups. Pairs
+        without a group share the last row, which is padding: each missing pair leaves a spare row in the worst case."""
         most = len(order.source)
+        if self._needs_ends(order.ends.device):
+            return Groups(order.ends, most, order.ends, True)
         place = order.positions.flatten().remainder(most)
-        if self._needs_ends(place.device):
-            return Groups(place, most, order.ends, True)
         row = torch.arange(most, dtype=torch.int32, device=place.device)
         group = torch.searchsorted(order.offsets[1:], row, right=True, out_int32=True)
         return Groups(place, most, torch.where(order.source < 0, -1, group), False)
@@ -272,6 +273,15 @@ def _groups(quantization: Quantization) -> GroupQuantization:
     from moe_engine.kernels.quantization import triton_groups
 
     return triton_groups
+
+
+def _heads_quantized(quantization: Quantization) -> Callable[[Tensor, Tensor, bool], QuantizedActivation] | None:
+    """The product per head that matches `quantization`, if Triton."""
+    if quantization is reference:
+        return None
+    from moe_engine.kernels.linear.triton_heads import heads_quantized
+
+    return heads_quantized
 
 
 def _permutation(quantization: Quantization) -> Permutation:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_engine.kernels.quantization.protocol import ActivationFormat, KernelFormat
+from moe_engine.kernels.quantization.protocol import ActivationFormat, KernelFormat, QuantizedActivation
 from moe_engine.kernels.vendors.warming import StepShapes
 
 MLPCall = Callable[[Any], Tensor]
@@ -39,6 +39,9 @@ class LinearCapabilities:
 
     warm_up: Callable[[StepShapes], int] | None = None
     """Compiles what the kernel compiles at first use, see `vendors.warming`; returns the number of products run."""
+
+    heads_quantized: Callable[[Tensor, PreparedLinear, ActivationFormat], QuantizedActivation] | None = None
+    """`run_heads` of x [T, H, K] as quantized rows [T, H N] in the consumer's format; N is a multiple of 128."""
 
 
 class LinearKernel(Protocol):

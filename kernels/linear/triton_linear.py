@@ -16,6 +16,7 @@ from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, Prep
 from moe_engine.kernels.linear.tiles import FIXED_BLOCK_FP8
 from moe_engine.kernels.linear.triton_block_gemm import block_gemm
 from moe_engine.kernels.linear.triton_fixed_gemm import fixed_gemm
+from moe_engine.kernels.linear.triton_heads import heads_quantized
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
@@ -46,7 +47,7 @@ class TritonLinear(CublasLinear):
 
     @property
     def capabilities(self) -> LinearCapabilities:
-        return LinearCapabilities({BlockFP8: self.prepare_blocks})
+        return LinearCapabilities({BlockFP8: self.prepare_blocks}, heads_quantized=self.run_heads_quantized)
 
     def prepare_blocks(self, weight: BlockWeight, bias: Tensor | None = None) -> PreparedLinear:
         """See the protocol; on devices without FP8 products the weight becomes bf16."""
@@ -68,6 +69,10 @@ class TritonLinear(CublasLinear):
 
     def run_heads(self, x: Tensor, weight: PreparedLinear, out: Tensor | None = None) -> Tensor:
         return fixed_gemm(x, weight.data, None, out) if self._deterministic else super().run_heads(x, weight, out)
+
+    def run_heads_quantized(self, x: Tensor, weight: PreparedLinear, format: ActivationFormat) -> QuantizedActivation:
+        """See the protocol."""
+        return heads_quantized(x, weight.data, format.power_of_two, self._deterministic)
 
     def _product(self, rows: QuantizedRows, weight: PreparedLinear, dtype: torch.dtype) -> Tensor:
         return block_gemm(rows, weight.data, dtype, weight.bias, self._tiles)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
 
 
@@ -64,12 +65,35 @@ class QuantizedNorms:
     """(format, x, residual, weight, eps): residual += x, in place; `Ops.rms_norm` of it. x and residual [T, D],
     residual contiguous."""
 
+    add_pair_rms_norm: Callable[[ActivationFormat, Tensor, Tensor, Tensor, Tensor, float], QuantizedActivation]
+    """(format, x, other, residual, weight, eps): `add_rms_norm` of x + other, in x's dtype; other contiguous."""
+
+    add_rows_rms_norm: Callable[[ActivationFormat, ExpertRows, Tensor, Tensor, float], QuantizedActivation]
+    """(format, rows, residual, weight, eps): `add_rms_norm` of the experts' sum."""
+
 
 @dataclass(frozen=True)
 class OpsCapabilities:
     """The optional parts of a row of ops; None: not supported."""
 
     quantized_norms: QuantizedNorms | None = None
+
+    add_pair_rms_norm: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor] | None = None
+    """(x, other, residual, weight, eps): `Ops.add_rms_norm` of x + other, in x's dtype. Set where the sum costs no
+    launch of its own."""
+
+    add_rows_rms_norm: Callable[[ExpertRows, Tensor, Tensor, float], Tensor] | None = None
+    """(rows, residual, weight, eps): `Ops.add_rms_norm` of the experts' sum, in one launch."""
+
+    route_int64: Callable[[Tensor, Tensor, Tensor | None, RouterSpec, Tensor | None], tuple[Tensor, Tensor]] | None = (
+        None
+    )
+    """`Ops.route` with int64 ids, written so by its last launch."""
+
+    absorb: Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, RotaryTable, Tensor, Tensor], Tensor] | None = None
+    """(q, keys, kv_a, weight, eps, positions, table, slots, cache): MLA's absorbed query [T, H, C+R] in one launch with
+    `Ops.write_latent` of the last seven: keys [H, C, N] times the first N channels of q [T, H, N+R], then its rotated
+    last R."""
 
 
 class Ops(Protocol):

@@ -59,26 +59,23 @@ def _e5m2(values):
     return inside.to(tl.float8e5).to(tl.uint8, bitcast=True)
 
 
-@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
-def write_latent_fp8_kernel(
-    kv_a, weight, positions, cos_sin, slots, cache, kv_stride, cache_stride, eps,
+@triton.jit
+def write_record(
+    source, weight, table, target, eps,
     LATENT: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr, KV_FORMAT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """cache[slots[t]] = the record of [rms_norm(kv_a[t, :C]) * weight | rotated kv_a[t, C:]]; cache is bytes.
+    """The bytes at `target` = the record of [rms_norm(source[:C]) * weight | source[C:] rotated by the angles at
+    `table`].
 
     SCALES: offset of the two scales in `FP8_TOKEN`.
     """
-    token = tl.program_id(0).to(tl.int64)
-    source = kv_a + token * kv_stride
-    target = cache + tl.load(slots + token).to(tl.int64) * cache_stride
     column = tl.arange(0, BLOCK_C)
     latent = normed_latent(source, weight, column, eps, LATENT).to(tl.float32)
     pair = tl.arange(0, BLOCK_R // 2)
     live = pair < WIDTH // 2
-    table = cos_sin + tl.load(positions + token) * WIDTH
     first, second, lower, upper = turned_pairs(source + LATENT, table, pair, WIDTH, INTERLEAVED)
-    first, second = first.to(kv_a.dtype.element_ty), second.to(kv_a.dtype.element_ty)
+    first, second = first.to(source.dtype.element_ty), second.to(source.dtype.element_ty)
     if KV_FORMAT == _GROUPS:
         groups = tl.reshape(latent, [BLOCK_C // _GROUP, _GROUP])
         scale = _scale_of(tl.max(tl.abs(groups), axis=1))
@@ -104,6 +101,22 @@ def write_latent_fp8_kernel(
         tl.store(target + column, numbers, column < LATENT)
         tl.store(target + LATENT + lower, first, live)
         tl.store(target + LATENT + upper, second, live)
+
+
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED)
+def write_latent_fp8_kernel(
+    kv_a, weight, positions, cos_sin, slots, cache, kv_stride, cache_stride, eps,
+    LATENT: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr, KV_FORMAT: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """cache[slots[t]] = the record of [rms_norm(kv_a[t, :C]) * weight | rotated kv_a[t, C:]]; cache is bytes."""
+    token = tl.program_id(0).to(tl.int64)
+    source = kv_a + token * kv_stride
+    target = cache + tl.load(slots + token).to(tl.int64) * cache_stride
+    table = cos_sin + tl.load(positions + token) * WIDTH
+    write_record(
+        source, weight, table, target, eps, LATENT, WIDTH, INTERLEAVED, BLOCK_C, BLOCK_R, KV_FORMAT, SCALES
+    )  # fmt: skip
 
 
 @triton.jit

@@ -5,6 +5,8 @@ Legend: N rows, D row width, I intermediate width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,15 +24,20 @@ _SILU_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
-    x, residual, weight, out,
+    x, other, residual, weight, out,
     x_stride, x_head_stride, residual_stride, num_rows, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    PAIR: tl.constexpr,
 ):  # fmt: skip
-    """out = rms_norm(x), or with ADD residual += x; out = rms_norm(residual). Row n of x is (n // HEADS, n % HEADS)."""
+    """out = rms_norm(x), or with ADD residual += x; out = rms_norm(residual). Row n of x is (n // HEADS, n % HEADS).
+    PAIR: x + other instead of x; other is contiguous."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     column = tl.arange(0, BLOCK)[None, :]
     live = (row < num_rows) & (column < WIDTH)
     value = tl.load(x + (row // HEADS) * x_stride + (row % HEADS) * x_head_stride + column, live, 0.0)
+    if PAIR:
+        second = tl.load(other + row * WIDTH + column, live, 0.0).to(tl.float32)
+        value = (value.to(tl.float32) + second).to(x.dtype.element_ty)
     if ADD:
         place = residual + row * residual_stride + column
         summed = tl.load(place, live, 0.0).to(tl.float32) + value.to(tl.float32)
@@ -60,20 +67,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., D] with contiguous rows, up to two leading strides -> new contiguous tensor."""
     flat, heads, strides = rows_of(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(flat, out, weight, out, heads, strides, 0, eps, False)
+    _launch(flat, None, out, weight, out, heads, strides, 0, eps, False)
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual [N, D] += x in place; returns rms_norm(residual), contiguous. Rows are contiguous in both."""
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, other: Tensor | None = None) -> Tensor:
+    """residual [N, D] += x (+ other, contiguous) in place; returns rms_norm(residual), contiguous. Rows are contiguous
+    in all."""
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     flat, heads, strides = rows_of(x)
-    _launch(flat, residual, weight, out, heads, strides, stride_of(residual, 0), eps, True)
+    _launch(flat, other, residual, weight, out, heads, strides, stride_of(residual, 0), eps, True)
     return out
 
 
 def _launch(
-    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor,
+    x: Tensor, other: Tensor | None, residual: Tensor, weight: Tensor, out: Tensor,
     heads: int, strides: tuple[int, int], residual_stride: int, eps: float, add: bool,
 ) -> None:  # fmt: skip
     width = weight.shape[0]
@@ -82,8 +90,8 @@ def _launch(
         return
     rows, block, warps = _tile(width)
     rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, residual, weight, out, *strides, residual_stride, num_rows, eps,
-        HEADS=heads, WIDTH=width, ROWS=rows, BLOCK=block, ADD=add, num_warps=warps,
+        x, other, residual, weight, out, *strides, residual_stride, num_rows, eps,
+        HEADS=heads, WIDTH=width, ROWS=rows, BLOCK=block, ADD=add, PAIR=other is not None, num_warps=warps,
     )  # fmt: skip
 
 
@@ -107,15 +115,19 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def norm_case(label: str, width: int, heads: int, add: bool, dtype: torch.dtype = torch.bfloat16) -> AotCase:
+def norm_case(
+    label: str, width: int, heads: int, add: bool, dtype: torch.dtype = torch.bfloat16, pair: bool = False
+) -> AotCase:
     """The specialisation launched by `rms_norm` or `add_rms_norm` for rows of `width`, weights in `dtype`."""
     rows, block, warps = _tile(width)
     kind = f"*{element(dtype)}"
     signature = dict.fromkeys(("x", "residual", "weight", "out"), kind)
     strides = dict.fromkeys(("x_stride", "x_head_stride", "residual_stride"), "i32:16")
-    constants = {"HEADS": heads, "WIDTH": width, "ROWS": rows, "BLOCK": block, "ADD": add}
+    constants: dict[str, Any] = {"HEADS": heads, "WIDTH": width, "ROWS": rows, "BLOCK": block, "ADD": add, "PAIR": pair}
+    signature |= {"other": kind} if pair else {}
+    constants |= {} if pair else {"other": None}
     signature = signature | strides | {"num_rows": "i32", "eps": "fp32"}
-    name = f"{'add_' if add else ''}rms_norm_{label}_{element(dtype)}"
+    name = f"{'add_' if add else ''}{'pair_' if pair else ''}rms_norm_{label}_{element(dtype)}"
     return AotCase(name, rms_norm_kernel, signature, constants, warps, 3, False)
 
 
@@ -133,6 +145,7 @@ def aot_cases() -> list[AotCase]:
     hidden = [("v3", 7168), ("v2_lite", 2048), ("llama", 4096), ("odd", 1000)]
     norms = [norm_case(label, width, 1, add) for label, width in hidden for add in (False, True)]
     norms += [norm_case("v3_q_lora", 1536, 1, False), norm_case("qwen3_heads", 128, 32, False)]
+    norms.append(norm_case("v3", 7168, 1, True, pair=True))
     norms += [norm_case("v3", 7168, 1, True, dtype) for dtype in (torch.float16, torch.float32)]
     widths = [("v3_shared", 2048), ("v3_dense", 18432), ("v2_lite_dense", 10944), ("llama", 14336)]
     return norms + [silu_case(label, width) for label, width in widths]

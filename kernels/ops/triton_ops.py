@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.kv_format import PLAIN
-from moe_engine.kernels.ops import triton_fp8_cache, triton_norm, triton_rotary, triton_router
+from moe_engine.kernels.ops import triton_absorb, triton_fp8_cache, triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
+from moe_engine.kernels.ops.triton_combine_norm import combine_norm
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
 from moe_engine.kernels.quantization.triton_rows import rms_norm_quantize
 
@@ -26,7 +31,14 @@ class TritonOps:
 
     @property
     def capabilities(self) -> OpsCapabilities:
-        return OpsCapabilities(QuantizedNorms(self.rms_norm_quantized, self.add_rms_norm_quantized))
+        norms = QuantizedNorms(
+            self.rms_norm_quantized,
+            self.add_rms_norm_quantized,
+            self.add_pair_rms_norm_quantized,
+            self.add_rows_rms_norm_quantized,
+        )
+        absorb = partial(triton_absorb.absorb, deterministic=self._deterministic)
+        return OpsCapabilities(norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64, absorb)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.rms_norm(x, weight, eps)
@@ -43,6 +55,26 @@ class TritonOps:
         self, format: ActivationFormat, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> QuantizedActivation:
         return _quantized(x, weight, eps, residual, format)
+
+    def add_pair_rms_norm(self, x: Tensor, other: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return triton_norm.add_rms_norm(x, residual, weight, eps, other)
+
+    def add_pair_rms_norm_quantized(
+        self, format: ActivationFormat, x: Tensor, other: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> QuantizedActivation:
+        return _quantized(x, weight, eps, residual, format, other)
+
+    def add_rows_rms_norm(self, rows: ExpertRows, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        normed = combine_norm(rows, residual, weight, eps)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def add_rows_rms_norm_quantized(
+        self, format: ActivationFormat, rows: ExpertRows, residual: Tensor, weight: Tensor, eps: float
+    ) -> QuantizedActivation:
+        normed = combine_norm(rows, residual, weight, eps, format)
+        assert isinstance(normed, QuantizedActivation)
+        return normed
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return triton_norm.silu_and_mul(gate_up)
@@ -81,9 +113,15 @@ class TritonOps:
     ) -> tuple[Tensor, Tensor]:
         return triton_router.route(x, gate, bias, spec, self._deterministic, real)
 
+    def route_int64(
+        self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return triton_router.route(x, gate, bias, spec, self._deterministic, real, torch.int64)
+
 
 def _quantized(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, format: ActivationFormat
-) -> QuantizedActivation:
-    normed, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two, keep=format.unquantized)
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, format: ActivationFormat,
+    other: Tensor | None = None,
+) -> QuantizedActivation:  # fmt: skip
+    normed, rows = rms_norm_quantize(x, weight, eps, residual, format.power_of_two, format.unquantized, other)
     return QuantizedActivation(rows, normed, x.dtype)

@@ -25,6 +25,33 @@ def _turn(a, b, cos, sin):
     return a * cos - b * sin, a * sin + b * cos
 
 
+@triton.jit
+def turn_rows(
+    source, target, table, live_row,
+    WIDTH: tl.constexpr, CHANNEL: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Rotates WIDTH channels, CHANNEL elements apart in rows at `source` [M, 1], into rows at `target`; `table`
+    [M or 1, BLOCK_R / 2] points to the cosines of the pairs."""
+    pair = tl.arange(0, BLOCK_R // 2)[None, :]
+    cos = tl.load(table, pair < WIDTH // 2, 0.0)
+    sin = tl.load(table + WIDTH // 2, pair < WIDTH // 2, 0.0)
+    kind = target.dtype.element_ty
+    if INTERLEAVED:
+        channel = tl.arange(0, BLOCK_R)[None, :]
+        live = live_row & (channel < WIDTH)
+        value = tl.load(source + channel * CHANNEL, live, 0.0)  # [M, BLOCK_R]
+        first, second = tl.split(tl.reshape(value, [value.shape[0], BLOCK_R // 2, 2]))
+        first, second = _turn(first, second, cos, sin)
+        value = tl.reshape(tl.join(first, second), [value.shape[0], BLOCK_R])
+        tl.store(target + channel * CHANNEL, value.to(kind), live)
+    else:
+        live = live_row & (pair < WIDTH // 2)
+        lower, upper = pair * CHANNEL, (pair + WIDTH // 2) * CHANNEL
+        first, second = _turn(tl.load(source + lower, live, 0.0), tl.load(source + upper, live, 0.0), cos, sin)
+        tl.store(target + lower, first.to(kind), live)
+        tl.store(target + upper, second.to(kind), live)
+
+
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def rotate_kernel(
     x, positions, cos_sin, stride, head_stride,
@@ -36,24 +63,8 @@ def rotate_kernel(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
     pair = tl.arange(0, BLOCK_R // 2)[None, :]
     table = cos_sin + tl.load(positions + token) * WIDTH + pair
-    cos = tl.load(table, pair < WIDTH // 2, 0.0)
-    sin = tl.load(table + WIDTH // 2, pair < WIDTH // 2, 0.0)
     base = x + token * stride + head.to(tl.int64) * head_stride
-    kind = x.dtype.element_ty
-    if INTERLEAVED:
-        channel = tl.arange(0, BLOCK_R)[None, :]
-        live = (head < HEADS) & (channel < WIDTH)
-        value = tl.load(base + channel * CHANNEL, live, 0.0)  # [BLOCK_H, BLOCK_R]
-        first, second = tl.split(tl.reshape(value, [BLOCK_H, BLOCK_R // 2, 2]))
-        first, second = _turn(first, second, cos, sin)
-        value = tl.reshape(tl.join(first, second), [BLOCK_H, BLOCK_R])
-        tl.store(base + channel * CHANNEL, value.to(kind), live)
-    else:
-        live = (head < HEADS) & (pair < WIDTH // 2)
-        lower, upper = base + pair * CHANNEL, base + (pair + WIDTH // 2) * CHANNEL
-        first, second = _turn(tl.load(lower, live, 0.0), tl.load(upper, live, 0.0), cos, sin)
-        tl.store(lower, first.to(kind), live)
-        tl.store(upper, second.to(kind), live)
+    turn_rows(base, base, table, head < HEADS, WIDTH, CHANNEL, INTERLEAVED, BLOCK_R)
 
 
 @triton.jit
@@ -79,6 +90,22 @@ def turned_pairs(source, table, pair, WIDTH: tl.constexpr, INTERLEAVED: tl.const
     return first, second, lower, upper
 
 
+@triton.jit
+def write_row(
+    source, weight, table, target, eps,
+    LATENT: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """target = [rms_norm(source[:C]) * weight | source[C:] rotated by the angles at `table`]."""
+    kind = target.dtype.element_ty
+    column = tl.arange(0, BLOCK_C)
+    tl.store(target + column, normed_latent(source, weight, column, eps, LATENT).to(kind), column < LATENT)
+    pair = tl.arange(0, BLOCK_R // 2)
+    live = pair < WIDTH // 2
+    first, second, lower, upper = turned_pairs(source + LATENT, table, pair, WIDTH, INTERLEAVED)
+    tl.store(target + LATENT + lower, first.to(kind), live)
+    tl.store(target + LATENT + upper, second.to(kind), live)
+
+
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)
 def write_latent_kernel(
     kv_a, weight, positions, cos_sin, slots, cache, kv_stride, cache_stride, eps,
@@ -89,16 +116,8 @@ def write_latent_kernel(
     token = tl.program_id(0).to(tl.int64)
     source = kv_a + token * kv_stride
     target = cache + tl.load(slots + token).to(tl.int64) * cache_stride
-    kind = cache.dtype.element_ty
-
-    column = tl.arange(0, BLOCK_C)
-    tl.store(target + column, normed_latent(source, weight, column, eps, LATENT).to(kind), column < LATENT)
-    pair = tl.arange(0, BLOCK_R // 2)
-    live = pair < WIDTH // 2
     table = cos_sin + tl.load(positions + token) * WIDTH
-    first, second, lower, upper = turned_pairs(source + LATENT, table, pair, WIDTH, INTERLEAVED)
-    tl.store(target + LATENT + lower, first.to(kind), live)
-    tl.store(target + LATENT + upper, second.to(kind), live)
+    write_row(source, weight, table, target, eps, LATENT, WIDTH, INTERLEAVED, BLOCK_C, BLOCK_R)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED)

@@ -143,7 +143,7 @@ def prepare_gate(gate: Tensor) -> Tensor:
 
 def route(
     x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, deterministic: bool = False,
-    real: Tensor | None = None,
+    real: Tensor | None = None, ids_dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`Ops.route`: ties by lower id. Raises ValueError for an invalid router.
 
@@ -154,7 +154,7 @@ def route(
     count, hidden = x.shape
     x = with_contiguous_rows(x)
     weights = torch.empty((count, spec.top_k), dtype=torch.float32, device=x.device)
-    ids = torch.empty((count, spec.top_k), dtype=torch.int32, device=x.device)
+    ids = torch.empty((count, spec.top_k), dtype=ids_dtype, device=x.device)
     logits_constants, grid, warps, stages = _logits_plan(
         count, hidden, spec.num_experts, x.dtype, deterministic, gate.dtype == torch.bfloat16
     )
@@ -219,14 +219,15 @@ def _select_warps(constants: dict) -> int:
 
 def route_cases(
     label: str, hidden: int, spec: RouterSpec, count: int, dtype: torch.dtype, deterministic: bool = False,
-    exact: bool = False, has_real: bool = False,
+    exact: bool = False, has_real: bool = False, ids_dtype: torch.dtype = torch.int32,
 ) -> list[AotCase]:  # fmt: skip
     """The two specialisations launched by `route` for `count` tokens."""
     logits_constants, grid, warps, stages = _logits_plan(count, hidden, spec.num_experts, dtype, deterministic, exact)
     constants = _select_plan(spec, grid[2], spec.has_bias, has_real) | ({} if has_real else {"real": None})
     name = f"{label}_{'any' if deterministic else count}_{element(dtype)}{'_exact' * exact}{'_masked' * has_real}"
+    name += "_int64" * (ids_dtype == torch.int64)
     parts = {"logits": "*fp32", "num_tokens": "i32"}
-    chosen = {"bias": "*fp32", "weights": "*fp32", "ids": "*i32", "scale": "fp32"}
+    chosen = {"bias": "*fp32", "weights": "*fp32", "ids": f"*{element(ids_dtype)}", "scale": "fp32"}
     chosen |= {"real": "*i32:1"} if has_real else {}
     gate = "*bf16" if exact else "*fp32"
     return [
@@ -259,6 +260,8 @@ def aot_cases() -> list[AotCase]:
     ]
     for count in (1, 128, 8192):
         cases += route_cases("v3", 7168, V3, count, torch.bfloat16)
-    cases += route_cases("v3", 7168, V3, 128, torch.bfloat16, exact=True, has_real=True)[1:]
+    for ids_dtype in (torch.int32, torch.int64):
+        more = route_cases("v3", 7168, V3, 128, torch.bfloat16, exact=True, has_real=True, ids_dtype=ids_dtype)
+        cases += more[1:]
     cases += route_cases("v3", 7168, V3, 1, torch.bfloat16, deterministic=True)
     return cases + route_cases("v3", 7168, V3, 128, torch.float32)

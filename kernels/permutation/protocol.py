@@ -45,6 +45,23 @@ class ExpertOrder:
     source: Tensor
 
 
+@dataclass(frozen=True)
+class ExpertRows:
+    """Results of the routed experts before their sum: the arguments of `Permutation.combine`.
+
+    Attributes:
+        rows: [M, D], contiguous.
+        positions: int32 [T, K], the row of each pair; -1: none.
+        weights: float32 [T, K].
+        add: [T, D], added to the sum; None: nothing.
+    """
+
+    rows: Tensor
+    positions: Tensor
+    weights: Tensor
+    add: Tensor | None = None
+
+
 def most_rows(num_pairs: int, num_experts: int, align: int) -> int:
     """M: there are at most as many non-empty groups as pairs, and each wastes less than one alignment."""
     worst = num_pairs + min(num_experts, num_pairs) * (align - 1)
@@ -59,8 +76,9 @@ class Permutation(Protocol):
 
     name: str
 
-    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder:
-        """Sorts the pairs of ids [T, K], stably; groups start at multiples of `align`."""
+    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1, marks_padding: bool = True) -> ExpertOrder:
+        """Sorts the pairs of ids [T, K], stably; groups start at multiples of `align`. Without `marks_padding` the
+        `source` of padding rows may be unspecified."""
 
     def group(self, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         """`offsets` and `positions` of `sort_by_expert` without alignment."""

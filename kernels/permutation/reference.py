@@ -18,7 +18,7 @@ class TorchPermutation:
 
     name = "torch"
 
-    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder:
+    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1, marks_padding: bool = True) -> ExpertOrder:
         ordered, pairs, starts = _sort(ids, num_experts)
         row = torch.arange(len(ordered), device=ids.device)
         if align == 1:

@@ -25,6 +25,10 @@ from moe_engine.kernels.triton.launch import with_contiguous_rows
 _BLOCK = tl.constexpr(BLOCK)
 _STEP = 64  # pairs that a program ranks at once, by all-pairs comparison
 _MAX_CHUNKS = 128  # counting programs; every placing program reads all their counts
+_ONE_LAUNCH = 1 << 16
+"""Pairs times experts up to which every placing program counts all pairs itself: that is shorter than a launch."""
+
+_WIDE = 1 << 14  # pairs times experts that it compares at once
 _COMBINE_TILE = 1024
 _PERMUTE_BYTES = 2048  # of a row, per program
 
@@ -48,19 +52,29 @@ def count_kernel(ids, counts, num_pairs, num_steps, EXPERTS: tl.constexpr, STEP:
 def place_kernel(
     ids, counts, offsets, ends_out, positions, source, num_pairs, num_steps, num_chunks, capacity,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr,
+    COUNTED: tl.constexpr, WIDE_STEP: tl.constexpr,
 ):  # fmt: skip
     """A pair's row = start of its expert's group + earlier pairs of that expert, in previous chunks and in its own.
 
     PADDED: groups start at multiples of `capacity`, pairs beyond it have no row, and ends_out receives counts.
+    COUNTED: `count_kernel` has filled `counts`; otherwise every program counts all pairs, WIDE_STEP at once.
     """
     chunk = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     before = tl.zeros((EXPERTS,), tl.int32)
-    for other in range(num_chunks):
-        count = tl.load(counts + other * EXPERTS + experts)
-        total += count
-        before += tl.where(other < chunk, count, 0)
+    if COUNTED:
+        for other in range(num_chunks):
+            count = tl.load(counts + other * EXPERTS + experts)
+            total += count
+            before += tl.where(other < chunk, count, 0)
+    else:
+        for begin in range(0, num_pairs, WIDE_STEP):
+            pair = begin + tl.arange(0, WIDE_STEP)
+            expert = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+            matches = (expert[:, None] == experts[None, :]).to(tl.int32)
+            total += tl.sum(matches, axis=0)
+            before += tl.sum(tl.where((pair < chunk * num_steps * STEP)[:, None], matches, 0), axis=0)
     if PADDED:
         first = experts * capacity
         if chunk == 0:
@@ -146,17 +160,16 @@ class TritonPermutation(TorchPermutation):
 
     name = "triton"
 
-    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1) -> ExpertOrder:
+    def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1, marks_padding: bool = True) -> ExpertOrder:
         ids = ids.to(torch.int32).contiguous()
         num_pairs, device = ids.numel(), ids.device
         offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
         ends = torch.empty(num_experts, dtype=torch.int32, device=device)
         if not num_pairs:
             return ExpertOrder(offsets.zero_(), ends.zero_(), torch.empty_like(ids), ids.new_empty(0))
-        if align == 1:
-            source = torch.empty(num_pairs, dtype=torch.int32, device=device)
-        else:
-            source = torch.full((most_rows(num_pairs, num_experts, align),), -1, dtype=torch.int32, device=device)
+        source = torch.empty(most_rows(num_pairs, num_experts, align), dtype=torch.int32, device=device)
+        if marks_padding and align > 1:
+            source.fill_(-1)
         positions = _place(ids, offsets, ends, source, num_experts, align)
         return ExpertOrder(offsets, ends, positions, source)
 
@@ -218,11 +231,13 @@ def _place(
     num_pairs = ids.numel()
     num_steps = triton.cdiv(triton.cdiv(num_pairs, _STEP), _MAX_CHUNKS)
     num_chunks = triton.cdiv(num_pairs, _STEP * num_steps)
-    constants = _place_constants(num_experts, align, capacity > 0)
-    counts = torch.empty(num_chunks, constants["EXPERTS"], dtype=torch.int32, device=ids.device)
-    positions = torch.empty_like(ids)
-    grid = (num_chunks,)
-    count_kernel[grid](ids, counts, num_pairs, num_steps, EXPERTS=constants["EXPERTS"], STEP=_STEP, num_warps=4)
+    experts = triton.next_power_of_2(num_experts)
+    counted = num_pairs * experts > _ONE_LAUNCH
+    constants = _place_constants(num_experts, align, capacity > 0, counted)
+    positions, grid, counts = torch.empty_like(ids), (num_chunks,), None
+    if counted:
+        counts = torch.empty(num_chunks, experts, dtype=torch.int32, device=ids.device)
+        count_kernel[grid](ids, counts, num_pairs, num_steps, EXPERTS=experts, STEP=_STEP, num_warps=4)
     place_kernel[grid](
         ids, counts, offsets, ends, positions, source, num_pairs, num_steps, num_chunks, capacity, **constants,
         num_warps=4,
@@ -235,9 +250,12 @@ def _row_stride(x: Tensor) -> int:
     return max(x.stride(0), x.shape[1])
 
 
-def _place_constants(num_experts: int, align: int, padded: bool = False) -> dict[str, Any]:
+def _place_constants(num_experts: int, align: int, padded: bool = False, counted: bool = True) -> dict[str, Any]:
     experts = triton.next_power_of_2(num_experts)
-    return {"NUM_EXPERTS": num_experts, "EXPERTS": experts, "STEP": _STEP, "ALIGN": align, "PADDED": padded}
+    return {
+        "NUM_EXPERTS": num_experts, "EXPERTS": experts, "STEP": _STEP, "ALIGN": align, "PADDED": padded,
+        "COUNTED": counted, "WIDE_STEP": max(_STEP, _WIDE // experts),
+    }  # fmt: skip
 
 
 def _permute_constants(slots: int, width: int, item_bytes: int, stride: int, has_scales: bool) -> dict[str, Any]:
@@ -259,8 +277,14 @@ def aot_cases() -> list[AotCase]:
         grouped = signature | {"offsets": "*i32", "source": "*i32"}
         constants = _place_constants(experts, 1)
         cases.append(AotCase(f"expert_place_{experts}", place_kernel, grouped, constants, 4, 3, False))
+        alone = _place_constants(experts, 1, counted=False) | {"counts": None}
+        named = {name: kind for name, kind in grouped.items() if name != "counts"}
+        cases.append(AotCase(f"expert_place_alone_{experts}", place_kernel, named, alone, 4, 3, False))
     constants = _place_constants(16, 1, padded=True) | {"offsets": None, "source": None}
     cases.append(AotCase("expert_place_padded_16", place_kernel, signature, constants, 4, 3, False))
+    constants = _place_constants(16, 1, True, counted=False) | {"offsets": None, "source": None, "counts": None}
+    named = {name: kind for name, kind in signature.items() if name != "counts"}
+    cases.append(AotCase("expert_place_alone_padded_16", place_kernel, named, constants, 4, 3, False))
     strides = dict.fromkeys(("x_scale_row", "x_scale_column", "scale_row", "scale_column"), "i32")
     for width, top_k, quantized in ((7168, 8, True), (7168, 8, False), (2048, 6, False)):
         element = "*u8" if quantized else "*bf16"

@@ -46,9 +46,8 @@ def rms_norm_quantize(
     return normed if keep else None, quantize_rows(normed, power_of_two)
 
 
-def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False, source: Tensor | None = None) -> QuantizedRows:
-    """gate_up [M, 2I], gate first -> silu(gate) * up, quantized, [M, I]; rows with negative `source` are
-    unspecified."""
+def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows:
+    """gate_up [M, 2I], gate first -> silu(gate) * up, quantized, [M, I]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return quantize_rows(F.silu(gate) * up, power_of_two)
 

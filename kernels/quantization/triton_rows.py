@@ -54,20 +54,14 @@ def quantize_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def silu_mul_quantize_kernel(
-    gate_up, source, out, scales, num_rows, scale_stride,
+    gate_up, out, scales, num_rows, scale_stride,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, ROWS: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    HAS_SOURCE: tl.constexpr,
 ):  # fmt: skip
-    """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128).
-
-    Rows with negative source [M] are neither read nor written.
-    """
+    """gate_up [M, 2 * WIDTH] -> silu(gate) * up as e4m3 [M, WIDTH], scales; grid (M / ROWS, WIDTH / 128)."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     block = tl.program_id(1)
     cols = block * _BLOCK + tl.arange(0, _BLOCK)
     inside = rows < num_rows
-    if HAS_SOURCE:
-        inside = tl.load(source + rows, mask=inside, other=-1) >= 0
     mask = inside[:, None] & (cols < WIDTH)[None, :]
     line = rows.to(tl.int64)[:, None]
     source = gate_up + line * X_STRIDE + cols[None, :]
@@ -80,16 +74,20 @@ def silu_mul_quantize_kernel(
 
 @triton.jit(do_not_specialize=_UNSPECIALIZED)
 def rms_norm_quantize_kernel(
-    x, residual, weight, normed, out, scales, scale_stride, eps,
+    x, other, residual, weight, normed, out, scales, scale_stride, eps,
     WIDTH: tl.constexpr, X_STRIDE: tl.constexpr, BLOCKS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, KEEP: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, KEEP: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
-    """One row per program, as [BLOCKS, 128]; BLOCKS is a power of two. With KEEP `normed` gets the row in x's dtype."""
+    """One row per program, as [BLOCKS, 128]; BLOCKS is a power of two. With KEEP `normed` gets the row in x's dtype;
+    PAIR: of x + other, which is contiguous."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     cols = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     mask = cols < WIDTH
     value = tl.load(x + row * X_STRIDE + cols, mask=mask, other=0.0).to(tl.float32)
+    if PAIR:
+        value += tl.load(other + row * WIDTH + cols, mask=mask, other=0.0).to(tl.float32)
+        value = value.to(x.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         stream = residual + row * WIDTH + cols
         value += tl.load(stream, mask=mask, other=0.0).to(tl.float32)
@@ -120,29 +118,25 @@ def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
     return rows
 
 
-def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False, source: Tensor | None = None) -> QuantizedRows:
-    """gate_up [M, 2I], gate first -> `QuantizedRows` of silu(gate) * up [M, I], computed in float32.
-
-    Args:
-        source: int32 [M], negative for padding rows, which are not touched.
-    """
+def silu_mul_quantize(gate_up: Tensor, power_of_two: bool = False) -> QuantizedRows:
+    """gate_up [M, 2I], gate first -> `QuantizedRows` of silu(gate) * up [M, I], computed in float32."""
     gate_up = _lines(gate_up)
     m, width = gate_up.shape[0], gate_up.shape[1] // 2
     rows = QuantizedRows.empty(m, width, gate_up.device)
     if m:
         silu_mul_quantize_kernel[_tiles(m, width)](
-            gate_up, source, rows.data, rows.scales, m, rows.scale_stride, WIDTH=width, X_STRIDE=_stride(gate_up),
-            ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, HAS_SOURCE=source is not None, num_warps=4,
+            gate_up, rows.data, rows.scales, m, rows.scale_stride, WIDTH=width, X_STRIDE=_stride(gate_up),
+            ROWS=TILE_ROWS, POWER_OF_TWO=power_of_two, num_warps=4,
         )  # fmt: skip
     return rows
 
 
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, power_of_two: bool = False,
-    keep: bool = True,
+    keep: bool = True, other: Tensor | None = None,
 ) -> tuple[Tensor | None, QuantizedRows]:  # fmt: skip
-    """residual += x in place if given (contiguous [M, K]); returns its RMSNorm [M, K] (None unless `keep`), and the
-    quantized form."""
+    """residual += x (+ other, contiguous) in place if given (contiguous [M, K]); returns its RMSNorm (None unless
+    `keep`), and the quantized form."""
     if residual is not None and not residual.is_contiguous():
         raise ValueError("rms_norm_quantize needs a contiguous residual")
     x = _lines(x)
@@ -151,9 +145,9 @@ def rms_norm_quantize(
     normed = torch.empty_like(x, memory_format=torch.contiguous_format) if keep else None
     if m:
         rms_norm_quantize_kernel[(m,)](
-            x, residual, weight, normed, rows.data, rows.scales, rows.scale_stride, eps,
+            x, other, residual, weight, normed, rows.data, rows.scales, rows.scale_stride, eps,
             WIDTH=k, X_STRIDE=_stride(x), BLOCKS=_norm_blocks(k), HAS_RESIDUAL=residual is not None,
-            POWER_OF_TWO=power_of_two, KEEP=keep, num_warps=_norm_warps(k),
+            POWER_OF_TWO=power_of_two, KEEP=keep, PAIR=other is not None, num_warps=_norm_warps(k),
         )  # fmt: skip
     return normed, rows
 
@@ -191,19 +185,22 @@ def aot_cases() -> list[AotCase]:
     for width in (2048, 18432):
         constants = {"WIDTH": width, "X_STRIDE": 2 * width, "ROWS": TILE_ROWS, "POWER_OF_TWO": True}
         signature = {"gate_up": "*bf16", "num_rows": "i32", **pointers}
-        alone, sorted_by_expert = constants | {"HAS_SOURCE": False, "source": None}, constants | {"HAS_SOURCE": True}
-        cases.append(AotCase(f"fp8_silu_mul_{width}", silu_mul_quantize_kernel, signature, alone, 4, 3, False))
-        if width == 2048:
-            signature = signature | {"source": "*i32"}
-            name = f"fp8_silu_mul_experts_{width}"
-            cases.append(AotCase(name, silu_mul_quantize_kernel, signature, sorted_by_expert, 4, 3, False))
-    for width, has_residual, keep in ((1536, False, False), (1536, False, True), (7168, True, True)):
+        cases.append(AotCase(f"fp8_silu_mul_{width}", silu_mul_quantize_kernel, signature, constants, 4, 3, False))
+    norms = (
+        (1536, False, False, False),
+        (1536, False, True, False),
+        (7168, True, True, False),
+        (7168, True, True, True),
+    )
+    for width, has_residual, keep, pair in norms:
         constants = {"WIDTH": width, "X_STRIDE": width, "BLOCKS": _norm_blocks(width), "POWER_OF_TWO": False}
         signature = {"x": "*bf16", "weight": "*fp32", "eps": "fp32", **pointers}
         constants |= {"KEEP": keep} | ({} if keep else {"normed": None})
         signature |= {"normed": "*bf16"} if keep else {}
         constants |= {"HAS_RESIDUAL": has_residual} | ({} if has_residual else {"residual": None})
         signature |= {"residual": "*bf16"} if has_residual else {}
-        name = f"fp8_rms_norm_{width}{'' if keep else '_alone'}"
+        constants |= {"PAIR": pair} | ({} if pair else {"other": None})
+        signature |= {"other": "*bf16"} if pair else {}
+        name = f"fp8_rms_norm_{width}{'' if keep else '_alone'}{'_pair' * pair}"
         cases.append(AotCase(name, rms_norm_quantize_kernel, signature, constants, _norm_warps(width), 3, False))
     return cases

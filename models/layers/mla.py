@@ -9,6 +9,7 @@ Expanded (prefill): the context's latent becomes keys and values by kv_b, attent
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,13 @@ from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.decoder.layers import MAX_TOKENS, FusedMLA, MLALayer
 from moe_engine.kernels.ops.protocol import RotaryTable
-from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
+from moe_engine.kernels.quantization.protocol import (
+    BLOCK,
+    Activation,
+    ActivationFormat,
+    QuantizedActivation,
+    common_format,
+)
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.cut import Cut
@@ -30,7 +37,7 @@ from moe_engine.models.sharding import local_attention
 from moe_engine.models.sizes import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
-from moe_engine.parallel.share import Share
+from moe_engine.parallel.share import WHOLE, Share
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of q_a_layernorm and kv_a_layernorm, independent of rms_norm_eps."""
@@ -70,17 +77,26 @@ class MLAAttention:
         self._scale = mla.qk_head_dim**-0.5 * config.rope.softmax_factor
         self._limits = (max_expanded_tokens, max_absorbed_tokens)
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
+        self._absorb_and_write = self._ops.capabilities.absorb
         self._load_query(config, whole, reader, prefix)
         self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
         self._load_kv_b(whole, reader, prefix)
         width, o_proj = whole.num_heads * mla.v_head_dim, [f"{prefix}.o_proj"]
         self._o = load_linear(self._linear, reader, o_proj, [config.hidden_size], width, mla.bias, in_share=self._share)
+        self._values_quantized = self._quantize_values()
         self.fused = self._fuse()
         """The layer in one call, for steps of few absorbed tokens; None if not supported."""
 
+    def _quantize_values(self) -> Callable[[Tensor], QuantizedActivation] | None:
+        """[T, H, C] -> o_proj's input by W_UV, quantized in the same launch; None if not supported."""
+        quantized, format = self._linear.capabilities.heads_quantized, self._o.input_format
+        if quantized is None or not format.rows or self._mla.v_head_dim % BLOCK:
+            return None
+        return lambda mixed: quantized(mixed, self._w_uv, format)
+
     def _fuse(self) -> FusedMLA | None:
         decoder = self._capabilities.decoder
-        if decoder is None or self._mla.index_width:
+        if decoder is None or self._mla.index_width or self._q is None:
             return None
         return decoder.fuse_mla(
             MLALayer(
@@ -98,11 +114,18 @@ class MLAAttention:
         )
 
     def _load_query(self, config: ModelConfig, mla: MLAConfig, reader: WeightSource, prefix: str) -> None:
-        """The products of the layer's input: q_a and kv_a in one if q has a latent, else q and kv_a."""
+        """The products of the layer's input: q_a and kv_a in one if q has a latent, else q and kv_a, in one if the same
+        launch reads both results."""
         hidden, kernel, shares = config.hidden_size, self._linear, [self._share]
         query, kv_a = mla.num_heads * mla.qk_head_dim, f"{prefix}.kv_a_proj_with_mqa"
         rank = mla.q_lora_rank
         self._q_norm: RMSNorm | None = None
+        self._q: Linear | None = None
+        """The query's own product; None: its rows are in `_kv_a`."""
+        if rank is None and self._absorb_and_write is not None and not mla.bias and self._joins(reader, query):
+            both, rows = [f"{prefix}.q_proj", kv_a], [query, mla.cache_width]
+            self._kv_a = load_linear(kernel, reader, both, rows, hidden, out_shares=[self._share, WHOLE])
+            return
         if rank is None:
             self._kv_a = load_linear(kernel, reader, [kv_a], [mla.cache_width], hidden, mla.bias)
             self._q = load_linear(kernel, reader, [f"{prefix}.q_proj"], [query], hidden, out_shares=shares)
@@ -113,6 +136,12 @@ class MLAAttention:
         self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank, out_shares=shares)
         self._q_norm.feed(self._q.input_format)
 
+    def _joins(self, reader: WeightSource, query: int) -> bool:
+        """True if rows of q, of which this rank holds its share, keep whole blocks of a quantized weight before the
+        rows of kv_a."""
+        format = reader.format.kernel_format()
+        return format is None or self._share.width(query) % format.row_block == 0
+
     def _load_kv_b(self, whole: MLAConfig, reader: WeightSource, prefix: str) -> None:
         mla = self._mla
         per_head = mla.qk_nope_head_dim + mla.v_head_dim
@@ -122,13 +151,14 @@ class MLAAttention:
         heads = weight.view(mla.num_heads, per_head, mla.kv_lora_rank)
         keys = heads[:, : mla.qk_nope_head_dim].transpose(1, 2).contiguous()  # [H, C, N]
         self._w_uk = self._linear.prepare_heads(keys)
+        self._keys = None if self._absorb_and_write is None else keys
         self._w_uv = self._linear.prepare_heads(heads[:, mla.qk_nope_head_dim :].contiguous())  # [H, V, C]
         self._kv_b = Linear(self._linear, weight)
 
     @property
     def input_format(self) -> ActivationFormat:
         """Activation format of the hidden states."""
-        if self._q_norm is not None:
+        if self._q is None or self._q_norm is not None:
             return self._kv_a.input_format
         return common_format(self._kv_a.input_format, self._q.input_format)
 
@@ -144,6 +174,9 @@ class MLAAttention:
             queries, plan = chunks[0].queries, chunks[0].plan
             # `input_format` has no rows, so that `hidden` is a tensor
             return fused.run(hidden, batch.positions, batch.slots, cache, queries, plan)  # type: ignore[arg-type]
+        if absorbed:
+            query = self.before(hidden, batch.positions, batch.slots, cache)
+            return self.after(self.attend(query, batch, chunks))
         q = self._enter(hidden, batch.positions, batch.slots, cache)
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for chunk in chunks:
@@ -159,9 +192,13 @@ class MLAAttention:
 
     # -- a step of one absorbed chunk, split around attention; `before` and `after` take tensors only
 
-    def before(self, hidden: Tensor, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
+    def before(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
         """hidden [T, D] -> queries against the latent [T, H, C+R]; writes the tokens' rows to cache[slots]."""
-        return self._absorb(self._enter(hidden, positions, slots, cache))
+        if self._absorb_and_write is None or self._keys is None:
+            return self._absorb(self._enter(hidden, positions, slots, cache))
+        q, kv_a = self._project(hidden)
+        norm = self._kv_norm
+        return self._absorb_and_write(q, self._keys, kv_a, norm.weight, norm.eps, positions, self._rotary, slots, cache)
 
     def cache_of(self, batch: ForwardBatch) -> Tensor:
         """This layer's latent cache, [num_slots, C+R]."""
@@ -189,6 +226,8 @@ class MLAAttention:
 
     def after(self, mixed: Tensor) -> Tensor:
         """[T, H, C] -> [T, D]."""
+        if self._values_quantized is not None:
+            return self._o(self._values_quantized(mixed))
         return self._o(self._linear.run_heads(mixed, self._w_uv).flatten(1))
 
     # -- internals
@@ -204,12 +243,10 @@ class MLAAttention:
     def _project(self, hidden: Activation) -> tuple[Tensor, Tensor]:
         """hidden [T, D] -> q [T, H, N+R], kv_a [T, C+R]."""
         mla = self._mla
-        kv_a = self._kv_a(hidden)
-        if self._q_norm is None:
-            q = self._q(hidden)
-        else:
-            down, kv_a = kv_a[:, : -mla.cache_width], kv_a[:, -mla.cache_width :]
-            q = self._q(self._q_norm(down))
+        down = self._kv_a(hidden)
+        q, kv_a = down[:, : -mla.cache_width], down[:, -mla.cache_width :]
+        if self._q is not None:
+            q = self._q(hidden if self._q_norm is None else self._q_norm(q))
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
 
     def _absorbed(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:

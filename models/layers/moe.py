@@ -17,8 +17,9 @@ from moe_engine.kernels.decoder.counting import CountPlace
 from moe_engine.kernels.decoder.layers import FusedMoE, MoELayer
 from moe_engine.kernels.experts.batch import ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsKernel
-from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.ops.protocol import Ops, RouterSpec
 from moe_engine.kernels.ops.reference import with_padding
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import (
     UNQUANTIZED,
     Activation,
@@ -38,7 +39,7 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.dp_gather_scatter import TokenLayout
-from moe_engine.parallel.experts import DispatchedExperts, make_routed_experts
+from moe_engine.parallel.experts import DispatchedExperts, LocalExperts, make_routed_experts
 from moe_engine.parallel.share import WHOLE, Share
 
 if TYPE_CHECKING:
@@ -122,11 +123,20 @@ class MoE:
         if moe.shared_width:
             self._shared = MLP(backends, reader, shared, hidden, moe.shared_width, share=share)
         self._route = backends.ops.route
+        self._routes = self._routes_of(backends.ops)
         self.fused = self._fuse(backends.experts, parallel)
         """The whole layer in one call; None if not supported."""
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
         self._recorder: ExpertIdsRecorder | None = None
         self._counted_at: CountPlace | None = None
+
+    def _routes_of(self, ops: Ops) -> dict[Phase, Callable[..., tuple[Tensor, Tensor]]]:
+        """By phase: the router, with ids in the dispatcher's dtype if it writes them so."""
+        routes: dict[Phase, Callable[..., tuple[Tensor, Tensor]]] = {"prefill": ops.route, "decode": ops.route}
+        wide = ops.capabilities.route_int64
+        if wide is None or self._tables is not None or not isinstance(self._routed, DispatchedExperts):
+            return routes
+        return {phase: wide if self._routed.reads_int64(phase) else ops.route for phase in routes}
 
     def _fuse(self, kernel: ExpertsKernel, parallel: ParallelContext) -> FusedMoE | None:
         fuse = kernel.capabilities.fuse_layer
@@ -193,9 +203,30 @@ class MoE:
             return out
         if self._overlap is not None and self._overlap.shared_expert:
             return finish(self.stages(x, phase, real))
-        weights, ids = self._choose(x, real)
+        weights, ids = self._choose(x, real, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared, phase)
+
+    @property
+    def leaves_rows(self) -> bool:
+        """True if `expert_rows` is supported, for a norm that sums them."""
+        return self.fused is None and isinstance(self._routed, LocalExperts) and self._routed.leaves_rows
+
+    def expert_rows(self, x: Activation, real: Tensor | None = None) -> ExpertRows:
+        """`forward` before the sum over experts, if it `leaves_rows`."""
+        assert isinstance(self._routed, LocalExperts)
+        weights, ids = self._choose(x, real, "prefill")
+        shared = None if self._shared is None else self._shared.forward(x)
+        return self._routed.rows(as_format(x, self._routed.input_format), weights, ids, shared)
+
+    def addends(self, x: Activation, phase: Phase, real: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """`forward` as the routed and the shared experts' results, for a norm that sums them; the second is None if
+        `forward` adds them at no cost."""
+        if self._shared is None or not isinstance(self._routed, DispatchedExperts) or self._overlap is not None:
+            return self.forward(x, phase, real), None
+        weights, ids = self._choose(x, real, phase)
+        shared = self._shared.forward(x)
+        return self._routed.run(as_format(x, self._routed.input_format), weights, ids, None, phase), shared
 
     # -- an unrecorded pass over experts in their own slots, split before the experts; `before` takes tensors only
 
@@ -214,13 +245,15 @@ class MoE:
         """[T, D]."""
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared)
 
-    def _choose(self, x: Activation, real: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _choose(self, x: Activation, real: Tensor | None, phase: Phase) -> tuple[Tensor, Tensor]:
         """Weights and slots [T, K]; -1 for tokens that are not `real`."""
         early = real if self._tables is None else None  # tables map logical experts only
-        weights, ids = self._route(unquantized(x), self._gate, self._bias, self._spec, early)
+        counting = self._recorder is not None and self._recorder.counting
+        route = self._route if counting else self._routes[phase]
+        weights, ids = route(unquantized(x), self._gate, self._bias, self._spec, early)
         if self._tables is not None:
             ids = with_padding(self._tables.to_physical(self.layer_index, ids), real)
-        if self._recorder is not None and self._recorder.counting:
+        if self._recorder is not None and counting:
             self._recorder.on_select(self.layer_index, ids)
         return weights, ids
 
@@ -229,7 +262,7 @@ class MoE:
         routed, overlap = self._routed, self._overlap
         if overlap is None or not isinstance(routed, DispatchedExperts):
             return self.forward(x, phase, real)
-        weights, ids = self._choose(x, real)
+        weights, ids = self._choose(x, real, phase)
         sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         yield

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import Ops
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat, common_format
 from moe_engine.models.weights import WeightSource
 
@@ -33,6 +34,8 @@ class RMSNorm:
         self._format = UNQUANTIZED
         self._plain: Callable[..., Any] = ops.add_rms_norm
         self._all_reduce: CustomAllReduce | None = None
+        self._add_pair: Callable[..., Any] | None = ops.capabilities.add_pair_rms_norm
+        self._add_rows: Callable[..., Any] | None = ops.capabilities.add_rows_rms_norm
 
     def feed(self, *readers: ActivationFormat) -> None:
         """Enables `QuantizedActivation` results if any consumer reads rows and this device's kernels produce them; call
@@ -42,6 +45,8 @@ class RMSNorm:
         if format.rows and norms is not None:
             self._format = format
             self._rms_norm, self._plain = partial(norms.rms_norm, format), partial(norms.add_rms_norm, format)
+            self._add_pair = partial(norms.add_pair_rms_norm, format)
+            self._add_rows = partial(norms.add_rows_rms_norm, format)
             self._choose_add()
 
     def sum_over(self, all_reduce: CustomAllReduce) -> None:
@@ -58,6 +63,24 @@ class RMSNorm:
         """x [T, D] -> its norm, a Tensor unless its consumers are FP8 products."""
         return self._rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, residual: Tensor) -> Any:
-        """residual [T, D] += x in place; returns the norm of the sum, see `__call__`."""
+    @property
+    def adds_pairs(self) -> bool:
+        """True if `add` takes a second addend."""
+        return self._add_pair is not None
+
+    @property
+    def adds_rows(self) -> bool:
+        """True if `add_rows` is supported."""
+        return self._add_rows is not None
+
+    def add_rows(self, rows: ExpertRows, residual: Tensor) -> Any:
+        """`add` of the experts' sum, if it `adds_rows`."""
+        assert self._add_rows is not None
+        return self._add_rows(rows, residual, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor, other: Tensor | None = None) -> Any:
+        """residual [T, D] += x (+ other, if it `adds_pairs`) in place; returns the norm of the sum, see `__call__`."""
+        if other is not None:
+            assert self._add_pair is not None
+            return self._add_pair(x, other, residual, self.weight, self.eps)
         return self._add_rms_norm(x, residual, self.weight, self.eps)

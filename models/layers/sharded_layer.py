@@ -52,6 +52,8 @@ class ShardedLayer:
             next_norm.sum_over(comm.norms_sum)
         self._moe = feed_forward if isinstance(feed_forward, MoE) else None
         self._comm = comm
+        self._pairs = self._moe is not None and next_norm.adds_pairs and not comm.gathers_for_ffn and self.shares_out
+        """True if `next_norm` sums routed and shared experts, since the result is not communicated."""
 
     def forward(self, hidden: Activation, residual: Tensor, batch: ForwardBatch, *more: Any) -> Tensor:
         return finish(self.stages(hidden, residual, batch, *more, staged=False))
@@ -67,12 +69,15 @@ class ShardedLayer:
             mixed = comm.after_attention(self.attention.forward(hidden, batch, *more), step)
         rows = comm.residual_rows(residual, step)  # [S, D]
         hidden = comm.gather(self.post_norm.add(mixed, rows), step)
+        other: Tensor | None = None
         if staged and self._moe is not None:
             mixed = yield from self._moe.stages(hidden, step.phase, batch.real)
+        elif self._pairs and self._moe is not None:
+            mixed, other = self._moe.addends(hidden, step.phase, batch.real)
         else:
             mixed = self.feed_forward.forward(hidden, step.phase, batch.real)
         mixed = comm.reduce(mixed, step)
-        return comm.to_attention(self.next_norm.add(mixed, rows), step)
+        return comm.to_attention(self.next_norm.add(mixed, rows, other), step)
 
 
 def choose_communication(parallel: ParallelContext, layout: TokenLayout, shared_out: bool) -> DPCommunication:

@@ -119,6 +119,10 @@ class PhasedDispatcher:
         """See `Dispatcher.takes_rows`; true only if true in every phase, since producers do not know the phase."""
         return all(dispatcher.takes_rows for dispatcher in self._by_phase.values())
 
+    def reads_int64(self, phase: Phase) -> bool:
+        """See `Dispatcher.reads_int64`."""
+        return self._by_phase[phase].reads_int64 if phase in self._by_phase else False
+
     def dispatch(
         self,
         x: Activation,

@@ -118,6 +118,9 @@ class Dispatcher(Protocol):
     takes_rows: bool
     """True if `dispatch` accepts quantized tokens, since it sends FP8."""
 
+    reads_int64: bool = False
+    """True if `dispatch` copies ids that are not int64."""
+
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, Any]:

@@ -145,6 +145,7 @@ class LegacyLowLatency(Dispatcher):
         self._buffer = buffer
         self._shape = shape
         self._ids_dtype = deep_ep.topk_idx_t
+        self.reads_int64 = self._ids_dtype == torch.int64
         self._slots = Slots()
 
     takes_rows = False  # the library quantizes itself, and does not accept quantized input

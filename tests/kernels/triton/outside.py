@@ -18,9 +18,11 @@ from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS
 from moe_engine.cli.compile_kernels.exercise import exercise
 from moe_engine.cli.compile_kernels.other_rows import build_triton
 from moe_engine.config.args import EngineArgs
+from moe_engine.kernels.attention.kv_format import PLAIN
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.experts.triton_experts import TritonExperts
-from moe_engine.kernels.ops import triton_norm, triton_rotary, triton_router
+from moe_engine.kernels.linear import triton_heads
+from moe_engine.kernels.ops import triton_absorb, triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.triton_ops import TritonOps
 from moe_engine.kernels.sampling import triton_sampling
@@ -61,6 +63,9 @@ def launch(count: int) -> None:
     ops.add_rms_norm(hidden, there(count, 7168), there(7168), 1e-6)
     ops.silu_and_mul(there(count, 4096))
     ops.rotate(there(count, 128, 192), positions, table)
+    q, keys, norm = there(count, 128, 192), there(128, 512, 128), there(512, dtype=torch.float32)
+    triton_absorb.absorb(q, keys, projected[:, 1536:], norm, 1e-6, positions, table, slots, there(900, 576))
+    triton_heads.heads_quantized(there(count, 128, 512), there(128, 128, 512))
     ops.write_latent(projected[:, 1536:], there(512), 1e-6, positions, table, slots, there(900, 576))
     ops.route(hidden, there(256, 7168, dtype=torch.float32), there(256, dtype=torch.float32), triton_router.V3)
     narrow = [there(4 * count + 1, dtype=torch.float32)[1:].split(count)[n] for n in range(4)]
@@ -82,6 +87,8 @@ def expected() -> list[AotCase]:
         triton_norm.silu_case("v3", 2048),
         triton_rotary.rotate_case("v3", 128, 64, True),
         triton_rotary.latent_case("v3", 512, 64, bf16, int64),
+        triton_absorb.absorb_case("v3", 128, 16, PLAIN),
+        triton_heads.heads_case("v3", 128, 16, False),
         *triton_router.route_cases("v3", 7168, triton_router.V3, 1, bf16),
         *(case for case in triton_sampling.vocabulary_cases("v3", 129280) if "look_up_16" not in case.name),
     ]

@@ -15,6 +15,7 @@ from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import QuantizedRows
 from tests.distributed.dispatch.row_sums import check_row_sums
+from tests.kernels.triton.launches import launches
 from tests.kernels.triton.poison import poisoned_memory
 
 
@@ -65,9 +66,15 @@ def test_sort_by_expert(kernels: Permutation, ids: Tensor, num_experts: int, ali
     assert (order.positions.flatten()[(flat < 0) | (flat >= num_experts)] == -1).all()
 
 
-def test_many_pairs_share_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_permute, "_MAX_CHUNKS", 2)  # as 8192 tokens would, at the size of a test
-    test_sort_by_expert(TritonPermutation(), choices(150, 2, 6), 6, 1)
+@pytest.mark.parametrize("counted", [False, True])
+def test_many_pairs_share_programs(monkeypatch: pytest.MonkeyPatch, counted: bool) -> None:
+    """As 8,192 tokens would, at the size of a test. Few pairs are sorted in one launch, more in two."""
+    monkeypatch.setattr(triton_permute, "_MAX_CHUNKS", 2)
+    monkeypatch.setattr(triton_permute, "_ONE_LAUNCH", 0 if counted else 1 << 16)
+    monkeypatch.setattr(triton_permute, "_WIDE", 8)
+    with launches() as names:
+        test_sort_by_expert(TritonPermutation(), choices(150, 2, 6), 6, 1)
+    assert names == ["count_kernel"] * counted + ["place_kernel"]
 
 
 @both

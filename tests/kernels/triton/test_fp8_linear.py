@@ -145,3 +145,30 @@ def test_floors_of_the_shapes() -> None:
     assert o.flops == 2 * 64 * 7168 * 16384
     assert o.bytes == 64 * 16384 + 7168 * 16384 + 4 * 128 * (64 + 56) + 2 * 64 * 7168
     assert len(shapes) == len(named_shapes())
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize(("tokens", "heads", "n", "k"), [(0, 2, 128, 64), (1, 3, 128, 200), (70, 2, 256, 96)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_quantized(tokens: int, heads: int, n: int, k: int, dtype: torch.dtype, power_of_two: bool) -> None:
+    """The product per head, rounded to the activation dtype, then quantized by the same rule as `quantize_rows`."""
+    linear = TritonLinear()
+    x = torch.randn(tokens, heads + 1, k + 5).to(dtype)[:, 1:, 5:]
+    weight = torch.randn(heads, n, k).to(dtype) * torch.exp2(torch.randint(-4, 4, (heads, 1, 1)).float()).to(dtype)
+    run, format = linear.capabilities.heads_quantized, ActivationFormat.fp8(power_of_two)
+    assert run is not None
+    got = run(x, linear.prepare_heads(weight), format)
+    assert got.unquantized is None and got.dtype == dtype and got.rows.data.shape == (tokens, heads * n)
+    exact = torch.einsum("thk,hnk->thn", x.double(), weight.double()).flatten(1)
+    if not tokens:
+        return
+    values = reference.dequantize_rows(got.rows, torch.float64)
+    scales = got.rows.scales.double().repeat_interleave(128, 1)
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 1e-5
+    limit = exact.abs() * (2.0**-4 + rounding) + 2.0**-9 * scales  # e4m3: half a step of 3 bits, and of subnormals
+    assert ((values - exact).abs() <= limit).all()
+    want = reference.quantize_rows(exact.to(dtype), power_of_two)
+    assert torch.allclose(got.rows.scales, want.scales, rtol=2 * rounding) or power_of_two
+    assert (got.rows.data.view(torch.uint8) == want.data.view(torch.uint8)).double().mean() > 0.97
+    with pytest.raises(ValueError, match="do not fit"):
+        run(x, linear.prepare_heads(weight[:, 1:]), format)

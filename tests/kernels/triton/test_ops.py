@@ -9,11 +9,17 @@ from moe_engine.kernels.attention import latent_records
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, STORED, head_width, latent_width
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
+from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.permutation.reference import TorchPermutation
+from moe_engine.kernels.quantization.protocol import ActivationFormat
 from tests.kernels.cpu.formulas import NAN, close, normal, rms_norm, rotary_table, rotated, routed_weights, silu
 
 triton_ops = pytest.importorskip("moe_engine.kernels.ops.triton_ops", reason="needs triton")
+TritonPermutation = pytest.importorskip(
+    "moe_engine.kernels.permutation.triton_permute", reason="needs triton"
+).TritonPermutation
 triton_router = pytest.importorskip("moe_engine.kernels.ops.triton_router", reason="needs triton")
+launches = pytest.importorskip("tests.kernels.triton.launches", reason="needs triton").launches
 EPS = 1e-6
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -41,6 +47,56 @@ def test_norms(ops, dtype, width, weight_dtype):
     assert torch.equal(residual, want)
     close(got, rms_norm(want, weight, EPS), 2)
     assert torch.equal(whole, before)
+
+
+@pytest.mark.parametrize("width", [7, 1500])
+def test_a_norm_sums_two_addends_as_torch_does(ops, dtype, width):
+    """Bit for bit the sum in the activation dtype, then `add_rms_norm`; in one launch, quantized or not."""
+    x, other = normal(5, width + 4, dtype=dtype)[:, :width], normal(5, width, dtype=dtype)
+    weight, residual = torch.randn(width) + 1, normal(5, width, dtype=dtype)
+    streams = residual.clone(), residual.clone(), residual.clone()
+    want = ops.add_rms_norm(x + other, streams[0], weight, EPS)
+    with launches() as names:
+        got = ops.capabilities.add_pair_rms_norm(x, other, streams[1], weight, EPS)
+    assert names == ["rms_norm_kernel"] and torch.equal(got, want)
+    norms, format = ops.capabilities.quantized_norms, ActivationFormat(True, True)
+    quantized = norms.add_pair_rms_norm(format, x, other, streams[2], weight, EPS)
+    apart = norms.add_rms_norm(format, x + other, residual, weight, EPS)
+    assert torch.equal(quantized.unquantized, apart.unquantized)
+    assert torch.equal(quantized.rows.data.view(torch.uint8), apart.rows.data.view(torch.uint8))
+    assert torch.equal(quantized.rows.scales, apart.rows.scales)
+    for stream in streams:
+        assert torch.equal(stream, residual)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(("tokens", "width", "top_k"), [(0, 128, 2), (1, 200, 1), (5, 1500, 3)])
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_norm_sums_the_rows_of_experts(ops, dtype, tokens, width, top_k, adds):
+    """Bit for bit `combine`, then `add_rms_norm`; pairs without a row add nothing, and rows that no pair names are not
+    read. In one launch, quantized or not."""
+    rows = normal(tokens * top_k + 2, width, dtype=dtype)
+    positions = torch.randperm(tokens * top_k).int().view(tokens, top_k)
+    positions[torch.rand(tokens, top_k) < 0.3] = -1
+    rows[-2:] = NAN
+    add = normal(tokens, width + 3, dtype=dtype)[:, 3:] if adds else None
+    chosen = ExpertRows(rows, positions, torch.rand(tokens, top_k + 2)[:, :top_k], add)
+    weight, residual = torch.randn(width) + 1, normal(tokens, width, dtype=dtype)
+    streams = residual.clone(), residual.clone()
+    summed = TritonPermutation().combine(chosen.rows, chosen.positions, chosen.weights, chosen.add)
+    with launches() as names:
+        got = ops.capabilities.add_rows_rms_norm(chosen, streams[0], weight, EPS)
+    assert names == ["combine_norm_kernel"] * (tokens > 0)
+    norms, format = ops.capabilities.quantized_norms, ActivationFormat(True, True)
+    quantized = norms.add_rows_rms_norm(format, chosen, streams[1], weight, EPS)
+    want = norms.add_rms_norm(format, summed, residual, weight, EPS)
+    close(got, want.unquantized.double(), 1e-3)  # the mean's order of summation
+    close(quantized.unquantized, want.unquantized.double(), 1e-3)
+    assert torch.equal(got, quantized.unquantized) and all(torch.equal(stream, residual) for stream in streams)
+    assert torch.equal(quantized.rows.data.view(torch.uint8), want.rows.data.view(torch.uint8))
+    assert torch.equal(quantized.rows.scales, want.rows.scales)
+    with pytest.raises(ValueError, match="contiguous residual"):
+        ops.capabilities.add_rows_rms_norm(chosen, residual.double(), weight, EPS)
 
 
 def test_norm_of_a_row_depends_on_itself_alone(ops, dtype):
@@ -156,6 +212,37 @@ def test_write_kv(ops, dtype, width):
         ops.write_kv(k, v, slots, apart, apart)
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("kv_dtype", ["plain", E4M3, E5M2])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "nope", "latent", "rotary", "interleaved"),
+    [(1, 3, 32, 128, 8, True), (5, 2, 128, 512, 64, True), (70, 3, 24, 40, 12, False)],
+)
+def test_absorb(ops, dtype, tokens, heads, nope, latent, rotary, interleaved, kv_dtype):
+    """One launch: the query of the two operations and the product, and the cache rows of `write_latent`, bit for
+    bit."""
+    table, slots = rotary_table(90, rotary, interleaved), torch.randperm(tokens + 9)[:tokens].int()
+    positions, weight = torch.randint(90, (tokens,)), torch.randn(latent) + 1
+    whole = normal(tokens, heads + 1, nope + rotary, dtype=dtype)
+    q, before = whole[:, 1:], whole.clone()
+    keys = normal(heads, latent, nope, dtype=dtype)
+    kv_a = normal(tokens, latent + rotary + 3, dtype=dtype)[:, 3:]
+    stored, width = dtype, latent + rotary
+    if kv_dtype != "plain":
+        stored, width = getattr(torch, STORED[kv_dtype][0]), latent_width(kv_dtype, latent, rotary)
+    cache, other = torch.zeros(2, tokens + 9, width, dtype=stored).unbind()
+    with launches() as names:
+        got = ops.capabilities.absorb(q, keys, kv_a, weight, EPS, positions, table, slots, cache)
+    assert names == ["absorb_kernel"]
+    ops.write_latent(kv_a, weight, EPS, positions, table, slots, other)
+    assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8)) and cache.view(torch.uint8).any()
+    close(got[..., :latent], torch.einsum("thn,hcn->thc", q[..., :nope].double(), keys.double()), nope**0.5)
+    close(got[..., latent:], rotated(before[:, 1:, nope:], positions, table))
+    assert torch.equal(whole, before)
+    with pytest.raises(ValueError, match="do not fit keys"):
+        ops.capabilities.absorb(q[..., 1:], keys, kv_a, weight, EPS, positions, table, slots, cache)
+
+
 ROUTERS = {
     "v3": RouterSpec(32, 6, "sigmoid", True, 8, 4, "top2", True, 2.5),
     "v3 groups of five": RouterSpec(30, 4, "sigmoid", True, 6, 2, "top2", True, 2.5),
@@ -181,6 +268,8 @@ def test_route(ops, dtype, spec, tokens, width):
     assert all(len(set(row)) == spec.top_k for row in ids.tolist())
     if spec.top_k < spec.num_experts:  # best first, as the reference gives them
         assert torch.equal(ids, TorchOps().route(x, gate, bias, spec)[1])
+    wide = ops.capabilities.route_int64(x, gate, bias, spec, None)
+    assert wide[1].dtype == torch.int64 and torch.equal(wide[1], ids) and torch.equal(wide[0], weights)
 
 
 def test_route_of_many_tokens_does_not_split_the_sum(ops, monkeypatch):
