@@ -13,6 +13,8 @@ from tests.engine.test_greedy_parity import NUM_TOKENS, check_greedy
 from tests.engine.test_windows import ALTERNATING, FLAGS, load
 from tests.models.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 
 @pytest.mark.parametrize("form", [{"tp_size": 2}, {"tp_size": 2, "attn_dp_size": 2}], ids=["tp2", "dp2"])
 def test_tokens_equal_transformers(form: dict[str, Any], tmp_path: Path) -> None:
