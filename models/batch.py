@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -30,10 +31,10 @@ class ForwardBatch:
 
     `kv[layer]` is the cache of a layer: one tensor [num_slots, C+P] for MLA (with index keys a pair, the second
     [num_slots, 1, I]), a pair [num_slots, G, Dh] (keys, values) for GQA; with FP8 the last dimension is a row of
-    `attention.kv_format`. `attention_plan` is the result of the attention backend's `plan` for this step. `sizes` are
-    all ranks' token counts in this step; needed with DP attention, also by a rank without tokens. With `windows` the
-    caches of windowed layers have slots of their own. `real`: 0 for tokens that pad a captured step, which choose no
-    expert; None: all are real.
+    `attention.kv_format`; for a layer with a state the tensors of its parts, see `state`. `attention_plan` is the
+    result of the attention backend's `plan` for this step. `sizes` are all ranks' token counts in this step; needed
+    with DP attention, also by a rank without tokens. With `windows` the caches of windowed layers have slots of their
+    own. `real`: 0 for tokens that pad a captured step, which choose no expert; None: all are real.
     """
 
     input_ids: Tensor  # [T] int64
@@ -56,6 +57,28 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.positions.shape[0]
+
+    @cached_property
+    def state_rows(self) -> Tensor:
+        """The request row of each sequence [R] int64, in the order of the step's tokens: its place in state tensors."""
+        groups = (self.attention.decode, self.attention.prefill)
+        rows = [queries.rows for queries in groups if queries is not None]
+        return torch.cat(rows).long() if rows else self.slots[:0]
+
+    @cached_property
+    def sequence_lens(self) -> list[int]:
+        """Tokens of each sequence in this step, as `state_rows`: a decode has 1, a prompt those of its chunk."""
+        groups = (self.attention.decode, self.attention.prefill)
+        return [count for queries in groups if queries is not None for count in queries.query_lens]
+
+    def state(self, layer: int, part: int = 0) -> Tensor:
+        """A part of the state of each sequence before this step's tokens, [R, *shape], new memory; zeros for a sequence
+        that starts. `kv[layer][part]` [rows + 1, *shape] is the tensor itself; no request has its last row."""
+        return self.kv[layer][part].index_select(0, self.state_rows)
+
+    def set_state(self, layer: int, values: Tensor, part: int = 0) -> None:
+        """Stores the part [R, *shape] of each sequence's state after this step's tokens."""
+        self.kv[layer][part].index_copy_(0, self.state_rows, values)
 
 
 class Model(Protocol):

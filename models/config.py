@@ -17,6 +17,9 @@ from moe_engine.kernels.attention import kv_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 
+STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Data types of `StatePart`, with the bytes of a number."""
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -110,6 +113,32 @@ class CacheGroup:
 
 
 @dataclass(frozen=True)
+class StatePart:
+    """A tensor of a request's state. dtype: torch's name (None: that of the activations). `sharded`: the dimension that
+    the ranks of an attention group divide (None: each rank has all of it)."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    sharded: int | None = None
+
+    def num_bytes(self, activations: str) -> int:
+        """Bytes of the part in one layer. activations: name of their dtype."""
+        return math.prod(self.shape) * STATE_BYTES[self.dtype or activations]
+
+
+@dataclass(frozen=True)
+class StateGroup:
+    """Layers without KV that keep a state of fixed size for each request (recurrent layers, linear attention)."""
+
+    layers: tuple[int, ...]
+    parts: tuple[StatePart, ...]
+
+    def num_bytes(self, activations: str) -> int:
+        """Bytes of a request in all layers of the group."""
+        return len(self.layers) * sum(part.num_bytes(activations) for part in self.parts)
+
+
+@dataclass(frozen=True)
 class MoEConfig:
     """Routed experts and their router; the fields from `score` on are those of `kernels.ops.protocol.RouterSpec`.
 
@@ -155,6 +184,8 @@ class ModelConfig:
     num_nextn_predict_layers: int = 0
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer, see `CacheGroup.window`; (): no layer has one."""
+    state_groups: tuple[StateGroup, ...] = ()
+    """Layers with a state for each request. All other layers have KV and belong to `cache_groups`."""
     file_layers: int | None = None
     """Number of layers in config.json, if overridden (--json-model-override-args)."""
     raw: Mapping[str, Any] | None = None
@@ -166,11 +197,17 @@ class ModelConfig:
 
     @cached_property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The model's layers by the kind of their KV cache; layers that see all positions come first."""
+        """The layers with KV by the kind of their cache; layers that see all positions come first."""
+        layers = [i for i in range(self.num_layers) if i not in self.state_layers]
         if not self.windows:
-            return (CacheGroup(tuple(range(self.num_layers))),)
-        kinds = sorted(set(self.windows), key=lambda window: (window is not None, window or 0))
-        return tuple(CacheGroup(tuple(i for i, own in enumerate(self.windows) if own == kind), kind) for kind in kinds)
+            return (CacheGroup(tuple(layers)),)
+        kinds = sorted({self.windows[i] for i in layers}, key=lambda window: (window is not None, window or 0))
+        return tuple(CacheGroup(tuple(i for i in layers if self.windows[i] == kind), kind) for kind in kinds)
+
+    @cached_property
+    def state_layers(self) -> frozenset[int]:
+        """The layers with a state for each request, which have no KV."""
+        return frozenset(layer for group in self.state_groups for layer in group.layers)
 
     @property
     def windowed_layers(self) -> tuple[int, ...]:
@@ -198,7 +235,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False) -> int:
         """Cached bytes of one token in all layers, optionally with MTP layers; scales of FP8 rows included."""
-        layers = self.num_layers + (self.num_nextn_predict_layers if include_mtp else 0)
+        layers = self.num_layers - len(self.state_layers) + (self.num_nextn_predict_layers if include_mtp else 0)
         elements = sum(math.prod(part) for part in self.attention.kv_parts(kv_dtype))
         return layers * elements * kv_format.STORED[kv_dtype][1]
 

@@ -60,7 +60,7 @@ class DeepseekModel(Decoder):
         return MLP.dense(self.backends, reader, self.parallel, prefix, config.hidden_size, config.intermediate_size)
 
     def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
-        if self.parallel.world_size > 1:
+        if self.parallel.world_size > 1 or self.config.state_groups:
             return None
         decoder = self.backends.attention.capabilities.decoder
         return LayerStack.of(decoder, self.embedding.weight, first_norm, self.layers)

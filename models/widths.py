@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeVar
 
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, StateGroup
 from moe_engine.parallel.topology import ModelWidths
 
 Attention = TypeVar("Attention", MLAConfig, GQAConfig)
@@ -38,10 +38,23 @@ def cut_heads(attention: Attention, attn_tp_size: int) -> Attention:
 
 
 def local_heads(config: ModelConfig, attn_tp_size: int) -> ModelConfig:
-    """The config with one rank's attention."""
+    """The config with one rank's attention, and its part of the states of requests."""
     if attn_tp_size == 1:
         return config
     attention = config.attention
+    states = tuple(_cut_states(group, attn_tp_size) for group in config.state_groups)
     if isinstance(attention, MLAConfig):
-        return dataclasses.replace(config, attention=cut_heads(attention, attn_tp_size))
-    return dataclasses.replace(config, attention=cut_heads(attention, attn_tp_size))
+        return dataclasses.replace(config, attention=cut_heads(attention, attn_tp_size), state_groups=states)
+    return dataclasses.replace(config, attention=cut_heads(attention, attn_tp_size), state_groups=states)
+
+
+def _cut_states(group: StateGroup, attn_tp_size: int) -> StateGroup:
+    parts = (
+        part if part.sharded is None else dataclasses.replace(part, shape=_cut(part.shape, part.sharded, attn_tp_size))
+        for part in group.parts
+    )
+    return dataclasses.replace(group, parts=tuple(parts))
+
+
+def _cut(shape: tuple[int, ...], dim: int, parts: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] // parts, *shape[dim + 1 :])

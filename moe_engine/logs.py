@@ -122,6 +122,10 @@ def kv_line(dtype: str, num_tokens: int, kv_gb: float, *, is_mla: bool = True) -
     return head + f"K size: {kv_gb / 2:.2f} GB, V size: {kv_gb / 2:.2f} GB"
 
 
+def state_line(num_rows: int, state_gb: float) -> str:
+    return f"State cache is allocated. #requests: {num_rows}, size: {state_gb:.2f} GB"
+
+
 def host_tier_line(num_tokens: int, num_bytes: int, write_policy: str) -> str:
     return (
         f"Allocating {num_bytes / 1e9:.2f} GB host memory for hierarchical KV cache, #tokens: {num_tokens}, "

@@ -56,7 +56,9 @@ def make_worker(
     is_mla = config.model.attention.kind == "mla"
     logger.info("%s", load_end)
     logger.info("%s", logs.kv_line(config.kv_cache_dtype, config.max_total_num_tokens, kv, is_mla=is_mla))
-    copies = worker.runner.kv_copies
+    states, copies = worker.runner.rows.states, worker.runner.kv_copies
+    if states is not None:
+        logger.info("%s", logs.state_line(states.max_rows, states.num_bytes / GB))
     if copies is not None:
         policy = config.args.memory.hicache_write_policy
         logger.info("%s", logs.host_tier_line(config.host_tier_tokens, copies.num_bytes, policy))

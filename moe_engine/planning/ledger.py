@@ -11,8 +11,9 @@ GB = 1 << 30
 DRAFT_WEIGHTS = "draft weights"
 GRAPHS_ROW = "CUDA graphs"
 WINDOWS_ROW = "KV of windows"
+STATES_ROW = "request states"
 WEIGHT_ROWS = ("weights", DRAFT_WEIGHTS)
-STATIC_ROWS = (*WEIGHT_ROWS, WINDOWS_ROW)
+STATIC_ROWS = (*WEIGHT_ROWS, WINDOWS_ROW, STATES_ROW)
 """Rows that --mem-fraction-static counts besides the KV cache."""
 
 SLOT_TOKEN_BYTES = 4

@@ -33,6 +33,7 @@ from moe_engine.planning.resolve_limits import resolve_limits
 from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel, with_dispatch_dtype
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
 from moe_engine.planning.sizing import Sizing, SizingInput, size_memory
+from moe_engine.planning.state_memory import with_states
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.step_settings import CompileSettings, GraphSettings
 from moe_engine.types import SpeculationConfig
@@ -191,6 +192,7 @@ def resolve(
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")
     parallel = resolve_parallel(args, model, device, place, record, machine.unlinked, machine.num_devices)
+    args = with_states(args, model, None if draft is None else draft.config, parallel.topology, record)
     experts = resolve_experts(args, model, record, parallel.topology, dump_directory)
     dtype = _dtype(args, model, machine, record)
     kv_dtype = _kv_dtype(args, dtype, record)

@@ -12,6 +12,7 @@ from moe_engine.planning.ledger import GB, GRAPHS_ROW, LedgerRow
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_parallel import ParallelPlan
+from moe_engine.planning.state_memory import NOT_CAPTURED
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
@@ -129,6 +130,8 @@ def why_not_captured(
         return "--enable-eplb records the experts of every step and moves experts between steps"
     if experts.recorder_mode is not None and parallel.topology.tp_size > 1:
         return "recorded experts of several ranks: all ranks must leave the graphs in the same step"
+    if model.state_groups:
+        return NOT_CAPTURED
     if len(model.cache_groups) > 1:
         return "layers with different attention windows: a graph has the plan of one"
     return None

@@ -34,6 +34,7 @@ from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve_graphs import graph_row
 from moe_engine.planning.resolve_limits import SMALL_DISPATCH
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
+from moe_engine.planning.state_memory import state_rows
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.planning.tier_memory import tier_bytes_per_token, tier_reserve, tier_rows, tier_tokens
 from moe_engine.planning.window_memory import bound_windows, window_bytes_per_token, window_rows
@@ -203,6 +204,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         _logits_row(given),
         _table_row(given),
         *window_rows(given),
+        *state_rows(given),
         LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
         *_attention_rows(given),
         *_dispatch_rows(given),
@@ -372,10 +374,9 @@ def _choose_tokens(given: SizingInput, fits: int) -> tuple[int, str]:
         return asked, "asked for" if asked == given.max_total_tokens else f"asked for, whole pages of {page}"
     useful = given.limits.context_len * given.limits.running
     useful += -useful % page
-    if given.num_window_slots and not given.bytes_per_token:
-        return min(
-            useful, INDEXED_WINDOWS * given.num_window_slots, fits
-        ), "all layers have windows: numbers without KV"
+    if not given.bytes_per_token:
+        most = INDEXED_WINDOWS * given.num_window_slots or useful
+        return min(useful, most, fits), "all layers have windows or states: numbers without KV"
     modest = max(CPU_KV_BYTES, int(CPU_KV_SHARE * given.machine.available_bytes))
     if given.machine.device == "cpu" and useful <= fits and useful * given.bytes_per_token <= modest:
         return useful, f"{given.limits.running} requests of {given.limits.context_len} tokens cannot use more"
@@ -423,8 +424,7 @@ def _refusal(given: SizingInput, rows: tuple[LedgerRow, ...], limit: int, limit_
         f"{given.model.source}: {ledger.sum_text()}{kv} = {gb(ledger.total_bytes)}, but this machine offers "
         f"{gb(limit)} ({limit_reason}); "
     )
-    fixes = _fixes(given)
-    if fixes:
+    if fixes := _fixes(given):
         return ConfigError(message + "it fits with " + " or with ".join(fixes))
     if given.machine.device == "cpu":
         least = int((ledger.weight_bytes + PROCESS_BYTES) / CPU_SHARE)

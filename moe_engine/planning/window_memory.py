@@ -32,7 +32,8 @@ class WindowInput(Protocol):
 def window_bytes_per_token(given: WindowInput) -> int:
     """KV bytes of a token in all windowed layers, on one rank."""
     model = given.local_model
-    return model.kv_bytes_per_token(given.kv_dtype) // model.num_layers * len(model.windowed_layers)
+    with_kv = model.num_layers - len(model.state_layers)
+    return model.kv_bytes_per_token(given.kv_dtype) // with_kv * len(model.windowed_layers)
 
 
 def bound_windows(given: WindowInput, tokens: int) -> tuple[int, str]:

@@ -87,8 +87,9 @@ class WindowPages:
 
     # -- changes of full pages
 
-    def drop(self, full_pages: Iterable[int], after_step: int) -> None:
-        """Full pages were freed; none of them has a pin. No step behind `after_step` reads their window pages."""
+    def drop(self, full_pages: Iterable[int]) -> None:
+        """Full pages were freed; none of them has a pin. Most of their window pages left the window long before, and
+        are allocatable at once: the full pages are held back longer."""
         for full in full_pages:
             page = self.page_of.pop(full, None)
             if page is None:
@@ -97,7 +98,7 @@ class WindowPages:
             self._idle.pop(full, None)
             if self._pins.pop(full, 0):
                 raise MoeEngineError(f"the KV page at slot {full} was freed while a request reads its window page")
-            self.pool.give([page], max(after_step, self._read_until.pop(full, 0)))
+            self.pool.give([page], self._read_until.pop(full, 0))
 
     def replace(self, own: Sequence[int], shared: Sequence[int], after_step: int) -> None:
         """A request uses the pages `shared`, which hold the same tokens, instead of its pages `own`.

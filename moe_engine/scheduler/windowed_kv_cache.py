@@ -28,7 +28,7 @@ class WindowedSlots(SlotAllocator):
 
     def free(self, slots: list[int], after_step: int) -> None:
         super().free(slots, after_step)
-        self._windows.drop(slots[:: self.page_size], after_step)
+        self._windows.drop(slots[:: self.page_size])
 
 
 class WindowedRadixCache(RadixCache):

@@ -24,6 +24,7 @@ from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
 from moe_engine.kv_connectors import copies_class
 from moe_engine.models import sizes
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.token_masks import LaunchedStep, StepMasks
@@ -37,6 +38,7 @@ from moe_engine.worker.graphs.compile_setup import finish_regions, start_regions
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_copies import Listener
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
+from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.model_runner import ModelRunner, PendingResult
 from moe_engine.worker.options import WorkerOptions
 from moe_engine.worker.rank_methods import NO_ARGS, rank_methods, run_method
@@ -240,13 +242,7 @@ def _prepare(
         max_positions=rows.width,
     )
     loaded = time.perf_counter()
-    spec = kv_spec(local, options.kv_dtype, num_mtp_layers(config, speculation))
-    pool = KVPool(
-        spec, options.num_slots, options.kernels.page_size, stream,
-        windowed=config.windowed_layers if options.num_window_slots else (), num_window_slots=options.num_window_slots,
-    )  # fmt: skip
-    if options.num_window_slots:
-        rows.bound_windows(pool.num_slots, pool.page_size)
+    pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), rows, stream)
     form = form_policy(
         config.attention,
         deterministic=options.enable_deterministic_inference,
@@ -282,6 +278,27 @@ def _prepare(
     )
     guard.ready()
     return runner, info, experts
+
+
+def _make_pools(
+    options: WorkerOptions,
+    local: ModelConfig,
+    dtype: torch.dtype,
+    num_mtp: int,
+    rows: RequestRows,
+    stream: DeviceStream,
+) -> KVPool:
+    """The KV pool of this rank's part of the model, with tables of windows and states of requests, which `rows` own."""
+    if local.state_groups:
+        rows.states = StatePool(local.state_groups, options.max_rows, dtype, stream)
+    pool = KVPool(
+        kv_spec(local, options.kv_dtype, num_mtp), options.num_slots, options.kernels.page_size, stream,
+        windowed=local.windowed_layers if options.num_window_slots else (), num_window_slots=options.num_window_slots,
+        states=rows.states,
+    )  # fmt: skip
+    if options.num_window_slots:
+        rows.bound_windows(pool.num_slots, pool.page_size)
+    return pool
 
 
 def _warm(runner: ModelRunner, backends: Backends, options: WorkerOptions) -> None:

@@ -111,12 +111,12 @@ def test_a_match_ends_where_the_window_is_there() -> None:
     kv_cache = kv_cache_of(sim)
     assert kv_cache.tree.peek(prompt, 40).length == 40
     path = kv_cache.tree.prefix_slots(kv_cache.tree.match(prompt, 40))
-    kv_cache.windows.drop([path[37]], 0)
+    kv_cache.windows.drop([path[37]])
     assert kv_cache.tree.peek(prompt, 40).length == 37
-    kv_cache.windows.drop([path[30]], 0)
+    kv_cache.windows.drop([path[30]])
     assert kv_cache.tree.peek(prompt, 40).length == 37
     assert kv_cache.tree.peek(prompt, 33).length == 30
-    kv_cache.windows.drop(path, 0)
+    kv_cache.windows.drop(path)
     assert kv_cache.tree.peek(prompt, 40).length == 0
     sim.add(make_request("second", prompt, 2, ignore_eos=True))
     sim.run_to_end()
@@ -139,6 +139,26 @@ def test_pages_behind_the_window_are_free_after_the_step_in_flight() -> None:
     kv_cache.retire(1)
     kv_cache.take_decode_slots([request])
     assert len(kv_cache.windows.page_of.keys() & set(request.slots[5:])) == 4
+
+
+def test_pages_that_left_the_window_are_free_with_their_request() -> None:
+    config = SchedulerConfig(num_slots=200, context_len=200, max_rows=1, disable_radix_cache=True)
+    config = replace(bounded(config, 4), num_window_slots=100)
+    kv_cache = WindowedKVCacheManager(config)
+    request = make_request("r", list(range(100)), 8)
+    kv_cache.attach(request, kv_cache.tree.root())
+    assert kv_cache.extend(request, 90) is not None
+    request.num_computed, kv_cache.step = 90, 1
+    kv_cache.cache_unfinished(request)
+    kv_cache.retire(1)
+    kv_cache.step = 2
+    assert kv_cache.extend(request, 1) is not None
+    kv_cache.release(request)
+    pool = kv_cache.windows.pool
+    assert pool.num_pending == 4 and pool.num_free == 96, "step 2 reads four pages of the window"
+    assert kv_cache.slots.num_pending == 91
+    kv_cache.retire(2)
+    assert pool.num_free == 100
 
 
 class TestWindowPages:
@@ -166,7 +186,7 @@ class TestWindowPages:
         pages = WindowPages(2, 1)
         pages.assign([10])
         with pytest.raises(MoeEngineError, match="while a request reads"):
-            pages.drop([10], 0)
+            pages.drop([10])
 
     def test_a_shared_page_takes_the_window_page(self) -> None:
         pages = WindowPages(4, 1)
@@ -174,7 +194,7 @@ class TestWindowPages:
         pages.take_writes()
         pages.unpin([21], 0)
         pages.replace([10, 11], [20, 21], 5)
-        pages.drop([10, 11], 5)
+        pages.drop([10, 11])
         assert pages.take_writes() == [20, 1]
         assert pages.check([20, 21], {20, 21}) == []
         assert pages.pool.pending_ids() == {5: [2]}
@@ -184,7 +204,7 @@ class TestWindowPages:
         pages.assign([10, 11])
         writes = pages.take_writes()
         pages.unpin([10], 0)
-        pages.drop([10], 0)
+        pages.drop([10])
         pages.repeat_writes(writes)
         assert pages.take_writes() == [11, 2]
 

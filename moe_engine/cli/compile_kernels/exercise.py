@@ -32,10 +32,15 @@ SLOTS = 4096
 
 
 def one_layer_of_each(model: ModelConfig) -> ModelConfig:
-    """The model truncated after its first dense and first MoE layer; all other layers are equal to these."""
-    kinds = model.moe_layers or (False,) * model.num_layers
-    count = 1 + max(kinds.index(kind) for kind in set(kinds))
-    return dataclasses.replace(model, num_layers=count, moe_layers=model.moe_layers[:count])
+    """The model truncated after its first dense and first MoE layer, with attention and with each kind of state; all
+    other layers are equal to these."""
+    caches = [[i in group.layers for group in model.state_groups] for i in range(model.num_layers)]
+    kinds = list(zip(model.moe_layers or (False,) * model.num_layers, caches))
+    count = 1 + max(kinds.index(kind) for kind in kinds)
+    states = tuple(
+        dataclasses.replace(group, layers=tuple(i for i in group.layers if i < count)) for group in model.state_groups
+    )
+    return dataclasses.replace(model, num_layers=count, moe_layers=model.moe_layers[:count], state_groups=states)
 
 
 def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSize] | None = None) -> Iterator[StepSize]:
@@ -51,7 +56,7 @@ def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSiz
         config.model_path, cut, dtype, META, backends, parallel, load_format="dummy", max_positions=config.context_len
     )
     local = local_config(cut, parallel)
-    kv = _caches(local, config.kv_cache_dtype)
+    kv = _caches(local, config.kv_cache_dtype, config.dtype)
     requests = config.max_running_requests
     tensors = StepTensors(META, requests, config.context_len, config.page_size)
     chunk = config.limits.prompt_tokens
@@ -91,7 +96,7 @@ def _parameters(tensors: StepTensors, count: int) -> tuple[SamplingParameters, T
     return SamplingParameters(np.full(count, 4, np.uint8), temperature, top_p, min_p, top_k, True), uniform
 
 
-def _caches(model: ModelConfig, kv_dtype: str) -> list[Any]:
+def _caches(model: ModelConfig, kv_dtype: str, activations: str) -> list[Any]:
     """`ForwardBatch.kv` of the model."""
     attention, dtype = model.attention, getattr(torch, STORED[kv_dtype][0])
 
@@ -99,7 +104,14 @@ def _caches(model: ModelConfig, kv_dtype: str) -> list[Any]:
         return tuple(torch.empty(SLOTS, *part, dtype=dtype, device=META) for part in attention.kv_parts(kv_dtype))
 
     layers = [parts() for _ in range(model.num_layers)]
-    return [layer[0] if len(layer) == 1 else layer for layer in layers]
+    caches: list[Any] = [layer[0] if len(layer) == 1 else layer for layer in layers]
+    for group in model.state_groups:
+        for layer in group.layers:
+            caches[layer] = tuple(
+                torch.empty(SLOTS, *part.shape, dtype=getattr(torch, part.dtype or activations), device=META)
+                for part in group.parts
+            )
+    return caches
 
 
 def _parallel(config: ResolvedConfig, dtype: torch.dtype) -> ParallelContext:

@@ -21,6 +21,7 @@ from moe_engine.worker.batch.slot_tokens import SlotTokens
 from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.batch.window_table import WindowTable
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.sampling.logits_processors import LogitsProcessors
 from moe_engine.worker.sampling.sampling_state import SamplingState
 
@@ -58,6 +59,8 @@ class RequestRows:
         self._last_tokens = DeviceIntTable(self.last_token, stream)
         self.windows: WindowTable | None = None
         """The table of windowed layers, if their KV is bounded (`bound_windows`)."""
+        self.states: StatePool | None = None
+        """The states of requests, if layers of the model have one."""
         self.history = TokenBuffer(max_rows, width, stream) if num_drafts else None
         self.sampling = SamplingState(max_rows, vocab_size)
         self.edits = LogitsProcessors(vocab_size, self.slot_table, stream)
@@ -77,6 +80,8 @@ class RequestRows:
             self._forget(row)
         for new in new_rows:
             self._enter(new)
+        if new_rows and self.states is not None:
+            self.states.clear([new.row for new in new_rows])
         for write in writes:
             if self.edits.reads_tokens[write.row]:
                 self._move_tokens(write)

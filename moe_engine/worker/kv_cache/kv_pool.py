@@ -18,6 +18,7 @@ from torch import Tensor
 from moe_engine.kernels.attention.kv_format import STORED
 from moe_engine.models.config import ModelConfig
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kv_cache.state_pool import StatePool
 
 TOUCHED_AT_ONCE_BYTES = 512 << 20
 """Pools up to this size commit their memory at start, so that the process does not grow while serving."""
@@ -25,12 +26,14 @@ TOUCHED_AT_ONCE_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class KVSpec:
-    """KV cache layout of a token in each layer: `parts` are the trailing shapes of the layer's tensors."""
+    """KV cache layout of a token in each layer: `parts` are the trailing shapes of the layer's tensors. `without`: the
+    layers that have no KV."""
 
     kind: str
     num_layers: int
     parts: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
+    without: Collection[int] = ()
 
     @classmethod
     def mla(cls, num_layers: int, kv_lora_rank: int, rotary_width: int, dtype: torch.dtype) -> KVSpec:
@@ -50,14 +53,14 @@ class KVSpec:
             for dim in part:
                 size *= dim
             numbers += size
-        return numbers * self.num_layers * self.dtype.itemsize
+        return numbers * (self.num_layers - len(self.without)) * self.dtype.itemsize
 
 
 def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0) -> KVSpec:
     """KV cache layout of a model, in a format of `kv_format`; further layers (MTP) follow the model's own."""
     attention, num_layers = config.attention, config.num_layers + num_further_layers
     stored = getattr(torch, STORED[kv_dtype][0])
-    return KVSpec(attention.kind, num_layers, attention.kv_parts(kv_dtype), stored)
+    return KVSpec(attention.kind, num_layers, attention.kv_parts(kv_dtype), stored, config.state_layers)
 
 
 class KVPool:
@@ -67,6 +70,7 @@ class KVPool:
     Args:
         num_slots: tokens for requests; the tensors have one more page, the dummy page 0.
         windowed: layers whose KV is bounded by their window: they have `num_window_slots`, with numbers of their own.
+        states: its tensors are the entries of layers without KV.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class KVPool:
         *,
         windowed: Collection[int] = (),
         num_window_slots: int = 0,
+        states: StatePool | None = None,
     ) -> None:
         for slots in (num_slots, num_window_slots) if windowed else (num_slots,):
             if slots <= 0 or page_size <= 0 or slots % page_size:
@@ -91,7 +96,7 @@ class KVPool:
                 stream.lazy_zeros(
                     ((num_window_slots if layer in windowed else num_slots) + page_size, *part), spec.dtype
                 )
-                for part in spec.parts
+                for part in (() if layer in spec.without else spec.parts)
             ]
             for layer in range(spec.num_layers)
         ]
@@ -100,7 +105,11 @@ class KVPool:
                 for tensor in parts:
                     tensor.zero_()
         self._raw = [tensor.flatten(1).view(torch.uint8) for parts in self._tensors for tensor in parts]
-        self.layers: Sequence[Any] = tuple(parts[0] if len(parts) == 1 else tuple(parts) for parts in self._tensors)
+        of_states = {} if states is None else states.layers
+        self.layers: Sequence[Any] = tuple(
+            of_states[i] if i in of_states else parts[0] if len(parts) == 1 else tuple(parts)
+            for i, parts in enumerate(self._tensors)
+        )
 
     @property
     def num_bytes(self) -> int:

@@ -1,0 +1,106 @@
+"""Layers with a state for each request in the configuration: memory, the radix cache, and flags that they exclude."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError
+from moe_engine.models.config import StateGroup, StatePart
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.widths import local_heads
+from moe_engine.planning.draft_model import DraftModel
+from moe_engine.planning.explain import explain_text
+from moe_engine.planning.resolve import ResolvedConfig, resolve
+from tests.config.conftest import SMALL, machine
+
+PARTS = (StatePart((4, 10, 10), "float32", sharded=0), StatePart((3, 40), sharded=1))
+BYTES = 4 * 400 + 2 * 120
+GROUP = StateGroup((1, 3), PARTS)
+
+
+@pytest.fixture
+def with_states(model_dir: Callable[..., Any]) -> Callable[..., ResolvedConfig]:
+    def make(group: StateGroup = GROUP, device: str = "cpu", drafts: bool = False, **flags: Any) -> ResolvedConfig:
+        path = model_dir(SMALL)
+        usual = load_model_config(path)
+        model = dataclasses.replace(usual, state_groups=(group,))
+        args = EngineArgs.from_kwargs(**flags)
+        target, draft = (usual, DraftModel(str(path), model)) if drafts else (model, None)
+        on = machine(60, 80, device) if device == "cuda" else machine()
+        return resolve(args, target, on, model_path=str(path), draft=draft)
+
+    return make
+
+
+def test_the_ledger_has_the_states_and_kv_of_the_other_layers(with_states, resolved) -> None:
+    config, usual = with_states(max_running_requests=7), resolved(max_running_requests=7)
+    assert config.ledger.bytes_of("request states") == (7 + 1) * 2 * BYTES
+    assert config.ledger.bytes_per_token * 2 == usual.ledger.bytes_per_token
+    assert usual.ledger.bytes_of("request states") == 0
+    assert config.model.cache_groups[0].layers == (0, 2)
+    text = explain_text(config)
+    assert "request states" in text and f"7 requests x {2 * BYTES} B in 2 layers" in text
+
+
+def test_a_rank_has_its_part_of_a_state(with_states) -> None:
+    config = with_states(max_running_requests=7, tp_size=2)
+    assert config.ledger.bytes_of("request states") == (7 + 1) * BYTES
+    assert [part.shape for part in local_heads(config.model, 2).state_groups[0].parts] == [(2, 10, 10), (3, 20)]
+    replicated = dataclasses.replace(GROUP, parts=(StatePart((3, 5)),))
+    assert with_states(replicated, max_running_requests=7, tp_size=2).ledger.bytes_of("request states") == 8 * 2 * 30
+
+
+def test_more_states_than_memory_are_refused_with_a_smaller_number_of_requests(with_states) -> None:
+    large = dataclasses.replace(GROUP, parts=(StatePart((64, 1024, 1024), "float32"),))
+    with pytest.raises(ConfigError, match=r"request states 32\.50 GB.*fits with .*--max-running-requests \d"):
+        with_states(large, max_running_requests=64)
+
+
+def test_the_radix_cache_is_disabled_with_its_reason(with_states) -> None:
+    config = with_states()
+    assert config.scheduling.disable_radix_cache and config.flat()["disable_radix_cache"] is True
+    (reason,) = [decision.reason for decision in config.decisions if decision.name == "disable_radix_cache"]
+    assert "state for each request" in reason
+    assert not [d for d in with_states(disable_radix_cache=True).decisions if d.name == "disable_radix_cache"]
+
+
+def test_decodes_are_not_captured(with_states) -> None:
+    config = with_states(device="cuda")
+    assert not config.graphs.sizes and config.kernels.uncaptured.startswith("layers with a state for each request")
+    assert any("no CUDA graphs: layers with a state" in note for note in config.notes)
+
+
+def test_a_model_without_attention(with_states) -> None:
+    """Its KV slots are numbers without memory: as many as the requests can use."""
+    group = dataclasses.replace(GROUP, layers=(0, 1, 2, 3))
+    for device in ("cpu", "cuda"):
+        config = with_states(group, device, max_running_requests=3)
+        assert config.ledger.kv_bytes == 0 and config.max_total_num_tokens == 3 * config.context_len
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM: .*rejected drafts.*leave it out"),
+        ({"speculative_algorithm": "NEXTN"}, "--speculative-algorithm NEXTN"),
+        ({"enable_hierarchical_cache": True}, r"--enable-hierarchical-cache \(--kv-connector host\): .*leave it out"),
+        ({"enable_two_batch_overlap": True, "tp_size": 2, "moe_a2a_backend": "all_to_all", "ep_size": 2},
+         "--enable-two-batch-overlap: .*leave it out"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile: .*leave it out"),
+        ({"schedule_policy": "lpm"}, "--schedule-policy lpm: .*use fcfs"),
+        ({"group": dataclasses.replace(GROUP, parts=(StatePart((3,), sharded=0),)), "tp_size": 2},
+         "--tp-size / --attn-dp-size: 3 channels or heads of a state cannot be divided over the 2 ranks"),
+        ({"group": dataclasses.replace(GROUP, parts=(StatePart((3,), "float8"),))}, "a state of float8: use float32"),
+        ({"drafts": True, "speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "x"},
+         "--speculative-draft-model-path: .*use another draft model"),
+    ],
+)  # fmt: skip
+def test_excluded_flags_are_refused_by_name(with_states, flags, message) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        with_states(**flags)
+    assert "config.json has layers with a state for each request" in str(error.value)

@@ -1,0 +1,31 @@
+"""Models with a state for each request on several ranks: divided channels of the state, or a scheduler each."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine import Engine
+from tests.engine.test_states import FLAGS, check, registered  # noqa: F401  # a fixture
+from tests.models import ema
+
+
+@pytest.mark.usefixtures("registered", "forked_processes")
+@pytest.mark.parametrize("form", [{"tp_size": 2}, {"tp_size": 2, "attn_dp_size": 2}], ids=["tp2", "dp2"])
+def test_answers_equal_a_recomputation(form: dict[str, Any], tmp_path: Path) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    path = ema.make_ema_checkpoint("qwen3", tmp_path / "model", seed)
+    prompts = [[rng.randrange(250) for _ in range(rng.choice([1, 30, 70]))] for _ in range(16)]
+    sampling = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 20}
+    with Engine(model_path=str(path), device="cpu", **FLAGS, **form) as engine:
+        outputs = engine.generate(input_ids=prompts, sampling_params=sampling, return_logprob=True)
+    model = ema.reference(path)
+    for prompt, output in zip(prompts, outputs):
+        logprobs = [entry[0] for entry in output["meta_info"]["output_token_logprobs"]]
+        assert len(logprobs) == 20
+        check(model, prompt, output["output_ids"], logprobs)

@@ -1,0 +1,134 @@
+"""The whole engine over models with a state for each request: tokens and log-probabilities equal a recomputation of the
+whole text in float64, with chunks, reused rows, retractions, aborts and failed steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from moe_engine.models import registry
+from tests.engine.harness import Answer, InProcessEngine, Scripted
+from tests.engine.test_failed_steps import Poisoned
+from tests.models import ema
+
+VOCAB = 250
+ROWS = 6
+FLAGS: dict[str, Any] = {
+    "dtype": "float32", "max_total_tokens": 300, "max_running_requests": ROWS, "chunked_prefill_size": 32,
+}  # fmt: skip
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def registered() -> Iterator[None]:
+    known = dict(registry._architectures)
+    ema.register()
+    yield
+    registry._architectures.clear()
+    registry._architectures.update(known)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "deepseek_v3"])
+def served(
+    request: Any, registered: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[InProcessEngine, torch.nn.Module]]:
+    seed = random.randrange(2**31)
+    print(f"seed of the checkpoint {seed}")
+    path = ema.make_ema_checkpoint(request.param, tmp_path_factory.mktemp("model"), seed)
+    engine = InProcessEngine(path, tmp_path_factory.mktemp("status") / "status", **FLAGS)
+    yield engine, ema.reference(path)
+    engine.close()
+
+
+def make_script(rng: random.Random, count: int) -> list[Scripted]:
+    """Prompts shorter and longer than a chunk, some with equal beginnings. The first requests fill all
+    rows and do not fit into the pool together. Some are aborted."""
+    shared = [rng.randrange(VOCAB) for _ in range(160)]
+    script = []
+    for i in range(count):
+        length = 31 if i < ROWS else rng.choice([1, 2, 3, 31, 32, 33, 70, 150])
+        script.append(
+            Scripted(
+                f"r{i}",
+                shared[:length] if i % 3 == 0 else [rng.randrange(VOCAB) for _ in range(length)],
+                max_new_tokens=60 if i < ROWS else rng.choice([1, 30, 60]),
+                arrives=0 if i < ROWS else rng.randrange(30),
+                aborted_at=rng.randrange(30, 60) if i % 6 == 5 else None,
+                sampling={"temperature": 0.0, "ignore_eos": True},
+                logprob=True,
+                logprob_start=0 if i % 4 == 0 else None,
+            )
+        )
+    return script
+
+
+def check(model: torch.nn.Module, prompt: list[int], tokens: list[int], logprobs: list[float], where: str = "") -> None:
+    """Each token is the best one of the reference, with its log-probability."""
+    with torch.inference_mode():
+        scores = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :].log_softmax(-1)
+    chosen = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert chosen.tolist() == pytest.approx(scores.max(-1).values.tolist(), abs=1e-5), where
+    assert logprobs == pytest.approx(chosen.tolist(), abs=TOLERANCE), where
+
+
+def check_answer(model: torch.nn.Module, item: Scripted, answer: Answer) -> None:
+    if answer.token_ids:
+        check(model, item.prompt_ids, answer.token_ids, [entry.logprob for entry in answer.logprobs], item.rid)
+    if item.logprob_start == 0 and item.aborted_at is None:
+        with torch.inference_mode():
+            scores = model(torch.tensor([item.prompt_ids])).logits[0].log_softmax(-1)
+        wanted = [float(scores[i, token]) for i, token in enumerate(item.prompt_ids[1:])]
+        assert [entry.logprob for entry in answer.prompt_logprobs[1:]] == pytest.approx(wanted, abs=TOLERANCE), item.rid
+
+
+@pytest.mark.parametrize(
+    "scheduling", [{}, {"enable_mixed_chunk": True}, {"overlap": False, "chunked_prefill_size": 7}], ids=str
+)
+def test_answers_equal_a_recomputation(served: Any, scheduling: dict[str, Any]) -> None:
+    """Chunks, rows of earlier requests, retractions (the pool is small and filled greedily) and aborts."""
+    engine, model = served
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    script = make_script(random.Random(seed), 3 * ROWS)
+    answers = engine.run(script, schedule_conservativeness=0.0, **scheduling)
+    assert any(answer.retractions for answer in answers.values())
+    for item in script:
+        assert item.aborted_at or len(answers[item.rid].token_ids) == item.max_new_tokens
+        check_answer(model, item, answers[item.rid])
+
+
+def test_the_ledger_has_the_bytes_of_the_pools(served: Any) -> None:
+    engine, _ = served
+    ledger, runner = engine.config.ledger, engine.worker.runner
+    assert runner.rows.states.num_bytes == ledger.bytes_of("request states") > 0
+    assert runner.kv_pool.num_bytes == ledger.kv_bytes
+
+
+def test_a_request_alone(served: Any) -> None:
+    engine, model = served
+    item = Scripted("alone", [random.randrange(VOCAB) for _ in range(100)], 40, logprob=True, logprob_start=0)
+    item.sampling["ignore_eos"] = True
+    check_answer(model, item, engine.run([item])["alone"])
+
+
+def test_other_requests_keep_their_states_after_a_failed_step(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second failed step has stored its states before it fails."""
+    engine, model = served
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    script = [item for item in make_script(rng, ROWS) if item.aborted_at is None]
+    poison = Poisoned(engine.worker.runner)
+    monkeypatch.setattr(engine.worker.runner, "_launch", poison)
+    bad = rng.choice(script)
+    poison.positions[bad.rid] = len(bad.prompt_ids) - 1 + rng.randrange(bad.max_new_tokens)
+    answers = engine.run(script)
+    assert poison.failures >= 2
+    for item in script:
+        if item is not bad:
+            assert len(answers[item.rid].token_ids) == item.max_new_tokens
+            check_answer(model, item, answers[item.rid])
