@@ -61,6 +61,15 @@ class MemoryArgs:
         synonyms={"bf16": "bfloat16"},
         unsupported=dict.fromkeys(("mxfp8", "fp4_e2m1", "nvfp4", "fp4_mx_block16"), OTHER_KV),
     )
+    swa_full_tokens_ratio: float = flag(
+        0.8,
+        "Tokens in the KV pool of layers with a sliding window over those of the other layers, between 0 and 1, where "
+        "memory is too small for the windows of all running requests. Smaller for long contexts.",
+        metavar="RATIO",
+    )
+    disable_hybrid_swa_memory: bool = flag(
+        False, "Layers with a sliding window keep the KV of the whole context, in the pool of the other layers."
+    )
     enable_hierarchical_cache: bool = flag(
         False,
         "Host-RAM tier of the KV cache: prefixes that leave the KV cache are kept in host memory, and are loaded back "

@@ -434,6 +434,7 @@ def _size(
             graphs=graphs,
             tier_ratio=memory.hicache_ratio if memory.enable_hierarchical_cache else 0.0,
             tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
+            swa_ratio=0.0 if memory.disable_hybrid_swa_memory else memory.swa_full_tokens_ratio,
         )
     )
 

@@ -37,7 +37,7 @@ from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.state_memory import state_rows
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.planning.tier_memory import tier_bytes_per_token, tier_reserve, tier_rows, tier_tokens
-from moe_engine.planning.window_memory import bound_windows, window_bytes_per_token, window_rows
+from moe_engine.planning.window_memory import INDEXED_WINDOWS, bound_windows, window_bytes_per_token, window_rows
 from moe_engine.step_settings import GraphSettings
 
 CPU_SHARE = 0.8
@@ -57,10 +57,6 @@ WORKSPACE_BYTES = 64 << 20
 """Scratch memory of kernels over all threads."""
 
 MIN_USEFUL_TOKENS = 128
-
-INDEXED_WINDOWS = 16
-"""Where all layers have windows, tokens without KV have a number in the radix cache only: at most as many as the pool
-of windows holds, times this."""
 
 FRACTION_STEPS = 1_000_000
 """--mem-fraction-static is reported in these parts, rounded up: passed as a flag it gives the same KV cache."""
@@ -92,6 +88,8 @@ class SizingInput:
     tier_ratio: float = 0.0
     """Tokens of the host-RAM tier over those of the KV cache, unless `tier_bytes` is its size; both 0: no tier."""
     tier_bytes: int = 0
+    swa_ratio: float = 0.8
+    """Slots of windowed layers over those of the others where memory is scarce; 0: no pool of their own."""
     num_window_slots: int = 0
     """Tokens of the pool of windowed layers; 0: they have none of their own."""
 

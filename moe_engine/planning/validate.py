@@ -128,6 +128,8 @@ def attention_groups(args: EngineArgs) -> int:
 
 def _memory(args: EngineArgs) -> Iterator[str]:
     memory = args.memory
+    if not 0 < memory.swa_full_tokens_ratio <= 1:
+        yield f"--swa-full-tokens-ratio {memory.swa_full_tokens_ratio:g}: must be above 0 and at most 1"
     page = memory.page_size or 1
     chunk = memory.chunked_prefill_size
     if chunk is not None and chunk != -1:

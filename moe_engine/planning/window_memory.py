@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from moe_engine.models.config import ModelConfig
-from moe_engine.planning.ledger import WINDOWS_ROW, LedgerRow
+from moe_engine.planning.ledger import SLOT_TOKEN_BYTES, WINDOWS_ROW, LedgerRow, slot_table_bytes
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.types import window_pool_tokens
+
+INDEXED_WINDOWS = 16
+"""Where all layers have windows, tokens without KV have a number in the radix cache only: at most as many as the pool
+of windows holds, times this."""
 
 
 class WindowInput(Protocol):
@@ -27,6 +31,12 @@ class WindowInput(Protocol):
     def tier_bytes(self) -> int: ...
     @property
     def num_window_slots(self) -> int: ...
+    @property
+    def bytes_per_token(self) -> int: ...
+    @property
+    def max_total_tokens(self) -> int | None: ...
+    @property
+    def swa_ratio(self) -> float: ...
 
 
 def window_bytes_per_token(given: WindowInput) -> int:
@@ -37,19 +47,50 @@ def window_bytes_per_token(given: WindowInput) -> int:
 
 
 def bound_windows(given: WindowInput, tokens: int) -> tuple[int, str]:
-    """Tokens of a pool of windowed layers in which no allocation fails, if it is smaller than a KV cache of `tokens`;
-    else 0, with the reason."""
+    """Tokens of the pool of windowed layers, or 0 with the reason why they have none.
+
+    The pool has room for the windows of all running requests where that is less than a KV cache of `tokens`, which
+    would hold the whole context of all layers. Else it has its share of the memory, and admission counts its room.
+    """
     window, limits = given.local_model.longest_window, given.limits
     kept = f"layers with a window of {window} tokens keep the KV of the whole context"
     if given.tier_ratio or given.tier_bytes:
         return 0, f"{kept}: --enable-hierarchical-cache copies the KV of all layers"
+    if not given.swa_ratio:
+        return 0, f"{kept}: --disable-hybrid-swa-memory"
+    if tokens >= limits.running * limits.context_len:
+        shared = tokens  # memory is not scarce
+    else:
+        shared = _share(given, tokens)
     step = limits.prompt_tokens + limits.decode_tokens
-    slots = window_pool_tokens(window, given.page_size, limits.running, step, limits.draft_slots)
+    page, drafts = given.page_size, limits.draft_slots
+    least, most = (window_pool_tokens(window, page, running, step, drafts) for running in (1, limits.running))
+    slots = min(most, max(least, shared))
     if slots < tokens:
         return slots, ""
-    windows = f"windows of {limits.running} running requests and of a step of {step} tokens take {slots}"
-    flags = "--max-running-requests, --chunked-prefill-size"
+    windows = f"a window and a step of {step} tokens take {least}"
+    flags = "--chunked-prefill-size, --max-running-requests"
     return 0, f"{kept}: {windows}, the KV cache has {tokens} tokens ({flags})"
+
+
+def _share(given: WindowInput, tokens: int) -> int:
+    """Slots of windowed layers in the memory of a KV cache of `tokens`: `--swa-full-tokens-ratio` of those of the other
+    layers; all of it if there are no other layers."""
+    ratio, windowed, others = given.swa_ratio, window_bytes_per_token(given), _other_bytes(given)
+    tables = slot_table_bytes(given.limits.running, given.limits.row_width)
+    memory = tokens * (windowed + others + SLOT_TOKEN_BYTES) - tables
+    if given.max_total_tokens is not None:
+        slots = ratio * tokens
+    elif others:
+        slots = ratio * memory / (others + ratio * windowed + SLOT_TOKEN_BYTES)
+    else:
+        slots = memory / (windowed + SLOT_TOKEN_BYTES * INDEXED_WINDOWS)
+    return int(slots) // given.page_size * given.page_size
+
+
+def _other_bytes(given: WindowInput) -> int:
+    """KV bytes of a token in layers without a window, drafters included."""
+    return given.bytes_per_token - (0 if given.num_window_slots else window_bytes_per_token(given))
 
 
 def window_rows(given: WindowInput) -> list[LedgerRow]:
@@ -57,6 +98,5 @@ def window_rows(given: WindowInput) -> list[LedgerRow]:
     if not given.num_window_slots:
         return []
     each, model, slots = window_bytes_per_token(given), given.local_model, given.num_window_slots
-    windows = f"{given.limits.running} windows of {model.longest_window} tokens"
-    detail = f"{slots} tokens x {each} B in {len(model.windowed_layers)} layers, for {windows}"
+    detail = f"{slots} tokens x {each} B in {len(model.windowed_layers)} layers with windows of {model.longest_window}"
     return [LedgerRow(WINDOWS_ROW, (slots + given.page_size) * each, detail)]

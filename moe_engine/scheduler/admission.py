@@ -79,6 +79,10 @@ class PrefillBudget:
         # The ratio also applies to requests that end by length only (ignore_eos): other requests end and free slots for
         # them; if that fails, a retracted request resumes from the radix cache.
         self._reserved = ratio * sum(expected_growth(request, clip) for request in running)
+        self._windows = kv_cache.window_room
+        self._windows_reserved = 0.0
+        if self._windows is not None:
+            self._windows_reserved = self._windows.expected(ratio, ((r, expected_growth(r, clip)) for r in running))
         self.rem_input = config.max_prefill_tokens - num_mixed
         chunk = config.chunk_tokens
         self.rem_chunk = _UNLIMITED if chunk is None else chunk - num_mixed
@@ -87,12 +91,25 @@ class PrefillBudget:
     def rem_total(self) -> float:
         return self._kv_cache.available - self._reserved
 
-    def spend(self, count: int, growth: int) -> None:
+    @property
+    def rem_windows(self) -> float:
+        """Tokens that windowed layers have left; unlimited if their KV is not bounded."""
+        return _UNLIMITED if self._windows is None else self._windows.available - self._windows_reserved
+
+    def has_room(self, total: int) -> bool:
+        """Whether a request fits that needs `total` tokens until its end."""
+        if self._windows is not None and self._windows.of_new(total) >= self.rem_windows:
+            return False
+        return total < self.rem_total
+
+    def spend(self, request: Request, count: int, growth: int) -> None:
         """Charges `count` tokens of the batch (with slots allocated) and the request's expected `growth`."""
         pages = self._config.ceil_page(count)
         self.rem_input -= pages
         self.rem_chunk -= pages
         self._reserved += growth
+        if self._windows is not None:
+            self._windows_reserved += self._windows.growth(request, growth)
 
     @property
     def exhausted(self) -> bool:
@@ -183,7 +200,7 @@ class Admission:
             return False
         left = config.ceil_page(len(entry.tokens) - entry.matched(kv_cache.tree).length)
         total = left + expected_growth(request, config.clip_max_new_tokens) + config.page_size
-        if (num_running or batch.jobs) and total >= budget.rem_total:
+        if (num_running or batch.jobs) and not budget.has_room(total):
             return False  # `_admit` refuses it for the same reason
         return connector.start_load(entry, kv_cache.step)
 
@@ -193,7 +210,7 @@ class Admission:
         left = len(entry.tokens) - request.num_computed
         count = min(left, budget.rem_chunk)
         if others:
-            count = min(count, max(0, int(budget.rem_total)))
+            count = min(count, max(0, int(min(budget.rem_total, budget.rem_windows))))
         if count < left:
             count = self._config.floor_page(count)
         if count <= 0:
@@ -204,7 +221,7 @@ class Admission:
             return False
         is_last = count == left
         batch.jobs.append(PrefillJob(entry, start, slots, False, is_last))
-        budget.spend(count, expected_growth(request, self._config.clip_max_new_tokens) if is_last else 0)
+        budget.spend(request, count, expected_growth(request, self._config.clip_max_new_tokens) if is_last else 0)
         return is_last
 
     def _admit(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, num_running: int) -> Blocked:
@@ -218,7 +235,7 @@ class Admission:
         growth = expected_growth(request, config.clip_max_new_tokens)
         pages = config.ceil_page(left)
         total = pages + growth + config.page_size
-        if not alone and total >= budget.rem_total:
+        if not alone and not budget.has_room(total):
             return Blocked.TOKENS
         if batch.jobs and pages >= budget.rem_input:
             return Blocked.BUDGET
@@ -228,7 +245,7 @@ class Admission:
         node = kv_cache.tree.match(entry.prefix_keys, entry.limit, request.extra_key, entry.matched(kv_cache.tree).node)
         kv_cache.attach(request, node)
         slots = None
-        if alone or total < budget.rem_total:  # checked again: locking the prefix reduced the evictable tokens
+        if alone or budget.has_room(total):  # checked again: locking the prefix reduced the evictable tokens
             slots = kv_cache.extend(request, count)
         if slots is None:
             kv_cache.detach(request)
@@ -240,5 +257,5 @@ class Admission:
         batch.jobs.append(PrefillJob(entry, node.end, slots, True, is_last))
         batch.admitted.append(entry)
         batch.cached_tokens += node.end
-        budget.spend(count, growth if is_last else 0)
+        budget.spend(request, count, growth if is_last else 0)
         return Blocked.NOTHING

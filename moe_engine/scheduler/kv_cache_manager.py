@@ -14,6 +14,7 @@ from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
+from moe_engine.scheduler.window_room import WindowRoom
 from moe_engine.types import Request, RowWrite
 
 
@@ -39,6 +40,8 @@ class KVCacheManager:
         self.rows = DeferredFreePool(range(config.max_rows))
         self.connector: KVConnector | None = None
         """KV outside the pool, if there is any."""
+        self.window_room: WindowRoom | None = None
+        """Room for the KV of windowed layers, if it is bounded."""
         if config.host_tier_tokens:
             made = connector_class(config.kv_connector)
             self.connector = made(config.host_tier_tokens, self.slots, self.make_room)

@@ -1,14 +1,16 @@
 """Retraction: which running requests go back to the queue when the KV pool is full.
 
-Victims are the requests with the fewest outputs, ties the longest prompt (least work lost, most room gained); with
-priorities the least urgent first. A victim's computed KV is put into the radix cache, so it resumes from there unless
-that KV is evicted meanwhile; it waits in the front region of the queue. Against thrashing, a retraction makes room for
-several decode steps, and admission pauses until a request has ended or that many steps have passed.
+Windowed layers may have a pool of their own, and either pool may be full. Victims are the requests with the fewest
+outputs, ties the longest prompt (least work lost, most room gained); with priorities the least urgent first. A victim's
+computed KV is put into the radix cache, so it resumes from there unless that KV is evicted meanwhile; it waits in the
+front region of the queue. Against thrashing, a retraction makes room for several decode steps, and admission pauses
+until a request has ended or that many steps have passed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
@@ -25,26 +27,48 @@ def victim_order(requests: Sequence[Request], config: SchedulerConfig) -> list[R
     return sorted(requests, key=key)
 
 
+@dataclass
+class _Pool:
+    """Tokens that a pool has now, that each request needs from it, and that a victim gives back."""
+
+    room: int
+    needs: dict[str, int]
+    gain: Callable[[Request], int]
+
+    def __post_init__(self) -> None:
+        self.need = sum(self.needs.values())
+
+    def retract(self, victim: Request) -> None:
+        self.need -= self.needs[victim.rid]
+        self.room += self.gain(victim)
+
+
 def choose_victims(requests: Sequence[Request], config: SchedulerConfig, kv_cache: KVCacheManager) -> list[Request]:
     """The requests to retract so that the others can decode for `retract_decode_steps`; never all of them.
 
     Counts only a victim's private slots as freed. No step may be in flight.
     """
-    needs = {
-        request.rid: kv_cache.decode_need(
-            [request], max(1, min(config.retract_decode_steps, request.max_new_tokens - len(request.output_ids)))
-        )
+    steps = {
+        request.rid: max(1, min(config.retract_decode_steps, request.max_new_tokens - len(request.output_ids)))
         for request in requests
     }
-    need = sum(needs.values())
-    room = kv_cache.slots.num_free + kv_cache.tree.num_evictable
+    pools = [
+        _Pool(
+            kv_cache.slots.num_free + kv_cache.tree.num_evictable,
+            {request.rid: kv_cache.decode_need([request], steps[request.rid]) for request in requests},
+            lambda victim: config.ceil_page(len(victim.slots)) - victim.num_in_tree,
+        )
+    ]
+    if (windows := kv_cache.window_room) is not None:
+        grown = {request.rid: windows.growth(request, steps[request.rid]) for request in requests}
+        pools.append(_Pool(windows.available_now, grown, windows.gain))
     victims: list[Request] = []
     for victim in victim_order(requests, config)[:-1]:
-        if need <= room:
+        if all(pool.need <= pool.room for pool in pools):
             break
         victims.append(victim)
-        need -= needs[victim.rid]
-        room += config.ceil_page(len(victim.slots)) - victim.num_in_tree
+        for pool in pools:
+            pool.retract(victim)
     return victims
 
 

@@ -36,15 +36,35 @@ class WindowPages:
         self._writes: dict[int, int] = {}
         self.pool.reset()
 
+    # -- counts, in pages
+
+    @property
+    def num_free_or_idle(self) -> int:
+        """Pages that can be assigned when no step is in flight."""
+        return self.pool.num_free + len(self._idle)
+
+    @property
+    def num_unpinned(self) -> int:
+        """Pages that no request pins; steps in flight may read some of them."""
+        return self.pool.num_total - len(self._pins)
+
+    def num_pinned_once(self, full_pages: Iterable[int]) -> int:
+        """How many of these pages have one pin."""
+        return sum(self._pins.get(full) == 1 for full in full_pages)
+
     # -- pins
 
+    def make_room(self, count: int) -> bool:
+        """Evicts idle pages until `count` can be assigned now. False if that is impossible."""
+        if self.pool.num_free < count:
+            self._evict(count)
+        return self.pool.num_free >= count
+
     def assign(self, full_pages: Sequence[int]) -> None:
-        """Gives each of these new full pages a window page with one pin."""
+        """Gives each of these new full pages a window page with one pin. `make_room` must have succeeded."""
         count = len(full_pages)
         if not count:
             return
-        if self.pool.num_free < count:
-            self._evict(count)
         pages = self.pool.take(count)
         if pages is None:
             raise MoeEngineError(

@@ -3,6 +3,9 @@
 A request pins the window pages [window_start, number of its pages). A step that starts at token p reads the windowed
 KV of the tokens from p - window + 1 on, so earlier pages are unpinned when a step that starts at p is planned. With
 speculation `num_computed` is a lower bound of p.
+
+Each new full page needs a window page: an allocation succeeds where both pools have room. `window_room.py` counts what
+requests need until their end.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.radix_cache import Match, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
 from moe_engine.scheduler.window_pages import WindowPages
+from moe_engine.scheduler.window_room import WindowRoom
 from moe_engine.types import Request, RowWrite
 
 
@@ -79,6 +83,7 @@ class WindowedKVCacheManager(KVCacheManager):
         self.windows = WindowPages(config.num_window_slots, config.page_size)
         self._window = config.window
         super().__init__(config)
+        self.window_room = WindowRoom(config, self.windows)
 
     def _new_slots(self, config: SchedulerConfig) -> SlotAllocator:
         return WindowedSlots(config.num_slots, config.page_size, self.windows)
@@ -107,20 +112,34 @@ class WindowedKVCacheManager(KVCacheManager):
             self._assign_behind(request, used)
         return slots
 
+    def make_room(self, num_tokens: int) -> bool:
+        before = self.windows.num_evicted
+        has_room = self.windows.make_room(num_tokens // self.page_size)
+        if self.windows.num_evicted != before:
+            self.tree.version += 1
+        return has_room and super().make_room(num_tokens)
+
+    def decode_need(self, requests: list[Request], steps: int = 1) -> int:
+        for request in requests:
+            self._progress(request)  # frees window pages before room is made
+        return super().decode_need(requests, steps)
+
+    def reserve_need(self, requests: list[Request], widths: list[int]) -> int:
+        for request in requests:
+            self._progress(request)
+        return super().reserve_need(requests, widths)
+
     def take_decode_slots(self, requests: list[Request]) -> list[int]:
         slots = super().take_decode_slots(requests)
         if not self._reserves:
-            for request in requests:
-                self._progress(request)
             page = self.page_size
-            self._assign(slots if page == 1 else [slot for slot in slots if slot % page == 0])
+            self.windows.assign(slots if page == 1 else [slot for slot in slots if slot % page == 0])
         return slots
 
     def reserve(self, requests: list[Request], widths: list[int]) -> list[RowWrite]:
         used = [len(request.slots) for request in requests]
         writes = super().reserve(requests, widths)
         for request, before in zip(requests, used):
-            self._progress(request)
             self._assign_behind(request, before)
         return writes
 
@@ -154,13 +173,7 @@ class WindowedKVCacheManager(KVCacheManager):
 
     def _assign_behind(self, request: Request, used: int) -> None:
         page = self.page_size
-        self._assign(request.slots[-(-used // page) * page :: page])
-
-    def _assign(self, full_pages: Sequence[int]) -> None:
-        before = self.windows.num_evicted
-        self.windows.assign(full_pages)
-        if self.windows.num_evicted != before:
-            self.tree.version += 1
+        self.windows.assign(request.slots[-(-used // page) * page :: page])
 
     # -- steps and integrity
 

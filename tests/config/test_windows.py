@@ -62,7 +62,8 @@ def test_the_ledger_bounds_windowed_layers(resolved, model, windowed) -> None:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ({"max_running_requests": 2, "max_total_tokens": 1024}, "the KV cache has 1024 tokens (--max-running-requests"),
+        ({"max_running_requests": 2, "max_total_tokens": 1024}, "the KV cache has 1024 tokens (--chunked-prefill-size"),
+        (FEW | {"disable_hybrid_swa_memory": True}, "--disable-hybrid-swa-memory"),
         (FEW | {"enable_hierarchical_cache": True}, "--enable-hierarchical-cache copies the KV of all layers"),
     ],
 )
@@ -70,3 +71,28 @@ def test_windows_that_are_not_bounded_are_reported(resolved, flags, reason) -> N
     config = resolved(MISTRAL, **flags)
     assert config.num_window_slots == config.window == 0
     assert any("keep the KV of the whole context" in note and reason in note for note in config.notes)
+
+
+MANY = {"chunked_prefill_size": 64, "max_running_requests": 64}
+
+
+def test_windows_have_a_share_of_the_memory_where_those_of_all_requests_do_not_fit(resolved) -> None:
+    """`--swa-full-tokens-ratio` with layers of both kinds; all of the memory if every layer has a window."""
+    asked = resolved(ALTERNATING, **MANY, max_total_tokens=20_000, swa_full_tokens_ratio=0.5)
+    assert asked.num_window_slots == 10_000 and asked.max_total_num_tokens == 20_000
+    many = {"on": machine(3, 16, "cuda"), "chunked_prefill_size": 64, "max_running_requests": 8192}
+    alternating, every = (model | {"sliding_window": 2048} for model in (ALTERNATING, MISTRAL))
+    whole = resolved(alternating, **many, disable_hybrid_swa_memory=True)
+    assert whole.num_window_slots == 0 and whole.max_total_num_tokens < 8192 * 2048
+    half = resolved(alternating, **many, swa_full_tokens_ratio=0.5)
+    assert half.num_window_slots / half.max_total_num_tokens == pytest.approx(0.5, rel=0.05)
+    assert half.max_total_num_tokens > 1.2 * whole.max_total_num_tokens
+    numbered = resolved(every, **many)
+    assert 0.7 * whole.max_total_num_tokens < numbered.num_window_slots < whole.max_total_num_tokens
+    assert numbered.max_total_num_tokens > 2 * numbered.num_window_slots
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.5, -0.1])
+def test_ratios_out_of_range_are_refused(resolved, ratio) -> None:
+    with pytest.raises(ConfigError, match=r"--swa-full-tokens-ratio .*must be above 0 and at most 1"):
+        resolved(ALTERNATING, swa_full_tokens_ratio=ratio)

@@ -112,6 +112,33 @@ def test_answers_equal_transformers(name: str, form: str, tmp_path: Path) -> Non
         engine.close()
 
 
+@pytest.mark.parametrize(
+    "flags", [{}, {"page_size": 4, "disable_radix_cache": True}, NGRAM, {"disable_overlap_schedule": True}]
+)
+def test_a_window_pool_with_room_for_few_requests(flags: dict[str, Any], tmp_path: Path) -> None:
+    """Requests wait for room in the pool of windows, or are retracted."""
+    seed = random.randrange(2**31)
+    rng = random.Random(seed)
+    fields = {**ALTERNATING, "sliding_window": 60}
+    path = make_checkpoint("qwen3", tmp_path / "model", seed=seed, **fields)
+    shape = {
+        "max_total_tokens": 1600,
+        "chunked_prefill_size": 16,
+        "max_running_requests": 8,
+        "swa_full_tokens_ratio": 0.15,
+    }
+    engine = InProcessEngine(path, tmp_path / "status", **FLAGS | shape | flags)
+    model = load(path)
+    try:
+        assert engine.config.num_window_slots < 8 * 63
+        script = make_script(rng, 12)
+        answers = engine.run(script)
+        for item in script:
+            check(model, item, answers[item.rid], f"seed {seed} {item.rid} {flags}")
+    finally:
+        engine.close()
+
+
 def test_long_conversations_in_a_small_pool(tmp_path: Path) -> None:
     """Turns of growing conversations of 700 tokens together: a pool of 120 tokens holds their windows."""
     seed = random.randrange(2**31)

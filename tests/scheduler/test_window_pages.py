@@ -36,11 +36,19 @@ def kv_cache_of(sim: Simulation) -> WindowedKVCacheManager:
     arrival=st.sampled_from([0.1, 0.9]),
     abort=st.sampled_from([0.0, 0.05]),
     long=st.booleans(),
+    requests=st.sampled_from([1, 2, None]),
 )
 def test_every_window_is_there(
-    config: SchedulerConfig, window: int, overlap: bool, seed: int, arrival: float, abort: float, long: bool
+    config: SchedulerConfig,
+    window: int,
+    overlap: bool,
+    seed: int,
+    arrival: float,
+    abort: float,
+    long: bool,
+    requests: int | None,
 ) -> None:
-    config = bounded(config, window)
+    config = bounded(config, window, requests)
     sim = Simulation(config, overlap=overlap, worker=WindowedWorker(config))
     play(sim, random.Random(seed), 25, arrival, abort, long)
     pages = kv_cache_of(sim).windows
@@ -88,6 +96,37 @@ def test_retractions_keep_the_windows() -> None:
     assert sim.scheduler.stats().num_retractions_total > 5
 
 
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_full_window_pool_blocks_admission_and_retracts(overlap: bool, page: int) -> None:
+    """The window pool has room for three of ten requests; short ones share it, long ones wait or are retracted."""
+    config = SchedulerConfig(
+        num_slots=4000,
+        context_len=200,
+        page_size=page,
+        max_rows=10,
+        chunked_prefill_size=32,
+        init_new_token_ratio=0.1,
+        new_token_ratio_decay_steps=10,
+        retract_decode_steps=4,
+    )
+    config = bounded(config, 24, requests=3)
+    sim = Simulation(config, overlap=overlap, check_every=5, worker=WindowedWorker(config))
+    rng = random.Random(page)
+    running = []
+    for i in range(60):
+        short = i % 3 == 0
+        prompt = [rng.randrange(50) for _ in range(rng.randint(1, 6 if short else 90))]
+        sim.add(make_request(f"r{i}", prompt, rng.randint(1, 4 if short else 60), ignore_eos=True))
+        for _ in range(rng.randrange(6)):
+            sim.turn()
+            running.append(sim.scheduler.stats().num_running)
+    sim.run_to_end()
+    assert sim.scheduler.stats().num_retractions_total > 0
+    assert max(running) > 3
+    sim.check_end()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_failed_steps(overlap: bool, seed: int) -> None:
@@ -133,10 +172,9 @@ def test_pages_behind_the_window_are_free_after_the_step_in_flight() -> None:
     request.num_computed, kv_cache.step = 8, 1
     kv_cache.cache_unfinished(request)
     assert request.window_start == 5
-    with pytest.raises(MoeEngineError, match="1 are needed, 3 are pinned"):
-        kv_cache.take_decode_slots([request])
-    del request.slots[8:]
+    assert not kv_cache.make_room(kv_cache.decode_need([request]))
     kv_cache.retire(1)
+    assert kv_cache.make_room(kv_cache.decode_need([request]))
     kv_cache.take_decode_slots([request])
     assert len(kv_cache.windows.page_of.keys() & set(request.slots[5:])) == 4
 
@@ -167,9 +205,11 @@ class TestWindowPages:
         pages.assign([10, 11])
         assert pages.take_writes() == [10, 1, 11, 2]
         pages.unpin([10], after_step=3)
+        assert not pages.make_room(1)
         with pytest.raises(MoeEngineError, match="1 are needed, 1 are pinned"):
             pages.assign([12])
         pages.pool.retire(3)
+        assert pages.make_room(1)
         pages.assign([12])
         assert pages.page_of == {11: 2, 12: 1}
 
@@ -179,6 +219,7 @@ class TestWindowPages:
         pages.unpin([10, 11, 12], 0)
         pages.pin([10])
         pages.unpin([10], 0)
+        assert pages.make_room(1)
         pages.assign([13])
         assert pages.page_of.keys() == {10, 12, 13}
 

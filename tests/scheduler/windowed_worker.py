@@ -10,10 +10,12 @@ from moe_engine.types import StepPlan, StepResult, window_pool_tokens
 from tests.scheduler.simulator import FakeWorker, prefix_hashes
 
 
-def bounded(config: SchedulerConfig, window: int) -> SchedulerConfig:
-    """`config` with a window pool of the least size in which no allocation fails by design."""
+def bounded(config: SchedulerConfig, window: int, requests: int | None = None) -> SchedulerConfig:
+    """`config` with a window pool that has room for so many requests (None: for all running requests)."""
     step = config.chunk_tokens or max(config.max_prefill_tokens, config.context_len)
-    tokens = window_pool_tokens(window, config.page_size, config.max_rows, step + config.decode_tokens)
+    drafts = config.speculation.num_slots(config.speculation.num_steps) if config.speculation is not None else 0
+    rows = config.max_rows if requests is None else min(requests, config.max_rows)
+    tokens = window_pool_tokens(window, config.page_size, rows, step + config.decode_tokens, drafts)
     return replace(config, window=window, num_window_slots=tokens)
 
 
