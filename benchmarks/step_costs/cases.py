@@ -55,8 +55,8 @@ GROUPS = (
     Group("v3", "dp8ep8", (1,), prefill=8192),
     Group("v3", "tp8", (1,), prefill=8192),
 )
-CHECKED = (Group("v2-lite", "tp1", (1, 128), "triton"), Group("v3", "dp8ep8", (1, 128)))
-"""Two groups that are cheap enough for every run of the tests."""
+CHECKED = (Group("v2-lite", "tp1", (1, 128), "triton"), Group("v3", "dp8ep8", (1, 128)), Group("v3", "tp8", (1,)))
+"""Groups that are cheap enough for every run of the tests."""
 
 
 class CaseFailed(RuntimeError):

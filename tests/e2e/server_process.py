@@ -20,6 +20,16 @@ from tests.free_port import free_port
 START_SECONDS = 90
 
 
+def start_server(log_path: Path, *arguments: str) -> subprocess.Popen[bytes] | ForkedProcess:
+    """``moe-engine serve``, forked with the fixture `forked_processes`, else an interpreter."""
+    start = child.start_interpreter
+    with open(log_path, "wb") as log:
+        if isinstance(start, Starter):
+            return start.start_program(["moe_engine.cli.main", "serve", *arguments], log)
+        command = [sys.executable, "-m", "moe_engine.launch_server", *arguments]
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+
+
 class ServerProcess:
     """``python -m moe_engine.launch_server`` with its output in a file; leaves no process behind.
 
@@ -29,15 +39,7 @@ class ServerProcess:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log_path = folder / f"server-{self.port}.log"
-        arguments = ["--port", str(self.port), *flags]
-        start = child.start_interpreter
-        self.process: subprocess.Popen[bytes] | ForkedProcess
-        with open(self._log_path, "wb") as log:
-            if isinstance(start, Starter):
-                self.process = start.start_program(["moe_engine.cli.main", "serve", *arguments], log)
-            else:
-                command = [sys.executable, "-m", "moe_engine.launch_server", *arguments]
-                self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+        self.process = start_server(self._log_path, "--port", str(self.port), *flags)
 
     @property
     def log(self) -> str:

@@ -43,8 +43,11 @@ def flush(client: httpx.Client) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("form", ["one rank", "tp2", pytest.param("dp2", marks=pytest.mark.exhaustive), "ep2"])
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.exhaustive if form in ("one rank", "dp2") else []) for form in FORMS]
+)
 def test_returning_turns_hit_the_tier(form: str, tmp_path: Path) -> None:
+    """One rank: tests/engine/test_host_tier.py."""
     rng = random.Random(7)
     num = 2 * 2 * POOL // 160 if "attn-dp" in FORMS[form] else 2 * POOL // 160
     texts = [[rng.randrange(20, 200) for _ in range(120)] for _ in range(num)]

@@ -50,7 +50,14 @@ def expected() -> dict[str, Any]:
     return {}
 
 
-@pytest.fixture(scope="module", params=FORMS)
+PARTS = ("one rank, chain", "dp2, chain")
+"""Forms whose ranks, groups and drafts are also those of others."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(form, marks=pytest.mark.exhaustive if form in PARTS else []) for form in FORMS],
+)
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     more = ("--enable-custom-logit-processor",) if HAS_DILL else ()
     with ServerProcess(tmp_path_factory.mktemp("server"), *COMMON, *more, *FORMS[request.param]) as server:

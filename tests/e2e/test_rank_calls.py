@@ -97,10 +97,13 @@ class Clients:
                 self.answers.append((number, *tokens_of(http, number)))
 
 
-@pytest.mark.parametrize("form", ["one rank", "tp2", pytest.param("dp2", marks=pytest.mark.exhaustive), "ep2"])
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=[] if form == "ep2" else pytest.mark.exhaustive) for form in FORMS]
+)
 def test_calls_over_http_under_load(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], tmp_path: Path, form: str
 ) -> None:
+    """The other forms: tests/distributed/engine/test_weight_updates.py."""
     ranks, more = FORMS[form]
     flags = [*FLAGS, "--model-path", str(checkpoints["old"]), *more]
     with ServerProcess(tmp_path, *flags) as server, server.client() as http, Clients(server) as clients:

@@ -49,7 +49,10 @@ def expected() -> dict[str, Any]:
     return {}
 
 
-@pytest.fixture(scope="module", params=FORMS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(form, marks=pytest.mark.exhaustive if form == "two replicas" else []) for form in FORMS],
+)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with ServerProcess(tmp_path_factory.mktemp("server"), *COMMON, *FORMS[request.param]) as server:
         yield server

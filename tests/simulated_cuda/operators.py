@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -168,7 +170,7 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [x for x in flat if isinstance(x, Tensor)]
     if op in BY_VALUES and kwargs.get("output_size") is None:
         note_wait(str(op))
-    launch = Launch(str(op), index)
+    launch = Launch(_schema(op).name, index)
     written = _written(op, args, kwargs)
     for tensor in tensors:
         if tensor.is_cuda:
@@ -177,7 +179,7 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             else:
                 launch.input_format(tensor)
     fresh = [x for x in written if not x.numel() and sum(x is other for other in flat) == 1]  # not what is also read
-    if fresh and "out" in str(op):
+    if fresh and "out" in _schema(op).name:
         return _made(op, flat, spec, written, launch)
     skipped = observer.skips(tensors)
     if skipped and op is aten.equal.default:
@@ -221,11 +223,36 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def as_declared(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The dispatcher hands numbers that stand for tensors over as numbers; not all operators take them so."""
+    of_tensors = _schema(op).of_tensors
+    if not any(isinstance(x, (bool, int, float)) for x in args):
+        return args
+    return tuple(
+        torch.tensor(x) if isinstance(x, (bool, int, float)) and place in of_tensors else x
+        for place, x in enumerate(args)
+    )
 
-    def declared(kind: Any, x: Any) -> Any:
-        return torch.tensor(x) if isinstance(kind, torch.TensorType) and isinstance(x, (bool, int, float)) else x
 
-    return tuple(declared(argument.type, x) for argument, x in zip(op._schema.arguments, args))
+@dataclass(frozen=True)
+class _Schema:
+    """Of an operator: its name, the places of tensors, places and names of what it writes."""
+
+    name: str
+    of_tensors: frozenset[int]
+    written: tuple[tuple[int, str], ...]
+
+
+@cache
+def _schema(op: Any) -> _Schema:
+    arguments = list(enumerate(op._schema.arguments))
+    return _Schema(
+        str(op),
+        frozenset(place for place, argument in arguments if isinstance(argument.type, torch.TensorType)),
+        tuple(
+            (place, argument.name)
+            for place, argument in arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ),
+    )
 
 
 def _shape(x: Any) -> Any:
@@ -283,10 +310,9 @@ def _made(op: Any, flat: list[Any], spec: Any, written: list[Tensor], launch: La
 
 def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     found = []
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = kwargs.get(argument.name, args[place] if place < len(args) else None)
-            found += [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+    for place, name in _schema(op).written:
+        value = kwargs.get(name, args[place] if place < len(args) else None)
+        found += [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
     return found
 
 

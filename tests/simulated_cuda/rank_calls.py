@@ -132,13 +132,13 @@ def not_waited_for(rank: int) -> list[str]:
     return [early, error_of(lambda: x + 1), error_of(forked)]
 
 
-def exchanged(rank: int) -> list[list[float]]:
-    """The worst errors of exchanges through symmetric memory, eager and replayed, without FP8 and with. Leaves torch's
-    stream for recordings on the device that all ranks share in this."""
+def exchanged(rank: int, kinds: tuple[bool, ...]) -> list[list[float]]:
+    """The worst errors of exchanges through symmetric memory, eager and replayed; `kinds`: with FP8 or without. Leaves
+    torch's stream for recordings on the device that all ranks share in this."""
     device_of(0)
     from tests.distributed.dispatch import test_symm_mem_gpu
 
-    return [test_symm_mem_gpu.run(rank, fp8, 2) for fp8 in (False, True)]
+    return [test_symm_mem_gpu.run(rank, fp8, 2) for fp8 in kinds]
 
 
 def summed(rank: int, two_shot: bool) -> list[float]:

@@ -20,8 +20,8 @@ def _sandbox(nodes: int, slurmd_timeout: int) -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Sandbox]:
-    """Four nodes under a SLURM that notices a lost node within seconds."""
-    yield from _sandbox(4, slurmd_timeout=2)
+    """Three nodes under a SLURM that notices a lost node within seconds."""
+    yield from _sandbox(3, slurmd_timeout=2)
 
 
 @pytest.fixture

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -24,8 +24,11 @@ from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import parse_flags
 from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.prepare import prepare
+from moe_engine.processes import child
 from moe_engine.processes.rendezvous_address import RendezvousAddress
 from tests.free_port import free_port
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 HOST = socket.gethostname()
 
@@ -78,12 +81,12 @@ def test_two_nodes_with_the_same_rank():
 
 def test_another_number_of_nodes_is_named():
     port = free_port()
-    with run_check("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}", "--join-timeout", "15") as first:
+    with RunningCheck("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}", "--join-timeout", "15") as first:
         lines: list[str] = []
         place = ClusterPlace(3, 2, f"127.0.0.1:{port}", 0, "flags")
         assert command.check(place, 20.0, 0.0, lines.append) == 1
-        first.terminate()
-        assert first.wait(10) == 1
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(60) == 1
     assert lines == [f"FAILED node 2 ({HOST}) has --nnodes 3, node 0 has 2: give the same on all nodes"]
 
 
@@ -158,21 +161,22 @@ def test_node_that_vanishes_between_two_steps_is_named(monkeypatch):
 def test_another_node_ends_when_node_0_dies():
     """The third node never starts, so both wait."""
     nodes = ["--no-engine", "--nnodes", "3", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
-    with run_check(*nodes) as first, run_check(*nodes, "--node-rank", "1") as other:
-        assert first.stdout is not None
-        assert any(line == "waiting for node 2\n" for line in first.stdout)
-        first.kill()
-        assert "lost node 0 at 127.0.0.1" in other.communicate(timeout=30)[0]
-        assert other.returncode == 1
+    with RunningCheck(*nodes) as first, RunningCheck(*nodes, "--node-rank", "1") as other:
+        assert any(line == "waiting for node 2\n" for line in first.output)
+        first.process.kill()
+        code, lines = other.finish()
+    assert code == 1 and "lost node 0 at 127.0.0.1" in "\n".join(lines)
 
 
 def test_node_0_listens_at_the_announced_address_only():
     port = free_port()
-    with run_check("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}") as first:
+    with RunningCheck("--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}") as first:
         Exchange(RendezvousAddress(f"127.0.0.1:{port}"), 1, ["a", "b"], 30.0, print)  # node 0 is ready
-        listening = [item for item in psutil.Process(first.pid).net_connections() if item.status == psutil.CONN_LISTEN]
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(10) == 1
+        listening = [
+            item for item in psutil.Process(first.process.pid).net_connections() if item.status == psutil.CONN_LISTEN
+        ]
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(60) == 1
     assert port in [item.laddr.port for item in listening]
     assert {item.laddr.ip for item in listening} == {"127.0.0.1"}
 
@@ -225,23 +229,42 @@ def test_engine_results_are_evaluated(monkeypatch, endings, engine, expected):
     assert all(f"  {state}  " in row for state, row in zip(engine, rows)), rows
 
 
-def run_check(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "moe_engine.cli.main", "cluster-check", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+class RunningCheck:
+    """``moe-engine cluster-check`` in a process of its own, forked."""
+
+    def __init__(self, *arguments: str) -> None:
+        read, write = os.pipe()
+        with open(write, "wb") as output:
+            command = ["moe_engine.cli.main", "cluster-check", *arguments]
+            self.process = child.start_interpreter.start_program(command, output)
+        self.output = open(read)  # noqa: SIM115
+
+    def __enter__(self) -> RunningCheck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.output.close()
+
+    def finish(self) -> tuple[int, list[str]]:
+        """Exit code, and the lines that were not read before."""
+        lines = self.output.read().splitlines()
+        return self.process.wait(60), lines
 
 
 def test_the_command_with_the_real_engine():
-    with run_check() as check:
-        lines = check.communicate(timeout=120)[0].splitlines()
-    assert check.returncode == 0 and lines[-1] == "OK" and lines[-2].split()[-2:] == ["ok", "ok"], "\n".join(lines)
+    with RunningCheck() as check:
+        code, lines = check.finish()
+    assert code == 0 and lines[-1] == "OK" and lines[-2].split()[-2:] == ["ok", "ok"], "\n".join(lines)
 
 
 def test_the_command_on_two_nodes_given_by_flags():
     nodes = ["--no-engine", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}"]
-    with run_check(*nodes, "--node-rank", "1") as other, run_check(*nodes) as first:
-        lines = first.communicate(timeout=60)[0].splitlines()
-        assert other.wait(60) == 0
-    assert first.returncode == 0 and lines[-1] == "OK", "\n".join(lines)
+    with RunningCheck(*nodes, "--node-rank", "1") as other, RunningCheck(*nodes) as first:
+        code, lines = first.finish()
+        assert other.finish()[0] == 0
+    assert code == 0 and lines[-1] == "OK", "\n".join(lines)
     assert [line.split()[1] for line in lines[-3:-1]] == ["0", "1"]
 
 

@@ -24,7 +24,8 @@ exit "${code:-0}"
 """
 SCONTROL = """#!/bin/bash
 case "$*" in
-  "show job"*) echo "   Command=$JOB_SCRIPT" ; echo "   Requeue=0" ;;
+  "show job"*) echo "   Command=$JOB_SCRIPT" ; echo "   Requeue=${REQUEUE:-0}" ;;
+  "requeue "*) echo "scontrol $*" >> "$LOG"; exit 1 ;;
   "show config") echo "SlurmdPort = 6818" ;;
 esac
 """
@@ -34,6 +35,7 @@ if [ "$1 $2 $3" = "bench serving --help" ]; then
   exit 0
 fi
 echo "program $0 node $SLURM_NODEID secret ${MOE_ENGINE_DIST_SECRET:-none}: $*" >> "$LOG"
+exit "${PROGRAM_CODE:-0}"
 """
 
 
@@ -123,6 +125,22 @@ def test_all_tasks_of_a_job_get_one_secret_that_no_command_line_shows(shell: She
         assert not any(secret in file.read_text() for file in shell.checkout.rglob("*") if file.is_file())
         secrets.append(secret)
     assert secrets[0] != secrets[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeue", "again"),
+    [(1, 0, 1, True), (1, 1, 1, False), (1, 0, 0, False), (2, 0, 1, False), (0, 0, 1, False)],
+    ids=["failure", "limit of restarts", "--no-requeue", "wrong flags", "success"],
+)
+def test_a_failed_server_is_requeued_up_to_the_limit(
+    shell: Shell, code: int, restarts: int, requeue: int, again: bool
+) -> None:
+    shell.program(shell.bin / "moe-engine")
+    environ = {"PROGRAM_CODE": code, "SLURM_RESTART_COUNT": restarts, "REQUEUE": requeue, "MAX_RESTARTS": 1}
+    done = shell.run("serve.sbatch", **{name: str(value) for name, value in environ.items()})
+    assert done.returncode == code, done.stdout + done.stderr
+    assert ("scontrol requeue 7" in shell.log.read_text()) == again
+    assert ("back to the queue, restart 1 of 1" in done.stdout) == again
 
 
 def test_preset_secret_is_kept(shell: Shell) -> None:

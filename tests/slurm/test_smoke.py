@@ -7,7 +7,10 @@ import re
 import pytest
 
 
-@pytest.mark.parametrize(("nodes", "flags", "engine"), [(2, ["--no-engine"], "run"), (4, [], "ok")])
+@pytest.mark.parametrize(
+    ("nodes", "flags", "engine"),
+    [pytest.param(2, ["--no-engine"], "run", marks=pytest.mark.exhaustive), (2, [], "ok")],
+)
 def test_smoke_ends_with_ok(cluster, nodes, flags, engine):
     job = cluster.submit("smoke.sbatch", *flags, nodes=nodes)
     facts = job.ended()
@@ -22,7 +25,7 @@ def test_smoke_ends_with_ok(cluster, nodes, flags, engine):
 def test_smoke_names_a_broken_link(cluster):
     cluster.cut("node2", "node3")
     try:
-        job = cluster.submit("smoke.sbatch", nodes=4)
+        job = cluster.submit("smoke.sbatch", nodes=3)
         facts = job.ended()
     finally:
         cluster.heal()

@@ -60,7 +60,7 @@ def read_as_rows(setups: list[Setup]) -> list[Setup]:
     return [replace(setup, rows=True, as_device=True) for setup in setups if setup.fp8]
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[2, 3, pytest.param(4, marks=pytest.mark.exhaustive), 8])
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     made = World(request.param)
     yield made

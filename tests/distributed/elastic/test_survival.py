@@ -113,7 +113,11 @@ def test_two_killed_at_once_while_experts_move(
         check_counts(running, tmp_path)
 
 
-@pytest.mark.parametrize("drafts", [{}, {"speculative_algorithm": "NEXTN"}], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    "drafts",
+    [pytest.param({}, marks=pytest.mark.exhaustive), {"speculative_algorithm": "NEXTN"}],
+    ids=["plain", "drafts"],
+)
 def test_masked_requests_continue(tmp_path: Path, drafts: dict[str, Any]) -> None:
     """Late and static masks, logit biases and custom processors, on the lost rank and on the others."""
     pytest.importorskip("dill")

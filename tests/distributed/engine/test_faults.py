@@ -25,7 +25,7 @@ GROUPS = ("--tp", "2", "--attn-dp-size", "2")
 REPLICAS = ("--dp", "2", "--watchdog-timeout", "4")
 PATIENCE = 60.0
 """Time limit in seconds, far above the real durations, which are printed."""
-LONG, LONG_PROMPT = 1500, 1500
+LONG, LONG_PROMPT = 500, 1500
 
 
 @pytest.fixture(autouse=True)

@@ -83,7 +83,12 @@ def test_tokens_are_those_of_one_rank(forms: Forms, seen: Seen, case: Case) -> N
 
 
 @pytest.mark.parametrize(
-    "case", [{"experts": "ep", "chunk": 16}, {"experts": "all_to_all", "attention": "dp"}], ids=name_of
+    "case",
+    [
+        pytest.param({"experts": "ep", "chunk": 16}, marks=pytest.mark.exhaustive),
+        {"experts": "all_to_all", "attention": "dp"},
+    ],
+    ids=name_of,
 )
 def test_drafting_and_the_models_experts_move_unnoticed(forms: Forms, case: dict[str, Any]) -> None:
     moving = {"enable_eplb": True, "ep_num_redundant_experts": 2, "eplb_rebalance_num_iterations": 4}
@@ -94,7 +99,10 @@ def test_drafting_and_the_models_experts_move_unnoticed(forms: Forms, case: dict
 
 @pytest.mark.parametrize(
     "case",
-    [{"attention": "dp", "drafts": "nextn"}, {"chunk": 16, "drafts": "ngram"}],
+    [
+        {"attention": "dp", "drafts": "nextn"},
+        pytest.param({"chunk": 16, "drafts": "ngram"}, marks=pytest.mark.exhaustive),
+    ],
     ids=name_of,
 )
 def test_few_rows_of_logits_at_once(monkeypatch: pytest.MonkeyPatch, forms: Forms, case: dict[str, Any]) -> None:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from moe_engine.processes.dist_secret import SECRET_VARIABLE
 from tests.distributed.ranks.drill import PATIENCE
-from tests.e2e.server_process import ServerProcess
+from tests.e2e.server_process import ServerProcess, start_server
+from tests.fork_server import children
 from tests.free_port import free_port
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "security.md"
 HOST = "127.0.0.3"
@@ -84,7 +85,7 @@ def listeners(pids: list[int]) -> list[Listener]:
     roots = [psutil.Process(pid) for pid in pids]
     sockets = [
         (process, item.laddr.ip, item.laddr.port)
-        for process in (found for root in roots for found in (root, *root.children(recursive=True)))
+        for process in (found for root in roots for found in (root, *children(root, recursive=True)))
         for item in process.net_connections("tcp")
         if item.status == psutil.CONN_LISTEN
     ]
@@ -104,17 +105,21 @@ def two_nodes(
         monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     port = free_port()
     flags = (*FLAGS, "--dist-init-addr", f"{HOST}:{port}")
-    command = [sys.executable, "-m", "moe_engine.launch_server", *flags, "--node-rank", "1"]
-    with open(folder / "node1.log", "wb") as log:
-        node = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=os.environ)
+    node = start_server(folder / "node1.log", *flags, "--node-rank", "1")
     try:
         with ServerProcess(folder, *flags, "--node-rank", "0") as server:
             yield server, node.pid, port
     finally:
-        for child in psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []:
+        end(node)
+
+
+def end(node: Any) -> None:
+    """Kills a node's launcher and its processes."""
+    for child in children(psutil.Process(node.pid), recursive=True) if node.poll() is None else []:
+        with suppress(psutil.NoSuchProcess):
             child.kill()
-        node.kill()
-        node.wait()
+    node.kill()
+    node.wait()
 
 
 @pytest.mark.parametrize("secret", [None, secrets.token_hex(16)], ids=["without", "secret"])
@@ -161,14 +166,15 @@ def test_every_listening_socket_is_documented_and_bound_to_one_address(
 def test_node_with_another_secret_fails_and_node_0_logs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"{HOST}:{free_port()}"
     logs = [tmp_path / f"node{rank}.log" for rank in range(2)]
-    nodes: list[subprocess.Popen[bytes]] = []
+    nodes: list[Any] = []
     try:
-        for rank, environ in enumerate(({SECRET_VARIABLE: "a" * 16}, {})):
-            command = [sys.executable, "-m", "moe_engine.launch_server", *FLAGS, "--port", "0"]
-            command += ["--dist-init-addr", address, "--node-rank", str(rank)]
-            with open(logs[rank], "wb") as log:
-                plain = {name: value for name, value in os.environ.items() if name != SECRET_VARIABLE}
-                nodes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=plain | environ))
+        for rank in range(2):
+            if rank == 0:
+                monkeypatch.setenv(SECRET_VARIABLE, "a" * 16)
+            else:
+                monkeypatch.delenv(SECRET_VARIABLE)
+            command = [*FLAGS, "--port", "0", "--dist-init-addr", address, "--node-rank", str(rank)]
+            nodes.append(start_server(logs[rank], *command))
         assert nodes[1].wait(PATIENCE) == 2
         text = logs[1].read_text()
         assert (
@@ -180,8 +186,5 @@ def test_node_with_another_secret_fails_and_node_0_logs_it(tmp_path: Path, monke
             time.sleep(0.1)
         assert nodes[0].poll() is None  # it waits for the right one
     finally:
-        for process in nodes:
-            for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-                child.kill()
-            process.kill()
-            process.wait()
+        for node in nodes:
+            end(node)

@@ -13,6 +13,8 @@ from tests.engine.test_greedy_parity import NUM_TOKENS, check_greedy
 from tests.engine.test_windows import ALTERNATING, FLAGS, load
 from tests.models.checkpoints import make_checkpoint
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 DENSE: tuple[str, dict[str, Any]] = ("qwen3", ALTERNATING)
 DP2: dict[str, Any] = {"tp_size": 2, "attn_dp_size": 2}
 TRAVELS = {"ep_size": 2, "moe_a2a_backend": "all_to_all", "enable_two_batch_overlap": True}

@@ -1,0 +1,39 @@
+"""Requests that run while a test kills, stops or ends the processes of their server."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from tests.e2e.server_process import ServerProcess
+
+LENGTH = 2000  # a second or more of a tiny model: all are running before the first one ends
+LONG = {"temperature": 1.0, "max_new_tokens": LENGTH, "ignore_eos": True}
+
+
+def in_background(server: ServerProcess, count: int) -> tuple[list[threading.Thread], list[object]]:
+    answers: list[object] = []
+
+    def ask(i: int) -> None:
+        with server.client() as client:
+            answers.append(client.post("/generate", json={"text": f"hello {i}", "sampling_params": LONG}))
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    return threads, answers
+
+
+def wait_running(server: ServerProcess, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while server.state()["num_running"] < count:
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.01)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,55 @@
+"""How a server ends that is refused, gets SIGTERM or loses its front end: interpreters, as a user starts them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.running_requests import LENGTH, in_background, wait_for, wait_running
+from tests.e2e.server_process import ServerProcess
+from tests.models.checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("model"), seed=11, max_position_embeddings=8192)
+
+
+def test_sigterm_drains_and_exits_zero(checkpoint: Path, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
+        threads, answers = in_background(server, 2)
+        wait_running(server, 2)
+        core = server.core
+        assert server.terminate() == 0
+        for thread in threads:
+            thread.join(60)
+        finish = [a.json()["meta_info"]["finish_reason"] for a in answers]  # type: ignore[attr-defined]
+        assert finish == [{"type": "length", "length": LENGTH}] * 2
+        assert not psutil.pid_exists(core.pid)
+
+
+def test_core_exits_with_a_killed_front_end(checkpoint: Path, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, "--model-path", str(checkpoint)) as server:
+        core = server.core
+        server.process.kill()
+        core.wait(60)
+
+
+def test_refused_configuration_is_one_message_and_exit_2(checkpoint: Path, tmp_path: Path) -> None:
+    server = ServerProcess(tmp_path, "--model-path", str(checkpoint), "--page-size", "0")
+    assert server.process.wait(60) == 2
+    assert "--page-size" in server.log and "Traceback" not in server.log
+
+
+def test_sigterm_while_starting(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    server = ServerProcess(tmp_path, "--model-path", str(checkpoint))
+    try:
+        wait_for(server.children)
+        assert server.terminate(60) == 0
+        assert "READY" not in server.log and "Traceback" not in server.log
+        assert not list(tmp_path.glob("moe-engine-*"))
+    finally:
+        server.__exit__()
