@@ -60,6 +60,10 @@ def _chosen(config: ResolvedConfig) -> dict[str, Any]:
         found["max_dispatch_tokens_per_rank"] = config.limits.low_latency_tokens
     if config.speculation is not None and config.speculation.auto_depth:
         found["speculative_num_steps"] = "auto"
+    if config.num_window_slots:
+        found["swa_full_tokens_ratio"] = (config.num_window_slots + 0.5) / config.max_total_num_tokens  # rounded down
+    elif config.model.windows:
+        found["disable_hybrid_swa_memory"] = True
     if config.model.is_moe:
         found["ep_dispatch_algorithm"] = experts.dispatch
     if experts.recorder_mode is not None:

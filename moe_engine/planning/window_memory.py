@@ -58,7 +58,7 @@ def bound_windows(given: WindowInput, tokens: int) -> tuple[int, str]:
         return 0, f"{kept}: --enable-hierarchical-cache copies the KV of all layers"
     if not given.swa_ratio:
         return 0, f"{kept}: --disable-hybrid-swa-memory"
-    if tokens >= limits.running * limits.context_len:
+    if given.max_total_tokens is None and tokens >= limits.running * limits.context_len:
         shared = tokens  # memory is not scarce
     else:
         shared = _share(given, tokens)

@@ -8,6 +8,7 @@ import pytest
 
 from moe_engine.errors import ConfigError
 from moe_engine.planning.explain import explain_text
+from moe_engine.planning.launch_flags import launch_flags
 from tests.config.conftest import machine
 from tests.config.test_speculation import LLAMA, standalone  # noqa: F401  # a fixture
 
@@ -96,3 +97,17 @@ def test_windows_have_a_share_of_the_memory_where_those_of_all_requests_do_not_f
 def test_ratios_out_of_range_are_refused(resolved, ratio) -> None:
     with pytest.raises(ConfigError, match=r"--swa-full-tokens-ratio .*must be above 0 and at most 1"):
         resolved(ALTERNATING, swa_full_tokens_ratio=ratio)
+
+
+LONG: dict[str, Any] = {"sliding_window": 4096, "max_position_embeddings": 32768, "num_hidden_layers": 32}
+REPORTED = ("max_total_tokens", "swa_full_tokens_ratio", "disable_hybrid_swa_memory")
+
+
+@pytest.mark.parametrize(("model", "asked"), [(MISTRAL, {}), (ALTERNATING, {}), (MISTRAL, {"max_total_tokens": 4096})])
+def test_the_reported_flags_make_the_same_pools(resolved, model, asked) -> None:
+    first = resolved(model | LONG, on=machine(40, 48), **asked)
+    flags = launch_flags(first)
+    again = resolved(model | LONG, on=machine(40, 48), **{name: flags[name] for name in REPORTED})
+    assert again.num_window_slots == first.num_window_slots
+    assert again.max_total_num_tokens == first.max_total_num_tokens
+    assert bool(first.num_window_slots) == (not asked)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,9 @@ def check_bounded(engine: InProcessEngine, windowed: Sequence[int]) -> None:
     assert engine.worker.info.kv_bytes == ledger.kv_bytes + ledger.bytes_of("KV of windows")
 
 
-@pytest.mark.parametrize(("name", "form"), [*product(MODELS, ("plain", "pages", "ngram")), ("alternating", "unfused")])
+@pytest.mark.each_value
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
 def test_answers_equal_transformers(name: str, form: str, tmp_path: Path) -> None:
     """Chunked prompts and retractions (the pool is small), with and without the radix cache."""
     kind, fields = MODELS[name]

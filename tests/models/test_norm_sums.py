@@ -26,7 +26,8 @@ class Recorded:
 @pytest.mark.parametrize("quantizes", [True, False])
 @pytest.mark.parametrize("sums_first", [True, False])
 def test_the_format_of_the_readers_reaches_the_all_reduce(sums_first: bool, quantizes: bool) -> None:
-    norms = QuantizedNorms(lambda *args: args, lambda format, x, residual, weight, eps: ("quantized", format))
+    unused = [lambda *args: args] * 2
+    norms = QuantizedNorms(unused[0], lambda format, x, residual, weight, eps: ("quantized", format), *unused)
     ops: Any = SimpleNamespace(
         capabilities=OpsCapabilities(norms if quantizes else None), rms_norm=lambda *args: "norm",
         add_rms_norm=lambda *args: "plain",

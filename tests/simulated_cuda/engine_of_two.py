@@ -31,7 +31,8 @@ TWO: dict[str, Any] = {
     "device": "cuda", "tp_size": 2, "dp_size": 2, "enable_dp_attention": True, "moe_a2a_backend": "all_to_all",
     "enable_two_batch_overlap": True, "enable_eplb": True, "ep_num_redundant_experts": 2,
     "eplb_rebalance_num_iterations": 2, "attention_backend": "torch", "moe_runner_backend": "torch",
-    "sampling_backend": "pytorch", "cpu_threads": 1, "skip_tokenizer_init": True, "log_level": "error",
+    "sampling_backend": "pytorch", "linear_backend": "torch", "ops_backend": "torch",
+    "cpu_threads": 1, "skip_tokenizer_init": True, "log_level": "error",
 }  # fmt: skip
 NUM_TOKENS = 8
 MOST_ROUNDS = 10

@@ -142,15 +142,36 @@ print(json.dumps(torch_regions.loaded_and_compiled()))
 """
 
 
-def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
-    path = agreeing_checkpoint("qwen3", tmp_path / "model", 3)
+_START_OF_A_FUNCTION = """
+import json, sys, torch
+import torch._inductor.cpu_vec_isa as isa
+from moe_engine.kernels import torch_regions
+isa.valid_vec_isa_list = list  # trying which instructions the compiler knows takes eight seconds
+torch._inductor.config.cpp_cache_precompile_headers = False
+torch_regions.keep_compiled_code(sys.argv[2])
+def double(x):
+    return x + x
+compiled = torch_regions.Regions(4).compile(double, (0,))
+with torch.inference_mode():
+    assert torch.equal(compiled(torch.ones(1, 4)), torch.full((1, 4), 2.0))
+print(json.dumps(torch_regions.loaded_and_compiled()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "regions"),
+    [(_START_OF_A_FUNCTION, 1), pytest.param(_START, 2, marks=pytest.mark.exhaustive)],
+    ids=["function", "model"],
+)
+def test_a_second_start_compiles_nothing(start: str, regions: int, tmp_path: Path) -> None:
+    path = agreeing_checkpoint("qwen3", tmp_path / "model", 3) if start is _START else ""
     found = []
     for _ in range(2):
         done = subprocess.run(
-            [sys.executable, "-c", _START, str(path), str(tmp_path / "kept")],
+            [sys.executable, "-c", start, str(path), str(tmp_path / "kept")],
             capture_output=True, text=True, timeout=200, cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         found.append(json.loads(done.stdout.splitlines()[-1]))
-    assert found == [[0, 2], [2, 0]]  # before attention and behind it, for one token
+    assert found == [[0, regions], [regions, 0]]  # of a model: before attention and behind it, for one token
