@@ -50,7 +50,7 @@ types: $(STAMP_TEST) ## mypy
 	$(BIN)/mypy
 
 # Bytecode is kept whatever the environment says: the tests start hundreds of processes. A failed test runs a second
-# time with the same draws: a defect fails again, a shortage of processor time is listed as RERUN. Three processes keep
+# time with other draws; the summary lists it as RERUN with its seed. Three processes keep
 # two cores busy while tests wait for time limits and starts.
 unit: $(STAMP_TEST) ## the tests only
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --reruns 1 $(PYTEST_ARGS)

@@ -16,6 +16,7 @@ from tests.random_seed import (  # noqa: F401
     pytest_report_header,
     pytest_runtest_call,
     pytest_runtest_makereport,
+    pytest_terminal_summary,
 )
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the servers the tests start

@@ -1,7 +1,8 @@
 """One seed for what tests draw from the module `random`: fresh in each run, part of each failure, and repeatable.
 
 ``MOE_TEST_SEED=N python -m pytest ...`` draws again what the run with seed N drew, also for a test alone: each test and
-each fixture has its own sequence. Processes that a test starts are given a number drawn here.
+each fixture has its own sequence. Processes that a test starts are given a number drawn here. The second attempt at a
+failed test (``--reruns 1``) draws anew; the summary shows the seed of the first one.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
-    random.seed(f"{SEED} {request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}")
+    name = f"{request.node.nodeid} {fixturedef.argname} {getattr(request, 'param_index', 0)}"
+    random.seed(f"{SEED} {name}{_attempt(request._pyfuncitem)}")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    random.seed(f"{SEED} {item.nodeid}")
+    random.seed(f"{SEED} {item.nodeid}{_attempt(item)}")
+
+
+def _attempt(item: pytest.Item) -> str:
+    """Empty for the first attempt."""
+    count = getattr(item, "execution_count", 1)
+    return f" {count}" if count > 1 else ""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,3 +44,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
     if report.failed:
         report.sections.append(("random seed", f"{NAME}={SEED} repeats it"))
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for report in terminalreporter.getreports("rerun"):
+        crash = getattr(report.longrepr, "reprcrash", None)
+        words = "" if crash is None else crash.message.splitlines()[0]
+        terminalreporter.write_line(f"RERUN {report.nodeid} ({NAME}={SEED} repeats it): {words:.300}")

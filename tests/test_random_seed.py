@@ -53,6 +53,13 @@ def test_a_failure_shows_how_to_draw_again(tmp_path: Path) -> None:
     assert set(draws(tmp_path, "test_drawn.py::test_it")[1]).isdisjoint(drawn)
 
 
+def test_a_second_attempt_draws_anew(tmp_path: Path) -> None:
+    (tmp_path / "test_drawn.py").write_text(DRAWN)
+    seed, drawn = draws(tmp_path, "test_drawn.py::test_it", "--reruns", "1")
+    first = draws(tmp_path, "test_drawn.py::test_it", seed=seed)[1]
+    assert set(first) < set(drawn) and len(set(drawn)) == 2 * len(first)
+
+
 def hidden_draws(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Calls whose outcome no seed repeats: (line, name)."""
     for node in ast.walk(tree):
