@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any
 
 from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from moe_engine.errors import InputError
+from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.request import find_constraint
 from moe_engine.types import MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS, SamplingParams
 from moe_engine.validation import NotAvailable, check_unicode, checked, refuse_unavailable
@@ -130,10 +132,7 @@ def build_sampling(
         values[name] = tuple(values.get(name, ()))
     values["custom_logit_processor"] = values.get("custom_logit_processor") or None
     values["logit_bias"] = tuple(values.get("logit_bias", {}).items())
-    constraint = find_constraint(request, where) or values.get("constraint")
-    values["constraint"] = constraint
-    if constraint is not None:
-        values["ignore_eos"] = False  # the end of the grammar is the end of the output
+    constraint = find_constraint(request, where) or values.pop("constraint", None)
     params = SamplingParams(**values)
     for stop in params.stop:
         check_unicode(stop, f"{where}.stop".lstrip("."))
@@ -147,8 +146,19 @@ def build_sampling(
         most = names.get("max_new_tokens", "max_new_tokens")
         words = f"{params.min_new_tokens} is above {most} ({params.max_new_tokens}); lower it"
         raise refuse("min_new_tokens", words)
-    if constraint is not None:
-        for name in ("min_new_tokens", "allowed_token_ids"):
-            if getattr(params, name):
-                raise refuse(name, f"does not go together with {constraint.where}; leave one out")
-    return params
+    return params if constraint is None else constrained(params, constraint, where, names)
+
+
+def constrained(
+    params: SamplingParams, constraint: Constraint, where: str = "", names: Mapping[str, str] = {}
+) -> SamplingParams:
+    """The parameters with a constraint. Arguments as of `build_sampling`.
+
+    Raises:
+        InputError: a parameter does not go together with constraints.
+    """
+    for name in ("min_new_tokens", "allowed_token_ids"):
+        if getattr(params, name):
+            field = f"{where}.{names.get(name, name)}".lstrip(".")
+            raise InputError(f"{field}: does not go together with {constraint.where}; leave one out", field=field)
+    return replace(params, constraint=constraint, ignore_eos=False)  # the output ends where the grammar ends

@@ -17,12 +17,17 @@ from typing import Protocol
 import numpy as np
 
 from moe_engine.core.executor import StepWorker
+from moe_engine.errors import MoeEngineError
 from moe_engine.token_masks import DraftTree, LaunchedStep, StepMasks, words_of
 from moe_engine.types import Request, Status, StepPlan, StepResult
 
 logger = logging.getLogger("moe_engine")
 
 ALL = np.uint32(0xFFFFFFFF)
+NOTHING_ALLOWED = (
+    "no token of the vocabulary is allowed at this position: the vocabulary cannot continue the text; change the "
+    "constraint"
+)
 
 
 class PositionMasks(Protocol):
@@ -106,10 +111,10 @@ class LateMasks:
     """The masked requests of one core, and the step launched without its masks.
 
     Args:
-        fail: ends a request whose masks raised: (rid, message).
+        fail: ends a request whose masks raised or allow nothing: (rid, message, HTTP status).
     """
 
-    def __init__(self, worker: StepWorker, vocab_size: int | None, fail: Callable[[str, str], None]) -> None:
+    def __init__(self, worker: StepWorker, vocab_size: int | None, fail: Callable[[str, str, int], None]) -> None:
         self._worker = worker
         self._vocab_size = vocab_size or 0
         self._fail = fail
@@ -161,12 +166,20 @@ class LateMasks:
             bits = np.unpackbits(found[0].view(np.uint8), bitorder="little")[: self._vocab_size]
             if bits.any():
                 return found
-            message = "no token of the vocabulary is allowed at this position"
+            self._fail(request.rid, f"{_source(request)}: {NOTHING_ALLOWED}", 400)
+        except MoeEngineError as error:
+            self._fail(request.rid, f"{_source(request)}: {error}", 400)
         except Exception as error:
             logger.exception("Masks of request %s failed", request.rid)
             message = f"the masks of the request failed: {type(error).__name__}: {error}"
-        self._fail(request.rid, message)
+            self._fail(request.rid, message, 500)
         return []
+
+
+def _source(request: Request) -> str:
+    """The client's field that forbids tokens."""
+    constraint = request.sampling.constraint
+    return "bad_words" if constraint is None else constraint.where
 
 
 def _depth_first(tree: DraftTree) -> list[int]:

@@ -325,8 +325,8 @@ class EngineCore:
         if self._grammars and (gone := self._grammars.abort(rids)):
             self._send_deltas([messages.RequestDelta(rid, [], reason.to_dict()) for rid in gone])
 
-    def _masks_failed(self, rid: str, reason: str) -> None:
-        self._publish(self._scheduler.abort([rid], FinishReason("abort", message=reason, status_code=500)))
+    def _masks_failed(self, rid: str, reason: str, status: int) -> None:
+        self._publish(self._scheduler.abort([rid], FinishReason("abort", message=reason, status_code=status)))
 
     def _refuse(self, rid: str, error: InputError) -> None:
         finish = FinishReason("abort", message=error.message, status_code=error.status)

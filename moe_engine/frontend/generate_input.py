@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, Struct
 from moe_engine.errors import InputError
 from moe_engine.frontend.logprob_format import LogprobOptions
 from moe_engine.sampling_checks import MAX_COUNT, Count, CustomProcessor, SamplingRequest, TokenId, parse_sampling
+from moe_engine.structured_output.constraint import FreeReasoning
 from moe_engine.types import SamplingParams
 from moe_engine.validation import OffOnly, check_unicode
 
@@ -46,6 +47,9 @@ class GenerateRequest(Struct, kw_only=True):
     priority: Priority | None = None
     extra_key: str | list[str | None] | None = None
     custom_logit_processor: CustomProcessor | list[CustomProcessor | None] | None = None
+    require_reasoning: Annotated[
+        bool | None, Meta(description="true: the output starts inside the reasoning, and constraints apply behind it")
+    ] = None
     routed_dp_rank: DpRank | None = None
     data_parallel_rank: Annotated[DpRank, Meta(description="older name of routed_dp_rank")] | None = None
     input_embeds: OffOnly = None
@@ -70,6 +74,8 @@ class GenerateInput(GenerateRequest, kw_only=True):
     add_special_tokens: bool = True
     keep_special: frozenset[int] = _NOTHING
     """Special tokens kept in the text even with skip_special_tokens (tool-call markers)."""
+    reasoning: FreeReasoning | None = None
+    """Before constrained outputs."""
     text_field: str = "text"
     ids_field: str = "input_ids"
     sampling_field: str = "sampling_params"

@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -26,7 +26,8 @@ from moe_engine.frontend.logits_fields import complete_sampling
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
 from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.structured_output.check_process import CheckSpec
-from moe_engine.structured_output.constraint import Constraint
+from moe_engine.structured_output.constraint import Constraint, FreeReasoning
+from moe_engine.tokenizer.reasoning import REASONING_FORMATS
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
 BULK = (
@@ -64,6 +65,8 @@ class FrontendSettings:
     random_seed: int = 0
     """Seed of the generator that draws seeds for requests without one."""
     grammars: GrammarSettings = field(default_factory=GrammarSettings)
+    reasoning_parser: str | None = None
+    """Of requests with `require_reasoning`."""
 
 
 @dataclass(slots=True)
@@ -127,6 +130,7 @@ class Preparer:
         self._check_total(inp, prompts)
         custom = settings.enable_custom_logit_processor
         complete_sampling(prompts, self._tokenizer, inp.sampling_field, custom=custom)
+        self._add_reasoning(inp, prompts)
         for i, prompt in enumerate(prompts):
             self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
         return ReadRequest(msgspec.structs.replace(inp, **dict.fromkeys(BULK)), prompts, is_batch)
@@ -149,6 +153,17 @@ class Preparer:
                     await asyncio.sleep(0)
         is_list = read.is_batch or len(generations) > 1
         return Job(generations, is_list, bool(read.inp.stream))
+
+    def _add_reasoning(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
+        reasoning, name = inp.reasoning, self._settings.reasoning_parser
+        if inp.require_reasoning:
+            if name is None:
+                words = "require_reasoning: needs a server with --reasoning-parser"
+                raise InputError(words, field="require_reasoning")
+            reasoning = FreeReasoning(REASONING_FORMATS[name].start, REASONING_FORMATS[name].end, inside=True)
+        for prompt in prompts if reasoning is not None else ():
+            if (constraint := prompt.sampling.constraint) is not None:
+                prompt.sampling = replace(prompt.sampling, constraint=replace(constraint, reasoning=reasoning))
 
     def _check_logprobs(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
         limit = self._settings.max_logprobs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -15,16 +14,18 @@ from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.logprob_format import Columns
+from moe_engine.sampling_checks import constrained
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
 from moe_engine.server.http_io import EventStream, cancel_on_disconnect, decode_body_and_rest, json_response, sse
 from moe_engine.server.openai_answers import Usage
-from moe_engine.server.openai_choice import ChoiceParser, ParserOptions, parser_options
+from moe_engine.server.openai_choice import ChoiceParser, Enforced, ParserOptions, parser_options
 from moe_engine.server.openai_common import matched_stop, usage_of
 from moe_engine.server.openai_messages import render_prompt
+from moe_engine.server.openai_tools import ToolWish, tool_wish
 from moe_engine.server.openai_types import ChatRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
-from moe_engine.structured_output.constraint import FreeReasoning
+from moe_engine.structured_output.constraint import Constraint
 from moe_engine.tokenizer.reasoning import free_reasoning
 
 
@@ -47,24 +48,16 @@ class ChatApi:
         req, whole = decode_body_and_rest(body, ChatRequest)
         model = self._state.response_model(req.model)
         self._state.tokenizer()
-        tools = self._tools(req, whole)
+        tools = tool_wish(req, whole.get("tools") or [], self._state.flags.tool_call_parser)
         effort = None if req.reasoning_effort is None else {"reasoning_effort": req.reasoning_effort}
-        prompt = render_prompt(self._state, whole["messages"], req, tools, effort)
-        parsers = parser_options(self._state, req, prompt, tools)
-        read = self._state.frontend.read(self._input(req, prompt, parsers))
+        prompt = render_prompt(self._state, whole["messages"], req, tools.offered, effort)
+        inp = self._input(req, prompt)
+        parsers = parser_options(self._state, req, prompt, tools.called, self._enforce(inp, tools, req))
+        inp.keep_special = parsers.keep_special
+        read = self._state.frontend.read(inp)
         return Plan(read, (response_fields(req, messages=[]), model, parsers))
 
-    def _tools(self, req: ChatRequest, whole: dict[str, Any]) -> list[dict[str, Any]]:
-        """The functions that the model may call, as the client sent them; empty with tool_choice "none"."""
-        choice = "auto" if req.tool_choice is None else req.tool_choice
-        if choice not in ("auto", "none"):
-            shown = choice if isinstance(choice, str) else "a named function"
-            raise InputError(
-                f"tool_choice: {shown} is not available yet in moe-engine; use auto or none", field="tool_choice"
-            )
-        return (whole.get("tools") or []) if choice == "auto" else []
-
-    def _input(self, req: ChatRequest, prompt: str, parsers: ParserOptions) -> GenerateInput:
+    def _input(self, req: ChatRequest, prompt: str) -> GenerateInput:
         if req.top_logprobs and not req.logprobs:
             raise InputError("top_logprobs: needs logprobs: true", field="top_logprobs")
         inp = generate_input(
@@ -74,20 +67,26 @@ class ChatApi:
             text=prompt,
             text_field="messages",
             add_special_tokens=False,
-            keep_special=parsers.keep_special,
             return_logprob=req.logprobs,
             top_logprobs_num=req.top_logprobs,
             top_logprobs_field="top_logprobs",
         )
-        sampling = inp.sampling_params
-        if sampling.constraint is not None and (reasoning := self._reasoning(req, prompt)) is not None:
-            inp.sampling_params = replace(sampling, constraint=replace(sampling.constraint, reasoning=reasoning))
+        name = self._state.flags.reasoning_parser
+        if name is not None:
+            inp.reasoning = free_reasoning(name, prompt, req.chat_template_kwargs or {})
         return inp
 
-    def _reasoning(self, req: ChatRequest, prompt: str) -> FreeReasoning | None:
-        """The reasoning before a constrained answer; None if there is none."""
-        name = self._state.flags.reasoning_parser
-        return None if name is None else free_reasoning(name, prompt, req.chat_template_kwargs or {})
+    def _enforce(self, inp: GenerateInput, tools: ToolWish, req: ChatRequest) -> Enforced:
+        """Adds the constraint of the tool calls, if they are enforced."""
+        given: Constraint | None = inp.sampling_params.constraint
+        constraint = tools.constraint(self._state.flags.tool_call_parser, given)
+        if constraint is given or constraint is None:
+            return Enforced()
+        if inp.reasoning is not None and req.separate_reasoning is False:
+            words = f"separate_reasoning: false does not go together with {constraint.where}; leave one out"
+            raise InputError(words, field="separate_reasoning")
+        inp.sampling_params = constrained(inp.sampling_params, constraint, names={"min_new_tokens": "min_tokens"})
+        return Enforced(calls=True, content=given is not None)
 
     def _usage(self, generations: list[Generation], parsers: ParserOptions) -> Usage:
         return usage_of(

@@ -13,6 +13,14 @@ from moe_engine.tokenizer.tool_calls import MARKERS, ToolCallParser, ToolDelta
 
 
 @dataclass(frozen=True)
+class Enforced:
+    """Parts of an output that a grammar makes JSON: the arguments of tool calls, the content."""
+
+    calls: bool = False
+    content: bool = False
+
+
+@dataclass(frozen=True)
 class ParserOptions:
     """Parser options of one request's choices."""
 
@@ -23,6 +31,7 @@ class ParserOptions:
     tool_form: str | None = None
     tool_names: frozenset[str] = frozenset()
     parallel_tools: bool = True
+    enforced: Enforced = Enforced()
     keep_special: frozenset[int] = frozenset()
     """Special tokens kept in the text for the parsers."""
     think_end_id: int | None = None
@@ -37,7 +46,9 @@ class ParserOptions:
             return len(output_ids) if self.inside else 0
 
 
-def parser_options(state: ServerState, req: ChatRequest, prompt: str, tools: Sequence[dict[str, Any]]) -> ParserOptions:
+def parser_options(
+    state: ServerState, req: ChatRequest, prompt: str, tools: Sequence[dict[str, Any]], enforced: Enforced
+) -> ParserOptions:
     """Parser options for the output of `prompt`, from flags and request."""
     flags, tokenizer = state.flags, state.tokenizer()
     parser = flags.reasoning_parser if req.separate_reasoning is not False else None
@@ -53,6 +64,7 @@ def parser_options(state: ServerState, req: ChatRequest, prompt: str, tools: Seq
         tool_form=form,
         tool_names=frozenset(tool["function"]["name"] for tool in tools),
         parallel_tools=req.parallel_tool_calls is not False,
+        enforced=enforced,
         keep_special=frozenset(i for i in ids if i is not None and i in tokenizer.special_ids),
         think_end_id=tokenizer.token_id(reasoning.end) if reasoning else None,
     )
@@ -68,7 +80,13 @@ class ChoiceParser:
             else None
         )
         self._tools = (
-            ToolCallParser(options.tool_form, options.tool_names, parallel=options.parallel_tools)
+            ToolCallParser(
+                options.tool_form,
+                options.tool_names,
+                parallel=options.parallel_tools,
+                is_json=options.enforced.calls,
+                content_is_json=options.enforced.content,
+            )
             if options.tool_form
             else None
         )
@@ -96,7 +114,7 @@ class ChoiceParser:
     def finish_reason(self, finish: dict[str, Any] | None) -> str | None:
         if finish is None:
             return None
-        if finish["type"] == "stop" and self._tools is not None and self._tools.num_calls:
+        if finish["type"] == "stop" and self._tools is not None and self._tools.num_calls and not self._tools.cut:
             return "tool_calls"
         return finish["type"]
 

@@ -19,8 +19,8 @@ class FreeReasoning:
 class Constraint:
     """What the text of an output must match.
 
-    `kind`: ``json_schema``, ``regex``, ``grammar`` (Lark or GBNF), ``choice`` (a JSON list of texts) or
-    ``structural_tag``. `source` is JSON for json_schema, choice and structural_tag. `where`: its field,
+    `kind`: ``json_schema``, ``regex``, ``grammar`` (Lark or GBNF), ``choice`` (a JSON list of texts),
+    ``structural_tag`` or ``tool_calls``. `source` is JSON for all of them but regex and grammar. `where`: its field,
     for messages.
     """
 

@@ -17,6 +17,7 @@ from moe_engine.structured_output.backend import GrammarError, GrammarSettings, 
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.structured_output.reasoning import EndTags, ReasoningMatcher
 from moe_engine.structured_output.structural_tags import lark_of_tags
+from moe_engine.structured_output.tool_call_grammar import lark_of_calls
 from moe_engine.structured_output.vocabulary import Vocabulary
 
 ANY_WHITESPACE = r"[ ]|\r?\n[ \t]{0,20}"
@@ -35,10 +36,23 @@ class _Tokens:
         self.tokens = [
             b"<special %d>" % i if i in vocabulary.special_ids else token for i, token in enumerate(vocabulary.tokens)
         ]
+        self._special_ids = vocabulary.special_ids
         self._tokenizer = vocabulary.tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+        """Tokens with these bytes. llguidance allows only these where a grammar leaves one text."""
+        ids = self._encode(text if isinstance(text, str) else text.decode())
+        return [part for i in ids for part in self._plain(i)]
+
+    def _plain(self, token: int) -> list[int]:
+        """The token; tokens with its text for a special one, which is no text."""
+        if token not in self._special_ids:
+            return [token]
+        text = self._tokenizer.token_text(token)
+        return self._encode(text[:1]) + self._encode(text[1:])
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
 
 class LLGuidance:
@@ -52,22 +66,38 @@ class LLGuidance:
         self._eos_ids = frozenset(vocabulary.eos_ids)
         self._json_options = _json_options(settings)
         self._end_tags = EndTags(vocabulary)
+        self._special_ids = {vocabulary.tokenizer.token_text(i): i for i in vocabulary.tokenizer.special_ids}
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
 
     def compile(self, constraint: Constraint) -> LLGrammar:
-        matcher = llguidance.LLMatcher(self._tokenizer, self._grammar(constraint), log_level=0, limits=self._limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # builds the first states, and reports what is too complex
+        matcher = self._matcher(self._grammar(constraint))
         if matcher.is_error():
-            raise GrammarError(_reason(matcher.get_error()))
+            raise GrammarError(self._wrong_function(constraint) or _reason(matcher.get_error()))
         if constraint.reasoning is not None:
             self._end_tags.get(constraint.reasoning.end)
         return LLGrammar(matcher, self._eos_ids, self._end_tags)
 
+    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # builds the first states, and reports what is too complex
+        return matcher
+
+    def _wrong_function(self, constraint: Constraint) -> str | None:
+        """The reason against tool calls, if one function's schema is it."""
+        for call in json.loads(constraint.source)["calls"] if constraint.kind == "tool_calls" else ():
+            matcher = self._matcher(self._json_grammar(json.dumps(call["schema"])))
+            if matcher.is_error():
+                return f"parameters of function {call['name']!r:.80}: {_reason(matcher.get_error())}"
+        return None
+
+    def _json_grammar(self, schema: str) -> str:
+        return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options)  # type: ignore[arg-type]
+
     def _grammar(self, constraint: Constraint) -> str:
         kind, source = constraint.kind, constraint.source
         if kind == "json_schema":
-            return llguidance.LLMatcher.grammar_from_json_schema(source, overrides=self._json_options)  # type: ignore[arg-type]
+            return self._json_grammar(source)
         if kind == "regex":
             return llguidance.LLMatcher.grammar_from_regex(source)
         if kind == "choice":
@@ -75,6 +105,8 @@ class LLGuidance:
             return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
         if kind == "structural_tag":
             return lark_of_tags(source, self._json_options)
+        if kind == "tool_calls":
+            return lark_of_calls(json.loads(source), self._json_options, self._special_ids)
         try:
             return any_to_lark(source)
         except GbnfToLarkError as error:

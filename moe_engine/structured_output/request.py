@@ -106,7 +106,7 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
             raise InputError(f"{field}: expected true or false, got {value!r:.80}", field=field)
         kind, source = "json_schema", ANY_OBJECT
     elif kind in ("json_schema", "structural_tag"):
-        source = _json_source(field, value, (dict, bool) if kind == "json_schema" else (dict,))
+        source = json_source(field, value, (dict, bool) if kind == "json_schema" else (dict,))
     elif kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(one, str) and one for one in value):
             raise InputError(f"{field}: expected a list of texts, got {value!r:.80}", field=field)
@@ -123,7 +123,7 @@ def _constraint(field: str, kind: str, value: Any) -> Constraint:
     return Constraint(kind, source, field)
 
 
-def _json_source(field: str, value: Any, types: tuple[type, ...]) -> str:
+def json_source(field: str, value: Any, types: tuple[type, ...]) -> str:
     """A JSON value, or its text, as compact JSON. The order of keys is kept: properties are generated in it."""
     try:
         if isinstance(value, str):

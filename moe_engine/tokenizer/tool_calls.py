@@ -8,6 +8,7 @@ Wire formats (the bar is U+FF5C, the blank U+2581):
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ CALLS_END = "<｜tool▁calls▁end｜>"
 CALL_BEGIN = "<｜tool▁call▁begin｜>"
 CALL_END = "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
+_QUOTES = re.compile(r'\\.?|"', re.DOTALL)
 MARKERS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
 
 
@@ -30,10 +32,14 @@ class ToolFormat:
     before_name: str
     after_name: str
     after_arguments: str
+    between_calls: str = ""
+
+    def before_arguments(self, name: str) -> str:
+        return f"{CALL_BEGIN}{self.before_name}{name}{self.after_name}"
 
 
 TOOL_FORMATS = {
-    "deepseekv3": ToolFormat(f"function{SEPARATOR}", "\n```json\n", f"\n```{CALL_END}"),
+    "deepseekv3": ToolFormat(f"function{SEPARATOR}", "\n```json\n", f"\n```{CALL_END}", between_calls="\n"),
     "deepseekv31": ToolFormat("", SEPARATOR, CALL_END),
 }
 
@@ -48,6 +54,23 @@ class ToolDelta:
     name: str | None = None
 
 
+class JsonStrings:
+    """Follows a JSON text. `inside`: its end is within a string."""
+
+    def __init__(self) -> None:
+        self.inside = False
+        self._escaped = False
+
+    def push(self, text: str) -> None:
+        if self._escaped and text:
+            text, self._escaped = text[1:], False
+        for mark in _QUOTES.finditer(text):
+            if mark[0] == '"':
+                self.inside = not self.inside
+            elif mark[0] == "\\":  # the escaped character follows
+                self._escaped = True
+
+
 class ToolCallParser:
     """State machine over the markers: text, between calls, name, arguments.
 
@@ -57,18 +80,35 @@ class ToolCallParser:
         form: a key of `TOOL_FORMATS`.
         names: the offered functions; None accepts any.
         parallel: False keeps the first call only.
+        is_json: the arguments of calls are JSON (a grammar enforces it): markers in their strings are text.
+        content_is_json: so is the text, if there is any.
     """
 
-    def __init__(self, form: str, names: Collection[str] | None = None, *, parallel: bool = True) -> None:
+    def __init__(
+        self,
+        form: str,
+        names: Collection[str] | None = None,
+        *,
+        parallel: bool = True,
+        is_json: bool = False,
+        content_is_json: bool = False,
+    ) -> None:
         if form not in TOOL_FORMATS:
             raise ConfigError(f"--tool-call-parser {form}: not available yet; choose {' or '.join(TOOL_FORMATS)}")
         self._format = TOOL_FORMATS[form]
         self._names = names
         self._parallel = parallel
+        self._is_json = is_json
+        self._strings = JsonStrings() if content_is_json else None
         self._held = ""
         self._state = "text"
         self._current: int | None = None
         self.num_calls = 0
+
+    @property
+    def cut(self) -> bool:
+        """A call of JSON arguments has begun and not ended."""
+        return self._is_json and self._state in ("name", "arguments")
 
     def push(self, text: str) -> tuple[str, list[ToolDelta]]:
         """Adds text; returns the new plain text and the new pieces of calls."""
@@ -106,6 +146,7 @@ class ToolCallParser:
                 return False
             name = self._held[:at].removeprefix(self._format.before_name).strip()
             self._held, self._state = self._held[at + len(self._format.after_name) :], "arguments"
+            self._strings = JsonStrings() if self._is_json else None
             self._open(name, deltas)
             return True
         if self._state == "arguments":
@@ -126,12 +167,23 @@ class ToolCallParser:
             self.num_calls += 1
 
     def _take_until(self, marker: str, out: list[str]) -> bool:
-        at = self._held.find(marker)
-        if at >= 0:
-            out.append(self._held[:at])
-            self._held = self._held[at + len(marker) :]
-            return True
-        keep = overlap(self._held, marker)
-        out.append(self._held[: len(self._held) - keep])
-        self._held = self._held[len(self._held) - keep :]
+        taken = ""
+        while (at := self._held.find(marker)) >= 0:
+            if not self._passes(self._held[:at]):
+                out.append(taken + self._held[:at])
+                self._held = self._held[at + len(marker) :]
+                return True
+            self._passes(marker[0])
+            taken, self._held = taken + self._held[: at + 1], self._held[at + 1 :]
+        end = len(self._held) - overlap(self._held, marker)
+        self._passes(self._held[:end])
+        out.append(taken + self._held[:end])
+        self._held = self._held[end:]
         return False
+
+    def _passes(self, text: str) -> bool:
+        """Passes over text; returns whether a string of JSON continues behind it."""
+        if self._strings is None:
+            return False
+        self._strings.push(text)
+        return self._strings.inside

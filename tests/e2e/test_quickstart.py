@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import jsonschema
 import openai
 import pytest
 
@@ -116,6 +117,24 @@ def test_a_tool_by_the_clients_own_names(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
     called = choice.message.tool_calls[0].function  # type: ignore[union-attr]
     assert (called.name, json.loads(called.arguments)) == ("fetch_weather", {"place": "Paris"})
+
+
+def test_an_enforced_tool(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 30}, "days": {"type": "integer", "maximum": 9}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("forecast", "history")]
+    for choice, names in (("required", ["forecast", "history"]), ({"type": "function", **tools[1]}, ["history"])):
+        answer = client.chat.completions.create(
+            model="default", messages=FRANCE, tools=tools, tool_choice=choice, parallel_tool_calls=False,  # type: ignore[arg-type]
+            temperature=1.5, max_tokens=200,
+        )  # fmt: skip
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert answer.choices[0].finish_reason == "tool_calls" and call.function.name in names  # type: ignore[union-attr]
+        jsonschema.validate(json.loads(call.function.arguments), schema)  # type: ignore[union-attr]
 
 
 def test_errors_arrive_as_the_clients_own(server: ServerProcess, client: openai.OpenAI) -> None:

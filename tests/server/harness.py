@@ -31,6 +31,7 @@ def make_app(client: FakeClient, **settings: Any) -> Any:
         return {item.name: settings.pop(item.name) for item in dataclasses.fields(cls) if item.name in settings}
 
     own, front = fields_of(ServerSettings), fields_of(FrontendSettings)
+    settings |= {name: front[name] for name in ("reasoning_parser",) if name in front}  # of both
     options = ServerSettings(EngineArgs.from_kwargs(**settings), FrontendSettings(**front), **own)
     tokenizer = None if options.args.model.skip_tokenizer_init else client.tokenizer
     return create_app(Frontend(client, tokenizer, options.frontend), client, options)

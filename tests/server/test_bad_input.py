@@ -11,6 +11,7 @@ from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, get, post, real_server, talk
 
 NAN = float("nan")
+TOOLS = [{"type": "function", "function": {"name": "a"}}]
 NATIVE = [
     ({}, "text: give exactly one of text and input_ids; neither is set"),
     ({"text": "a", "input_ids": [1]}, "text: give exactly one"),
@@ -105,6 +106,10 @@ def test_generate(body, message, stream):
     assert client.requests == []
 
 
+def named(function):
+    return {"type": "function", "function": {"name": function}}
+
+
 def chat(**fields):
     return {**CHAT, **fields}
 
@@ -156,8 +161,11 @@ OPENAI = [
         "top_logprobs",
         "top_logprobs: 1000 log-probabilities",
     ),
-    ("chat/completions", chat(tool_choice="required"), "tool_choice", "required is not available yet"),
-    ("chat/completions", chat(tool_choice={"type": "function"}), "tool_choice", "a named function is not available"),
+    ("chat/completions", chat(tool_choice="required"), "tool_choice", "tool_choice: needs tools"),
+    ("chat/completions", chat(tool_choice="required", tools=TOOLS), "tool_choice", "needs a server with --tool-call"),
+    ("chat/completions", chat(tool_choice={"type": "x"}), "tool_choice.type", "expected 'function', got 'x'"),
+    ("chat/completions", chat(tool_choice={"type": "function"}), "tool_choice.function.name", "expected a string"),
+    ("chat/completions", chat(tool_choice=named("b"), tools=TOOLS), "tool_choice.function.name", "'b' is not the name"),
     ("chat/completions", chat(tools=[{"type": "x"}]), "tools[0].type", "expected 'function', got 'x'"),
     ("chat/completions", chat(tools=[{"function": {}}]), "tools[0].function.name", "is required"),
     ("chat/completions", chat(response_format={"type": "yaml"}), "response_format", "is unknown"),

@@ -162,3 +162,14 @@ def test_optional_reasoning(backend: GrammarBackend) -> None:
     assert allowed(state) == first - {start}
     state.rollback(2)
     assert allowed(state) == first
+
+
+def test_text_of_special_tokens(backend: GrammarBackend, tokenizer: Tokenizer) -> None:
+    """A text that the tokenizer reads as a special token is spelled by others."""
+    text = f"a{tokenizer.eos_token}b"
+    assert tokenizer.special_ids & set(tokenizer.encode(text, False))
+    state, ids = backend.compile(Constraint("choice", json.dumps([text]))).matcher(), list[int]()
+    while len(ids) < 40 and EOS not in (found := allowed(state)):
+        ids.append(min(found))
+        state.accept(ids[-1])
+    assert tokenizer.decode(ids) == text

@@ -17,7 +17,7 @@ from moe_engine.token_masks import LaunchedStep, words_of
 from moe_engine.types import FinishReason, NewRow, SamplingParams
 from moe_engine.worker.device_stream import DeviceStream
 
-NOTHING_ALLOWED = FinishReason("abort", message="no token of the vocabulary is allowed", status_code=500)
+NOTHING_ALLOWED = FinishReason("abort", message="no token of the vocabulary is allowed", status_code=400)
 MASK_BYTES = 12
 """Scratch memory for one masked logit: its bit as three bytes, and copies of the logit."""
 

@@ -1,0 +1,86 @@
+"""Tools of a chat request: which may be called, and the constraint that enforces `tool_choice` and strict functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.errors import InputError
+from moe_engine.server.openai_types import ChatRequest
+from moe_engine.structured_output.constraint import Constraint
+from moe_engine.structured_output.tool_choice import tool_constraint
+
+
+@dataclass(frozen=True)
+class ToolWish:
+    """
+    `offered`: the functions in the prompt, as the client sent them. `called`: those that the model may call.
+    `several`: more than one call is allowed.
+    """
+
+    offered: list[dict[str, Any]]
+    called: list[dict[str, Any]]
+    required: bool
+    several: bool
+
+    def constraint(self, form: str | None, given: Constraint | None) -> Constraint | None:
+        """The constraint of the output.
+
+        Args:
+            form: the server's `--tool-call-parser`.
+            given: the constraint of the request's other fields, which answers without calls match.
+
+        Raises:
+            InputError: a function that cannot be enforced, or a constraint beside enforced calls.
+        """
+        strict = any(tool["function"].get("strict") is True for tool in self.called)
+        if not self.called or form is None or not (self.required or strict or given is not None):
+            return given
+        where = "tool_choice" if self.required else "tools" if strict or given is None else given.where
+        if given is not None and (self.required or given.kind != "json_schema"):
+            if not self.required and not strict:
+                return given
+            words = f"{where} and {given.where}: a request has one constraint at most; leave one out"
+            raise InputError(words, field=given.where)
+        return tool_constraint(self.called, form, where, required=self.required, several=self.several, content=given)
+
+
+def tool_wish(req: ChatRequest, tools: list[dict[str, Any]], form: str | None) -> ToolWish:
+    """
+    Args:
+        tools: as the client sent them.
+        form: the server's `--tool-call-parser`.
+
+    Raises:
+        InputError: the choice has the wrong form, or needs something that is missing.
+    """
+    choice = "auto" if req.tool_choice is None else req.tool_choice
+    several = req.parallel_tool_calls is not False
+    if choice in ("auto", "none"):
+        used = tools if choice == "auto" else []
+        return ToolWish(used, used, required=False, several=several)
+    name = None if isinstance(choice, str) else _name(choice)
+    called = [tool for tool in tools if name is None or tool["function"]["name"] == name]
+    if not tools:
+        raise InputError("tool_choice: needs tools; send some, or leave it out", field="tool_choice")
+    if not called:
+        field = "tool_choice.function.name"
+        raise InputError(f"{field}: {name!r:.80} is not the name of one of the tools", field=field)
+    if form is None:
+        shown = choice if isinstance(choice, str) else "a named function"
+        words = f"tool_choice: {shown} needs a server with --tool-call-parser; use auto or none"
+        raise InputError(words, field="tool_choice")
+    return ToolWish(tools, called, required=True, several=several and name is None)
+
+
+def _name(choice: dict[str, Any]) -> str:
+    """The function that a named choice names."""
+    if choice.get("type") != "function":
+        kind = choice.get("type")
+        raise InputError(f"tool_choice.type: expected 'function', got {kind!r:.80}", field="tool_choice.type")
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        field = "tool_choice.function.name"
+        raise InputError(f"{field}: expected a string, got {name!r:.80}", field=field)
+    return name

@@ -1,0 +1,102 @@
+"""Tool calls as a constraint: the markers of a format, names of functions, arguments that match their schemas.
+
+Kind ``tool_calls``; the source is the JSON of `Calls`. Texts in it may hold special tokens. No backend.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+from moe_engine.errors import InputError
+from moe_engine.structured_output.constraint import Constraint
+from moe_engine.structured_output.request import json_source
+from moe_engine.tokenizer.tool_calls import CALLS_BEGIN, CALLS_END, TOOL_FORMATS, ToolCallParser, ToolFormat
+
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY_ARGUMENTS = {"type": "object"}
+
+
+class OneCall(TypedDict):
+    """A call: `begin`, JSON of `schema`, `end`."""
+
+    name: str
+    begin: str
+    schema: Any
+    end: str
+
+
+class Calls(TypedDict):
+    """`begin`, calls separated by `between`, `end`. Without `required` there may be text instead, or before the calls.
+
+    `several`: more than one call is allowed. `content`: JSON of this schema takes the place of the text.
+    """
+
+    begin: str
+    between: str
+    end: str
+    calls: list[OneCall]
+    several: bool
+    required: bool
+    content: NotRequired[Any]
+
+
+def tool_constraint(
+    tools: Sequence[Mapping[str, Any]],
+    form: str,
+    where: str,
+    *,
+    required: bool,
+    several: bool,
+    content: Constraint | None = None,
+) -> Constraint:
+    """
+    Args:
+        tools: the functions that may be called, as in OpenAI's requests.
+        form: a key of `TOOL_FORMATS`.
+        where: the client's field, for messages.
+        required: the output is calls only, whose arguments match. Otherwise only those of strict functions match, and
+            others are any object.
+        content: the constraint of the text, of kind json_schema.
+
+    Raises:
+        InputError: names the field of the tool.
+    """
+    seen: set[str] = set()
+    calls = []
+    for i, tool in enumerate(tools):
+        function, field = tool["function"], f"tools[{i}].function"
+        if function["name"] in seen:
+            raise InputError(f"{field}.name: {function['name']!r:.80} is defined twice", field=f"{field}.name")
+        seen.add(function["name"])
+        calls.append(_call(function, form, field, enforced=required or function.get("strict") is True))
+    between = TOOL_FORMATS[form].between_calls
+    found = Calls(begin=CALLS_BEGIN, between=between, end=CALLS_END, calls=calls, several=several, required=required)
+    if content is not None:
+        found["content"] = json.loads(content.source)
+    return Constraint("tool_calls", json.dumps(found, ensure_ascii=False, separators=(",", ":")), where)
+
+
+def _call(function: Mapping[str, Any], form: str, field: str, *, enforced: bool) -> OneCall:
+    name, wire = function["name"], TOOL_FORMATS[form]
+    if not _is_readable(name, form, wire):
+        raise InputError(f"{field}.name: {name!r:.80} cannot be written in format {form}", field=f"{field}.name")
+    schema = _arguments(function.get("parameters"), f"{field}.parameters") if enforced else ANY_ARGUMENTS
+    return OneCall(name=name, begin=wire.before_arguments(name), schema=schema, end=wire.after_arguments)
+
+
+def _is_readable(name: str, form: str, wire: ToolFormat) -> bool:
+    parser = ToolCallParser(form)
+    deltas = parser.push(CALLS_BEGIN + wire.before_arguments(name) + "{}" + wire.after_arguments + CALLS_END)[1]
+    return "".join(delta.arguments for delta in deltas) == "{}" and [d.name for d in deltas if d.name] == [name]
+
+
+def _arguments(parameters: Any, field: str) -> Any:
+    """The schema of a call's arguments, which are an object. Missing parameters: the function has none."""
+    if parameters is None:
+        return NO_PARAMETERS
+    json_source(field, parameters, (dict,))
+    if parameters.get("type", "object") != "object":
+        raise InputError(f"{field}.type: expected 'object', got {parameters['type']!r:.80}", field=f"{field}.type")
+    return {"type": "object", **parameters}

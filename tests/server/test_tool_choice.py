@@ -1,0 +1,118 @@
+"""Enforced tool calls: the constraint that the engine gets, refusals, and answers that are cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_engine.structured_output.backend import GrammarSettings
+from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import CHAT, post
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY = {"type": "object"}
+
+
+def function(name: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+WEATHER, NOW = function("weather", parameters=CITY), function("now")
+STRICT = function("weather", parameters=CITY, strict=True)
+NAMED = {"type": "function", "function": {"name": "now"}}
+NO_GRAMMARS = GrammarSettings(grammar_backend="none")
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": CITY}}
+
+
+def ask(body: dict[str, Any], client: FakeClient | None = None, **settings: Any) -> httpx.Response:
+    settings = {"tool_call_parser": "deepseekv31", **settings}
+    return post(client or FakeClient(), "/v1/chat/completions", {**CHAT, **body}, **settings)
+
+
+def constraint_of(body: dict[str, Any], **settings: Any) -> dict[str, Any] | None:
+    client = FakeClient()
+    response = ask(body, client, **settings)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] | None = client.requests[0].sampling["constraint"]
+    return found
+
+
+ENFORCED: list[tuple[dict[str, Any], str, dict[str, Any], bool, bool]] = [
+    ({"tool_choice": "required"}, "tool_choice", {"weather": CITY, "now": NOTHING}, True, True),
+    ({"tool_choice": "required", "parallel_tool_calls": False}, "tool_choice", {"weather": CITY, "now": NOTHING},
+     True, False),
+    ({"tool_choice": NAMED}, "tool_choice", {"now": NOTHING}, True, False),
+    ({"tools": [STRICT, NOW]}, "tools", {"weather": CITY, "now": ANY}, False, True),
+    ({"tools": [STRICT, NOW], "response_format": FORMAT}, "tools", {"weather": CITY, "now": ANY}, False, True),
+    ({"response_format": FORMAT}, "response_format.json_schema.schema", {"weather": ANY, "now": ANY}, False, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "where", "schemas", "required", "several"), ENFORCED)
+def test_constraints(body: dict[str, Any], where: str, schemas: dict[str, Any], required: bool, several: bool) -> None:
+    found = constraint_of({"tools": [WEATHER, NOW], **body})
+    assert found is not None and (found["kind"], found["where"]) == ("tool_calls", where)
+    calls = json.loads(found["source"])
+    assert {call["name"]: call["schema"] for call in calls["calls"]} == schemas
+    assert (calls["required"], calls["several"]) == (required, several)
+    assert calls.get("content") == (CITY if "response_format" in body else None)
+
+
+def test_free_requests_have_no_constraint() -> None:
+    assert constraint_of({"tools": [WEATHER, NOW]}) is None
+    assert constraint_of({"tools": [WEATHER], "parallel_tool_calls": False}) is None
+    assert constraint_of({"tools": [STRICT], "tool_choice": "none"}) is None
+    assert constraint_of({"tools": [STRICT]}, tool_call_parser=None) is None
+    given = constraint_of({"tools": [WEATHER], "regex": "a"})
+    assert given is not None and given["kind"] == "regex"
+
+
+def test_reasoning_comes_first() -> None:
+    body = {"tools": [WEATHER], "tool_choice": "required"}
+    found = constraint_of(body, reasoning_parser="deepseek-r1")
+    assert found is not None and found["reasoning"] == {"start": "<think>", "end": "</think>", "inside": True}
+    refused = ask({**body, "separate_reasoning": False}, reasoning_parser="deepseek-r1")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "separate_reasoning")
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"tool_choice": "required", "regex": "a"}, "regex", "tool_choice and regex"),
+    ({"tool_choice": "required", "response_format": FORMAT}, "response_format.json_schema.schema", "tool_choice and"),
+    ({"tools": [STRICT], "regex": "a"}, "regex", "tools and regex"),
+    ({"tool_choice": "required", "min_tokens": 3}, "min_tokens", "does not go together with tool_choice"),
+    ({"tool_choice": "required", "tools": [NOW, NOW]}, "tools[1].function.name", "defined twice"),
+]
+
+
+@pytest.mark.parametrize(("body", "field", "words"), REFUSED, ids=[words for _, _, words in REFUSED])
+def test_refusals(body: dict[str, Any], field: str, words: str) -> None:
+    response = ask({"tools": [WEATHER, NOW], **body})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, field) and words in error["message"]
+    none = ask({"tools": [WEATHER], "tool_choice": "required"}, grammars=NO_GRAMMARS)
+    assert none.status_code == 400 and "--grammar-backend none" in none.json()["error"]["message"]
+
+
+def test_a_call_cut_by_a_stop_string_is_no_call() -> None:
+    text = f'{CALLS_BEGIN}{CALL_BEGIN}weather{SEPARATOR}{{"city": "Paris"}}{CALL_END}{CALLS_END}'
+    for stop, reason in (([], "tool_calls"), (["Par"], "stop")):
+        body = {"tools": [WEATHER], "tool_choice": "required", "stop": stop}
+        choice = ask(body, FakeClient(text)).json()["choices"][0]
+        assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == (reason, 1)
+
+
+def test_require_reasoning() -> None:
+    body = {"text": "x", "require_reasoning": True, "sampling_params": {"regex": "a"}}
+    client = FakeClient()
+    assert post(client, "/generate", body, reasoning_parser="kimi").status_code == 200
+    reasoning = {"start": "◁think▷", "end": "◁/think▷", "inside": True}
+    assert client.requests[0].sampling["constraint"]["reasoning"] == reasoning
+    assert post(client, "/generate", {**body, "require_reasoning": False}, reasoning_parser="kimi").status_code == 200
+    assert client.requests[1].sampling["constraint"]["reasoning"] is None
+    refused = post(client, "/generate", body)
+    assert refused.status_code == 400 and "needs a server with --reasoning-parser" in refused.json()["error"]["message"]
