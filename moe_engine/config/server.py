@@ -43,7 +43,7 @@ class ServerArgs:
         "embedded model gets its own parser.",
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
-            ("auto", "minimax", "minimax-append-think", "gpt-oss", "step3", "deepseek-v4", "deepseek-v41", "mistral",
+            ("auto", "minimax-append-think", "gpt-oss", "deepseek-v4", "deepseek-v41", "mistral",
              "nemotron_3", "hunyuan", "mimo"),
             MORE_PARSERS,
         ),
@@ -54,9 +54,7 @@ class ServerArgs:
         "the demo model gets its own parser.",
         choices=_tool_call_parsers,
         unsupported=dict.fromkeys(
-            ("auto", "deepseekv32", "deepseekv4", "deepseekv41", "qwen", "qwen25", "qwen3_coder", "llama3", "mistral",
-             "kimi_k2", "glm", "glm45", "glm47", "pythonic", "gpt-oss", "step3", "minimax-m2", "hermes", "hunyuan",
-             "mimo"),
+            ("auto", "deepseekv41", "gpt-oss", "step3", "hunyuan", "mimo"),
             MORE_PARSERS,
         ),
     )  # fmt: skip

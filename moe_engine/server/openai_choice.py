@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe_engine.server.openai_types import ChatRequest
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningParser, starts_inside
-from moe_engine.tokenizer.tool_calls import MARKERS, ToolCallParser, ToolDelta
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser, ToolDelta, parameters_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class ParserOptions:
     """The output starts inside the reasoning."""
     stream_reasoning: bool = True
     tool_form: str | None = None
-    tool_names: frozenset[str] = frozenset()
+    functions: Mapping[str, Any] = field(default_factory=dict)
+    """Those that may be called, with the schemas of their arguments."""
     parallel_tools: bool = True
     enforced: Enforced = Enforced()
     keep_special: frozenset[int] = frozenset()
@@ -55,14 +56,14 @@ def parser_options(
     reasoning = REASONING_FORMATS[parser] if parser else None
     inside = starts_inside(parser, prompt, req.chat_template_kwargs or {}) if parser else False
     form = flags.tool_call_parser if tools else None
-    markers = ((reasoning.start, reasoning.end) if reasoning else ()) + (MARKERS if form else ())
+    markers = ((reasoning.start, reasoning.end) if reasoning else ()) + (TOOL_FORMATS[form].markers if form else ())
     ids = (tokenizer.token_id(marker) for marker in markers)
     return ParserOptions(
         reasoning=reasoning,
         inside=inside,
         stream_reasoning=req.stream_reasoning is not False,
         tool_form=form,
-        tool_names=frozenset(tool["function"]["name"] for tool in tools),
+        functions=parameters_of(tools),
         parallel_tools=req.parallel_tool_calls is not False,
         enforced=enforced,
         keep_special=frozenset(i for i in ids if i is not None and i in tokenizer.special_ids),
@@ -82,7 +83,7 @@ class ChoiceParser:
         self._tools = (
             ToolCallParser(
                 options.tool_form,
-                options.tool_names,
+                options.functions,
                 parallel=options.parallel_tools,
                 is_json=options.enforced.calls,
                 content_is_json=options.enforced.content,

@@ -17,7 +17,7 @@ from moe_engine.server.native_types import (
 )
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningParser
-from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser, parameters_of
 
 
 class ParseApi:
@@ -46,7 +46,7 @@ class ParseApi:
         asked = decode_body(body, ParseFunctionCallRequest)
         default = self._state.flags.tool_call_parser
         name = _choice("tool_call_parser", asked.tool_call_parser or default, tuple(TOOL_FORMATS))
-        parser = ToolCallParser(name, {tool["function"]["name"] for tool in asked.tools})
+        parser = ToolCallParser(name, parameters_of(asked.tools))
         answer: ParsedCalls = {"normal_text": "", "calls": []}
         calls = answer["calls"]
         for text, deltas in (parser.push(asked.text), parser.finish()):

@@ -24,7 +24,7 @@ def lark_of_calls(calls: Calls, json_options: Mapping[str, Any], special_ids: Ma
     begin = calls["begin"]
     one = " | ".join(f"{text(call['begin'])} {schema(call['schema'])} {text(call['end'])}" for call in calls["calls"])
     more = f"({text(calls['between'])} call)*" if calls["several"] else ""
-    lines = ["%llguidance {}", f"call: {one}", f"rest: call {more} {text(calls['end'])}"]
+    lines = ["%llguidance {}", f"call: {one}", f"rest: {text(calls['after_begin'])} call {more} {text(calls['end'])}"]
     if calls["required"]:
         start = f"{text(begin)} rest"
     elif "content" in calls:

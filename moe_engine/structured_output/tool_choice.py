@@ -12,7 +12,7 @@ from typing import Any, NotRequired, TypedDict
 from moe_engine.errors import InputError
 from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.request import json_source
-from moe_engine.tokenizer.tool_calls import CALLS_BEGIN, CALLS_END, TOOL_FORMATS, ToolCallParser, ToolFormat
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, CallSyntax, ToolCallParser
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANY_ARGUMENTS = {"type": "object"}
@@ -28,12 +28,15 @@ class OneCall(TypedDict):
 
 
 class Calls(TypedDict):
-    """`begin`, calls separated by `between`, `end`. Without `required` there may be text instead, or before the calls.
+    """`begin`, `after_begin`, calls separated by `between`, `end`.
+
+    Without `required` there may be text instead, or before the calls.
 
     `several`: more than one call is allowed. `content`: JSON of this schema takes the place of the text.
     """
 
     begin: str
+    after_begin: str
     between: str
     end: str
     calls: list[OneCall]
@@ -54,7 +57,7 @@ def tool_constraint(
     """
     Args:
         tools: the functions that may be called, as in OpenAI's requests.
-        form: a key of `TOOL_FORMATS`.
+        form: a key of `TOOL_FORMATS` whose format has a syntax.
         where: the client's field, for messages.
         required: the output is calls only, whose arguments match. Otherwise only those of strict functions match, and
             others are any object.
@@ -63,6 +66,8 @@ def tool_constraint(
     Raises:
         InputError: names the field of the tool.
     """
+    syntax = TOOL_FORMATS[form].syntax
+    assert syntax is not None
     seen: set[str] = set()
     calls = []
     for i, tool in enumerate(tools):
@@ -70,25 +75,28 @@ def tool_constraint(
         if function["name"] in seen:
             raise InputError(f"{field}.name: {function['name']!r:.80} is defined twice", field=f"{field}.name")
         seen.add(function["name"])
-        calls.append(_call(function, form, field, enforced=required or function.get("strict") is True))
-    between = TOOL_FORMATS[form].between_calls
-    found = Calls(begin=CALLS_BEGIN, between=between, end=CALLS_END, calls=calls, several=several, required=required)
+        calls.append(_call(function, form, syntax, field, enforced=required or function.get("strict") is True))
+    found = Calls(
+        begin=syntax.begin, after_begin=syntax.after_begin, between=syntax.between, end=syntax.end,
+        calls=calls, several=several, required=required,
+    )  # fmt: skip
     if content is not None:
         found["content"] = json.loads(content.source)
     return Constraint("tool_calls", json.dumps(found, ensure_ascii=False, separators=(",", ":")), where)
 
 
-def _call(function: Mapping[str, Any], form: str, field: str, *, enforced: bool) -> OneCall:
-    name, wire = function["name"], TOOL_FORMATS[form]
-    if not _is_readable(name, form, wire):
+def _call(function: Mapping[str, Any], form: str, syntax: CallSyntax, field: str, *, enforced: bool) -> OneCall:
+    name = function["name"]
+    if not _is_readable(name, form, syntax):
         raise InputError(f"{field}.name: {name!r:.80} cannot be written in format {form}", field=f"{field}.name")
     schema = _arguments(function.get("parameters"), f"{field}.parameters") if enforced else ANY_ARGUMENTS
-    return OneCall(name=name, begin=wire.before_arguments(name), schema=schema, end=wire.after_arguments)
+    return OneCall(name=name, begin=syntax.before_arguments(name), schema=schema, end=syntax.after_arguments)
 
 
-def _is_readable(name: str, form: str, wire: ToolFormat) -> bool:
+def _is_readable(name: str, form: str, syntax: CallSyntax) -> bool:
     parser = ToolCallParser(form)
-    deltas = parser.push(CALLS_BEGIN + wire.before_arguments(name) + "{}" + wire.after_arguments + CALLS_END)[1]
+    call = syntax.before_arguments(name) + "{}" + syntax.after_arguments
+    deltas = parser.push(syntax.begin + syntax.after_begin + call + syntax.end)[1] + parser.finish()[1]
     return "".join(delta.arguments for delta in deltas) == "{}" and [d.name for d in deltas if d.name] == [name]
 
 

@@ -20,22 +20,26 @@ class ReasoningFormat:
     Args:
         forced: always.
         switch: if this chat_template_kwarg is true.
+        calls: begin of tool calls, which ends the reasoning without an end tag.
     """
 
     start: str = THINK_START
     end: str = THINK_END
     forced: bool = False
     switch: str = ""
+    calls: str = ""
 
 
 REASONING_FORMATS = {
     "deepseek-r1": ReasoningFormat(forced=True),
     "deepseek-v3": ReasoningFormat(switch="thinking"),
-    "qwen3": ReasoningFormat(),
-    "qwen3-thinking": ReasoningFormat(forced=True),
+    "qwen3": ReasoningFormat(calls="\n<tool_call>"),
+    "qwen3-thinking": ReasoningFormat(forced=True, calls="\n<tool_call>"),
     "glm45": ReasoningFormat(),
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
-    "kimi_k2": ReasoningFormat(forced=True),
+    "kimi_k2": ReasoningFormat(forced=True, calls="<|tool_calls_section_begin|>"),
+    "minimax": ReasoningFormat(forced=True),
+    "step3": ReasoningFormat(forced=True),
 }
 REASONING_PARSERS = tuple(REASONING_FORMATS)
 
@@ -55,7 +59,7 @@ class ReasoningParser:
     def __init__(
         self, *, inside: bool, stream_reasoning: bool = True, form: ReasoningFormat = REASONING_FORMATS["deepseek-r1"]
     ) -> None:
-        self._start_tag, self._end_tag = form.start, form.end
+        self._start_tag, self._end_tag, self._calls = form.start, form.end, form.calls
         self._inside = inside
         self._stream_reasoning = stream_reasoning
         self._state = "start"
@@ -101,12 +105,16 @@ class ReasoningParser:
 
     def _reason(self) -> str:
         at = self._held.find(self._end_tag)
-        if at >= 0:
-            reasoning = self._held[:at].rstrip()
-            self._held, self._state = self._held[at + len(self._end_tag) :], "gap"
+        calls = self._held.find(self._calls) if self._calls else -1
+        if at >= 0 or calls >= 0:
+            ends_by_tag = calls < 0 or 0 <= at < calls
+            end = at if ends_by_tag else calls
+            reasoning = self._held[:end].rstrip()
+            self._held, self._state = self._held[end + len(self._end_tag) * ends_by_tag :], "gap"
             self._stream_reasoning = True
             return reasoning
-        safe = self._held[: len(self._held) - overlap(self._held, self._end_tag)].rstrip()
+        kept = max(overlap(self._held, tag) for tag in (self._end_tag, self._calls) if tag)
+        safe = self._held[: len(self._held) - kept].rstrip()
         self._held = self._held[len(safe) :]
         return safe
 

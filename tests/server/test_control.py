@@ -19,7 +19,7 @@ from moe_engine.frontend.client_api import Health
 from moe_engine.server import native_api
 from moe_engine.server.control_api import version
 from moe_engine.server.settings import load_sampling_defaults
-from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, TEXT, get, make_app, post, talk
 
@@ -381,7 +381,7 @@ def test_endpoints_that_are_not_implemented():
     assert get(FakeClient(), "/generate").status_code == 405
     assert get(FakeClient(), "/v1/nowhere").json()["object"] == "error"
     assert get(FakeClient(), "/openapi.json").status_code == 200
-    for flag, value in (("reasoning_parser", "gpt-oss"), ("tool_call_parser", "pythonic")):
+    for flag, value in (("reasoning_parser", "gpt-oss"), ("tool_call_parser", "gpt-oss")):
         with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} {value}"):
             make_app(FakeClient(), **{flag: value})
 
@@ -394,7 +394,7 @@ def test_parsers_as_endpoints():
     body = {"text": text, "tools": [{"function": {"name": "f"}}], "tool_call_parser": "deepseekv31"}
     got = post(FakeClient(), "/parse_function_call", body).json()
     assert got == {"normal_text": "ok ", "calls": [{"tool_index": 0, "name": "f", "parameters": '{"a": 1}'}]}
-    for name in ("qwen25", "mistral", "llama3"):
+    for name in ("gpt-oss", "step3"):
         later = post(FakeClient(), "/parse_function_call", body | {"tool_call_parser": name})
         assert later.status_code == 400 and "not available yet" in later.json()["error"]["message"]
     response = post(FakeClient(), "/parse_function_call", body | {"tool_call_parser": "x"})

@@ -20,7 +20,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from moe_engine.server.native_types import ServerInfo
 from moe_engine.server.openai_answers import Error, OpenAIError
 from moe_engine.server.openapi import JSON
-from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, events, get, make_app, post, talk
 

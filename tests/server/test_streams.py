@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient, clients_id
 from tests.server.harness import CHAT, TEXT, events, post, real_server
 

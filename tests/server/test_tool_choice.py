@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from moe_engine.structured_output.backend import GrammarSettings
-from moe_engine.tokenizer.tool_calls import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
+from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, post
 
@@ -96,6 +97,25 @@ def test_refusals(body: dict[str, Any], field: str, words: str) -> None:
     assert (response.status_code, error["param"]) == (400, field) and words in error["message"]
     none = ask({"tools": [WEATHER], "tool_choice": "required"}, grammars=NO_GRAMMARS)
     assert none.status_code == 400 and "--grammar-backend none" in none.json()["error"]["message"]
+
+
+def test_formats() -> None:
+    """Calls of every format with a syntax are enforced; others are refused by name."""
+    body = {"tools": [WEATHER], "tool_choice": "required"}
+    for form, wire in TOOL_FORMATS.items():
+        response = ask(body, tool_call_parser=form)
+        if wire.syntax is None:
+            words = f"no grammar enforces calls of --tool-call-parser {form}, only of deepseekv3, deepseekv31"
+            assert response.status_code == 400 and words in response.json()["error"]["message"]
+            assert ask({"tools": [STRICT]}, tool_call_parser=form).status_code == 200
+            continue
+        syntax = wire.syntax
+        call = syntax.before_arguments("weather") + '{"city": "Rome"}' + syntax.after_arguments
+        text = syntax.begin + syntax.after_begin + call + syntax.end
+        choice = ask(body, FakeClient(text), tool_call_parser=form).json()["choices"][0]
+        function = choice["message"]["tool_calls"][0]["function"]
+        assert (function["name"], json.loads(function["arguments"])) == ("weather", {"city": "Rome"})
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
 
 
 def test_a_call_cut_by_a_stop_string_is_no_call() -> None:

@@ -16,10 +16,16 @@ from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.structured_output.tool_call_grammar import lark_of_calls
 from moe_engine.structured_output.tool_choice import tool_constraint
 from moe_engine.tokenizer.tokenizer import Tokenizer
-from moe_engine.tokenizer.tool_calls import CALL_END, CALLS_BEGIN, CALLS_END, TOOL_FORMATS, ToolCallParser
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, CallSyntax, ToolCallParser
+from moe_engine.tokenizer.tool_calls.named import CALL_END, CALLS_BEGIN, CALLS_END
 from tests.structured_output.test_llguidance_backend import EOS, accepts, allowed, backend, tokenizer
 
 __all__ = ["backend", "tokenizer"]  # fixtures
+
+
+SYNTAX: dict[str, CallSyntax] = {
+    name: TOOL_FORMATS[name].syntax for name in ("deepseekv3", "deepseekv31", "qwen25", "llama3", "mistral")
+}  # type: ignore[misc]
 
 
 def tool(name: str, parameters: Any = None, **fields: Any) -> dict[str, Any]:
@@ -72,7 +78,7 @@ def parse(tokenizer: Tokenizer, ids: list[int], form: str, content: bool = False
     return shown, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
-@pytest.mark.parametrize("form", TOOL_FORMATS)
+@pytest.mark.parametrize("form", SYNTAX)
 @pytest.mark.parametrize("several", [True, False])
 def test_random_outputs_are_calls(backend: GrammarBackend, tokenizer: Tokenizer, form: str, several: bool) -> None:
     rng = random.Random(random.randrange(1 << 30))
@@ -87,15 +93,15 @@ def test_random_outputs_are_calls(backend: GrammarBackend, tokenizer: Tokenizer,
     assert counts == {1} if not several else len(counts) > 1
 
 
-@pytest.mark.parametrize("form", TOOL_FORMATS)
+@pytest.mark.parametrize("form", SYNTAX)
 def test_text_or_calls_of_strict_functions(backend: GrammarBackend, tokenizer: Tokenizer, form: str) -> None:
     tools = [tool("weather", WEATHER, strict=True), tool("free", {"type": "object", "required": ["x"]})]
     constraint = tool_constraint(tools, form, "tools", required=False, several=True)
-    wire = TOOL_FORMATS[form]
+    wire = SYNTAX[form]
 
     def calls(*named: tuple[str, str]) -> str:
         each = [wire.before_arguments(name) + text + wire.after_arguments for name, text in named]
-        return CALLS_BEGIN + wire.between_calls.join(each) + CALLS_END
+        return wire.begin + wire.after_begin + wire.between.join(each) + wire.end
 
     right, wrong = ("weather", '{"city":"Rome","unit":"C"}'), ("weather", '{"city":"Rome"}')
     good = ["", "any <text>", calls(right), "I look.\n" + calls(right, ("free", '{"y": [1]}'), right)]
@@ -104,6 +110,8 @@ def test_text_or_calls_of_strict_functions(backend: GrammarBackend, tokenizer: T
     for texts, wanted in ((good, True), (bad, False)):
         for text in texts:
             assert spells(tokenizer, grammar.matcher(), text) == wanted, text
+    if wire.begin != CALLS_BEGIN:
+        return
     spelled = [part for char in CALLS_BEGIN for part in tokenizer.encode(char, False)]
     assert len(spelled) > 1 and not accepts(grammar.matcher(), spelled)
 
@@ -122,7 +130,7 @@ def spells(tokenizer: Tokenizer, state: Matcher, text: str) -> bool:
     return EOS in allowed(state)
 
 
-@pytest.mark.parametrize("form", TOOL_FORMATS)
+@pytest.mark.parametrize("form", SYNTAX)
 def test_markers_that_are_no_tokens(backend: GrammarBackend, tokenizer: Tokenizer, form: str) -> None:
     rng, found = random.Random(random.randrange(1 << 30)), []
     for required in (True, False):
@@ -159,7 +167,7 @@ def test_calls_behind_the_reasoning(backend: GrammarBackend, tokenizer: Tokenize
 
 def test_markers_in_strings_are_text() -> None:
     arguments = json.dumps({"a": f'\\"{CALL_END}"\\', "b": [CALLS_END]}, ensure_ascii=False)
-    wire = TOOL_FORMATS["deepseekv31"]
+    wire = SYNTAX["deepseekv31"]
     text = CALLS_BEGIN + wire.before_arguments("f") + arguments + wire.after_arguments + CALLS_END
     for size in (1, 2, 7, len(text)):
         parser, found = ToolCallParser("deepseekv31", is_json=True), ""
@@ -172,7 +180,8 @@ def test_markers_in_strings_are_text() -> None:
 
 WRONG: list[tuple[list[Any], str]] = [
     ([tool("a"), tool("a")], r"tools\[1\].function.name: 'a' is defined twice"),
-    ([tool(f"a{CALL_END}"), tool(f"b{TOOL_FORMATS['deepseekv31'].after_name}")], r"tools\[1\].function.name: "),
+    ([tool("a"), tool(f"b{SYNTAX['deepseekv31'].after_name}")], r"tools\[1\].function.name: "),
+    ([tool(f"a{CALL_END}")], r"tools\[0\].function.name: 'a.*cannot be written in format deepseekv31"),
     ([tool(" a")], r"tools\[0\].function.name: ' a' cannot be written"),
     ([tool("a", {"type": "array"})], r"tools\[0\].function.parameters.type: expected 'object'"),
     ([tool("a", {"x": "\ud800"})], r"tools\[0\].function.parameters: holds half of a surrogate pair"),

@@ -8,14 +8,8 @@ import pytest
 
 from moe_engine.errors import ConfigError
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningParser, starts_inside
-from moe_engine.tokenizer.tool_calls import (
-    CALL_BEGIN,
-    CALL_END,
-    CALLS_BEGIN,
-    CALLS_END,
-    SEPARATOR,
-    ToolCallParser,
-)
+from moe_engine.tokenizer.tool_calls import ToolCallParser
+from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 
 
 def reason(text, size, **options):
@@ -58,6 +52,18 @@ def test_other_tags():
     form = REASONING_FORMATS["kimi"]
     assert reason("◁think▷a◁/think▷b", 3, inside=False, form=form) == ("a", "b")
     assert not starts_inside("qwen3", "<|im_start|>assistant\n", {})
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_calls_end_the_reasoning(size):
+    form = REASONING_FORMATS["qwen3-thinking"]
+    assert reason("why a <tool_call>?\n<tool_call>x", size, inside=True, form=form) == (
+        "why a <tool_call>?",
+        "<tool_call>x",
+    )
+    assert reason("why</think>\n<tool_call>x", size, inside=True, form=form) == ("why", "<tool_call>x")
+    begin = "<|tool_calls_section_begin|>"
+    assert reason(f"why{begin}x", size, inside=True, form=REASONING_FORMATS["kimi_k2"]) == ("why", f"{begin}x")
 
 
 def test_starts_inside():
@@ -107,7 +113,7 @@ class TestToolCalls:
         assert parse(form, "a <｜tool b", size) == ("a <｜tool b", [])
 
     def test_unknown_functions_are_dropped(self, size, form, write):
-        assert parse(form, write(*CALLS), size, {"add"}) == ("", CALLS[1:])
+        assert parse(form, write(*CALLS), size, {"add": None}) == ("", CALLS[1:])
 
     def test_one_call_only(self, size, form, write):
         assert parse(form, write(*CALLS), size, parallel=False) == ("", CALLS[:1])
@@ -119,5 +125,5 @@ class TestToolCalls:
 
 
 def test_unknown_format():
-    with pytest.raises(ConfigError, match="--tool-call-parser pythonic"):
-        ToolCallParser("pythonic")
+    with pytest.raises(ConfigError, match="--tool-call-parser step3"):
+        ToolCallParser("step3")

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from moe_engine.tokenizer import Tokenizer, load_tokenizer
-from moe_engine.tokenizer.tool_calls import MARKERS
+from moe_engine.tokenizer.tool_calls.formats import DEEPSEEK_MARKERS
 
 SPECIALS = (
     "<｜begin▁of▁sentence｜>",
@@ -21,7 +21,7 @@ SPECIALS = (
     "<｜▁pad▁｜>",
     "<｜User｜>",
     "<｜Assistant｜>",
-    *MARKERS,
+    *DEEPSEEK_MARKERS,
 )
 PLAIN_ADDED = ("<think>", "</think>")
 

@@ -1,0 +1,68 @@
+"""Tool calls in outputs, for whole texts and streams (`--tool-call-parser`).
+
+``formats.py`` lists the formats; ``named.py``, ``objects.py``, ``tagged.py`` and ``pythonic.py`` read them
+through a ``CallReader``. Text that is no call is plain text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.tokenizer.tool_calls.call_reader import CallReader, ToolDelta
+from moe_engine.tokenizer.tool_calls.formats import TOOL_FORMATS, CallSyntax, ToolFormat
+
+__all__ = ["TOOL_FORMATS", "CallSyntax", "ToolCallParser", "ToolDelta", "ToolFormat", "parameters_of"]
+
+
+class ToolCallParser:
+    """Plain text and tool calls of one output.
+
+    Calls of functions that were not offered are dropped, as in SGLang.
+
+    Args:
+        form: a key of `TOOL_FORMATS`.
+        functions, parallel, is_json, content_is_json: as of `CallReader`.
+    """
+
+    def __init__(
+        self,
+        form: str,
+        functions: Mapping[str, Any] | None = None,
+        *,
+        parallel: bool = True,
+        is_json: bool = False,
+        content_is_json: bool = False,
+    ) -> None:
+        if form not in TOOL_FORMATS:
+            raise ConfigError(f"--tool-call-parser {form}: not available yet; choose one of {', '.join(TOOL_FORMATS)}")
+        self._is_json = is_json
+        self._reader = CallReader(functions, parallel=parallel, is_json=is_json, content_is_json=content_is_json)
+        self._parse = TOOL_FORMATS[form].parse(self._reader)
+
+    @property
+    def num_calls(self) -> int:
+        return self._reader.num_calls
+
+    @property
+    def cut(self) -> bool:
+        """An enforced call has begun and not ended."""
+        return self._is_json and self._reader.in_call
+
+    def push(self, text: str) -> tuple[str, list[ToolDelta]]:
+        """Adds text; returns the new plain text and the new pieces of calls."""
+        self._reader.add(text)
+        next(self._parse, None)
+        return self._reader.found()
+
+    def finish(self) -> tuple[str, list[ToolDelta]]:
+        """Text held back; call after the last text. A truncated call keeps the arguments received so far."""
+        self._reader.end()
+        next(self._parse, None)
+        return self._reader.found()
+
+
+def parameters_of(tools: Any) -> dict[str, Any]:
+    """The functions of a request's tools, with the schemas of their arguments."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}

@@ -1,0 +1,164 @@
+"""The text of an output in pieces, and the plain text and tool calls found in it.
+
+The parser of a format is a generator that reads with ``yield from`` and waits where the text so far does not decide.
+So results do not depend on the pieces.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moe_engine.tokenizer.stop import overlap
+
+T = TypeVar("T")
+Wait = Generator[None, None, T]
+"""Yields where more text is needed."""
+
+
+@dataclass(frozen=True)
+class ToolDelta:
+    """A piece of one call. The first piece has `id` and `name`; later ones only further `arguments`."""
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+class CallReader:
+    """Input and output of a format's parser.
+
+    Args:
+        functions: the offered functions and their `parameters`; calls of others are dropped. None accepts any.
+        parallel: False keeps the first call only.
+        is_json: the arguments of calls are JSON (a grammar enforces it): markers in their strings are text.
+        content_is_json: the output is either calls or JSON.
+    """
+
+    def __init__(
+        self, functions: Mapping[str, Any] | None, *, parallel: bool, is_json: bool, content_is_json: bool
+    ) -> None:
+        self.functions = functions
+        self.is_json = is_json
+        self.content_is_json = content_is_json
+        self.num_calls = 0
+        self.in_call = False
+        self._parallel = parallel
+        self._kept = False
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._shown: list[str] = []
+        self._deltas: list[ToolDelta] = []
+
+    def add(self, text: str) -> None:
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    def end(self) -> None:
+        """No text follows."""
+        self._ended = True
+
+    def found(self) -> tuple[str, list[ToolDelta]]:
+        """The plain text and the pieces of calls since the last time."""
+        shown, deltas = "".join(self._shown), self._deltas
+        self._shown, self._deltas = [], []
+        return shown, deltas
+
+    def peek(self) -> Wait[str]:
+        """The next character; empty at the end."""
+        while self._at >= len(self._text):
+            if self._ended:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def skip(self) -> None:
+        """Passes over the character that `peek` returned."""
+        self._at += 1
+
+    def space(self) -> Wait[str]:
+        """Passes over white space."""
+        out = []
+        while (char := (yield from self.peek())) and char.isspace():
+            out.append(char)
+            self.skip()
+        return "".join(out)
+
+    def at(self, text: str) -> Wait[bool]:
+        """Whether the next characters are these."""
+        while len(self._text) - self._at < len(text):
+            if self._ended or not text.startswith(self._text[self._at :]):
+                return False
+            yield
+        return self._text.startswith(text, self._at)
+
+    def take(self, text: str) -> Wait[bool]:
+        """Passes over these characters if they are next."""
+        found = yield from self.at(text)
+        if found:
+            self._at += len(text)
+        return found
+
+    def unread(self, text: str) -> None:
+        """Puts characters back that were just read."""
+        self._at -= len(text)
+
+    def until(self, markers: tuple[str, ...], sink: Callable[[str], None]) -> Wait[str]:
+        """Passes over the first of the markers, which it returns, and gives the text before it to `sink`. Empty at the
+        end of the text, which `sink` has then."""
+        while True:
+            places = [(place, marker) for marker in markers if (place := self._text.find(marker, self._at)) >= 0]
+            if places:
+                place, marker = min(places)
+                self._give(place, sink)
+                self._at += len(marker)
+                return marker
+            rest = self._text[self._at :]
+            held = 0 if self._ended else max(overlap(rest, marker) for marker in markers)
+            self._give(len(self._text) - held, sink)
+            if self._ended:
+                return ""
+            yield
+
+    def _give(self, end: int, sink: Callable[[str], None]) -> None:
+        if end > self._at:
+            sink(self._text[self._at : end])
+            self._at = end
+
+    def plain(self, text: str) -> None:
+        if text:
+            self._shown.append(text)
+
+    def plain_unless_space(self, text: str) -> None:
+        if text.strip():
+            self._shown.append(text)
+
+    def rest(self) -> Wait[None]:
+        """All further text is plain."""
+        while char := (yield from self.peek()):
+            self.plain(self._text[self._at :] if char else "")
+            self._at = len(self._text)
+
+    def open(self, name: str, call_id: str | None = None) -> None:
+        """A call begins. It is dropped if its function was not offered, or if one call was asked for and was there."""
+        offered = self.functions is None or name in self.functions
+        self.in_call, self._kept = True, offered and (self._parallel or self.num_calls == 0)
+        if self._kept:
+            self._deltas.append(ToolDelta(self.num_calls, id=call_id or f"call_{uuid.uuid4().hex[:24]}", name=name))
+            self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """A piece of the arguments of the open call."""
+        if self._kept and text:
+            last = self._deltas[-1] if self._deltas else None
+            if last is not None and last.name is None:
+                self._deltas[-1] = ToolDelta(last.index, last.arguments + text)
+            else:
+                self._deltas.append(ToolDelta(self.num_calls - 1, text))
+
+    def close(self) -> None:
+        """The open call is complete."""
+        self.in_call = False

@@ -1,0 +1,71 @@
+"""Formats that write the function's name before the JSON of its arguments: DeepSeek V3 to V3.1, Kimi K2."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from moe_engine.tokenizer.tool_calls import json_text
+from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
+
+CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
+CALLS_END = "<｜tool▁calls▁end｜>"
+CALL_BEGIN = "<｜tool▁call▁begin｜>"
+CALL_END = "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
+_KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class NamedFormat:
+    """Text around calls, names and arguments. `call_end` ends the call even where `after_arguments` is incomplete."""
+
+    begin: str
+    end: str
+    call_begin: str
+    after_name: str
+    after_arguments: str
+    call_end: str
+    before_name: str = ""
+    name_is_id: bool = False
+
+    def parse(self, reader: CallReader) -> Wait[None]:
+        if reader.content_is_json and not (yield from reader.at(self.begin)):
+            yield from reader.rest()
+        while (yield from reader.until((self.begin,), reader.plain)):
+            yield from self._calls(reader)
+            yield from reader.space()
+
+    def _calls(self, reader: CallReader) -> Wait[None]:
+        while True:
+            between: list[str] = []
+            marker = yield from reader.until((self.call_begin, self.end), between.append)
+            reader.plain_unless_space("".join(between))
+            if marker != self.call_begin:
+                return
+            yield from self._call(reader)
+
+    def _call(self, reader: CallReader) -> Wait[None]:
+        head: list[str] = []
+        marker = yield from reader.until((self.after_name, self.call_end), head.append)
+        written = "".join(head)
+        if marker != self.after_name:
+            reader.plain(self.call_begin + written + marker)
+            return
+        written = written.strip() if self.name_is_id else written.removeprefix(self.before_name).strip()
+        match = _KIMI_NAME.fullmatch(written) if self.name_is_id else None
+        reader.open(match[1] if match else written, written if self.name_is_id else None)
+        if reader.is_json:
+            yield from json_text.value(reader, reader.arguments)
+        if (yield from reader.until((self.after_arguments, self.call_end), reader.arguments)):
+            reader.close()
+
+
+DEEPSEEK_V3 = NamedFormat(
+    CALLS_BEGIN, CALLS_END, CALL_BEGIN, "\n```json\n", f"\n```{CALL_END}", CALL_END, f"function{SEPARATOR}"
+)
+DEEPSEEK_V31 = NamedFormat(CALLS_BEGIN, CALLS_END, CALL_BEGIN, SEPARATOR, CALL_END, CALL_END)
+KIMI_K2 = NamedFormat(
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|tool_call_end|>", name_is_id=True,
+)  # fmt: skip

@@ -1,0 +1,95 @@
+"""Formats that write a call as one JSON object: Qwen 2.5 and Hermes, Llama 3, Mistral."""
+
+from __future__ import annotations
+
+from moe_engine.tokenizer.tool_calls import json_text
+from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
+from moe_engine.tokenizer.tool_calls.json_text import NotACall
+
+QWEN_BEGIN, QWEN_END = "<tool_call>", "</tool_call>"
+MISTRAL_BEGIN, MISTRAL_ARGUMENTS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+LLAMA_BEGIN = "<|python_tag|>"
+
+
+def parse_qwen(reader: CallReader) -> Wait[None]:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` for each call."""
+    if reader.content_is_json and not (yield from reader.at(QWEN_BEGIN)):
+        yield from reader.rest()
+    while (yield from reader.until((QWEN_BEGIN,), reader.plain)):
+        try:
+            yield from json_text.call_object(reader)
+        except NotACall as error:
+            reader.plain(QWEN_BEGIN + error.text)
+            continue
+        rest: list[str] = []
+        yield from reader.until((QWEN_END,), rest.append)
+        reader.plain_unless_space("".join(rest))
+        yield from _space_before(reader, QWEN_BEGIN)
+
+
+def parse_llama(reader: CallReader) -> Wait[None]:
+    """``{"name": ..., "parameters": {...}}`` at the begin of the output or behind the tag, ``;`` between calls."""
+    space = yield from reader.space()
+    if (yield from reader.at("{")) and not reader.content_is_json:
+        yield from _objects(reader, space, ";")
+    else:
+        reader.plain(space)
+    while (yield from reader.until((LLAMA_BEGIN,), reader.plain)):
+        yield from _objects(reader, LLAMA_BEGIN, ";")
+
+
+def parse_mistral(reader: CallReader) -> Wait[None]:
+    """``[TOOL_CALLS] [{...}, {...}]``, or ``[TOOL_CALLS]NAME[ARGS]{...}`` for each call."""
+    if reader.content_is_json and not (yield from reader.at(MISTRAL_BEGIN)):
+        yield from reader.rest()
+    while (yield from reader.until((MISTRAL_BEGIN,), reader.plain)):
+        space = yield from reader.space()
+        if (yield from reader.take("[")):
+            yield from _objects(reader, f"{MISTRAL_BEGIN}{space}[", ",")
+            yield from reader.space()
+            yield from reader.take("]")
+        else:
+            yield from _named(reader, space)
+        yield from _space_before(reader, MISTRAL_BEGIN)
+
+
+def _objects(reader: CallReader, before: str, separator: str) -> Wait[None]:
+    """Calls with a separator between them; `before` is shown if there is none."""
+    while True:
+        try:
+            yield from json_text.call_object(reader)
+        except NotACall as error:
+            reader.plain(before + error.text)
+            return
+        space = yield from reader.space()
+        if not (yield from reader.take(separator)):
+            if (yield from reader.peek()) and separator != ",":
+                reader.plain(space)
+            return
+        before = separator + (yield from reader.space())
+
+
+def _named(reader: CallReader, before: str) -> Wait[None]:
+    head: list[str] = []
+    marker = yield from reader.until((MISTRAL_ARGUMENTS, MISTRAL_ID, "{"), head.append)
+    if marker == MISTRAL_ID:
+        call_id: list[str] = []
+        marker = yield from reader.until((MISTRAL_ARGUMENTS, "{"), call_id.append)
+    name = "".join(head).strip()
+    if not marker or not name or any(char.isspace() for char in name):
+        reader.plain(MISTRAL_BEGIN + before + "".join(head) + marker)
+        return
+    if marker == "{":
+        reader.unread(marker)
+    else:
+        yield from reader.space()
+    reader.open(name)
+    if (yield from json_text.value(reader, reader.arguments)):
+        reader.close()
+
+
+def _space_before(reader: CallReader, marker: str) -> Wait[None]:
+    """White space behind a call is shown only before text."""
+    space = yield from reader.space()
+    if (yield from reader.peek()) and not (yield from reader.at(marker)):
+        reader.plain(space)

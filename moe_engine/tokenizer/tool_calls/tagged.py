@@ -1,0 +1,225 @@
+"""Formats that write each argument between tags: Qwen3-Coder, GLM 4.5, DeepSeek V3.2 and V4 (DSML), MiniMax M2.
+
+Texts become JSON by the function's schema: a string stays as it is, other values are read as JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.tokenizer.tool_calls import json_text
+from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
+
+DSML = "｜DSML｜"
+
+
+@dataclass(frozen=True)
+class TaggedFormat:
+    """Tags in the order in which they occur.
+
+    `name_ends`: the first one is passed over, others belong to what follows. `key_end` ends the name of a parameter;
+    between it and `value_begin` there may be white space or attributes. `trims`: one line end after `value_begin` and
+    before `value_end` is no part of the value.
+    """
+
+    begin: str
+    call_begin: str
+    name_ends: tuple[str, ...]
+    key_begin: str
+    key_end: str
+    value_begin: str
+    value_end: str
+    call_end: str
+    end: str
+    trims: bool = False
+    may_be_json: bool = False
+
+    def parse(self, reader: CallReader) -> Wait[None]:
+        begins = (self.begin, self.call_begin) if self.call_begin else (self.begin,)
+        while marker := (yield from reader.until(begins, reader.plain)):
+            if marker == self.begin:
+                yield from self._calls(reader)
+            else:
+                yield from self._call(reader)
+            space = yield from reader.space()
+            if (yield from reader.peek()) and not (yield from reader.at(self.begin)):
+                reader.plain(space)
+
+    def _calls(self, reader: CallReader) -> Wait[None]:
+        if not self.call_begin:
+            yield from self._call(reader)
+            return
+        while True:
+            between: list[str] = []
+            marker = yield from reader.until((self.call_begin, self.end), between.append)
+            reader.plain_unless_space("".join(between))
+            if marker != self.call_begin:
+                return
+            yield from self._call(reader)
+
+    def _call(self, reader: CallReader) -> Wait[None]:
+        head: list[str] = []
+        marker = yield from reader.until(self.name_ends, head.append)
+        name = "".join(head).strip()
+        if not marker or not name:
+            reader.plain((self.call_begin or self.begin) + "".join(head) + marker)
+            return
+        if marker != self.name_ends[0]:
+            reader.unread(marker)
+        reader.open(name)
+        if self.may_be_json:
+            yield from reader.space()
+            if (yield from reader.at("{")):
+                yield from json_text.value(reader, reader.arguments)
+                if (yield from reader.until((self.call_end,), reader.plain_unless_space)):
+                    reader.close()
+                return
+        yield from self._parameters(reader, (reader.functions or {}).get(name))
+
+    def _parameters(self, reader: CallReader, schema: Any) -> Wait[None]:
+        before = "{"
+        while True:
+            between: list[str] = []
+            ends = (self.call_end,) if self.call_end == self.end else (self.call_end, self.end)
+            marker = yield from reader.until((self.key_begin, *ends), between.append)
+            reader.plain_unless_space("".join(between))
+            if marker != self.key_begin:
+                break
+            key: list[str] = []
+            yield from reader.until((self.key_end,), key.append)
+            attributes: list[str] = []
+            if self.value_begin:
+                yield from reader.until((self.value_begin,), attributes.append)
+            name = "".join(key).strip()
+            reader.arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
+            yield from self._value(reader, _types(schema, name, "".join(attributes)))
+            before = ", "
+        if marker:
+            reader.arguments("{}" if before == "{" else "}")
+            reader.close()
+            if marker == self.end and self.call_end != self.end:
+                reader.unread(marker)
+
+    def _value(self, reader: CallReader, types: frozenset[str] | None) -> Wait[None]:
+        if self.trims:
+            yield from reader.take("\n")
+        if types == {"string"}:
+            text = _JsonString(reader.arguments, self.trims)
+            whole = yield from reader.until((self.value_end,), text.push)
+            text.finish(bool(whole))
+            return
+        parts: list[str] = []
+        whole = yield from reader.until((self.value_end,), parts.append)
+        value = "".join(parts)
+        reader.arguments(_json(value.removesuffix("\n") if self.trims else value, types))
+
+
+class _JsonString:
+    """A value as a JSON string, in pieces."""
+
+    def __init__(self, sink: Callable[[str], None], trims: bool) -> None:
+        self._sink, self._trims = sink, trims
+        self._held = ""
+        sink('"')
+
+    def push(self, text: str) -> None:
+        text = self._held + text
+        self._held = "\n" if self._trims and text.endswith("\n") else ""
+        self._write(text.removesuffix(self._held) if self._held else text)
+
+    def finish(self, whole: bool) -> None:
+        if whole:
+            self._sink('"')
+        else:
+            self._write(self._held)
+
+    def _write(self, text: str) -> None:
+        self._sink(json.dumps(text, ensure_ascii=False)[1:-1])
+
+
+def _types(schema: Any, key: str, attributes: str) -> frozenset[str] | None:
+    """The JSON types of a parameter; None if they are unknown."""
+    if 'string="true"' in attributes:
+        return frozenset({"string"})
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    found = _declared(properties.get(key), 0) if isinstance(properties, Mapping) else None
+    if 'string="false"' in attributes:
+        return None if found is None else found - {"string"}
+    return found
+
+
+def _declared(schema: Any, depth: int) -> frozenset[str] | None:
+    if not isinstance(schema, Mapping) or depth > 8:
+        return None
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset({kind})
+    if isinstance(kind, list):
+        return frozenset(str(one) for one in kind)
+    if isinstance(schema.get("enum"), list):
+        return frozenset(_type_of(one) for one in schema["enum"])
+    for word in ("anyOf", "oneOf"):
+        if isinstance(schema.get(word), list):
+            parts = [_declared(part, depth + 1) for part in schema[word]]
+            known = [part for part in parts if part is not None]
+            return frozenset().union(*known) if len(known) == len(parts) else None
+    return None
+
+
+def _type_of(value: Any) -> str:
+    names = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _json(text: str, types: frozenset[str] | None) -> str:
+    """A value as JSON. It is a string where it can be nothing else that the schema allows."""
+    value = _read(text.strip())
+    if value is not None:
+        kind = _type_of(json.loads(value))
+        fits = types is None or kind in types or (kind == "integer" and "number" in types)
+        if fits or "string" not in (types or ()):
+            return value
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _read(text: str) -> str | None:
+    """JSON, or Python's spelling of a constant."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+        return text
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json.dumps(ast.literal_eval(text), allow_nan=False) if len(text) < 10_000 else None
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(name)
+
+
+QWEN3_CODER = TaggedFormat(
+    "<tool_call>", "<function=", (">",), "<parameter=", ">", "", "</parameter>", "</function>", "</tool_call>",
+    trims=True,
+)  # fmt: skip
+GLM45 = TaggedFormat(
+    "<tool_call>", "", ("\n", "<arg_key>", "</tool_call>"), "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    "</tool_call>", "</tool_call>",
+)  # fmt: skip
+MINIMAX_M2 = TaggedFormat(
+    "<minimax:tool_call>", '<invoke name="', ('">',), '<parameter name="', '"', ">", "</parameter>", "</invoke>",
+    "</minimax:tool_call>", trims=True,
+)  # fmt: skip
+
+
+def dsml(block: str) -> TaggedFormat:
+    """DeepSeek's, with the name of its block."""
+    return TaggedFormat(
+        f"<{DSML}{block}>", f'<{DSML}invoke name="', ('">',), f'<{DSML}parameter name="', '"', ">",
+        f"</{DSML}parameter>", f"</{DSML}invoke>", f"</{DSML}{block}>", may_be_json=True,
+    )  # fmt: skip

@@ -1,0 +1,185 @@
+"""Tool calls of every format: whole outputs, the same in pieces of any size, outputs that are cut, and garbage."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser
+from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from tests.examples import examples
+
+FUNCTIONS = {
+    "f": {"type": "object", "properties": {
+        "s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}, "b": {"type": ["boolean", "null"]},
+        "e": {"enum": ["1", "x"]}, "a": {"anyOf": [{"type": "string"}, {"type": "number"}]},
+    }},
+    "g": None,
+}  # fmt: skip
+FUNCTION_CALL = '{"name": "f", "arguments": {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}}'
+KIMI = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+
+
+def kimi(name: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{name}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def dsml(text: str, block: str = "function_calls") -> str:
+    return text.replace("calls>", f"{block}>").replace("<", "<｜DSML｜").replace("<｜DSML｜/", "</｜DSML｜")
+
+
+DSML = (
+    '<calls>\n<invoke name="f">\n<parameter name="s" string="true">5 "q"\n</parameter>\n'
+    '<parameter name="n" string="false">5</parameter>\n</invoke>\n<invoke name="g">{"n": [1]}</invoke>\n</calls>'
+)
+DSML_CALLS = [("f", {"s": '5 "q"\n', "n": 5}), ("g", {"n": [1]})]
+GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    ("deepseekv3", f"a {CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}f\n"
+     f"```json\n{{\"s\": \"x\"}}\n```{CALL_END}{CALLS_END}",
+     "a ", [("f", {"s": "x"})]),
+    ("deepseekv31", f"{CALLS_BEGIN}{CALL_BEGIN}f{SEPARATOR}{{}}{CALL_END}\n"
+     f"{CALL_BEGIN}g{SEPARATOR}{{}}{CALL_END}{CALLS_END} b",
+     "b", [("f", {}), ("g", {})]),
+    ("deepseekv32", "a\n\n" + dsml(DSML), "a\n\n", DSML_CALLS),
+    ("deepseekv4", dsml(DSML, "tool_calls"), "", DSML_CALLS),
+    ("qwen25", f"Hi\n<tool_call>\n{FUNCTION_CALL}\n</tool_call>\n"
+     f"<tool_call>\n{{\"arguments\": {{}}, \"name\": \"g\"}}\n</tool_call>",
+     "Hi\n", [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
+    ("hermes", '<tool_call>{"name": "g"}</tool_call>\n\nb', "\n\nb", [("g", {})]),
+    ("qwen", '<tool_call>{"id": 1, "name": "f", "arguments": "{\\"n\\": 1}"}</tool_call>', "", [("f", {"n": 1})]),
+    ("llama3", f"{FUNCTION_CALL}; {{\"name\": \"g\", \"parameters\": {{\"a\": 1.5}}}}", "",
+     [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {"a": 1.5})]),
+    ("llama3", 'a <|python_tag|>{"name": "f", "parameters": {"s": ";"}}', "a ", [("f", {"s": ";"})]),
+    ("llama3", '{"answer": 5}', '{"answer": 5}', []),
+    ("mistral", f'[TOOL_CALLS] [{FUNCTION_CALL}, {{"name": "g", "arguments": {{}}}}]', "",
+     [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
+    ("mistral", 'a[TOOL_CALLS]f[ARGS]{"s": "[TOOL_CALLS]"}[TOOL_CALLS]g[CALL_ID]xyz[ARGS]{}', "a",
+     [("f", {"s": "[TOOL_CALLS]"}), ("g", {})]),
+    ("kimi_k2", KIMI.format(kimi("functions.f:0", '{"s": "ü"}') + kimi("functions.g:1", "{}")), "",
+     [("f", {"s": "ü"}), ("g", {})]),
+    ("qwen3_coder", "a <tool_call>\n<function=f>\n<parameter=s>\nif x < 1:\n\n    pass\n\n</parameter>\n"
+     "<parameter=b>\nTrue\n"
+     "</parameter>\n<parameter=o>\n{'k': [1]}\n</parameter>\n</function>\n</tool_call>\n"
+     "<tool_call>\n<function=g>\n</function>\n"
+     "</tool_call>", "a ", [("f", {"s": "if x < 1:\n\n    pass\n", "b": True, "o": {"k": [1]}}), ("g", {})]),
+    ("qwen3_coder", "<function=f><parameter=n>5</parameter></function>", "", [("f", {"n": 5})]),
+    ("glm45", "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>12</arg_value>\n"
+     "<arg_key>e</arg_key>\n<arg_value>1</arg_value>\n"
+     "<arg_key>a</arg_key>\n<arg_value>2.5</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>", "",
+     [("f", {"s": "12", "e": "1", "a": 2.5}), ("g", {})]),
+    ("glm47", "<tool_call>g<arg_key>x</arg_key><arg_value>word</arg_value></tool_call>b", "b", [("g", {"x": "word"})]),
+    ("minimax-m2", '<minimax:tool_call>\n<invoke name="f">\n<parameter name="o">{"a": null}</parameter>\n'
+     '<parameter name="b">null</parameter>\n</invoke>\n</minimax:tool_call>', "",
+     [("f", {"o": {"a": None}, "b": None})]),
+    ("pythonic", '[f(s="a]\'", n=-1), g(o={"k": [1, None]})] b [1, 2] [x] [f(1)]', " b [1, 2] [x] [f(1)]",
+     [("f", {"s": "a]\'", "n": -1}), ("g", {"o": {"k": [1, None]}})]),
+    ("pythonic", "<|python_start|>[g()]<|python_end|>", "", [("g", {})]),
+]  # fmt: skip
+
+
+def parse(form: str, text: str, size: int, **options: Any) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """Plain text, calls with the text of their arguments, ids."""
+    parser = ToolCallParser(form, options.pop("functions", FUNCTIONS), **options)
+    shown, calls, ids = "", [], []
+    for piece, deltas in [*(parser.push(text[at : at + size]) for at in range(0, len(text), size)), parser.finish()]:
+        shown += piece
+        for delta in deltas:
+            if delta.name is not None:
+                assert delta.index == len(calls)
+                calls.append((delta.name, delta.arguments))
+                ids.append(str(delta.id))
+            else:
+                calls[delta.index] = (calls[delta.index][0], calls[delta.index][1] + delta.arguments)
+    return shown, calls, ids
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "shown", "calls"), GOOD, ids=[f"{case[0]} {i}" for i, case in enumerate(GOOD)]
+)
+def test_a_good_output(form: str, text: str, shown: str, calls: list[tuple[str, Any]]) -> None:
+    for size in [*range(1, 24), len(text)]:
+        found, named, ids = parse(form, text, size)
+        assert (found, [(name, json.loads(arguments)) for name, arguments in named]) == (shown, calls), size
+        assert len(set(ids)) == len(ids)
+    if calls:
+        assert [name for name, _ in parse(form, text, 5, parallel=False)[1]] == [calls[0][0]]
+        only = parse(form, text, 5, functions={"g": None})[1]
+        assert [name for name, _ in only] == [name for name, _ in calls if name == "g"]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "shown", "calls"), GOOD, ids=[f"{case[0]} {i}" for i, case in enumerate(GOOD)]
+)
+def test_a_cut_output(form: str, text: str, shown: str, calls: list[tuple[str, Any]]) -> None:
+    """The pieces make no difference, and complete calls stay."""
+    for end in range(len(text)):
+        found = parse(form, text[:end], len(text))[:2]
+        assert found == parse(form, text[:end], random.randint(1, 9))[:2], end
+        for (name, arguments), (wanted_name, wanted) in zip(found[1][:-1], calls):
+            assert (name, json.loads(arguments)) == (wanted_name, wanted)
+
+
+def test_all_formats_are_tested() -> None:
+    aliases = {"glm": "glm45"}
+    assert {aliases.get(name, name) for name in TOOL_FORMATS} == {case[0] for case in GOOD}
+
+
+def test_kimis_ids_are_kept() -> None:
+    assert parse("kimi_k2", KIMI.format(kimi("functions.f:7", "{}")), 3)[2] == ["functions.f:7"]
+
+
+NO_CALLS = [
+    ("qwen25", "<tool_call>oops</tool_call>"),
+    ("qwen25", '<tool_call>{"nam'),
+    ("qwen25", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+    ("llama3", ' {"a": {"name": "f"}} text'),
+    ("mistral", "[TOOL_CALLS] no call here"),
+    ("mistral", "[TOOL_CALLS] [5]"),
+    ("glm45", "<tool_call></tool_call>"),
+    ("qwen3_coder", "<function=f"),
+    ("pythonic", "[f(x=y)] [f(s='a'"),
+    ("deepseekv31", "a <｜tool"),
+]
+
+
+@pytest.mark.parametrize(("form", "text"), NO_CALLS)
+def test_text_that_is_no_call_is_shown(form: str, text: str) -> None:
+    for size in (1, 3, len(text)):
+        shown, calls, _ = parse(form, text, size)
+        assert not calls and shown.replace(" ", "") == text.replace(" ", "")
+
+
+PIECES = sorted(
+    {piece for case in GOOD for piece in case[1].replace(">", "> ").split(" ")} | {"", '"', "\\", "{", "}", "]", "\n"}
+)
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.sampled_from(sorted(TOOL_FORMATS)), st.lists(st.sampled_from(PIECES), max_size=12), st.integers(1, 9))
+def test_garbage(form: str, pieces: list[str], size: int) -> None:
+    """No exception, and results that do not depend on the pieces."""
+    text = "".join(pieces)
+    assert parse(form, text, size)[:2] == parse(form, text, len(text) or 1)[:2]
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.sampled_from(GOOD), st.data())
+def test_mutated_outputs(case: tuple[str, str, str, Any], data: st.DataObject) -> None:
+    form, text = case[:2]
+    at = data.draw(st.integers(0, len(text)))
+    end = data.draw(st.integers(at, min(len(text), at + 8)))
+    text = text[:at] + data.draw(st.text(max_size=4)) + text[end:]
+    assert parse(form, text, data.draw(st.integers(1, 9)))[:2] == parse(form, text, len(text) or 1)[:2]
+
+
+def test_a_long_argument_arrives_in_pieces() -> None:
+    parser = ToolCallParser("qwen3_coder", FUNCTIONS)
+    parser.push("<tool_call>\n<function=f>\n<parameter=s>\n")
+    for word in ("one ", "two\n", "three "):
+        _, deltas = parser.push(word)
+        assert deltas and deltas[0].arguments
