@@ -75,8 +75,10 @@ class TaggedFormat:
             yield from reader.space()
             if (yield from reader.at("{")):
                 yield from json_text.value(reader, reader.arguments)
-                if (yield from reader.until((self.call_end,), reader.plain_unless_space)):
+                behind: list[str] = []
+                if (yield from reader.until((self.call_end,), behind.append)):
                     reader.close()
+                reader.plain_unless_space("".join(behind))
                 return
         yield from self._parameters(reader, (reader.functions or {}).get(name))
 
