@@ -90,7 +90,9 @@ def test_official_client(client: openai.OpenAI) -> None:
     Place.model_validate_json("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices))
     either = client.chat.completions.create(**ask, extra_body={"guided_choice": ["left", "right"]}, n=3, temperature=2)
     assert {choice.message.content for choice in either.choices} <= {"left", "right"}
-    cut = client.chat.completions.create(**ask, response_format={"type": "json_object"}, max_tokens=3).choices[0]
+    any_object = client.chat.completions.create(**ask, response_format={"type": "json_object"}, max_tokens=3).choices[0]
+    assert (any_object.message.content or "").lstrip().startswith("{")
+    cut = client.chat.completions.create(**ask, response_format=format, max_tokens=3).choices[0]  # type: ignore[call-overload]
     assert cut.finish_reason == "length" and (cut.message.content or "").lstrip().startswith("{")
     text = client.completions.create(
         model="any", prompt="Number: ", temperature=1, extra_body={"regex": "[1-9][0-9]{2}"}
