@@ -17,6 +17,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -46,10 +47,19 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def jobs_of(cases: Sequence[AotCase], archs: Sequence[int], quick: bool) -> list[Job]:
-    """Every case for every architecture; quick: only cases of large tiles for all but the first architecture."""
-    large = {id(case.kernel): case for case in cases if case.matrix}
-    others = list(large.values()) if quick else cases
-    return [(case, arch) for arch in archs for case in (cases if arch == archs[0] else others)]
+    """Every case for every architecture; quick: each case for one. Cases without matrix products for the first; of a
+    kernel with small and large tiles, one case for each architecture, in turns."""
+    if not quick:
+        return [(case, arch) for arch in archs for case in cases]
+    matrix = [case for case in cases if case.matrix]
+    places = {id(kernel): place for place, kernel in enumerate(dict.fromkeys(case.kernel for case in matrix))}
+    seen = Counter[int]()
+    jobs = []
+    for case in cases:
+        turn = places.get(id(case.kernel), 0) + seen[id(case.kernel)]
+        seen[id(case.kernel)] += 1
+        jobs.append((case, archs[turn % len(archs)] if case.matrix else archs[0]))
+    return jobs
 
 
 def run(archs: Sequence[int], only: str, one_each: bool, processes: int, quick: bool = False) -> list[Result]:
@@ -75,9 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=[90, 100], choices=[90, 100])
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
     parser.add_argument("--one-of-each", action="store_true", help="one case of every kernel")
-    parser.add_argument(
-        "--quick", action="store_true", help="as --one-of-each; behind the first --arch only large tiles"
-    )
+    parser.add_argument("--quick", action="store_true", help="as --one-of-each, each for one --arch")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here")
     parser.add_argument("--no-json", action="store_true")

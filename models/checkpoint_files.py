@@ -21,6 +21,7 @@ ELEMENT_BYTES = {
 """Supported dtypes, by the format's names."""
 
 _MAX_HEADER = 100 << 20
+_BODY = ("embed_tokens.", "layers.", "norm.")
 
 
 class TensorHeader(NamedTuple):
@@ -49,14 +50,28 @@ def read_checkpoint(directory: Path) -> dict[str, WeightFile]:
         CheckpointError: a file in the index is missing, or a file is truncated, damaged or inconsistent with the index.
     """
     index = directory / INDEX_FILE
-    if index.is_file():
-        return _read_indexed(directory, index)
+    return _with_prefix(_read_indexed(directory, index) if index.is_file() else _read_files(directory))
+
+
+def _read_files(directory: Path) -> dict[str, WeightFile]:
     single = directory / "model.safetensors"
     files: dict[str, WeightFile] = {}
     for path in [single] if single.is_file() else sorted(directory.glob("*.safetensors")):
         file = WeightFile(path, read_header(path))
         files |= dict.fromkeys(file.tensors, file)
     return files
+
+
+def _with_prefix(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
+    """The tensors of a model that was saved without a head, under the names that they have in a model with a head."""
+    if f"{_BODY[0]}weight" not in files:
+        return files
+    full = {name: f"model.{name}" if name.startswith(_BODY) else name for name in files}
+    renamed = {
+        id(file): WeightFile(file.path, {full.get(name, name): tensor for name, tensor in file.tensors.items()})
+        for file in files.values()
+    }
+    return {full[name]: renamed[id(file)] for name, file in files.items()}
 
 
 def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:

@@ -159,6 +159,31 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class PoolingConfig:
+    """From the hidden states of a request to its vector (`models.pooling`).
+
+    Attributes:
+        kind: state that is taken: ``last`` (of the last token), ``mean`` (of all tokens) or ``cls`` (of the first).
+        width: numbers of the vector.
+        head: score head between the state and the vector: ``linear``, ``mlp`` or none.
+        labels: names of the score head's numbers.
+        dimensions: lengths to which a vector may be cut; empty: any.
+    """
+
+    kind: str
+    normalizes: bool
+    width: int
+    head: str = ""
+    labels: tuple[str, ...] = ()
+    dimensions: tuple[int, ...] = ()
+
+    @property
+    def reads_last(self) -> bool:
+        """Whether the last token's state is enough, so that a prefix may be cached."""
+        return self.kind == "last"
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A model of any supported family. Created by `load_model_config`; `moe_layers[i]` is True if layer i is MoE."""
 
@@ -188,6 +213,8 @@ class ModelConfig:
     """Layers with a state for each request. All other layers have KV and belong to `cache_groups`."""
     file_layers: int | None = None
     """Number of layers in config.json, if overridden (--json-model-override-args)."""
+    pooling: PoolingConfig | None = None
+    """Of a model that is served for vectors; None: for text."""
     raw: Mapping[str, Any] | None = None
 
     @property

@@ -12,21 +12,22 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.config import RopeConfig
 
 _MISSING: Any = object()
+_JSON_KINDS: Mapping[type, str] = {dict: "object", list: "list"}
 MAX_INTEGER = 2**53
 LARGEST = {"num_hidden_layers": 65536, "n_routed_experts": 65536, "num_experts": 65536, "num_local_experts": 65536}
 """Count fields that determine list lengths."""
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError if absent, unreadable or not an object."""
+def read_json(file: Path, kind: type = dict) -> Any:
+    """The object (or list) in a JSON file. Raises ConfigError if absent, unreadable or of another kind."""
     try:
         value = json.loads(file.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{file}: no such file; --model-path must be a Hugging Face checkpoint directory") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{file}: cannot be read as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{file}: must hold a JSON object, found {type(value).__name__}")
+    if not isinstance(value, kind):
+        raise ConfigError(f"{file}: must hold a JSON {_JSON_KINDS[kind]}, found {type(value).__name__}")
     return value
 
 

@@ -29,6 +29,7 @@ from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.embedding import Head
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.weights import WeightSource
@@ -65,6 +66,7 @@ class MTPLayers:
         levels = [level for level in (layer.level() for layer in self._layers) if level is not None]
         if decoder is None or model.parallel.world_size > 1 or len(levels) < len(self._layers):
             return None
+        assert isinstance(model.head, Head)
         return decoder.fuse_drafts(levels, model.embedding.weight, model.head.weight)
 
     @property

@@ -85,6 +85,14 @@ for _name, _target, _parser in (
     ("Qwen3ForCausalLM", _DENSE, "parse_dense"),
     ("Qwen3MoeForCausalLM", _DENSE, "parse_qwen3_moe"),
     ("MixtralForCausalLM", "moe_engine.models.dense:MixtralModel", "parse_mixtral"),
+    ("LlamaForSequenceClassification", _DENSE, "parse_dense"),
+    ("Qwen2ForSequenceClassification", _DENSE, "parse_dense"),
+    ("Qwen3ForSequenceClassification", _DENSE, "parse_dense"),
+    ("Qwen2ForRewardModel", _DENSE, "parse_dense"),
+    ("LlamaModel", _DENSE, "parse_dense"),
+    ("MistralModel", _DENSE, "parse_dense"),
+    ("Qwen2Model", _DENSE, "parse_dense"),
+    ("Qwen3Model", _DENSE, "parse_dense"),
 ):
     register(_name, _target, f"{_FAMILIES}:{_parser}")
 _BUILT_IN = dict(_architectures)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.pooling import score_layers
 
 EMBEDDING = "model.embed_tokens.weight"
 _LAYERS = "model.layers."
@@ -71,13 +72,22 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
     table = (config.vocab_size, config.hidden_size)
     yield TensorSpec(EMBEDDING, table, Kind.PLAIN)
     yield _norm("model.norm", config.hidden_size)
-    if not config.tie_word_embeddings:
+    if config.pooling is not None:
+        yield from _score_head(config)
+    elif not config.tie_word_embeddings:
         yield TensorSpec("lm_head.weight", table)
     for i, is_moe in enumerate(config.moe_layers):
         yield from (spec.within(f"{_LAYERS}{i}") for spec in layer_tensors(config, is_moe))
     if include_mtp:
         for i in range(config.num_layers, config.num_layers + config.num_nextn_predict_layers):
             yield from (spec.within(f"{_LAYERS}{i}") for spec in mtp_tensors(config))
+
+
+def _score_head(config: ModelConfig) -> Iterator[TensorSpec]:
+    for layer in score_layers(config):
+        yield TensorSpec(f"{layer.name}.weight", (layer.rows, layer.columns), Kind.WIDE)
+        if layer.bias:
+            yield TensorSpec(f"{layer.name}.bias", (layer.rows,), Kind.WIDE)
 
 
 def layer_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSpec]:
@@ -168,18 +178,17 @@ def _norm(prefix: str, width: int) -> TensorSpec:
 def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]:
     """Checkpoint tensors that no layer of the model needs.
 
-    Rotary frequencies; a head that is tied to the embedding; multi-token-prediction layers, which have an index >=
-    num_hidden_layers and an eh_proj (another layer there is missing from config.json's count); and the layers that an
-    override of num_hidden_layers cuts off.
+    Rotary frequencies; a head that is tied to the embedding, or of a pooled model; multi-token-prediction layers, which
+    have an index >= num_hidden_layers and an eh_proj (another layer there is missing from config.json's count); and the
+    layers that an override of num_hidden_layers cuts off.
     """
     mtp = {layer_index(name) for name in names if name.endswith(".eh_proj.weight")}
     unread = {i for i in mtp if i >= config.num_layers} | set(range(config.num_layers, config.stored_layers))
+    no_head = config.tie_word_embeddings or config.pooling is not None
     return {
         name
         for name in names
-        if layer_index(name) in unread
-        or name.endswith(_ROTARY)
-        or (config.tie_word_embeddings and name.startswith("lm_head."))
+        if layer_index(name) in unread or name.endswith(_ROTARY) or (no_head and name.startswith("lm_head."))
     }
 
 

@@ -473,3 +473,5 @@ class StepResult:
     """Loads of `StepPlan.kv_ops` that are complete. Later completions are reported by `StepWorker.on_kv_done`."""
     errors: dict[int, FinishReason] | None = None
     """By row: why a token is invalid, if logits processors made it so; perhaps of a draft that is not accepted."""
+    vectors: dict[int, bytes] | None = None
+    """By row, of a pooled model: the vectors (float32) of requests that end with this step."""

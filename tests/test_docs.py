@@ -17,13 +17,14 @@ from moe_engine.config.absent_flags import absent_flags
 from moe_engine.config.args import PARTS, build_parser
 from moe_engine.config.field import fields_of, option_of
 from moe_engine.config.flags import known_options
+from moe_engine.models.registry import supported
 from moe_engine.planning import resolve_graphs, resolve_parallel, resolve_speculation
 from moe_engine.planning.resolve_limits import CPU_CHUNK, CPU_MAX_RUNNING, GPU_CHUNKS, GPU_MAX_RUNNING
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
-    "README.md", "CONTRIBUTING.md", "slurm/README.md", "benchmarks/README.md", "moe_engine/demo/README.md",
-    "tests/README.md",
+    "README.md", "CONTRIBUTING.md", "slurm/README.md", "deploy/README.md", "benchmarks/README.md",
+    "moe_engine/demo/README.md", "tests/README.md",
 )  # fmt: skip
 DOCUMENTS = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in PAGES)])
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:[-_][a-z0-9]+)*")
@@ -139,6 +140,7 @@ OUTSIDE = {
     "rid_0", "rid_1", "extra_body", "proxy_buffering", "proxy_read_timeout", "client_max_body_size",
     "client_header_timeout", "client_body_timeout", "Authorization", "Origin", "Allow", "Upgrade", "KillWait",
     "SlurmdTimeout", "dump.pt", "heat_map.png", "imbalance.png", "serve.yaml",
+    "modules.json", "/cache", "/dev/shm",
     "benchmarks/results/<date>_<gpu>_gpu_suite.json",
 }  # fmt: skip
 """Names of other programs, of HTTP and of files that users make."""
@@ -260,7 +262,8 @@ def why_unknown(span: str, document: Path) -> str | None:
     if DOTTED.fullmatch(span):
         return None if dotted_name_exists(span) or path_exists(span, document) else "no such name"
     if CLASS.fullmatch(span):
-        known = span.removesuffix("()") in members() or (span.endswith("ForCausalLM") and span in words())
+        known = span.removesuffix("()") in members() or span in supported()
+        known = known or (span.endswith("ForCausalLM") and span in words())
         return None if known else "no such class"
     if SNAKE.fullmatch(span):
         return None if span.removesuffix("()") in words() else "no such word in the source"

@@ -123,15 +123,20 @@ def source_of(case: AotCase) -> ASTSource:
     return ASTSource(case.kernel, signature, dict(case.constants), attrs)
 
 
+def compiler_input(case: AotCase, arch: int) -> dict[str, Any]:
+    """The arguments of `triton.compile`."""
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    return {"src": source_of(case), "target": GPUTarget("cuda", arch, 32), "options": options}
+
+
 def compile_case(case: AotCase, arch: int) -> AotReport:
     """Compiles for compute capability `arch` (90: H100, H200; 100: B200), or loads it from Triton's cache.
 
     Raises what the compiler raises, with the case's name as a note.
     """
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     begin = time.perf_counter()
     try:
-        kernel = triton.compile(source_of(case), target=GPUTarget("cuda", arch, 32), options=options)
+        kernel = triton.compile(**compiler_input(case, arch))
     except Exception as error:
         error.add_note(f"while compiling {case.name} for sm_{arch}")
         raise

@@ -24,6 +24,7 @@ from moe_engine.models.layers.embedding import Embedding, Head
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, interleave
+from moe_engine.models.layers.pooler import Pooler
 from moe_engine.models.layers.rope import make_rotary_table
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communication, with_sizes
 from moe_engine.models.layers.stack import LayerStack
@@ -74,9 +75,15 @@ class Decoder:
                 norms[i].feed(layer.attention.input_format)
         self.stack = self.make_stack(norms[0])
         """All layers as one call, if the kernels support it."""
-        self.head = Head(config, reader, backends.linear, self.embedding, parallel)
+        self.head = self.make_head(reader, self.embedding)
         self.weight_bytes = held_bytes(self, shared=parallel)
         """Bytes of weights and tables in the kernels' layouts."""
+
+    def make_head(self, reader: WeightSource, embedding: Embedding) -> Head | Pooler:
+        """The LM head; of a pooled model the pooler."""
+        if self.config.pooling is not None:
+            return Pooler(self.config, reader)
+        return Head(self.config, reader, self.backends.linear, embedding, self.parallel)
 
     def make_norm(self, reader: WeightSource, prefix: str) -> RMSNorm:
         return RMSNorm(self.backends.ops, reader, prefix, self.config.hidden_size, self.config.norm_eps)
@@ -108,7 +115,7 @@ class Decoder:
             is_last = i + 1 == len(self.layers)
             next_norm = "model.norm" if is_last else f"model.layers.{i + 1}.input_layernorm"
             yield from self.reload_layer(i, layer, reader, next_norm)
-        yield self.head, Head(self.config, reader, self.backends.linear, embedding, self.parallel)
+        yield self.head, self.make_head(reader, embedding)
 
     def reload_layer(self, layer_index: int, layer: Any, reader: WeightSource, next_norm: str) -> Iterator[Any]:
         """`reload` of one layer; `next_norm`: name of its last norm."""
@@ -180,5 +187,5 @@ class Decoder:
         return hidden
 
     def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
-        """hidden [S, D] -> [S, V] float32."""
+        """hidden [S, D] -> [S, V] float32; of a pooled model the vectors of pooled states."""
         return self.head(hidden, sizes)

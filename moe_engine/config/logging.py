@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from moe_engine.config.field import flag
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def _buckets(what: str) -> Any:
+    return flag(
+        None,
+        f"Upper bounds of the buckets of the {what}, in seconds, rising. Left out: SGLang's.",
+        many=True,
+        metavar="SECONDS",
+    )
 
 
 @dataclass(frozen=True)
@@ -34,4 +44,7 @@ class LoggingArgs:
         metavar="0..3",
     )
     enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.")
+    bucket_time_to_first_token: str | None = _buckets("time to the first token")
+    bucket_inter_token_latency: str | None = _buckets("time between tokens")
+    bucket_e2e_request_latency: str | None = _buckets("time of whole requests")
     decode_log_interval: int = flag(40, "Decode steps between two `Decode batch` lines.", metavar="STEPS")

@@ -39,6 +39,12 @@ class ModelArgs:
             OTHER_FORMATS,
         ),
     )  # fmt: skip
+    is_embedding: bool = flag(
+        False,
+        "Serve vectors instead of text: /v1/embeddings, /encode, /classify. Pooling and normalisation follow "
+        "sentence-transformers' files of the checkpoint (modules.json); without them the last token's state, "
+        "normalised. Checkpoints of classification and reward models need no flag.",
+    )
     trust_remote_code: bool = flag(
         False, "Allow the tokenizer to run Python code of the checkpoint. Model code of a checkpoint never runs."
     )

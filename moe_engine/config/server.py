@@ -34,6 +34,16 @@ class ServerArgs:
     admin_api_key: str | None = flag(
         None, "Key of the endpoints that change the engine, such as /flush_cache. Left out: --api-key.", metavar="KEY"
     )
+    ssl_certfile: str | None = flag(
+        None, "Certificate chain (PEM) for HTTPS; needs --ssl-keyfile. Left out: HTTP.", metavar="FILE"
+    )
+    ssl_keyfile: str | None = flag(None, "Private key (PEM) of --ssl-certfile, without a password.", metavar="FILE")
+    fastapi_root_path: str = flag(
+        "",
+        "Prefix under which a proxy publishes this server, for instance /engine. Requests are served with and without "
+        "it; /openapi.json names it.",
+        metavar="PATH",
+    )
     enable_cache_report: bool = flag(
         False, "Report in `usage.prompt_tokens_details.cached_tokens` how many prompt tokens came from the cache."
     )

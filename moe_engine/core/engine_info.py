@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from moe_engine.models.config import PoolingConfig
+
 
 @dataclass(frozen=True)
 class EngineInfo:
@@ -33,3 +35,5 @@ class EngineInfo:
     """The memory ledger's entry for CUDA graphs; 0 without graphs."""
     backends: dict[str, str] = field(default_factory=dict)
     """Backend name by kernel family."""
+    pooling: PoolingConfig | None = None
+    """Of a model that is served for vectors; None: for text."""

@@ -454,7 +454,7 @@ def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:
         if finish is None and logprobs is None and prompt_logprobs is None
         else _delta(event)
         for event in events
-        for rid, tokens, finish, cached, retractions, logprobs, prompt_logprobs, _, _ in (event,)
+        for rid, tokens, finish, cached, retractions, logprobs, prompt_logprobs, _, _, _ in (event,)
     ]
 
 
@@ -469,6 +469,7 @@ def _delta(event: RequestEvent) -> messages.RequestDelta:
         event.retractions,
         _queue_time(event),
         event.speculation,
+        event.vector,
     )
 
 

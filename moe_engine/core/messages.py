@@ -91,6 +91,8 @@ class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     queue_time: float = 0.0
     speculation: tuple[int, int, list[int]] | None = None
     """With `finish`, if drafts were made: verify steps, drafts, and a histogram of verify steps by accepted drafts."""
+    vector: bytes | None = None
+    """With `finish`, of a pooled model: float32 in native byte order."""
 
 
 class StepOutput(Message, tag="step"):

@@ -15,16 +15,17 @@ from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import asdict
 
 from moe_engine import logs
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import EngineDeadError, NotAvailableYet
+from moe_engine.errors import EngineDeadError
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
 from moe_engine.frontend.core_process import CoreProcess
+from moe_engine.frontend.encoding import EncodeRequest, encode_input
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
 from moe_engine.frontend.profiling import Profiling
@@ -43,7 +44,7 @@ _END = object()
 
 
 class Engine:
-    """Text generation with SGLang's offline interface.
+    """Text generation and embeddings with SGLang's offline interface.
 
     Args:
         model_path: a Hugging Face directory; None: the embedded demonstration model.
@@ -135,6 +136,38 @@ class Engine:
             return self._aiterate(request)
         return await asyncio.wrap_future(self._submit(self._frontend.generate(request)))
 
+    def encode(
+        self,
+        prompt: str | list[str] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        dimensions: int | None = None,
+        **fields: Any,
+    ) -> Output | list[Output]:
+        """The vector of a prompt, or of each of a list; the scores with a classification or reward model.
+
+        Args:
+            dimensions: the first numbers of each vector, normalised again.
+            fields: the other fields of SGLang's ``/encode``: rid, priority, extra_key, ...
+
+        Returns:
+            ``{"embedding", "meta_info"}`` or a list of them.
+
+        Raises:
+            InputError: names the invalid field; or this engine generates text (`is_embedding`).
+        """
+        return self._run(self._frontend.generate(_encode_request(prompt, input_ids, dimensions, fields)))
+
+    async def async_encode(
+        self,
+        prompt: str | list[str] | None = None,
+        input_ids: list[int] | list[list[int]] | None = None,
+        dimensions: int | None = None,
+        **fields: Any,
+    ) -> Output | list[Output]:
+        """`encode` for asyncio, on any event loop."""
+        request = _encode_request(prompt, input_ids, dimensions, fields)
+        return await asyncio.wrap_future(self._submit(self._frontend.generate(request)))
+
     def _iterate(self, request: GenerateInput) -> Iterator[Output]:
         chunks = self._frontend.stream(request)
         try:
@@ -173,16 +206,6 @@ class Engine:
         if self._frontend.tokenizer is None:
             raise ValueError("this engine runs with skip_tokenizer_init: it has no tokenizer")
         return self._frontend.tokenizer.encode(text)
-
-    def encode(self, *args: Any, **fields: Any) -> NoReturn:
-        """SGLang's name for embeddings.
-
-        Raises:
-            NotAvailableYet: always.
-        """
-        raise NotAvailableYet(
-            "Engine.encode: embeddings are not available yet in moe-engine; Engine.tokenize gives a text's token ids"
-        )
 
     def flush_cache(self) -> bool:
         """Clears the prefix cache; False while requests run."""
@@ -282,6 +305,15 @@ def _request(prompt: Any, sampling: Any, input_ids: Any, stream: bool, fields: d
     request = checked({**fields, "input_ids": input_ids, "stream": stream}, GenerateRequest)
     refuse_unavailable(request)
     return GenerateInput(**{**asdict(request), "text": prompt, "sampling_params": sampling}, text_field="prompt")
+
+
+def _encode_request(prompt: Any, input_ids: Any, dimensions: int | None, fields: dict[str, Any]) -> GenerateInput:
+    known = EncodeRequest.__struct_fields__
+    if unknown := [name for name in fields if name not in known]:
+        raise TypeError(f"encode() has no field {unknown[0]!r}; those of /encode are {', '.join(known)}")
+    request = checked({**fields, "input_ids": input_ids, "dimensions": dimensions}, EncodeRequest)
+    refuse_unavailable(request)
+    return encode_input({**asdict(request), "text": prompt}, text_field="prompt")
 
 
 async def _next(chunks: Any) -> Any:

@@ -86,6 +86,9 @@ class GenerateInput(GenerateRequest, kw_only=True):
     """With `SamplingParams`: whether `max_new_tokens` is the client's own; a default may be reduced."""
     cumulative: bool = True
     """Stream chunks hold the whole output so far, unless the server's settings override it."""
+    pooled: bool = False
+    """Asks for the vector of each prompt, not for text; `dimensions`: its first numbers, None for all."""
+    dimensions: int | None = None
 
     @property
     def dp_rank(self) -> int | None:

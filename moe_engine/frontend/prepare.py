@@ -19,6 +19,7 @@ import msgspec
 from moe_engine.core.messages import AddRequest
 from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
+from moe_engine.frontend.encoding import Encoding, check_dimensions, check_kind
 from moe_engine.frontend.generate_input import GenerateInput, Prompt, check_token_ids, split_prompts
 from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.grammar_checks import GrammarChecks
@@ -29,6 +30,7 @@ from moe_engine.structured_output.check_process import CheckSpec
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 from moe_engine.tokenizer.reasoning import REASONING_FORMATS
 from moe_engine.tokenizer.tokenizer import Tokenizer
+from moe_engine.types import SamplingParams
 
 BULK = (
     "text", "input_ids", "sampling_params", "rid", "extra_key", "token_ids_logprob", "top_logprobs_num",
@@ -124,6 +126,8 @@ class Preparer:
             InputError: names the field at fault and the fix.
         """
         settings = self._settings
+        check_kind(self._info, pooled=inp.pooled)
+        check_dimensions(self._info, inp.dimensions)
         prompts, is_batch = split_prompts(inp, settings.preferred_sampling_params, settings.max_sequences)
         self._check_logprobs(inp, prompts)
         self._tokenize(inp, prompts)
@@ -298,7 +302,7 @@ class Preparer:
             rid=f"{rid}-{next(self._numbers)}",  # unlike the client's id, never reused
             prompt_ids=prompt.ids,
             sampling=msgspec.to_builtins(sampling),
-            max_new_tokens=max(1, prompt.max_new_tokens),
+            max_new_tokens=0 if inp.pooled else max(1, prompt.max_new_tokens),
             seed=seed,
             priority=inp.priority,
             extra_key=prompt.extra_key,
@@ -310,6 +314,8 @@ class Preparer:
             request.logprob_start = options.start
             request.top_logprobs = options.top
             request.token_ids_logprob = list(options.token_ids)
+        if inp.pooled:
+            return self._encoding(inp, request, sampling, rid, index, prompt_index)
         return Generation(
             request,
             sampling,
@@ -327,6 +333,22 @@ class Preparer:
             observed=inp.log_metrics is not False,
             weight_version=self._settings.weight_version,
         )
+
+    def _encoding(
+        self, inp: GenerateInput, request: AddRequest, sampling: SamplingParams, rid: str, index: int, prompt_index: int
+    ) -> Encoding:
+        encoding = Encoding(
+            request,
+            sampling,
+            rid=rid,
+            index=index,
+            prompt_index=prompt_index,
+            observed=inp.log_metrics is not False,
+            weight_version=self._settings.weight_version,
+        )
+        encoding.dimensions = inp.dimensions
+        encoding.normalizes = self._info.pooling is not None and self._info.pooling.normalizes
+        return encoding
 
     def _python_logprobs(self, options: LogprobOptions) -> LogprobFormat:
         return PythonLogprobs(options, self._tokenizer.token_text if self._tokenizer is not None else None)

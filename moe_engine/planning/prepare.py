@@ -19,6 +19,7 @@ from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_headers
+from moe_engine.models.pooling import with_pooling
 from moe_engine.parallel.recording.config import recorder_directory
 from moe_engine.planning.checkpoint import locate, sums
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
@@ -52,6 +53,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     """
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
     model = load_model_config(folder, json.loads(args.model.json_model_override_args))
+    model = with_pooling(model, args.model.is_embedding)
     found = machine or probe_machine(args.model.device)
     config_folder = folder if folder.is_dir() else folder.parent
     draft = load_draft(args)

@@ -31,6 +31,7 @@ from moe_engine.planning.resolve_graphs import note_graphs, resolve_graphs, why_
 from moe_engine.planning.resolve_kernels import asked_backends, resolve_kernels
 from moe_engine.planning.resolve_limits import resolve_limits
 from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel, with_dispatch_dtype
+from moe_engine.planning.resolve_pooling import resolve_pooling
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
 from moe_engine.planning.sizing import Sizing, SizingInput, size_memory
 from moe_engine.planning.state_memory import with_states
@@ -188,7 +189,7 @@ def resolve(
         ConfigError: a value out of range, contradicting flags (both named), or too little memory (with flags that fit).
     """
     contradictions.check(args)
-    record = Record()
+    args = resolve_pooling(args, model, record := Record())
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")
     parallel = resolve_parallel(args, model, device, place, record, machine.unlinked, machine.num_devices)

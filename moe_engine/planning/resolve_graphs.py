@@ -8,6 +8,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
+from moe_engine.planning import resolve_pooling
 from moe_engine.planning.ledger import GB, GRAPHS_ROW, LedgerRow
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
@@ -130,6 +131,8 @@ def why_not_captured(
         return "--enable-eplb records the experts of every step and moves experts between steps"
     if experts.recorder_mode is not None and parallel.topology.tp_size > 1:
         return "recorded experts of several ranks: all ranks must leave the graphs in the same step"
+    if model.pooling is not None:
+        return resolve_pooling.NOT_CAPTURED
     if model.state_groups:
         return NOT_CAPTURED
     if len(model.cache_groups) > 1:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import pairwise
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.field import option_of
@@ -154,6 +155,21 @@ def _memory(args: EngineArgs) -> Iterator[str]:
         )
 
 
+def _buckets(args: EngineArgs) -> Iterator[str]:
+    for name in ("bucket_time_to_first_token", "bucket_inter_token_latency", "bucket_e2e_request_latency"):
+        given = getattr(args.logging, name)
+        if given is None:
+            continue
+        option = option_of(name)
+        try:
+            bounds = [float(word) for word in given.split()]
+        except ValueError:
+            yield f"{option} {given}: must be numbers, for instance {option} 0.1 0.5 1"
+            continue
+        if not bounds or bounds[0] <= 0 or any(a >= b for a, b in pairwise(bounds)) or not math.isfinite(bounds[-1]):
+            yield f"{option} {given}: must be rising numbers above 0, for instance {option} 0.1 0.5 1"
+
+
 def _front_end(args: EngineArgs) -> Iterator[str]:
     model, server = args.model, args.server
     if model.skip_tokenizer_init:
@@ -172,6 +188,12 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
             yield f"{option} {HIDDEN}: /server_info hides a key this way; give the key itself"
     if not server.host.strip():
         yield "--host is empty: give an address of this machine, 127.0.0.1 for local clients only or 0.0.0.0 for all"
+    if (server.ssl_certfile is None) != (server.ssl_keyfile is None):
+        yield "--ssl-certfile and --ssl-keyfile belong together: give both for HTTPS, or none"
+    root = server.fastapi_root_path
+    if root and (not root.startswith("/") or root.endswith("/")):
+        yield f"--fastapi-root-path {root}: must begin with / and not end with it, for instance /engine"
+    yield from _buckets(args)
     if server.enable_custom_logit_processor and find_spec("dill") is None:
         yield f"--enable-custom-logit-processor: {NO_DILL}"
     name = model.served_model_name

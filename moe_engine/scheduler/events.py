@@ -40,6 +40,8 @@ class RequestEvent(NamedTuple):
     prompt_logprobs: PackedLogprobs | None = None
     timing: RequestTiming | None = None
     speculation: SpecCounts | None = None
+    vector: bytes | None = None
+    """Of a pooled model, with the last event."""
 
 
 def finish_event(
@@ -49,6 +51,7 @@ def finish_event(
     token_ids: list[int],
     logprobs: PackedLogprobs | None = None,
     prompt_logprobs: PackedLogprobs | None = None,
+    vector: bytes | None = None,
 ) -> RequestEvent:
     """The last event of a request."""
     timing = RequestTiming(request.queued_at, request.first_scheduled, request.first_token_at, now)
@@ -65,6 +68,7 @@ def finish_event(
         prompt_logprobs,
         timing,
         speculation,
+        vector,
     )
 
 

@@ -84,11 +84,12 @@ def read_result(
         )
     for request in record.ended:
         if request.row >= 0 and request.to_abort is None:
-            prompt = table.take_prompt_logprobs(request.rid)
+            prompt, row = table.take_prompt_logprobs(request.rid), request.row
             reason = FinishReason("length", length=len(request.output_ids))
             table.end_running(request, reason)
             some_ended = True
-            push(finish_event(request, reason, now, [], None, prompt))
+            vector = result.vectors.get(row) if result.vectors is not None else None
+            push(finish_event(request, reason, now, [], None, prompt, vector))
     if some_ended:
         table.drop_rowless()
     return events

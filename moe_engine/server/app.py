@@ -17,9 +17,11 @@ from moe_engine.server.control_api import version
 from moe_engine.server.edge import EdgeCheck
 from moe_engine.server.endpoints import endpoints
 from moe_engine.server.errors import Handler, Problem, error_format_of, error_response, guarded
-from moe_engine.server.metrics import Metrics
+from moe_engine.server.metrics import Buckets, Metrics
 from moe_engine.server.metrics_http import StatusCount
 from moe_engine.server.observers import Observers, RequestLog
+from moe_engine.server.request_ids import RequestIds
+from moe_engine.server.responses_store import ResponseStore
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.state import ServerState
 from moe_engine.server.text_processes import TextProcesses, TextSpec
@@ -46,7 +48,8 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     Raises:
         ConfigError: the chat template cannot be read.
     """
-    state = ServerState(frontend, client, settings, make_template(settings, frontend.tokenizer))
+    template = make_template(settings, frontend.tokenizer)
+    state = ServerState(frontend, client, settings, template, ResponseStore())
     state.bodies = Bodies(body_work(state), settings.max_body_bytes, _text_processes(state))
     # the endpoints read requests themselves, so FastAPI has no schema of them; its page loads scripts from the internet
     app = FastAPI(openapi_url=None, redirect_slashes=False)
@@ -62,9 +65,12 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     if keys.api_key or keys.admin_api_key:
         app.add_middleware(KeyCheck, api_key=keys.api_key, admin_api_key=keys.admin_api_key)
     app.add_middleware(EdgeCheck, check_origin=not keys.api_key)
-    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(
+        CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
+    )
     if metrics is not None:
         app.add_middleware(StatusCount, metrics=metrics)
+    app.add_middleware(RequestIds, root_path=keys.fastapi_root_path)
     return app
 
 
@@ -94,7 +100,9 @@ def _observe(state: ServerState) -> Metrics | None:
     flags = state.settings.args.logging
     if flags.log_requests:
         observers.append(RequestLog(flags.log_requests_level))
-    metrics = Metrics(state.model_name, state.client.info, version()) if flags.enable_metrics else None
+    metrics = None
+    if flags.enable_metrics:
+        metrics = Metrics(state.model_name, state.client.info, version(), Buckets.of(flags))
     if metrics is not None:
         observers.append(metrics)
     if observers:

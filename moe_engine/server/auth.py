@@ -1,4 +1,6 @@
-"""API keys: `Authorization: Bearer KEY` except for health and metrics; an admin key for control endpoints."""
+"""API keys, except for health and metrics: `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send
+it. Control endpoints take an admin key.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,23 @@ class KeyCheck:
             wanted = self._admin_api_key
         if not wanted:
             return True
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(b" "), wanted.encode())
+        return any(hmac.compare_digest(key, wanted.encode()) for key in _keys(scope))
 
     def _hint(self, path: str) -> str:
         which = "admin API key" if self._admin_api_key and changes_engine(path) else "API key"
         return f"Missing or wrong {which}; send the header 'Authorization: Bearer <key>'."
+
+
+def _keys(scope: Scope) -> list[bytes]:
+    """The keys in a request's headers."""
+    keys = []
+    for name, value in scope["headers"]:
+        scheme, _, key = value.partition(b" ")
+        if name == b"x-api-key":
+            keys.append(value)
+        elif name == b"authorization" and scheme.lower() == b"bearer":
+            keys.append(key.strip(b" "))
+    return keys
 
 
 def changes_engine(path: str) -> bool:

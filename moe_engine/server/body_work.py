@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from moe_engine.server.anthropic_api import AnthropicApi
 from moe_engine.server.bodies import Work
+from moe_engine.server.embeddings_api import EmbeddingsApi
 from moe_engine.server.native_api import NativeApi
 from moe_engine.server.openai_chat import ChatApi
 from moe_engine.server.openai_completions import CompletionsApi
 from moe_engine.server.parse_api import ParseApi
+from moe_engine.server.responses_api import ResponsesApi
+from moe_engine.server.scoring_api import ScoringApi
 from moe_engine.server.state import ServerState
 
 
 def body_work(state: ServerState) -> dict[str, Work]:
-    native, parse = NativeApi(state), ParseApi(state)
+    native, parse, anthropic = NativeApi(state), ParseApi(state), AnthropicApi(state)
+    vectors, scoring = EmbeddingsApi(state), ScoringApi(state)
     return {
         "generate": native.read_generate,
         "completions": CompletionsApi(state).read,
         "chat_completions": ChatApi(state).read,
+        "embeddings": vectors.read_embeddings,
+        "encode": vectors.read_encode,
+        "score": scoring.read_score,
+        "rerank": scoring.read_rerank,
+        "classify": scoring.read_classify,
+        "responses": ResponsesApi(state, state.responses).read,
+        "messages": anthropic.read,
+        "count_tokens": anthropic.counted,
         "tokenize": native.tokenized,
         "detokenize": native.detokenized,
         "separate_reasoning": parse.separated,

@@ -12,6 +12,7 @@ from fastapi import Request, Response
 
 from moe_engine.errors import InputError, MoeEngineError, NotAvailableYet
 from moe_engine.frontend.client_api import kernel_flags
+from moe_engine.frontend.encoding import encode_input
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.server.http_io import cancel_on_disconnect, json_response, plain_floats, read_query
 from moe_engine.server.native_types import Loads, LoadsQuery, ModelInfo, OldLoad, RankLoad, TotalLoad
@@ -36,7 +37,7 @@ class ControlApi:
         return Response(status_code=200)
 
     async def health_generate(self, request: Request) -> Response:
-        """200 after generating one token.
+        """200 after generating one token, or a vector.
 
         Concurrent requests share the token, because the endpoint needs no key (as in SGLang).
         """
@@ -53,13 +54,12 @@ class ControlApi:
         return Response(status_code=200)
 
     async def _generate_one(self) -> None:
-        inp = GenerateInput(
-            input_ids=[0],
-            # a fixed seed: probes must not change the seeds drawn for requests
-            sampling_params={"max_new_tokens": 1, "temperature": 0.0, "sampling_seed": 0},
-            rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
-            log_metrics=False,
-        )
+        probe: dict[str, Any] = {"input_ids": [0], "rid": f"HEALTH_CHECK_{uuid.uuid4().hex}", "log_metrics": False}
+        if self._state.client.info.pooling is not None:
+            inp = encode_input(probe)
+        else:  # a fixed seed: probes must not change the seeds drawn for requests
+            sampling = {"max_new_tokens": 1, "temperature": 0.0, "sampling_seed": 0}
+            inp = GenerateInput(**probe, sampling_params=sampling)
         await asyncio.wait_for(self._state.frontend.generate(inp), self._state.settings.health_timeout)
 
     async def model_info(self, request: Request) -> Response:
@@ -68,7 +68,7 @@ class ControlApi:
         answer: ModelInfo = {
             "model_path": self._state.frontend.weights.model_path,
             "tokenizer_path": info.tokenizer_path or info.model_path,
-            "is_generation": True,
+            "is_generation": info.pooling is None,
             "preferred_sampling_params": dict(settings.frontend.preferred_sampling_params) or None,
             "weight_version": self._state.frontend.weights.version,
             "served_model_name": self._state.model_name,

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moe_engine.frontend.encoding import EncodeRequest
 from moe_engine.frontend.generate_input import GenerateRequest
+from moe_engine.server import anthropic_types as anthropic
 from moe_engine.server import native_types as native
 from moe_engine.server import openai_answers as answers
+from moe_engine.server import responses_types as responses
+from moe_engine.server.anthropic_api import AnthropicApi
 from moe_engine.server.control_api import ControlApi
+from moe_engine.server.embeddings_api import EmbeddingsApi
 from moe_engine.server.engine_api import EngineApi
 from moe_engine.server.experts_api import ExpertsApi
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.native_api import NativeApi
 from moe_engine.server.openai_chat import ChatApi
 from moe_engine.server.openai_completions import CompletionsApi
-from moe_engine.server.openai_types import ChatRequest, CompletionRequest
+from moe_engine.server.openai_types import (
+    ChatRequest,
+    ClassifyRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from moe_engine.server.openapi import HTML, TEXT, Endpoint
 from moe_engine.server.pages_api import PagesApi
 from moe_engine.server.parse_api import ParseApi
+from moe_engine.server.responses_api import ResponsesApi
+from moe_engine.server.scoring_api import ScoringApi
 from moe_engine.server.state import ServerState
 
 UNSUPPORTED_PATHS = (
@@ -26,26 +40,42 @@ UNSUPPORTED_PATHS = (
     "/begin_weight_update", "/end_weight_update", "/weights_checker", "/get_weights_by_name",
     "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation", "/continue_generation",
     "/open_session", "/close_session", "/load_lora_adapter", "/unload_lora_adapter",
-    "/encode", "/classify", "/configure_logging", "/set_internal_state",
+    "/configure_logging", "/set_internal_state",
     "/slow_down", "/freeze_gc", "/generate_from_file", "/clear_hicache_storage_backend", "/vertex_generate",
-    "/invocations", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/responses", "/v1/classify",
-    "/v1/audio/transcriptions", "/v1/messages", "/v1/files", "/v1/batches",
+    "/invocations",
+    "/v1/audio/transcriptions", "/v1/files", "/v1/batches",
 )  # fmt: skip
 
 
 def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]:
     chat, completions, api = ChatApi(state), CompletionsApi(state), NativeApi(state)
     control, parse, experts, pages = ControlApi(state), ParseApi(state), ExpertsApi(state), PagesApi(state, metrics)
-    engine = EngineApi(state)
+    engine, messages, created = EngineApi(state), AnthropicApi(state), ResponsesApi(state, state.responses)
+    vectors, scoring = EmbeddingsApi(state), ScoringApi(state)
     # fmt: off
     yield Endpoint("/v1/chat/completions", chat.chat_completions, "POST", answers.ChatCompletion,
                    body=ChatRequest, event=answers.ChatChunk)
     yield Endpoint("/v1/completions", completions.completions, "POST", answers.Completion,
                    body=CompletionRequest, event=answers.CompletionChunk)
+    yield Endpoint("/v1/embeddings", vectors.embeddings, "POST", answers.EmbeddingList, body=EmbeddingRequest)
+    yield Endpoint("/v1/score", scoring.score, "POST", answers.Scores, body=ScoreRequest)
+    yield Endpoint("/v1/rerank", scoring.rerank, "POST PUT", list[answers.Ranked], body=RerankRequest)
+    yield Endpoint("/v1/classify", scoring.classify, "POST", answers.ClassList, body=ClassifyRequest)
+    yield Endpoint("/v1/responses", created.create, "POST", responses.ResponseObject,
+                   body=responses.ResponsesRequest, event=responses.ResponseEvent)
+    yield Endpoint("/v1/responses/{response_id}", created.retrieve, answer=responses.ResponseObject)
+    yield Endpoint("/v1/responses/{response_id}", created.delete, "DELETE", responses.DeletedResponse)
+    yield Endpoint("/v1/messages", messages.messages, "POST", anthropic.AnthropicMessage,
+                   body=anthropic.MessagesRequest, event=anthropic.StreamEvent)
+    yield Endpoint("/v1/messages/count_tokens", messages.count_tokens, "POST", anthropic.TokenCount,
+                   body=anthropic.CountRequest)
     yield Endpoint("/v1/models", pages.models, answer=answers.ModelList)
     yield Endpoint("/v1/models/{model:path}", pages.model, answer=answers.ModelCard)
     yield Endpoint("/generate", api.generate, "POST PUT", native.Output | list[native.Output],
                    body=GenerateRequest, event=native.Output)
+    yield Endpoint("/encode", vectors.encode, "POST PUT", native.Encoded | list[native.Encoded], body=EncodeRequest)
+    yield Endpoint("/classify", vectors.classify, "POST PUT", native.Encoded | list[native.Encoded],
+                   body=EncodeRequest)
     yield Endpoint("/abort_request", api.abort_request, "POST", body=native.AbortRequest)
     yield Endpoint("/flush_cache", api.flush_cache, "GET POST", str, TEXT, query=native.FlushQuery)
     yield Endpoint("/tokenize", api.tokenize, "POST", native.Tokens,

@@ -13,11 +13,18 @@ from fastapi import Request, Response
 
 from moe_engine.errors import EngineDeadError, GenerationError, InputError, NotAvailableYet
 from moe_engine.server.openai_answers import ErrorFields
+from moe_engine.server.request_ids import request_id
 
 logger = logging.getLogger("moe_engine.server")
 
 CLIENT_CLOSED_REQUEST = 499
+RETRY_AFTER = "1"
+"""Seconds after which a client may try again: the queue was full, or the server is restarting."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "NotFoundError", 413: "invalid_request_error"}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 
 
 class ClientDisconnectedError(Exception):
@@ -68,7 +75,7 @@ def problem_of(exc: BaseException) -> Problem:
         return Problem(500, str(exc), "InternalServerError", None, 500)
     if isinstance(exc, NotAvailableYet):
         return Problem(501, str(exc), "NotImplementedError", None, 501)
-    logger.error("request failed: %s", exc, exc_info=exc)
+    logger.error("request %s failed: %s", request_id.get(), exc, exc_info=exc)
     return Problem(500, f"Internal error ({type(exc).__name__}: {exc})", "InternalServerError", None, 500)
 
 
@@ -82,8 +89,15 @@ def native_body(problem: Problem) -> dict[str, Any]:
     return {"error": problem.fields()}
 
 
+def anthropic_body(problem: Problem) -> dict[str, Any]:
+    kind = _ANTHROPIC_TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": problem.message}}
+
+
 def error_format_of(path: str) -> ErrorFormat:
     """Error format of a path."""
+    if path.startswith("/v1/messages"):
+        return anthropic_body
     return openai_body if path.startswith("/v1") else native_body
 
 
@@ -95,14 +109,18 @@ def error_response(problem: Problem, shape: ErrorFormat) -> Response:
     response = Response(msgspec.json.encode(shape(problem)), problem.status, media_type="application/json")
     if problem.status in (408, 413, 431):
         response.headers["connection"] = "close"  # the rest of the body is not read
+    if problem.status in (429, 503):
+        response.headers["retry-after"] = RETRY_AFTER
     if problem.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     return response
 
 
-def stream_error(exc: Exception) -> bytes:
+def stream_error(exc: Exception, shape: ErrorFormat) -> bytes:
     """The event that ends a failed stream."""
     problem = problem_of(exc)
+    if shape is anthropic_body:
+        return b"event: error\ndata: " + msgspec.json.encode(anthropic_body(problem)) + b"\n\n"
     return b"data: " + msgspec.json.encode({"error": problem.fields()}) + b"\n\n"
 
 

@@ -8,9 +8,10 @@ from fastapi import Request, Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.expert_records import ExpertRecords
-from moe_engine.server.experts_live_page import POLICY, live_page
 from moe_engine.server.http_io import json_response
+from moe_engine.server.live_pages import HEADERS, page
 from moe_engine.server.native_types import ExpertView
+from moe_engine.server.openapi import HTML
 from moe_engine.server.state import ServerState
 
 VIEW_TIMEOUT = 5.0
@@ -41,8 +42,7 @@ class ExpertsApi:
 
     async def page(self, request: Request) -> Response:
         """Live page of the experts."""
-        headers = {"content-security-policy": POLICY, "cache-control": "no-cache"}
-        return Response(live_page(), media_type="text/html; charset=utf-8", headers=headers)
+        return Response(page("experts_live"), media_type=HTML, headers=HEADERS)
 
     async def data(self, request: Request) -> Response:
         """Data of the live page."""

@@ -214,16 +214,17 @@ class PartsResponse(Response):
 
 
 class EventStream(PartsResponse):
-    """A stream of server-sent events, ended by `data: [DONE]`.
+    """A stream of server-sent events, ended by `last`.
 
     The status line waits for the first event, so that a request the engine refuses gets a proper HTTP error.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes], shape: ErrorFormat) -> None:
+    def __init__(self, events: AsyncGenerator[bytes], shape: ErrorFormat, last: bytes = DONE) -> None:
         super().__init__(events, {"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._shape = shape
+        self._last = last
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._parts) as events:
@@ -238,8 +239,8 @@ class EventStream(PartsResponse):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except Exception as exc:
-                await send({"type": "http.response.body", "body": stream_error(exc), "more_body": True})
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                await send({"type": "http.response.body", "body": stream_error(exc, self._shape), "more_body": True})
+            await send({"type": "http.response.body", "body": self._last, "more_body": False})
 
 
 def plain_floats(value: Any) -> Any:

@@ -28,6 +28,7 @@ from moe_engine.planning.prepare import place_in_cluster, prepare
 from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.planning.resolve_parallel import NodeRankError
 from moe_engine.server.listen import bind, url_host
+from moe_engine.server.tls import check_certificate
 
 if TYPE_CHECKING:
     from moe_engine.frontend.client import CoreClient
@@ -62,6 +63,7 @@ def serve(args: EngineArgs) -> int:
         raise
     if config.parallel.local_rank or config.parallel.node_rank:
         return _serve_node(config)
+    check_certificate(config.server.ssl_keyfile, config.server.ssl_certfile)
     sock = bind(config.server.host, config.server.port)
     cores: list[CoreProcess] = []
     try:
@@ -153,6 +155,7 @@ async def _serve(
         keep_alive_seconds=config.server.timeout_keep_alive,
         drain_seconds=config.server.timeout_graceful_shutdown,
         quiet_paths=tuple(config.logging.uvicorn_access_log_exclude_prefixes.split()),
+        certificate=_certificate(config),
         stop=switch,
     )
     watchdog.cancel()
@@ -162,6 +165,11 @@ async def _serve(
         return ENGINE_DIED
     await client.shutdown()
     return 0
+
+
+def _certificate(config: ResolvedConfig) -> tuple[str, str | None] | None:
+    server = config.server
+    return None if server.ssl_certfile is None else (server.ssl_certfile, server.ssl_keyfile)
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:
@@ -190,7 +198,8 @@ def _announce(config: ResolvedConfig, host: str, port: int, seconds: float) -> N
     key = '-H "Authorization: Bearer $API_KEY" ' if config.server.api_key else ""
     body = json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]})
     print(f"READY in {seconds:.1f} s on port {port}. Try:", file=sys.stdout)
-    url = shlex.quote(f"{url_host(host)}:{port}/v1/chat/completions")
+    scheme = "https://" if config.server.ssl_certfile else ""
+    url = shlex.quote(f"{scheme}{url_host(host)}:{port}/v1/chat/completions")
     print(f"  curl {url} -H 'Content-Type: application/json' {key}-d '{body}'", flush=True)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import prometheus_client as prom
 
+from moe_engine.config.logging import LoggingArgs
 from moe_engine.frontend.client_api import EngineClient, EngineInfo
 from moe_engine.frontend.generation import Generation
 from moe_engine.server.experts_metrics import ExpertMetrics
@@ -17,6 +19,25 @@ _ITL = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06, 
 _E2E = (0.1, 0.2, 0.4, 0.8, 1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 250, 300, 350, 500, 1000)
 _QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 40, 50, 60, 80, 100, 200, 500, 1000)
 _TOKENS = (10, 30, 60, 100, 200, 400, 700, 1000, 1500, 2000, 3000, 5000, 8000, 16000, 32000, 64000, 128000)
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Upper bounds of the buckets of latencies, seconds."""
+
+    ttft: tuple[float, ...] = _TTFT
+    itl: tuple[float, ...] = _ITL
+    e2e: tuple[float, ...] = _E2E
+
+    @classmethod
+    def of(cls, flags: LoggingArgs) -> Buckets:
+        given = {
+            "ttft": flags.bucket_time_to_first_token,
+            "itl": flags.bucket_inter_token_latency,
+            "e2e": flags.bucket_e2e_request_latency,
+        }
+        return cls(**{name: tuple(map(float, words.split())) for name, words in given.items() if words is not None})
+
 
 _GAUGES = {
     "num_running_reqs": "Requests running now.",
@@ -80,7 +101,7 @@ _BY_POSITION = ("spec_position_accept_rate", "Share of verify steps that accepte
 class Metrics:
     """An `Observer` of the front end that renders the Prometheus page."""
 
-    def __init__(self, model_name: str, info: EngineInfo, version: str) -> None:
+    def __init__(self, model_name: str, info: EngineInfo, version: str, buckets: Buckets = Buckets()) -> None:
         self.registry = prom.CollectorRegistry()
         prom.ProcessCollector(registry=self.registry)
         prom.GCCollector(registry=self.registry)
@@ -101,9 +122,9 @@ class Metrics:
         self._cached_tokens = self._counter("cached_tokens_total", "Prompt tokens found in the prefix cache.")
         self._requests = self._counter("num_requests_total", "Requests processed.")
         self._aborted = self._counter("num_aborted_requests_total", "Requests aborted.")
-        self._ttft = self._histogram("time_to_first_token_seconds", "Time to the first token.", _TTFT)
-        self._itl = self._histogram("inter_token_latency_seconds", "Time between tokens.", _ITL)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Time of a whole request.", _E2E)
+        self._ttft = self._histogram("time_to_first_token_seconds", "Time to the first token.", buckets.ttft)
+        self._itl = self._histogram("inter_token_latency_seconds", "Time between tokens.", buckets.itl)
+        self._e2e = self._histogram("e2e_request_latency_seconds", "Time of a whole request.", buckets.e2e)
         self._queue = self._histogram("queue_time_seconds", "Time spent waiting.", _QUEUE)
         self._prompt_sizes = self._histogram("prompt_tokens_histogram", "Prompt lengths.", _TOKENS)
         self._output_sizes = self._histogram("generation_tokens_histogram", "Output lengths.", _TOKENS)

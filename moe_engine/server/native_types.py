@@ -147,6 +147,13 @@ class Output(TypedDict):
     """In a stream of several outputs."""
 
 
+class Encoded(TypedDict):
+    """`embedding`: of a classification or reward model the scores."""
+
+    embedding: list[float]
+    meta_info: MetaInfo
+
+
 class Tokens(TypedDict):
     tokens: list[int | list[int]]
     count: int | list[int]

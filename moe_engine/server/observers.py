@@ -10,6 +10,7 @@ import msgspec
 from moe_engine.custom_logit_processor import described
 from moe_engine.frontend.frontend import Observer
 from moe_engine.frontend.generation import Generation
+from moe_engine.server.request_ids import request_id
 from moe_engine.types import SamplingParams
 
 logger = logging.getLogger("moe_engine.server")
@@ -47,6 +48,8 @@ class RequestLog:
 
     def received(self, generation: Generation) -> None:
         facts: dict[str, Any] = {"rid": generation.rid, "prompt_tokens": len(generation.prompt_ids)}
+        if outer := request_id.get():
+            facts["x_request_id"] = outer
         if self._level >= 1:
             facts["sampling_params"] = _parameters(generation.sampling)
         if self._level >= 2:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 
 class CachedTokens(TypedDict):
@@ -124,6 +124,55 @@ class CompletionChunk(Head):
 
 class Completion(CompletionChunk):
     metadata: Metadata
+
+
+class Embedding(TypedDict):
+    """`embedding`: a text with encoding_format base64 (float32, little-endian)."""
+
+    object: Literal["embedding"]
+    embedding: list[float] | str
+    index: int
+
+
+class EmbeddingList(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class Scores(TypedDict):
+    """`scores`: of each item, one for each label or class."""
+
+    object: Literal["scoring"]
+    scores: list[list[float]]
+    model: str
+    usage: Usage
+
+
+class Ranked(TypedDict):
+    """`document`: null with return_documents false."""
+
+    score: float
+    document: str | None
+    index: int
+    meta_info: dict[str, Any]
+
+
+class Classification(TypedDict):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassList(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Classification]
+    usage: Usage
 
 
 class ModelCard(TypedDict):

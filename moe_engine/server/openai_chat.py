@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from moe_engine.errors import InputError
+from moe_engine.frontend.encoding import check_kind
 from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.generation import Generation
@@ -45,12 +46,17 @@ class ChatApi:
 
     def read(self, body: bytes | bytearray) -> Plan:
         """`Plan.options`: the request without the prompt's fields, the model's name, `ParserOptions`."""
+        check_kind(self._state.client.info, pooled=False)
         req, whole = decode_body_and_rest(body, ChatRequest)
+        return self.plan(req, whole["messages"], whole.get("tools") or [])
+
+    def plan(self, req: ChatRequest, messages: list[dict[str, Any]], offered: list[dict[str, Any]]) -> Plan:
+        """Like `read`. `messages`, `offered`: with the fields that the types lack."""
         model = self._state.response_model(req.model)
         self._state.tokenizer()
-        tools = tool_wish(req, whole.get("tools") or [], self._state.flags.tool_call_parser)
+        tools = tool_wish(req, offered, self._state.flags.tool_call_parser)
         effort = None if req.reasoning_effort is None else {"reasoning_effort": req.reasoning_effort}
-        prompt = render_prompt(self._state, whole["messages"], req, tools.offered, effort)
+        prompt = render_prompt(self._state, messages, req, tools.offered, effort)
         inp = self._input(req, prompt)
         parsers = parser_options(self._state, req, prompt, tools.called, self._enforce(inp, tools, req))
         inp.keep_special = parsers.keep_special

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Required, TypedDict, TypeVar
 import msgspec
 from msgspec import Meta
 
+from moe_engine.frontend.encoding import Dimensions
 from moe_engine.frontend.generate_input import DpRank, GenerateInput, Priority, Rid, Text
 from moe_engine.sampling_checks import Choices, Count, JsonOrText, SamplingFields, Source, TokenId, build_sampling
 from moe_engine.validation import NotAvailable, OffOnly
@@ -61,6 +62,50 @@ class CompletionRequest(CommonRequest, kw_only=True):
     logprobs: Count | None = None
     best_of: int | None = None
     suffix: OffOnly = None
+
+
+class ClassifyRequest(msgspec.Struct, kw_only=True):
+    """null: the default."""
+
+    input: Text | Annotated[list[Text | TokenId | list[TokenId]], Meta(min_length=1)]
+    model: Annotated[str | None, Meta(description="any name; base:adapter is refused")] = None
+    user: Any = None
+    rid: Rid | list[Rid] | None = None
+    priority: Priority | None = None
+    extra_key: str | None = None
+    lora_path: OffOnly = None
+
+    def prompts(self) -> dict[str, Any]:
+        """The fields of `EncodeRequest`."""
+        is_text = isinstance(self.input if isinstance(self.input, str) else self.input[0], str)
+        prompt = {"text": self.input} if is_text else {"input_ids": self.input}
+        return {**prompt, "rid": self.rid, "priority": self.priority, "extra_key": self.extra_key}
+
+
+class EmbeddingRequest(ClassifyRequest, kw_only=True):
+    encoding_format: Annotated[str, Meta(pattern="^(float|base64)$")] | None = None
+    dimensions: Dimensions | None = None
+
+
+class ScoreRequest(msgspec.Struct, kw_only=True):
+    """Query and items: all texts, or all lists of token ids."""
+
+    query: Text | Annotated[list[TokenId], Meta(min_length=1)]
+    items: Text | Annotated[list[Text | Annotated[list[TokenId], Meta(min_length=1)]], Meta(min_length=1)]
+    label_token_ids: Annotated[list[TokenId], Meta(description="required by models that generate text")] | None = None
+    apply_softmax: Annotated[bool, Meta(description="true: the scores of an item sum to 1")] | None = False
+    item_first: bool | None = False
+    model: Annotated[str | None, Meta(description="any name; base:adapter is refused")] = None
+
+
+class RerankRequest(msgspec.Struct, kw_only=True):
+    query: Text
+    documents: Annotated[list[Text], Meta(min_length=1)]
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool | None = True
+    rid: Rid | list[Rid] | None = None
+    instruct: OffOnly = None
+    model: Any = None
 
 
 class TextPart(TypedDict):

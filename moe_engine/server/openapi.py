@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from moe_engine.sampling_checks import SamplingRequest
-from moe_engine.server.errors import Handler, error_format_of, openai_body
+from moe_engine.server.anthropic_types import AnthropicError
+from moe_engine.server.errors import Handler, anthropic_body, error_format_of, openai_body
 from moe_engine.server.openai_answers import Error, OpenAIError
 from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest
 from moe_engine.types import SamplingParams
@@ -73,7 +74,7 @@ def openapi(
     """The OpenAPI 3.1 description. `native`, `model`: sampling defaults of /generate and of the OpenAI endpoints."""
     described = [endpoint for endpoint in endpoints if endpoint.available]
     kinds = [kind for e in described for kind in (e.answer, e.body, e.event, e.query) if kind is not None]
-    kinds += [Error, OpenAIError]
+    kinds += [Error, OpenAIError, AnthropicError]
     found, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(kinds, found, strict=True))
     for kind, params in ((SamplingRequest, native), (ChatRequest, model), (CompletionRequest, model)):
@@ -83,17 +84,26 @@ def openapi(
                 fields[name]["default"] = value
     components["CompletionRequest"]["properties"]["max_tokens"]["default"] = DEFAULT_MAX_TOKENS
     queries = {e.query: components.pop(e.query.__name__)["properties"] for e in described if e.query}
+    paths: dict[str, dict[str, Any]] = {}
+    for e in described:
+        for path in e.shown_paths:
+            methods = {method.lower(): _operation(e, path, method, schemas, queries) for method in e.methods}
+            paths.setdefault(path, {}).update(methods)
     return {
         "openapi": "3.1.0",
         "info": {"title": "moe-engine", "version": version},
-        "paths": {
-            path: {method.lower(): _operation(e, path, method, schemas, queries) for method in e.methods}
-            for e in described
-            for path in e.shown_paths
-        },
+        "paths": paths,
         "components": {"schemas": components, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{}, {"key": []}],
     }
+
+
+def _errors_of(path: str) -> tuple[Any, Any]:
+    """Types of the errors of a path: as an answer, and within a stream."""
+    shape = error_format_of(path)
+    if shape is anthropic_body:
+        return AnthropicError, AnthropicError
+    return (OpenAIError if shape is openai_body else Error), Error
 
 
 def _operation(
@@ -103,13 +113,13 @@ def _operation(
     query = queries.get(endpoint.query, {})
     parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
     parameters += [{"name": n, "in": "query", "schema": schema} for n, schema in query.items()]
-    error = schemas[OpenAIError if error_format_of(path) is openai_body else Error]
+    error, stream_error = (schemas[kind] for kind in _errors_of(path))
     ok: dict[str, Any] = {"description": "Success"}
     if endpoint.answer is not None:
         ok["content"] = {endpoint.media: {"schema": schemas[endpoint.answer]}}
     if endpoint.event is not None:
-        ok["description"] = "With stream: events, whose data has this schema, or that of Error, or is [DONE]"
-        ok["content"]["text/event-stream"] = {"schema": {"anyOf": [schemas[endpoint.event], schemas[Error]]}}
+        ok["description"] = "With stream: events, whose data has this schema, or that of an error, or is [DONE]"
+        ok["content"]["text/event-stream"] = {"schema": {"anyOf": [schemas[endpoint.event], stream_error]}}
     operation: dict[str, Any] = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
         "summary": endpoint.summary,

@@ -10,6 +10,7 @@ from moe_engine.errors import InputError
 from moe_engine.sampling_checks import parse_sampling
 from moe_engine.server.control_api import internal_states, version
 from moe_engine.server.http_io import json_response
+from moe_engine.server.live_pages import HEADERS, page
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.native_types import Root
 from moe_engine.server.openai_answers import ModelCard, ModelList
@@ -51,10 +52,14 @@ class PagesApi:
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def root(self, request: Request) -> Response:
-        """List of endpoints."""
-        paths = sorted(path for endpoint in request.app.state.endpoints for path in endpoint.shown_paths)
+        """List of endpoints, for browsers a page: state, chat, JSON schemas."""
+        if "text/html" in request.headers.get("accept", ""):
+            return Response(page("status_page"), media_type=HTML, headers={**HEADERS, "vary": "accept"})
+        paths = sorted({path for endpoint in request.app.state.endpoints for path in endpoint.shown_paths})
         answer: Root = {"server": "moe-engine", "docs": "/docs", "endpoints": paths}
-        return json_response(answer)
+        response = json_response(answer)
+        response.headers["vary"] = "accept"
+        return response
 
     async def description(self, request: Request) -> Response:
         """OpenAPI description (JSON)."""
@@ -69,4 +74,6 @@ class PagesApi:
         settings = self._state.settings
         native = parse_sampling(settings.frontend.preferred_sampling_params)
         model = parse_sampling(settings.sampling_defaults)
-        return openapi(request.app.state.endpoints, version(), native, model)
+        found = openapi(request.app.state.endpoints, version(), native, model)
+        root = self._state.flags.fastapi_root_path
+        return {**found, "servers": [{"url": root}]} if root else found

@@ -74,6 +74,7 @@ async def serve(
     keep_alive_seconds: int = 60,
     drain_seconds: int | None = None,
     quiet_paths: tuple[str, ...] = (),
+    certificate: tuple[str, str | None] | None = None,
     stop: StopSwitch | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then stops accepting, drains running requests, and returns.
@@ -85,6 +86,7 @@ async def serve(
         drain_seconds: max wait for running requests; None: no limit (`--timeout-graceful-shutdown`). A second
             signal ends the wait.
         quiet_paths: path prefixes excluded from the access log.
+        certificate: files of certificate and key, for HTTPS.
         stop: stops the server from inside the process.
 
     Raises:
@@ -103,6 +105,8 @@ async def serve(
         timeout_keep_alive=keep_alive_seconds,
         timeout_graceful_shutdown=drain_seconds,
         server_header=False,
+        ssl_certfile=certificate[0] if certificate is not None else None,
+        ssl_keyfile=certificate[1] if certificate is not None else None,
     )
     try:
         sock.listen(BACKLOG)

@@ -13,6 +13,7 @@ from moe_engine.frontend.frontend import Frontend
 from moe_engine.server.bodies import Bodies
 from moe_engine.server.errors import ModelNotFoundError
 from moe_engine.server.logprob_json import TokenJson
+from moe_engine.server.responses_store import ResponseStore
 from moe_engine.server.settings import ServerSettings
 from moe_engine.tokenizer.chat_template import ChatTemplate
 from moe_engine.tokenizer.tokenizer import Tokenizer
@@ -24,6 +25,8 @@ class ServerState:
     client: EngineClient
     settings: ServerSettings
     chat_template: ChatTemplate | None
+    responses: ResponseStore | None = None
+    """None in the processes of large bodies."""
     started_at: float = field(default_factory=time.time)
     bodies: Bodies = field(init=False)
     """Set once, before the first request."""

@@ -47,7 +47,7 @@ REASONING_PARSERS = tuple(REASONING_FORMATS)
 class ReasoningParser:
     """Text up to the end tag (`</think>`) is reasoning, the rest is content.
 
-    A leading start tag is dropped. Leading white space of both parts and trailing white space of the reasoning are
+    Leading start tags are dropped. Leading white space of both parts and trailing white space of the reasoning are
     removed. Without an end tag everything is reasoning. In a stream, a possible tag prefix is held back.
 
     Args:
@@ -91,15 +91,14 @@ class ReasoningParser:
 
     def _start(self) -> None:
         text = self._held.lstrip()
-        if not text or (len(text) < len(self._start_tag) and self._start_tag.startswith(text)):
-            return
-        if text.startswith(self._start_tag):
+        while text.startswith(self._start_tag):
             self._held = text = text[len(self._start_tag) :].lstrip()
             self._inside = True
-            if not text:
-                return
+        calls = self._calls.lstrip() if self._inside else ""
+        if not text or any(tag != text and tag.startswith(text) for tag in (self._start_tag, calls)):
+            return
         if self._inside:
-            self._held, self._state = text, "reasoning"
+            self._held, self._state = text, "gap" if calls and text.startswith(calls) else "reasoning"
         else:
             self._state = "content"
 

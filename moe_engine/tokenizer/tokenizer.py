@@ -21,6 +21,7 @@ from moe_engine.tokenizer.byte_alphabet import byte_alphabet
 from moe_engine.tokenizer.detokenizer import PROMPT_TAIL_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
 
 _NOTHING: frozenset[int] = frozenset()
+_RULES = ("add_bos_token", "add_eos_token")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -31,6 +32,7 @@ class Backend(Protocol):
     vocab_size: int
 
     def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]: ...
+    def encode_pairs(self, pairs: list[tuple[str, str]], *, add_special_tokens: bool) -> list[list[int]]: ...
     def decode(self, ids: list[int]) -> str: ...
     def token(self, token_id: int) -> str | None: ...
     def id(self, token: str) -> int | None: ...
@@ -56,6 +58,9 @@ class FastBackend:
     def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         # not `encode`, even for one text: `encode` holds the GIL for its whole run
         return [e.ids for e in self._tok.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+
+    def encode_pairs(self, pairs: list[tuple[str, str]], *, add_special_tokens: bool) -> list[list[int]]:
+        return [e.ids for e in self._tok.encode_batch_fast(pairs, add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: list[int]) -> str:
         return self._tok.decode(ids, skip_special_tokens=False)
@@ -91,6 +96,9 @@ class TransformersBackend:
 
     def encode(self, texts: list[str], *, add_special_tokens: bool) -> list[list[int]]:
         return [self.hf.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def encode_pairs(self, pairs: list[tuple[str, str]], *, add_special_tokens: bool) -> list[list[int]]:
+        return [self.hf.encode(*pair, add_special_tokens=add_special_tokens) for pair in pairs]
 
     def decode(self, ids: list[int]) -> str:
         return self.hf.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -176,8 +184,10 @@ class Tokenizer:
         self.bos_id = backend.id(self.bos_token) if self.bos_token else None
         self.eos_id = backend.id(self.eos_token) if self.eos_token else None
         self.special_ids = backend.special_ids
-        # as in transformers 4's Llama tokenizers (DeepSeek): if the config sets either, it overrides the post-processor
-        explicit = isinstance(backend, FastBackend) and ("add_bos_token" in config or "add_eos_token" in config)
+        # As in transformers 4's Llama tokenizers (DeepSeek): either field, if set, overrides the post-processor.
+        # Qwen's tokenizers ignore both: the post-processor of an embedding model adds EOS.
+        is_qwen = str(config.get("tokenizer_class")).startswith("Qwen2")
+        explicit = isinstance(backend, FastBackend) and not is_qwen and not config.keys().isdisjoint(_RULES)
         self._add_bos = bool(config.get("add_bos_token")) if explicit else None
         self._add_eos = bool(config.get("add_eos_token")) if explicit else None
 
@@ -199,6 +209,13 @@ class Tokenizer:
         for index, ids in self.encode_parts(texts, add_special_tokens):
             batch[index] = batch[index] + ids if batch[index] else ids
         return batch
+
+    def encode_pairs(self, pairs: list[tuple[str, str]]) -> list[list[int]]:
+        """Token ids of each pair of texts, with the special tokens of a pair."""
+        if self._add_bos is None:
+            return self._backend.encode_pairs(pairs, add_special_tokens=True)
+        ids = self._encode_group([text for pair in pairs for text in pair], True)  # each text has its own
+        return [first + second for first, second in zip(ids[::2], ids[1::2])]
 
     def encode_parts(self, texts: list[str], add_special_tokens: bool = True) -> Iterator[tuple[int, list[int]]]:
         """`encode_batch` in parts: the index of a text and its next ids; at least one part per text."""

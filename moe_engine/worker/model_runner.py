@@ -196,6 +196,12 @@ class ModelRunner:
             return pending
         sizes = self.shared.sizes(plan)
         batch, hidden = self._forward(plan, sizes)  # [T, D]
+        return self._finish_step(plan, batch, hidden, sizes, began)
+
+    def _finish_step(
+        self, plan: StepPlan, batch: StepBatch, hidden: Tensor, sizes: StepSizes | None, began: float
+    ) -> PendingResult:
+        """Samples from hidden [T, D]."""
         prompts = self._prompt_logprobs(plan, batch, hidden)
         if not len(batch.sampled.rows):
             if self.speculation is not None:

@@ -26,6 +26,7 @@ from moe_engine.models.header_check import check_headers
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.loader import reload
 from moe_engine.models.mtp import MTPLayers
+from moe_engine.models.pooling import with_pooling
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.model_runner import ModelRunner
@@ -68,8 +69,9 @@ class WeightUpdate:
             raise MoeEngineError(self.refusal)
         parts = self._parts()
         if self._format(args) != "dummy":
-            config = load_model_config(args.model_path)
-            _compare(config, self._options.model)
+            served = self._options.model
+            config = with_pooling(load_model_config(args.model_path), served.pooling is not None)
+            _compare(config, served)
             files = read_checkpoint(Path(args.model_path))
             if not files:
                 raise CheckpointError(f"{args.model_path}: no *.safetensors files next to config.json")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import psutil
@@ -41,6 +42,7 @@ from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.model_runner import ModelRunner, PendingResult
 from moe_engine.worker.options import WorkerOptions
+from moe_engine.worker.pooling import PoolingRunner
 from moe_engine.worker.rank_methods import NO_ARGS, rank_methods, run_method
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
 from moe_engine.worker.speculation.build import add_speculation, mtp_layers, num_mtp_layers
@@ -249,7 +251,8 @@ def _prepare(
         break_even=options.absorbed_break_even,
         shares=backends.attention.capabilities.expanded_shared is not None,
     )
-    runner = ModelRunner(
+    make_runner = ModelRunner if config.pooling is None else partial(PoolingRunner, config.pooling)
+    runner = make_runner(
         model, pool, rows, backends.attention, stream, form=form, sampling=backends.sampling, parallel=parallel,
         passes=LogitsPasses(options.logits_rows), window=config.cache_groups[0].window,
     )  # fmt: skip

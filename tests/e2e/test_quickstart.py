@@ -7,6 +7,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import openai
@@ -187,3 +188,29 @@ def test_the_flags_of_server_info_start_the_same_engine(server: ServerProcess) -
     config = prepare(EngineArgs.from_kwargs(**flags))
     again = json.loads(json.dumps(launch_flags(config)))
     assert {name: again[name] for name in flags} == flags
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    question = "What is the capital of France?"
+    answer = client.responses.create(model="default", input=question, temperature=0, max_output_tokens=60)
+    assert "Paris" in answer.output_text and answer.status == "completed"
+    assert client.responses.retrieve(answer.id) == answer
+    more: dict[str, Any] = {"model": "default", "temperature": 0, "max_output_tokens": 40}
+    with client.responses.stream(
+        input="And of Italy?", previous_response_id=answer.id, text={"format": {"type": "json_object"}}, **more
+    ) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == final.output_text and final.previous_response_id == answer.id
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+    tool: Any = {
+        "type": "function", "name": "get_weather", "strict": True, "parameters": city | {"additionalProperties": False},
+    }  # fmt: skip
+    asked = client.responses.create(
+        input=question, tools=[tool], tool_choice="required", parallel_tool_calls=False, **more
+    )
+    (call,) = [item for item in asked.output if item.type == "function_call"]
+    assert call.name == "get_weather" and isinstance(json.loads(call.arguments)["city"], str)
+    client.responses.delete(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)

@@ -18,7 +18,7 @@ import pytest
 
 import moe_engine
 from moe_engine import Engine
-from moe_engine.errors import ConfigError, EngineDeadError, InputError, NotAvailableYet
+from moe_engine.errors import ConfigError, EngineDeadError, InputError
 from tests.models.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -100,7 +100,7 @@ def test_input_errors_name_the_field(engine: Engine) -> None:
         with pytest.raises(InputError, match=f"{field}: not available yet"):
             engine.generate("hello", GREEDY, **{field: value})
         engine.generate("hello", GREEDY, **{field: None})
-    with pytest.raises(NotAvailableYet, match=r"embeddings are not available yet.*Engine.tokenize"):
+    with pytest.raises(InputError, match=r"generates text: vectors need a server with --is-embedding"):
         engine.encode("hello")
     with pytest.raises(TypeError, match=r"no field 'top_logprob'; .*top_logprobs_num"):
         engine.generate("a", top_logprob=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +169,26 @@ def make_checkpoint(
     if tokenizer:
         write_tokenizer(path, fields["vocab_size"])
     return path
+
+
+def headless(source: Path, directory: Path, **scores: Tensor) -> Path:
+    """A copy of a checkpoint as transformers saves a model without a head: architecture `XModel`, no lm_head, no
+    prefix. With `scores`, tensors of a head (`score_weight`): `XForSequenceClassification` or `Qwen2ForRewardModel`."""
+    shutil.copytree(source, directory)
+    tensors = {k: t for k, t in load_file(source / "model.safetensors").items() if not k.startswith("lm_head")}
+    config = json.loads((source / "config.json").read_text())
+    family = config["architectures"][0].removesuffix("ForCausalLM")
+    if not scores:
+        tensors, name = {key.removeprefix("model."): tensor for key, tensor in tensors.items()}, f"{family}Model"
+    else:
+        tensors |= {key.replace("_", "."): tensor for key, tensor in scores.items()}
+        name = f"{family}ForSequenceClassification" if "score_weight" in scores else f"{family}ForRewardModel"
+        labels = len(next(reversed(scores.values())))
+        config |= {"id2label": {str(i): f"class {i}" for i in range(labels)}}
+        config |= {"label2id": {f"class {i}": i for i in range(labels)}}
+    write_tensors(directory, tensors)
+    (directory / "config.json").write_text(json.dumps(config | {"architectures": [name]}, indent=1))
+    return directory
 
 
 def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dtype, path: Path) -> None:

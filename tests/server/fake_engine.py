@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError, InputError
 from moe_engine.frontend.client_api import NO_ARGS, CallArgs, EngineInfo, GroupAnswers, Health, values_of
+from moe_engine.models.config import PoolingConfig
 from moe_engine.types import PackedLogprobs
 from tests.logprobs import Entry, pack
 from tests.tokenizer.tiny_tokenizer import SPECIALS, make_tokenizer
@@ -29,6 +31,8 @@ INFO = EngineInfo(
     page_size=1,
     dtype="float32",
 )
+
+POOLING = PoolingConfig("last", False, width=4)
 
 
 def clients_id(request: AddRequest) -> str:
@@ -49,6 +53,10 @@ class FakeClient:
         self.script: Callable[[AddRequest], list[int]] = lambda _: (
             self.tokenizer.encode(text, False) + [self.info.eos_token_ids[0]]
         )
+        self.vector: Callable[[AddRequest], array[float]] = lambda request: array(
+            "f", [len(request.prompt_ids), 2.0, 3.0, *request.prompt_ids[:1]]
+        )
+        """Of a pooled model."""
         self.per_step = 1
         self.delay = 0.0
         self.fail_after: int | None = None
@@ -92,6 +100,10 @@ class FakeClient:
             return
         if self.mute:
             await asyncio.Event().wait()
+        if self.info.pooling is not None:
+            finish = {"type": "length", "length": 0}
+            yield RequestDelta(request.rid, [], finish, cached_tokens=2, vector=self.vector(request).tobytes())
+            return
         tokens = self.script(request)
         prompt_logprobs = None
         if request.return_logprob and request.logprob_start is not None:

@@ -76,15 +76,35 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
+def named_events(response: httpx.Response) -> list[Any]:
+    """The data of a stream of /v1/messages or /v1/responses, whose form is checked."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.text.endswith("\n\n")
+    found = []
+    for event in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
 @contextmanager
-def real_server(client: FakeClient, **settings: Any) -> Iterator[str]:
+def real_server(client: FakeClient, certificate: tuple[str, str] | None = None, **settings: Any) -> Iterator[str]:
     """uvicorn on a free port, in a thread; yields its address."""
     app, sock = make_app(client, **settings), bind("127.0.0.1", 0)
     ready, stop = threading.Event(), threading.Event()
 
     async def main() -> None:
         task = asyncio.create_task(
-            serve(app, sock, log_level="warning", on_ready=lambda host, port: ready.set(), drain_seconds=1)
+            serve(
+                app,
+                sock,
+                log_level="warning",
+                on_ready=lambda host, port: ready.set(),
+                drain_seconds=1,
+                certificate=certificate,
+            )
         )
         while not stop.is_set() and not task.done():
             await asyncio.sleep(0.01)
@@ -97,7 +117,7 @@ def real_server(client: FakeClient, **settings: Any) -> Iterator[str]:
     assert ready.wait(10)
     host, port = sock.getsockname()
     try:
-        yield f"http://{host}:{port}"
+        yield f"http{'s' if certificate else ''}://{host}:{port}"
     finally:
         stop.set()
         thread.join(10)

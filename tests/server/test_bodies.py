@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import pickle
-import re
 import signal
 import socket
 import threading
 import time
+from array import array
 from typing import Any
 
 import httpx
@@ -20,12 +21,15 @@ from starlette.routing import Route
 
 from moe_engine.frontend.prepare import THREAD_CHARS
 from moe_engine.server import (
+    anthropic_api,
     bodies,
+    embeddings_api,
     http_io,
     native_api,
     openai_chat,
     openai_completions,
     parse_api,
+    scoring_api,
     text_process,
 )
 from moe_engine.server.bodies import PROCESS_BYTES
@@ -33,9 +37,10 @@ from moe_engine.server.endpoints import UNSUPPORTED_PATHS
 from moe_engine.server.text_frames import HEADER, Kind, frame
 from moe_engine.tokenizer.chat_template import ChatTemplate
 from moe_engine.tokenizer.tokenizer import Tokenizer
-from tests.server.fake_engine import FakeClient
+from tests.server.fake_engine import POOLING, FakeClient
 from tests.server.harness import make_app, post, real_server, talk
 
+ONE_SCORE = dataclasses.replace(POOLING, head="linear", width=1, labels=("LABEL_0",))
 TOOL = {"type": "function", "function": {"name": "f"}}
 SETTINGS = {"reasoning_parser": "deepseek-r1", "tool_call_parser": "deepseekv31"}
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -53,22 +58,46 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/detokenize", {"tokens": [[5, 6], [7]]}),
     ("/separate_reasoning", {"text": "why</think>because"}),
     ("/parse_function_call", {"text": "Hello", "tools": [TOOL]}),
+    ("/v1/score", {"query": "a", "items": ["b", "c"], "label_token_ids": [5, 6]}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "stream": True}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 5}),
+    ("/v1/responses", {"input": [{"role": "user", "content": "hi"}], "max_output_tokens": 5, "store": False}),
+    ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hi"}]}),
 ]
+VECTORS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/embeddings", {"input": ["Hello", "a b"], "encoding_format": "base64"}),
+    ("/encode", {"text": "Hello"}),
+    ("/classify", {"input_ids": [[5, 6], [7]]}),
+    ("/v1/classify", {"input": "Hello"}),
+    ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+]
+"""Of embedding models, and of classification models."""
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("/generate", {"text": "x", "sampling_params": {"temperature": -1}}),
     ("/generate", {"text": "x", "lora_path": "y"}),
     ("/v1/completions", {"prompt": "a", "temperature": float("nan")}),
     ("/v1/chat/completions", {"messages": [{"role": "stranger", "content": "hi"}]}),
+    ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}], "max_tokens": 5}),
+    ("/v1/responses", {"input": [{"type": "computer_call"}]}),
     ("/tokenize", {}),
     ("/detokenize", {"tokens": [10**9]}),
     ("/separate_reasoning", {"text": 5}),
     ("/parse_function_call", {"text": "Hello", "tools": [5]}),
 ]
-VARIES = re.compile(r'"(e2e_latency|first_token_latency|created|id)":([-+.e\d]+|"[^"]*")')
 CONTROL = {
     "/abort_request", "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
     "/dump_expert_distribution_record", "/start_profile", "/stop_profile", "/update_weights_from_disk",
 }  # fmt: skip
+
+
+def client_of(path: str) -> FakeClient:
+    """A model that answers the endpoint."""
+    if path not in dict(VECTORS):
+        return FakeClient()
+    client = FakeClient(pooling=POOLING if path == "/v1/embeddings" else ONE_SCORE)
+    client.vector = lambda request: array("f", [float(len(request.prompt_ids))])
+    return client
 
 
 def padded(body: dict[str, Any], size: int) -> bytes:
@@ -79,7 +108,7 @@ def padded(body: dict[str, Any], size: int) -> bytes:
 def shown(response: httpx.Response) -> tuple[int, str]:
     """Status and body without the fields that differ between requests."""
     text = response.text
-    for name in ("e2e_latency", "first_token_latency", "created", "id"):
+    for name in ("e2e_latency", "first_token_latency", "created", "created_at", "id"):
         value = '[-+.e\\d]+|"[^"]*"'
         text = __import__("re").sub(f'"{name}":({value})', f'"{name}":0', text)
     return response.status_code, text
@@ -88,7 +117,7 @@ def shown(response: httpx.Response) -> tuple[int, str]:
 def test_every_endpoint_with_a_body_is_covered():
     routes = [route for route in make_app(FakeClient()).routes if isinstance(route, Route) or hasattr(route, "methods")]
     paths = {route.path for route in routes if "POST" in (route.methods or ())}
-    assert paths - set(UNSUPPORTED_PATHS) - CONTROL == {path for path, _ in CASES}
+    assert paths - set(UNSUPPORTED_PATHS) - CONTROL == {path for path, _ in [*CASES, *VECTORS]}
 
 
 @pytest.fixture
@@ -103,21 +132,21 @@ def places(monkeypatch):
 
         return run
 
-    for module in (native_api, openai_chat, openai_completions, parse_api):
+    for module in (anthropic_api, embeddings_api, native_api, openai_chat, openai_completions, parse_api, scoring_api):
         for name in ("decode_body", "decode_body_and_rest"):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, watched(getattr(http_io, name)))
     monkeypatch.setattr(ChatTemplate, "render", watched(ChatTemplate.render))
-    for name in ("encode_batch", "encode_parts", "decode"):
+    for name in ("encode_batch", "encode_parts", "encode_pairs", "decode"):
         monkeypatch.setattr(Tokenizer, name, watched(getattr(Tokenizer, name)))
     return seen
 
 
-@pytest.mark.parametrize(("path", "body"), CASES)
+@pytest.mark.parametrize(("path", "body"), [*CASES, *VECTORS])
 @pytest.mark.parametrize("size", [0, THREAD_CHARS])
 def test_body_size_selects_loop_or_thread(places, path, body, size):
     """The process of still larger bodies: `test_large_bodies_get_the_same_responses_as_small_ones`."""
-    client = FakeClient()
+    client = client_of(path)
     client.script = lambda _: [5, 6, 7, client.info.eos_token_ids[0]]  # without tokenizing
     response = post(client, path, padded(body, size), **SETTINGS)
     assert response.status_code == 200
@@ -152,6 +181,12 @@ def test_large_bodies_get_the_same_responses_as_small_ones(places, settings):
         return len(children())
 
     assert talk(client, session, **settings) == 1
+
+
+@pytest.mark.parametrize(("path", "body"), VECTORS)
+def test_large_bodies_get_the_same_vectors_as_small_ones(path, body):
+    small, large = (post(client_of(path), path, padded(body, size)) for size in (0, PROCESS_BYTES))
+    assert small.status_code == 200 and shown(small) == shown(large)
 
 
 def test_long_texts():

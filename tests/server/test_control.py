@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import logging
@@ -375,7 +376,7 @@ def test_endpoints_that_are_not_implemented():
     response = get(FakeClient(), "/open_session")
     assert response.status_code == 501
     assert "/open_session: not available yet" in response.json()["error"]["message"]
-    assert post(FakeClient(), "/v1/embeddings", {}).status_code == 501
+    assert post(FakeClient(), "/open_session", {}).status_code == 501
     assert post(FakeClient(), "/update_weights_from_tensor", {}).status_code == 501
     assert get(FakeClient(), "/nowhere").status_code == 404
     assert get(FakeClient(), "/generate").status_code == 405
@@ -432,7 +433,9 @@ def test_request_log(caplog):
     with caplog.at_level(logging.INFO, "moe_engine.server"):
         post(FakeClient(), "/generate", {"text": "Hello", "rid": "r1"}, log_requests=True, log_requests_level=2)
     lines = [r.getMessage() for r in caplog.records]
-    assert lines[0].startswith("Receive: {'rid': 'r1', 'prompt_tokens': 2, 'sampling_params':")
+    received = ast.literal_eval(lines[0].removeprefix("Receive: "))
+    assert received["rid"] == "r1" and received["prompt_tokens"] == 2 and received["text"] == "Hello"
+    assert received["sampling_params"]["max_new_tokens"] == 128 and len(received["x_request_id"]) == 32
     assert lines[1].startswith("Finish:")
     assert TEXT in lines[1]
 

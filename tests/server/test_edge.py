@@ -22,7 +22,7 @@ OWN = [
     {"Sec-Fetch-Site": "same-origin", "Origin": "https://behind.a.proxy"},
     {"Sec-Fetch-Site": "none"},
 ]
-PATHS = [path for endpoint in make_app(FakeClient()).state.endpoints for path in endpoint.shown_paths]
+PATHS = sorted({path for endpoint in make_app(FakeClient()).state.endpoints for path in endpoint.shown_paths})
 CHANGES = sorted(filter(changes_engine, PATHS))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,16 +17,20 @@ import pytest
 from fastapi.openapi.models import OpenAPI
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 
+from moe_engine.models.config import PoolingConfig
+from moe_engine.server.anthropic_types import AnthropicError
 from moe_engine.server.native_types import ServerInfo
 from moe_engine.server.openai_answers import Error, OpenAIError
 from moe_engine.server.openapi import JSON
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
-from tests.server.fake_engine import FakeClient
-from tests.server.harness import CHAT, events, get, make_app, post, talk
+from tests.server.fake_engine import POOLING, FakeClient
+from tests.server.harness import CHAT, events, get, make_app, named_events, post, talk
 
 ENDPOINTS = [endpoint for endpoint in make_app(FakeClient()).state.endpoints if endpoint.available]
-BY_PATH = {path: endpoint for endpoint in ENDPOINTS for path in endpoint.shown_paths}
+BY_PATH = {path: endpoint for endpoint in reversed(ENDPOINTS) for path in endpoint.shown_paths}
+ANTHROPIC = {"/v1/messages", "/v1/messages/count_tokens"}
 UNTYPED_BODY = {
     "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
     "/dump_expert_distribution_record", "/stop_profile",
@@ -37,6 +42,8 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 CALLS = f'why</think>ok {CALLS_BEGIN}{CALL_BEGIN}f{SEPARATOR}{{"a": 1}}{CALL_END}{CALLS_END}'
 PARSERS = {"reasoning_parser": "deepseek-r1", "tool_call_parser": "deepseekv31"}
 LOGPROBS = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5], "logprob_start_len": 0}
+MESSAGES: dict[str, Any] = {**CHAT, "max_tokens": 90, "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 USAGE = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
@@ -69,7 +76,7 @@ def test_every_route_is_described_with_its_types():
     for path, method, operation in operations(found):
         answers = operation["responses"]
         assert operation["summary"], path
-        assert ("requestBody" in operation) == (method != "get" and path not in UNTYPED_BODY), path
+        assert ("requestBody" in operation) == (method in ("post", "put") and path not in UNTYPED_BODY), path
         assert ("content" in answers["200"]) == (path not in EMPTY), path
         contents = [operation.get("requestBody", {}), *answers.values()]
         schemas = [each["schema"] for content in contents for each in content.get("content", {}).values()]
@@ -127,9 +134,14 @@ def answers_of(path: str, response: httpx.Response, kind: str = JSON) -> None:
         assert content[JSON]["schema"] == schema_of(endpoint.answer)
         conforms(response.json(), endpoint.answer)
     else:
-        assert content["text/event-stream"]["schema"]["anyOf"] == [schema_of(endpoint.event), schema_of(Error)]
-        for event in events(response):
+        error = AnthropicError if path in ANTHROPIC else Error
+        assert content["text/event-stream"]["schema"]["anyOf"] == [schema_of(endpoint.event), schema_of(error)]
+        for event in streamed(path, response):
             conforms(event, endpoint.event)
+
+
+def streamed(path: str, response: httpx.Response) -> list[Any]:
+    return named_events(response) if path in ANTHROPIC | {"/v1/responses"} else events(response)
 
 
 POSTS: list[tuple[str, dict[str, Any]]] = [
@@ -143,6 +155,12 @@ POSTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**CHAT, "logprobs": True, "stop": "how", **USAGE}),
     ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "logprobs": 2}),
     ("/v1/completions", {"prompt": [5], "logprobs": 1, **USAGE}),
+    ("/v1/messages", MESSAGES),
+    ("/v1/messages", MESSAGES | {"stream": True}),
+    ("/v1/responses", {"input": "hi", "tools": [FUNCTION]}),
+    ("/v1/responses", {"input": "hi", "tools": [FUNCTION], "stream": True}),
+    ("/v1/messages/count_tokens", CHAT),
+    ("/v1/score", {"query": "a", "items": ["b", "c"], "label_token_ids": [5, 6]}),
     ("/tokenize", {"prompt": ["Hello", "a"]}),
     ("/v1/tokenize", {**CHAT}),
     ("/detokenize", {"tokens": [[5], [6]]}),
@@ -150,10 +168,31 @@ POSTS: list[tuple[str, dict[str, Any]]] = [
     ("/separate_reasoning", {"text": CALLS}),
     ("/parse_function_call", {"text": CALLS, "tools": [TOOL]}),
 ]
+VECTORS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/embeddings", {"input": ["Hello", "a"]}),
+    ("/v1/embeddings", {"input": "Hello", "encoding_format": "base64"}),
+    ("/encode", {"text": "Hello"}),
+    ("/encode", {"input_ids": [[5], [6, 7]]}),
+    ("/classify", {"text": ["Hello"]}),
+    ("/v1/score", {"query": "a", "items": ["b", "c"]}),
+    ("/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
+    ("/v1/classify", {"input": ["Hello", "a"]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), VECTORS)
+def test_vectors_conform(path, body):
+    one_score = PoolingConfig("last", False, 1, "linear", ("LABEL_0",))
+    fake = FakeClient(pooling=POOLING if "embeddings" in path else one_score)
+    fake.vector = lambda request: array("f", [len(request.prompt_ids)])
+    answers_of(path, post(fake, path, body))
+
+
 OFFICIAL = {
     ("/v1/chat/completions", False): ChatCompletion,
     ("/v1/chat/completions", True): ChatCompletionChunk,
     ("/v1/completions", False): Completion,
+    ("/v1/responses", False): Response,
 }
 """Not for streams of /v1/completions and for `echo`: OpenAI's type lacks the nulls that its own answers have there."""
 
@@ -161,17 +200,18 @@ OFFICIAL = {
 @pytest.mark.parametrize(("path", "body"), POSTS)
 @pytest.mark.parametrize("text", ["Hello world, how are you today?", CALLS], ids=["text", "calls"])
 def test_answers_to_posts_conform(path, body, text):
-    streamed = body.get("stream", False)
+    in_stream = body.get("stream", False)
     assert "requestBody" in next(iter(description()["paths"][path].values()))
     response = post(FakeClient(text), path, body, enable_cache_report=True, **PARSERS)
-    answers_of(path, response, "text/event-stream" if streamed else JSON)
-    official = OFFICIAL.get((path, streamed))
+    answers_of(path, response, "text/event-stream" if in_stream else JSON)
+    official = OFFICIAL.get((path, in_stream))
     if official is not None and not body.get("echo"):
-        for answer in events(response) if streamed else [response.json()]:
+        for answer in streamed(path, response) if in_stream else [response.json()]:
             official.model_validate(answer)
 
 
-READS = [path for path, endpoint in BY_PATH.items() if endpoint.methods == ["GET"]]
+STORED = "/v1/responses/{response_id}"
+READS = [path for path, endpoint in BY_PATH.items() if endpoint.methods == ["GET"] and path != STORED]
 
 
 @pytest.mark.parametrize("path", READS)
@@ -201,8 +241,9 @@ def test_answers_of_control_endpoints_have_the_described_type():
 
 @pytest.mark.parametrize("path", sorted(BY_PATH))
 def test_errors_conform(path):
-    """OpenAI's form of an error under /v1, SGLang's elsewhere, from every part of the server."""
-    kind = OpenAIError if path.startswith("/v1") else Error
+    """OpenAI's form of an error under /v1, Anthropic's under /v1/messages, SGLang's elsewhere, from every part of the
+    server."""
+    kind = AnthropicError if path in ANTHROPIC else OpenAIError if path.startswith("/v1") else Error
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
 
     async def session(http: httpx.AsyncClient) -> list[httpx.Response]:
@@ -229,9 +270,10 @@ def test_errors_within_a_stream_conform():
         ("/generate", {"text": "a"}),
         ("/v1/completions", {"prompt": "a"}),
         ("/v1/chat/completions", CHAT),
+        ("/v1/messages", MESSAGES),
     ):
-        found = events(post(client, path, {**body, "stream": True}))
-        conforms(found[-1], Error)
+        found = streamed(path, post(client, path, {**body, "stream": True}))
+        conforms(found[-1], AnthropicError if path in ANTHROPIC else Error)
         for event in found[:-1]:
             conforms(event, BY_PATH[path].event)
         assert "SIGKILL" in json.dumps(found[-1])

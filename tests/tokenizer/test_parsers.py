@@ -127,3 +127,17 @@ class TestToolCalls:
 def test_unknown_format():
     with pytest.raises(ConfigError, match="--tool-call-parser step3"):
         ToolCallParser("step3")
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+def test_start_tags_in_pieces(name: str) -> None:
+    form = REASONING_FORMATS[name]
+    cases = [(f"{form.start}\n{form.start}why{form.end}\nyes", ("why", "yes"))]
+    if form.calls:
+        call = form.calls.strip() + "{}"
+        cases += [(f"{form.start}\n{call}", ("", call)), (f"{form.start}why\n{call}", ("why", call))]
+    for text, wanted in cases:
+        for size in range(1, len(text) + 1):
+            parser = ReasoningParser(inside=False, form=form)
+            found = [parser.push(text[at : at + size]) for at in range(0, len(text), size)] + [parser.finish()]
+            assert tuple("".join(part) for part in zip(*found)) == wanted, size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from moe_engine.errors import ConfigError
 from moe_engine.tokenizer import load_tokenizer
@@ -43,6 +45,28 @@ def test_config_overrides_add_bos(tmp_path):
     tok = load_tokenizer(save_tokenizer(tmp_path, add_bos_token=False, add_eos_token=True))
     assert tok.encode("Hello")[0] != 0
     assert tok.encode("Hello")[-1] == tok.eos_id == 1
+
+
+def test_qwens_post_processor_stays(tmp_path):
+    """Qwen's embedding models set add_bos_token, and their post-processor adds EOS. The oracle is transformers."""
+    save_tokenizer(tmp_path, add_bos_token=False, add_eos_token=False, tokenizer_class="Qwen2Tokenizer")
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    eos, first, second = (
+        {"SpecialToken": {"id": EOS, "type_id": 0}},
+        *({"Sequence": {"id": name, "type_id": 0}} for name in "AB"),
+    )
+    tokens = {EOS: {"id": EOS, "ids": [1], "tokens": [EOS]}}
+    template = {"single": [first, eos], "pair": [first, eos, second, eos], "special_tokens": tokens}
+    file.write_text(json.dumps(content | {"post_processor": {"type": "TemplateProcessing", **template}}))
+    tok, oracle = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert tok.encode("Hello") == oracle.encode("Hello") == [*TOK.encode("Hello", False), 1]
+    assert tok.encode_pairs([("Hello", "world")]) == [oracle.encode("Hello", "world")]
+
+
+def test_pairs_of_texts_with_bos():
+    hello, world = TOK.encode("Hello", False), TOK.encode("world", False)
+    assert TOK.encode_pairs([("Hello", "world")] * 2) == [[0, *hello, 0, *world]] * 2
 
 
 def test_special_tokens_skipped_kept_and_picked():

@@ -144,6 +144,13 @@ NO_CALLS = [
     ("qwen3_coder", "<function=f"),
     ("pythonic", "[f(x=y)] [f(s='a'"),
     ("deepseekv31", "a <｜tool"),
+    ("deepseekv31", f"a {CALLS_BEGIN}text{CALLS_END}"),
+    ("deepseekv3", f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}f{CALL_END}"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"),
+    ("deepseekv32", "a\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke nam"),
+    ("qwen3_coder", "<tool_call>\n<functio=f>\n</tool_call>"),
+    ("qwen25", '<tool_call>{"nam": "f", "arguments": "a": 1}</tool_call>'),
+    ("mistral", '[TOOL_CALLS] [{"nam": "f", "arguments": {}}] b'),
 ]
 
 

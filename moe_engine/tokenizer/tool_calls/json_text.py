@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
 
@@ -58,7 +57,6 @@ def call_object(reader: CallReader) -> Wait[None]:
     opened = False
 
     def arguments(text: str) -> None:
-        note(text)
         if opened:
             reader.arguments(text)
         else:
@@ -99,7 +97,7 @@ def call_object(reader: CallReader) -> Wait[None]:
                 reader.arguments(part)
         elif key in ("arguments", "parameters") and not has_arguments:
             has_arguments = True
-            if not (yield from _arguments(reader, arguments)):
+            if not (yield from _arguments(reader, note, arguments)):
                 separator = ""
         else:
             yield from value(reader, note)
@@ -116,13 +114,19 @@ def call_object(reader: CallReader) -> Wait[None]:
         reader.close()
 
 
-def _arguments(reader: CallReader, sink: Callable[[str], Any]) -> Wait[bool]:
-    """The arguments; those of a model that writes them as a text of JSON are decoded."""
+def _arguments(reader: CallReader, note: Callable[[str], None], sink: Callable[[str], None]) -> Wait[bool]:
+    """The arguments; those of a model that writes them as a text of JSON are decoded. `note` gets them as written."""
+
+    def both(text: str) -> None:
+        note(text)
+        sink(text)
+
     if (yield from reader.peek()) != '"':
-        return (yield from value(reader, sink))
+        return (yield from value(reader, both))
     parts: list[str] = []
     whole = yield from value(reader, parts.append)
     text = "".join(parts)
+    note(text)
     sink(_decoded(text) or text)
     return whole
 

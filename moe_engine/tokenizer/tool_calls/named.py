@@ -37,20 +37,29 @@ class NamedFormat:
             yield from reader.space()
 
     def _calls(self, reader: CallReader) -> Wait[None]:
+        block = self.begin  # shown unless a call follows
         while True:
             between: list[str] = []
             marker = yield from reader.until((self.call_begin, self.end), between.append)
-            reader.plain_unless_space("".join(between))
+            text = "".join(between)
+            if block and (marker != self.call_begin or text.strip()):
+                reader.plain(block + text)
+                block, text = "", ""
+                if marker != self.call_begin:
+                    reader.plain(marker)
+            reader.plain_unless_space(text)
             if marker != self.call_begin:
                 return
-            yield from self._call(reader)
+            yield from self._call(reader, block + text if block else "")
+            block = ""
 
-    def _call(self, reader: CallReader) -> Wait[None]:
+    def _call(self, reader: CallReader, before: str) -> Wait[None]:
+        """`before` is shown if there is no call."""
         head: list[str] = []
         marker = yield from reader.until((self.after_name, self.call_end), head.append)
         written = "".join(head)
         if marker != self.after_name:
-            reader.plain(self.call_begin + written + marker)
+            reader.plain(before + self.call_begin + written + marker)
             return
         written = written.strip() if self.name_is_id else written.removeprefix(self.before_name).strip()
         match = _KIMI_NAME.fullmatch(written) if self.name_is_id else None

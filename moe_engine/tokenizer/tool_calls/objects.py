@@ -45,27 +45,27 @@ def parse_mistral(reader: CallReader) -> Wait[None]:
     while (yield from reader.until((MISTRAL_BEGIN,), reader.plain)):
         space = yield from reader.space()
         if (yield from reader.take("[")):
-            yield from _objects(reader, f"{MISTRAL_BEGIN}{space}[", ",")
-            yield from reader.space()
-            yield from reader.take("]")
+            if (yield from _objects(reader, f"{MISTRAL_BEGIN}{space}[", ",")):
+                yield from reader.space()
+                yield from reader.take("]")
         else:
             yield from _named(reader, space)
         yield from _space_before(reader, MISTRAL_BEGIN)
 
 
-def _objects(reader: CallReader, before: str, separator: str) -> Wait[None]:
-    """Calls with a separator between them; `before` is shown if there is none."""
+def _objects(reader: CallReader, before: str, separator: str) -> Wait[bool]:
+    """Calls with a separator between them; `before` is shown if there is none. False: the last object is no call."""
     while True:
         try:
             yield from json_text.call_object(reader)
         except NotACall as error:
             reader.plain(before + error.text)
-            return
+            return False
         space = yield from reader.space()
         if not (yield from reader.take(separator)):
             if (yield from reader.peek()) and separator != ",":
                 reader.plain(space)
-            return
+            return True
         before = separator + (yield from reader.space())
 
 

@@ -53,20 +53,29 @@ class TaggedFormat:
         if not self.call_begin:
             yield from self._call(reader)
             return
+        block = self.begin  # shown unless a call follows
         while True:
             between: list[str] = []
             marker = yield from reader.until((self.call_begin, self.end), between.append)
-            reader.plain_unless_space("".join(between))
+            text = "".join(between)
+            if block and (marker != self.call_begin or text.strip()):
+                reader.plain(block + text)
+                block, text = "", ""
+                if marker != self.call_begin:
+                    reader.plain(marker)
+            reader.plain_unless_space(text)
             if marker != self.call_begin:
                 return
-            yield from self._call(reader)
+            yield from self._call(reader, block + text if block else "")
+            block = ""
 
-    def _call(self, reader: CallReader) -> Wait[None]:
+    def _call(self, reader: CallReader, before: str = "") -> Wait[None]:
+        """`before` is shown if there is no call."""
         head: list[str] = []
         marker = yield from reader.until(self.name_ends, head.append)
         name = "".join(head).strip()
         if not marker or not name:
-            reader.plain((self.call_begin or self.begin) + "".join(head) + marker)
+            reader.plain(before + (self.call_begin or self.begin) + "".join(head) + marker)
             return
         if marker != self.name_ends[0]:
             reader.unread(marker)

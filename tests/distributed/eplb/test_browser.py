@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.eplb.test_server import VIEW, RecordingClient
+from moe_engine.frontend.client_api import GroupAnswers
+from tests.distributed.eplb.test_server import VIEW, RecordingClient, group
 from tests.server.harness import real_server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell")
@@ -21,11 +22,10 @@ WAIT_MS = 3500  # of the page's own clock
 class GrowingClient(RecordingClient):
     """A running recording: ten more tokens for one expert with each request of the page."""
 
-    async def call(self, method: str, **args: Any) -> Any:
-        if method != "expert_snapshot":
-            return await super().call(method, **args)
+    async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
         self.called.append(method)
-        return [{"view": {**VIEW, "counts": [[0, 0], [10 * len(self.called), 10]], "pass": len(self.called)}}]
+        counts = [[0, 0], [10 * len(self.called), 10]]
+        return [group({**VIEW, "counts": counts, "pass": len(self.called)})]
 
 
 def text_of(page: str, name: str) -> str:

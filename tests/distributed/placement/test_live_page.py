@@ -12,7 +12,7 @@ import torch
 
 from moe_engine.parallel.recording.config import RecorderConfig
 from moe_engine.parallel.recording.recorder import ExpertRecorder
-from moe_engine.server.experts_live_page import POLICY, live_page
+from moe_engine.server.live_pages import POLICY, page
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 
@@ -57,7 +57,7 @@ DRIVE = """
 
 
 def script() -> str:
-    found = re.findall(r"<script>(.*?)</script>", live_page(), re.DOTALL)
+    found = re.findall(r"<script>(.*?)</script>", page("experts_live"), re.DOTALL)
     assert len(found) == 1
     return found[0]
 
@@ -69,10 +69,10 @@ def run(code: str) -> str:
 
 
 def test_the_page_needs_nothing_from_elsewhere():
-    page = live_page()
-    assert not re.findall(r"https?:|//\w+\.|<link|@import|<img|\bsrc=", page)
-    assert "prefers-color-scheme: dark" in page and "<!doctype html>" in page
-    assert "innerHTML" not in page and "default-src 'none'" in POLICY
+    text = page("experts_live")
+    assert not re.findall(r"https?:|//\w+\.|<link|@import|<img|\bsrc=", text)
+    assert "prefers-color-scheme: dark" in text and "<!doctype html>" in text
+    assert "innerHTML" not in text and "default-src 'none'" in POLICY
 
 
 @needs_node

@@ -94,6 +94,14 @@ class Drill:
         return fate
 
 
+def exited(process: psutil.Process) -> bool:
+    """Whether a process has exited, perhaps not yet reaped: its parent may be stopped."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def ended(process: psutil.Process) -> bool:
     """A process inherited by init has ended when it exits; the time until init reaps it does not matter."""
     try:

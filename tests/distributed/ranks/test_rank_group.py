@@ -21,7 +21,7 @@ import pytest
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.frontend import core_process
 from tests.distributed.ranks import drill as drills
-from tests.distributed.ranks.drill import PATIENCE, Drill, drill, options, until
+from tests.distributed.ranks.drill import PATIENCE, Drill, drill, exited, options, until
 from tests.distributed.ranks.held import Hold, broken_worker, meeting_worker
 from tests.distributed.ranks.node import two_nodes
 from tests.free_port import free_port
@@ -129,12 +129,12 @@ def test_followers_exit_after_a_stopped_leader(checkpoint: Path, tmp_path: Path,
             await until(hold.flag.exists)
             leader, follower = running.ranks
             leader.suspend()
-            await until(lambda: follower.status() == psutil.STATUS_ZOMBIE)  # its parent is stopped
+            await until(lambda: exited(follower))
             running.core.kill("stopped")
             return leader.pid, await running.all_exited()
 
-    pid, exited = asyncio.run(run())
-    assert exited and f"DP0 TP1] This rank exits: DP0 TP0 (pid {pid}) silent for" in stderr_of(capfd)
+    pid, all_exited = asyncio.run(run())
+    assert all_exited and f"DP0 TP1] This rank exits: DP0 TP0 (pid {pid}) silent for" in stderr_of(capfd)
 
 
 def test_error_while_loading_names_its_rank(checkpoint: Path) -> None:

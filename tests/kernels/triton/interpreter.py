@@ -4,10 +4,16 @@ The interpreter of Triton 3.6 to 3.9 keeps bf16 and FP8 as bare integers. Casts 
 carry out of the mantissa, and products of bf16 matrices multiply the integers. GPUs round to nearest even and multiply
 numbers, and so do kernels that are held against float64 here. GPUs have a clock, too, which is the only assembly that
 our kernels contain. The interpreter of 3.6 also takes arrays of one element for indices, which numpy no longer does.
+
+The interpreter spends most of its time on bookkeeping. Three patches halve that time: numpy types and shapes are
+cached, and integer sums are checked for overflow only by `make test-exhaustive`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 import os
 import time
 from types import SimpleNamespace
@@ -18,6 +24,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.examples import FACTOR
+
 _TORCH = {
     tl.float8e4nv: torch.float8_e4m3fn,
     tl.float8e5: torch.float8_e5m2,
@@ -27,9 +35,11 @@ _TORCH = {
     tl.float64: torch.float64,
 }
 _convert = interpreter._convert_float
+_init_block_type = tl.block_type.__init__
 _dot = interpreter.InterpreterBuilder.create_dot
 _patch_tensor = interpreter._patch_lang_tensor
 _patch_lang = interpreter._patch_lang
+_get_np_dtype = interpreter._get_np_dtype
 _patched: set[Any] = set()
 """Modules of the language that are patched while a kernel runs."""
 
@@ -100,8 +110,52 @@ def patch_lang(function: Any) -> Any:
     return _NoPatches() if nested else _Patches(scope)
 
 
+_scalar_type = functools.cache(_get_np_dtype)
+
+
+def numpy_type(kind: Any) -> np.dtype[Any]:
+    """Types of blocks and of pointers have no hash."""
+    scalar = kind.scalar
+    return _get_np_dtype(scalar) if isinstance(scalar, tl.pointer_type) else _scalar_type(scalar)
+
+
+@functools.cache
+def _shape(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Shape and size of a tensor, in the form that kernels see. Kernels do not change them."""
+    return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+
+def make_tensor(self: Any, handle: Any, kind: Any) -> None:
+    """`tl.tensor.__init__` with cached shapes."""
+    self.handle = handle
+    self.type = kind
+    self.dtype = kind.scalar
+    self.shape, self.numel = _shape(kind.shape if kind.is_block() else ())
+
+
+@functools.cache
+def _block(shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, str]:
+    kind = object.__new__(tl.block_type)
+    _init_block_type(kind, tl.int1, [*shape])  # `core` has a tuple type of its own
+    return kind.shape, kind.numel, str(kind.shape)
+
+
+def make_block_type(self: Any, element: Any, shape: Any) -> None:
+    """`tl.block_type.__init__` with cached shapes."""
+    self.element_ty = element
+    sizes = getattr(shape, "value", shape)
+    self.shape, self.numel, text = _block(tuple([getattr(size, "value", size) for size in sizes]))
+    self.name = f"<{text}, {element}>"
+
+
 def install() -> None:
     """Idempotent; for the whole process."""
+    interpreter._get_np_dtype = numpy_type
+    interpreter.interpreter_builder.options = dataclasses.replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=FACTOR > 1
+    )
+    tl.tensor.__init__ = make_tensor
+    tl.block_type.__init__ = make_block_type
     interpreter._patch_lang = patch_lang
     interpreter.InterpreterBuilder.create_inline_asm = inline_asm
     interpreter._patch_lang_tensor = patch_tensor

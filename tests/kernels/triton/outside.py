@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from triton import knobs
 
 from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS
 from moe_engine.cli.compile_kernels.exercise import exercise
@@ -29,11 +28,12 @@ from moe_engine.kernels.sampling import triton_sampling
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.triton import guard
 from moe_engine.kernels.triton.absent_device import absent_device, listed
-from moe_engine.kernels.triton.aot import AotCase, compile_case
+from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.kernels.warmup_sizes import StepSize
 from moe_engine.planning.hardware import GPUS
 from moe_engine.planning.prepare import prepare
+from tests.kernels.triton.cache_keys import difference
 
 ARCH = 90
 
@@ -95,14 +95,8 @@ def expected() -> list[AotCase]:
 
 
 def agreement(cache: str) -> Any:
-    """(number of cases compiled, kernels that launches asked for, how many of these the cases had cached)."""
-    with knobs.cache.scope():
-        knobs.cache.dir = cache
-        cases = [compile_case(case, ARCH).name for case in expected()]
-    with absent_device(ARCH, cache) as compilations:
-        for count in (1, 2, 3, 8, 16):  # odd counts, counts of one, multiples of 16: all must be the same kernels
-            launch(count)
-    return len(cases), [report.name for report in compilations.reports], compilations.num_cached
+    """Odd counts of tokens, counts of one, multiples of 16: all must be the same kernels."""
+    return difference(expected(), lambda: [launch(count) for count in (1, 2, 3, 8, 16)], ARCH)
 
 
 def guarding(cache: str) -> Any:

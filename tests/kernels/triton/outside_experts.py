@@ -1,14 +1,12 @@
 """FP8 products and experts launched outside the interpreter on a device that is absent, in a process of its own:
-``python -m tests.kernels.triton.outside_experts CACHE`` prints [cases, kernels asked for, those of them in the cache].
+``python -m tests.kernels.triton.outside_experts`` prints a `difference`.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 
 import torch
-from triton import knobs
 
 from moe_engine.kernels.experts import triton_grouped_gemm
 from moe_engine.kernels.experts.protocol import ExpertBatch
@@ -21,8 +19,8 @@ from moe_engine.kernels.permutation import triton_permute
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization import triton_groups, triton_rows
 from moe_engine.kernels.quantization.protocol import BlockWeight
-from moe_engine.kernels.triton.absent_device import absent_device
-from moe_engine.kernels.triton.aot import AotCase, compile_case
+from moe_engine.kernels.triton.aot import AotCase
+from tests.kernels.triton.cache_keys import difference
 
 ARCH = 90
 MODULES = triton_rows, triton_groups, triton_permute, triton_grouped_gemm
@@ -66,21 +64,17 @@ def expected(tokens: int, capacity: int) -> list[AotCase]:
     return found + [named[name] for name in names]
 
 
-def main(cache: str) -> None:
+def main() -> None:
     sizes = (((1, 3, 16), 16), ((2048, 2051), 64))  # within a row of the tables each
-    cases: dict[str, AotCase] = {}
-    for tokens, capacity in sizes:
-        cases |= {case.name: case for count in tokens for case in expected(count, capacity)}
-    with knobs.cache.scope():
-        knobs.cache.dir = cache
-        for case in cases.values():
-            compile_case(case, ARCH)
-    with absent_device(ARCH, cache) as compilations:
+    cases = {case.name: case for tokens, capacity in sizes for count in tokens for case in expected(count, capacity)}
+
+    def launches() -> None:
         for tokens, capacity in sizes:
             for count in tokens:
                 launch(count, capacity)
-    print(json.dumps([sorted(cases), [report.name for report in compilations.reports], compilations.num_cached]))
+
+    print(json.dumps(difference(cases.values(), launches, ARCH)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -68,11 +68,11 @@ def test_every_module_with_cases_is_listed():
 
 
 def test_cases_are_what_launches_ask_for(tmp_path):
-    """The launches of the real rows find every kernel in the cache that the cases filled, for any token count."""
+    """The keys in Triton's cache of the cases are those of the launches of the real rows, for any token count."""
     done = outside("tests.kernels.triton.outside", "agreement", str(tmp_path), cache=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    num_cases, launched, num_cached = json.loads(done.stdout)
-    assert len(launched) == num_cached == num_cases
+    found = json.loads(done.stdout)
+    assert found["not launched"] == found["no case"] == [] and len(found["launched"]) > 10, found
 
 
 def test_the_guard_counts_what_compiles_after_ready(tmp_path):

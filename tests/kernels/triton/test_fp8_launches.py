@@ -11,12 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_cases_are_what_launches_ask_for(tmp_path: Path) -> None:
-    """The real rows find every kernel in the cache that the cases filled: odd counts, one, multiples of 16."""
+def test_cases_are_what_launches_ask_for() -> None:
+    """The keys in Triton's cache of the cases are those of the launches: odd counts, one, multiples of 16."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.kernels.triton.outside_experts", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.kernels.triton.outside_experts"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
-    cases, launched, num_cached = json.loads(done.stdout)
-    assert len(launched) == num_cached == len(cases), (cases, launched, num_cached)
+    found = json.loads(done.stdout)
+    assert found["not launched"] == found["no case"] == [] and len(found["launched"]) > 15, found

@@ -1,0 +1,155 @@
+"""/v1/messages: Anthropic's form of chat, over the chat endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import Request, Response
+
+from moe_engine.frontend.frontend import Job
+from moe_engine.frontend.generation import Generation
+from moe_engine.server.anthropic_prompt import NAMES, chat_request
+from moe_engine.server.anthropic_types import AnthropicUsage, CountRequest, MessagesRequest, OutputBlock, TokenCount
+from moe_engine.server.bodies import Plan
+from moe_engine.server.errors import anthropic_body
+from moe_engine.server.field_names import named
+from moe_engine.server.http_io import EventStream, cancel_on_disconnect, decode_body, encode_json, json_response
+from moe_engine.server.openai_chat import ChatApi
+from moe_engine.server.openai_choice import ChoiceParser
+from moe_engine.server.openai_common import matched_stop
+from moe_engine.server.openai_messages import render_prompt
+from moe_engine.server.output_parts import Change, OutputParts, Part, parts_of
+from moe_engine.server.state import ServerState
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+DELTAS = {
+    "text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}  # fmt: skip
+
+
+class AnthropicApi:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._chat = ChatApi(state)
+
+    async def messages(self, request: Request) -> Response:
+        """Anthropic's messages."""
+        plan = await self._state.bodies.plan(request, "messages")
+        req, model, parsers = plan.options
+        with named(NAMES):
+            job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
+        parser = ChoiceParser(parsers)
+        if req.stream:
+            return EventStream(self._events(job, model, parser), anthropic_body, last=b"")
+        await cancel_on_disconnect(request, self._state.frontend.collect(job))
+        g = job.generations[0]
+        content = [_block(part) for part in parts_of(parser, g.text)]
+        return json_response(_message(g, model, content, _stop(parser.finish_reason(g.finish), g), _usage(g)))
+
+    def read(self, body: bytes | bytearray) -> Plan:
+        """`Plan.options`: as of `ChatApi.read`."""
+        asked = decode_body(body, MessagesRequest)
+        with named(NAMES):
+            return self._chat.plan(*chat_request(asked))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Tokens of the prompt of messages."""
+        return await self._state.bodies.answer(request, "count_tokens")
+
+    def counted(self, body: bytes | bytearray) -> Iterator[bytes]:
+        asked = decode_body(body, CountRequest)
+        with named(NAMES):
+            req, messages, tools = chat_request(asked)
+            self._state.response_model(req.model)
+            tokenizer = self._state.tokenizer()
+            prompt = render_prompt(self._state, messages, req, [] if req.tool_choice == "none" else tools)
+        count: TokenCount = {"input_tokens": sum(len(ids) for _, ids in tokenizer.encode_parts([prompt], False))}
+        yield encode_json(count)
+
+    async def _events(self, job: Job, model: str, parser: ChoiceParser) -> AsyncGenerator[bytes]:
+        parts = OutputParts()
+        async with aclosing(self._state.frontend.pieces(job)) as pieces:
+            started = False
+            async for piece in pieces:
+                g = piece.generation
+                if not started:
+                    started = True
+                    empty = _message(g, model, [], (None, None), {**_usage(g), "output_tokens": 0})
+                    yield _event("message_start", message=empty)
+                deltas = parser.push(piece.text) + (parser.finish() if piece.finish is not None else [])
+                for change in parts.push(deltas):
+                    yield _change(*change)
+                if piece.finish is not None:
+                    for change in parts.close():
+                        yield _change(*change)
+                    reason, sequence = _stop(parser.finish_reason(piece.finish), g)
+                    delta = {"stop_reason": reason, "stop_sequence": sequence}
+                    yield _event("message_delta", delta=delta, usage=_usage(g))
+                    yield _event("message_stop")
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + encode_json({"type": kind, **fields}) + b"\n\n"
+
+
+def _block(part: Part, *, begins: bool = False) -> OutputBlock:
+    """The block of a part; `begins`: as a stream starts it, without its text."""
+    text = "" if begins else part.text
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    if part.kind == "text":
+        return {"type": "text", "text": text}
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": {} if begins else _arguments(text)}
+
+
+def _arguments(text: str) -> Any:
+    """The arguments of a call, as the model wrote them. Text that is no JSON is put into an object."""
+    try:
+        msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return {"invalid_json": text}
+    return msgspec.Raw((text or "{}").encode())
+
+
+def _change(change: Change, part: Part, text: str) -> bytes:
+    if change == "begin":
+        return _event("content_block_start", index=part.index, content_block=_block(part, begins=True))
+    if change == "end":
+        return _event("content_block_stop", index=part.index)
+    kind, name = DELTAS[part.kind]
+    return _event("content_block_delta", index=part.index, delta={"type": kind, name: text})
+
+
+def _stop(reason: str | None, g: Generation) -> tuple[str | None, str | None]:
+    matched = matched_stop(g.finish)
+    if reason == "stop" and isinstance(matched, str):
+        return "stop_sequence", matched
+    return STOP_REASONS.get(reason or "", reason), None
+
+
+def _usage(g: Generation) -> AnthropicUsage:
+    return {
+        "input_tokens": len(g.prompt_ids) - g.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": g.cached_tokens,
+        "output_tokens": len(g.output_ids),
+    }
+
+
+def _message(
+    g: Generation, model: str, content: list[OutputBlock], stop: tuple[str | None, str | None], usage: AnthropicUsage
+) -> dict[str, Any]:
+    return {
+        "id": g.rid if g.rid.startswith("msg_") else f"msg_{g.rid}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": content,
+        "stop_reason": stop[0],
+        "stop_sequence": stop[1],
+        "usage": usage,
+    }

@@ -1,0 +1,151 @@
+"""Requests in Anthropic's form as chat requests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from moe_engine.errors import InputError
+from moe_engine.server.anthropic_types import CountRequest, MessagesRequest
+from moe_engine.server.openai_types import ChatRequest
+from moe_engine.validation import checked
+
+NAMES = (
+    (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
+    (r"^(tools\[\d+\])\.function", r"\1"),
+    (r"^tool_choice\.function", "tool_choice"),
+    (r"^tool_choice: required", "tool_choice: any"),
+    (r"^stop\b", "stop_sequences"),
+    (r"\bresponse_format\.json_schema\.schema", "output_config.format.schema"),
+)
+"""For errors: fields of chat requests, and Anthropic's names of them."""
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_request(req: CountRequest) -> tuple[ChatRequest, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The request, its messages and its tools, in OpenAI's form.
+
+    Raises:
+        InputError: names the field of Anthropic's request.
+    """
+    messages = _messages(req)
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(req.tools or ())]
+    body: dict[str, Any] = {"messages": messages, "tools": tools or None, "model": req.model, **_choice(req)}
+    if req.thinking is not None:
+        on = req.thinking["type"] != "disabled"
+        body["chat_template_kwargs"] = {"thinking": on, "enable_thinking": on}
+    last = messages[-1]
+    if last["role"] == "assistant" and last["content"] and last.keys() == {"role", "content"}:
+        body["continue_final_message"] = True
+    if isinstance(req, MessagesRequest):
+        if req.output_config is not None and (form := req.output_config.get("format")) is not None:
+            json_schema = {"name": "output", "schema": form["schema"]}
+            body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
+        body |= {"max_tokens": req.max_tokens, "stream": req.stream, "stop": req.stop_sequences}
+        for name in ("temperature", "top_p", "top_k"):
+            if getattr(req, name) is not None:
+                body[name] = getattr(req, name)
+    return checked(body, ChatRequest), messages, tools
+
+
+def _choice(req: CountRequest) -> dict[str, Any]:
+    choice = req.tool_choice
+    if choice is None:
+        return {}
+    parallel = {"parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
+    if choice["type"] != "tool":
+        return {"tool_choice": CHOICES[choice["type"]], **parallel}
+    if "name" not in choice:
+        raise InputError("tool_choice.name: is required with type tool", field="tool_choice.name")
+    return {"tool_choice": {"type": "function", "function": {"name": choice["name"]}}, **parallel}
+
+
+def _tool(tool: Any, field: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise InputError(f"{field}.type: {tool['type']!r:.60} is a tool of Anthropic's servers; send custom tools")
+    if not isinstance(tool.get("input_schema"), dict):
+        raise InputError(f"{field}.input_schema: is required", field=f"{field}.input_schema")
+    fields = {**tool, "parameters": tool["input_schema"]}
+    names = ("name", "description", "parameters", "strict")  # in the order of OpenAI's clients, which templates show
+    function = {name: fields[name] for name in names if fields.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def _messages(req: CountRequest) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    if req.system:
+        out.append({"role": "system", "content": _text(req.system, "system")})
+    for i, message in enumerate(req.messages):
+        content, field = message["content"], f"messages[{i}].content"
+        if isinstance(content, str):
+            out.append({"role": message["role"], "content": content})
+        elif message["role"] == "assistant":
+            out.append(_assistant(content, field))
+        else:
+            out += _user(content, message["role"], field)
+    return out
+
+
+def _assistant(blocks: list[Any], field: str) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for i, block in enumerate(blocks):
+        place = f"{field}[{i}]"
+        if block["type"] == "text":
+            texts.append(_field(block, "text", place))
+        elif block["type"] == "thinking":
+            thoughts.append(_field(block, "thinking", place))
+        elif block["type"] == "tool_use":
+            arguments = json.dumps(block.get("input", {}), ensure_ascii=False)
+            function = {"name": _field(block, "name", place), "arguments": arguments}
+            calls.append({"id": _field(block, "id", place), "type": "function", "function": function})
+        elif block["type"] != "redacted_thinking":
+            raise _unavailable(block, place)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user(blocks: list[Any], role: str, field: str) -> list[dict[str, Any]]:
+    """Results of tools become messages of their own, before the text."""
+    out: list[dict[str, Any]] = []
+    texts = []
+    for i, block in enumerate(blocks):
+        place = f"{field}[{i}]"
+        if block["type"] == "text":
+            texts.append(_field(block, "text", place))
+        elif block["type"] == "tool_result":
+            content = _text(block.get("content") or "", f"{place}.content")
+            if block.get("is_error"):
+                content = f"Error: {content}"
+            out.append({"role": "tool", "tool_call_id": _field(block, "tool_use_id", place), "content": content})
+        else:
+            raise _unavailable(block, place)
+    if texts or not out:
+        out.append({"role": role, "content": "\n".join(texts)})
+    return out
+
+
+def _text(content: Any, field: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, block in enumerate(content):
+        if not isinstance(block, dict) or block.get("type") != "text":
+            raise _unavailable(block, f"{field}[{i}]")
+        texts.append(_field(block, "text", f"{field}[{i}]"))
+    return "\n".join(texts)
+
+
+def _field(block: Any, name: str, place: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise InputError(f"{place}.{name}: expected a string, got {value!r:.60}", field=f"{place}.{name}")
+    return value
+
+
+def _unavailable(block: Any, place: str) -> InputError:
+    kind = block.get("type") if isinstance(block, dict) else block
+    return InputError(f"{place}.type: {kind!r:.60} is not available here; send text", field=f"{place}.type")

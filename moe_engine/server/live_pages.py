@@ -1,0 +1,16 @@
+"""Pages that show the running engine: `GET /` in a browser, and `GET /experts`. Imports no torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib import resources
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+"""Content-Security-Policy of the pages: they load only this server's data."""
+HEADERS = {"content-security-policy": POLICY, "cache-control": "no-cache"}
+
+
+@lru_cache
+def page(name: str) -> str:
+    """A whole HTML document: status_page or experts_live."""
+    return resources.files(__package__).joinpath(f"{name}.html").read_text(encoding="utf-8")

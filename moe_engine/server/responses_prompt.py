@@ -1,0 +1,183 @@
+"""Requests of /v1/responses as chat requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from moe_engine.errors import InputError
+from moe_engine.sampling_checks import SamplingFields
+from moe_engine.server.openai_types import ChatRequest
+from moe_engine.server.responses_types import ResponsesRequest
+from moe_engine.validation import checked
+
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text", "reasoning_text": "text",
+         "refusal": "refusal"}  # fmt: skip
+"""The field with the text, by the kind of a part."""
+NAMES = (
+    (r"^(tools\[\d+\])\.function", r"\1"),
+    (r"^tool_choice\.function", "tool_choice"),
+    (r"^max_tokens\b", "max_output_tokens"),
+    (r"^messages\b", "input"),
+    (r"\bresponse_format\.json_schema\.schema", "text.format.schema"),
+)
+"""For errors: fields of chat requests, and the names of them here."""
+SAME_NAME = (
+    *SamplingFields.__struct_fields__, "model", "stream", "seed", "rid", "priority", "extra_key", "routed_dp_rank",
+    "parallel_tool_calls", "chat_template_kwargs", "user",
+)  # fmt: skip
+"""Fields with the same name in both requests."""
+
+
+def chat_request(
+    req: ResponsesRequest, messages: list[dict[str, Any]]
+) -> tuple[ChatRequest, list[dict[str, Any]], list[dict[str, Any]]]:
+    """The request, its messages and its tools, in chat form.
+
+    Args:
+        messages: of the whole conversation, without instructions.
+
+    Raises:
+        InputError: names the field of the request.
+    """
+    if req.n not in (None, 1):
+        raise InputError(f"n: a response has one output; got {req.n}", field="n")
+    if req.truncation == "auto":
+        raise InputError("truncation: auto is not available; send disabled, or a shorter input", field="truncation")
+    if req.instructions is not None:
+        messages = [{"role": "system", "content": req.instructions}, *messages]
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(req.tools or ())]
+    body: dict[str, Any] = {name: getattr(req, name) for name in SAME_NAME if getattr(req, name) is not None}
+    body |= {"messages": messages, "tools": tools or None, "max_tokens": req.max_output_tokens}
+    body |= {"tool_choice": _choice(req.tool_choice), "response_format": _format(req)}
+    if req.reasoning and req.reasoning.get("effort"):
+        body["reasoning_effort"] = req.reasoning["effort"]
+    return checked(body, ChatRequest), messages, tools
+
+
+def input_messages(req: ResponsesRequest) -> list[dict[str, Any]]:
+    """The messages of the input. What an assistant said in a row is one message.
+
+    Raises:
+        InputError: names the item.
+    """
+    if isinstance(req.input, str):
+        return [{"role": "user", "content": req.input}]
+    out: list[dict[str, Any]] = []
+    for i, item in enumerate(req.input):
+        message = _message(item, f"input[{i}]")
+        if message["role"] == "assistant" and out and out[-1]["role"] == "assistant":
+            _join(out[-1], message)
+        else:
+            out.append(message)
+    return out
+
+
+def output_message(output: list[Any]) -> dict[str, Any]:
+    """The assistant's message of an answer's items."""
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    for i, item in enumerate(output):
+        _join(message, _message(item, f"output[{i}]"))
+    if message["content"] is None and "tool_calls" not in message:
+        message["content"] = ""
+    return message
+
+
+def _join(message: dict[str, Any], more: dict[str, Any]) -> None:
+    for name in ("content", "reasoning_content"):
+        if more.get(name) is not None:
+            message[name] = (message.get(name) or "") + more[name]
+    if "tool_calls" in more:
+        message["tool_calls"] = message.get("tool_calls", []) + more["tool_calls"]
+
+
+def _message(item: Any, field: str) -> dict[str, Any]:
+    kind = item.get("type") or "message"
+    if kind == "message":
+        if "role" not in item:
+            raise InputError(f"{field}.role: is required", field=f"{field}.role")
+        return {"role": item["role"], "content": _text(item.get("content"), f"{field}.content")}
+    if kind == "function_call":
+        function = {name: _string(item, name, field) for name in ("name", "arguments")}
+        call = {"id": _string(item, "call_id", field), "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+    if kind == "function_call_output":
+        content = _text(item.get("output"), f"{field}.output")
+        return {"role": "tool", "tool_call_id": _string(item, "call_id", field), "content": content}
+    if kind == "reasoning":
+        thoughts = item.get("content") or item.get("summary") or []
+        return {"role": "assistant", "content": None, "reasoning_content": _text(thoughts, f"{field}.content")}
+    raise InputError(f"{field}.type: {kind!r:.60} is not available here", field=f"{field}.type")
+
+
+def _text(content: Any, field: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InputError(f"{field}: expected a string or a list of parts, got {content!r:.60}", field=field)
+    texts = []
+    for i, part in enumerate(content):
+        place = f"{field}[{i}]"
+        kind = part.get("type") if isinstance(part, dict) else part
+        name = TEXTS.get(str(kind)) if isinstance(part, dict) else None
+        if name is None:
+            raise InputError(f"{place}.type: {kind!r:.60} is not available here; send text", field=f"{place}.type")
+        texts.append(_string(part, name, place))
+    return "".join(texts)
+
+
+def _string(item: Any, name: str, field: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InputError(f"{field}.{name}: expected a string, got {value!r:.60}", field=f"{field}.{name}")
+    return value
+
+
+def _tool(tool: Any, field: str) -> dict[str, Any]:
+    if tool["type"] != "function":
+        words = f"{field}.type: {tool['type']!r:.60} is a tool of OpenAI's servers; send functions"
+        raise InputError(words, field=f"{field}.type")
+    _string(tool, "name", field)
+    fields = {name: tool.get(name) for name in ("name", "description", "parameters", "strict")}
+    return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
+
+
+def _choice(choice: Any) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function":
+        words = f"tool_choice.type: expected 'function', got {choice.get('type')!r:.60}"
+        raise InputError(words, field="tool_choice.type")
+    return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
+
+
+def _format(req: ResponsesRequest) -> dict[str, Any] | None:
+    found = (req.text or {}).get("format")
+    if found is None or found["type"] == "text":
+        return None
+    if found["type"] == "json_object":
+        return {"type": "json_object"}
+    if "schema" not in found:
+        raise InputError("text.format.schema: is required", field="text.format.schema")
+    return {"type": "json_schema", "json_schema": {name: value for name, value in found.items() if name != "type"}}
+
+
+def repeated_fields(req: ResponsesRequest) -> dict[str, Any]:
+    """The fields of the request that its response repeats."""
+    return {
+        "instructions": req.instructions,
+        "max_output_tokens": req.max_output_tokens,
+        "metadata": req.metadata or {},
+        "parallel_tool_calls": req.parallel_tool_calls is not False,
+        "previous_response_id": req.previous_response_id,
+        "reasoning": {"effort": None, "summary": None, **(req.reasoning or {})},
+        "store": req.store is not False,
+        "temperature": req.temperature,
+        "text": {"format": {"type": "text"}, **{k: v for k, v in (req.text or {}).items() if v is not None}},
+        "tool_choice": req.tool_choice or "auto",
+        "tools": [{"parameters": None, "strict": None, **tool} for tool in msgspec.to_builtins(req.tools or [])],
+        "top_p": req.top_p,
+        "truncation": req.truncation or "disabled",
+        "user": req.user,
+    }

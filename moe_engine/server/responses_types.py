@@ -1,0 +1,209 @@
+"""Requests, answers and events of /v1/responses. Unknown fields are ignored."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
+
+import msgspec
+from msgspec import Meta
+
+from moe_engine.frontend.generate_input import DpRank, Priority, Rid, Text
+from moe_engine.sampling_checks import MAX_COUNT, SamplingFields
+from moe_engine.validation import NotAvailable, OffOnly
+
+ITEMS = "message, function_call, function_call_output or reasoning; other kinds are refused"
+
+
+class InputPart(TypedDict, total=False):
+    type: Required[Annotated[str, Meta(description="input_text, output_text or refusal; other kinds are refused")]]
+    text: str
+    refusal: str
+
+
+class InputItem(TypedDict, total=False):
+    """`type` may be missing from messages."""
+
+    type: Annotated[str, Meta(description=ITEMS)]
+    role: Annotated[str, Meta(pattern="^(system|developer|user|assistant)$")]
+    content: str | list[Any] | None
+    call_id: str
+    name: str
+    arguments: str
+    output: str | list[Any]
+    summary: list[Any]
+
+
+class FunctionTool(TypedDict, total=False):
+    type: Required[Annotated[str, Meta(description="function; tools of OpenAI's servers are refused")]]
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    strict: bool | None
+
+
+class TextFormat(TypedDict, total=False):
+    type: Required[Annotated[str, Meta(pattern="^(text|json_object|json_schema)$")]]
+    name: str
+    schema: dict[str, Any]
+    strict: bool | None
+
+
+class TextOptions(TypedDict, total=False):
+    format: TextFormat | None
+    verbosity: str | None
+
+
+class ReasoningOptions(TypedDict, total=False):
+    """`effort` is passed to the chat template."""
+
+    effort: str | None
+    summary: str | None
+
+
+class ResponsesRequest(SamplingFields, kw_only=True):
+    input: Text | Annotated[list[InputItem], Meta(min_length=1)]
+    model: Annotated[str | None, Meta(description="any name; base:adapter is refused")] = None
+    instructions: Annotated[str | None, Meta(description="system message; not part of a stored conversation")] = None
+    previous_response_id: Annotated[str | None, Meta(description="a stored response that the input continues")] = None
+    store: Annotated[bool | None, Meta(description="keeps the response for GET and previous_response_id")] = True
+    stream: bool | None = False
+    max_output_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Annotated[str, Meta(pattern="^(auto|none|required)$")] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = True
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, Any] | None = None
+    truncation: Annotated[str, Meta(pattern="^(auto|disabled)$")] | None = None
+    include: Annotated[list[str] | None, Meta(description="has no effect")] = None
+    user: Any = None
+    rid: Rid | None = None
+    priority: Priority | None = None
+    extra_key: str | None = None
+    routed_dp_rank: DpRank | None = None
+    seed: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    background: OffOnly = None
+    conversation: NotAvailable = None
+    prompt: NotAvailable = None
+    lora_path: OffOnly = None
+
+
+class OutputContent(TypedDict):
+    """Of a message or of reasoning."""
+
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: NotRequired[list[Any]]
+    logprobs: NotRequired[list[Any]]
+
+
+class OutputItem(TypedDict):
+    type: Literal["message", "reasoning", "function_call"]
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: NotRequired[Literal["assistant"]]
+    content: NotRequired[list[OutputContent]]
+    summary: NotRequired[list[Any]]
+    call_id: NotRequired[str]
+    name: NotRequired[str]
+    arguments: NotRequired[str]
+
+
+class InputDetails(TypedDict):
+    cached_tokens: int
+    cache_write_tokens: int
+
+
+class OutputDetails(TypedDict):
+    reasoning_tokens: int
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(TypedDict):
+    code: Literal["server_error"]
+    message: str
+
+
+class ResponseObject(TypedDict):
+    """`status`: in_progress only within a stream."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, Any]
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float | None
+    truncation: str
+    usage: ResponseUsage | None
+    user: Any
+
+
+class DeletedResponse(TypedDict):
+    id: str
+    object: Literal["response.deleted"]
+    deleted: Literal[True]
+
+
+class ResponseEvent(TypedDict):
+    """The data of an event; `type` is also the event's name."""
+
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed",
+        "response.output_item.added", "response.output_item.done",
+        "response.content_part.added", "response.content_part.done",
+        "response.output_text.delta", "response.output_text.done",
+        "response.reasoning_text.delta", "response.reasoning_text.done",
+        "response.function_call_arguments.delta", "response.function_call_arguments.done",
+    ]  # fmt: skip
+    sequence_number: int
+    response: NotRequired[ResponseObject]
+    output_index: NotRequired[int]
+    item: NotRequired[OutputItem]
+    item_id: NotRequired[str]
+    content_index: NotRequired[int]
+    part: NotRequired[OutputContent]
+    delta: NotRequired[str]
+    text: NotRequired[str]
+    logprobs: NotRequired[list[Any]]
+    name: NotRequired[str]
+    arguments: NotRequired[str]
+
+
+class ResponsesPlan(msgspec.Struct):
+    """A request in OpenAI's chat form.
+
+    Attributes:
+        fields: the fields that the response repeats.
+        messages: the conversation without instructions, for the store; empty if nothing is stored.
+    """
+
+    stream: bool
+    store: bool
+    fields: dict[str, Any]
+    messages: list[dict[str, Any]]

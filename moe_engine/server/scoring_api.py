@@ -1,0 +1,209 @@
+"""Scores of texts: /v1/score (label tokens, or classes), /v1/rerank and /v1/classify, in SGLang's format."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from fastapi import Request, Response
+
+from moe_engine.errors import InputError
+from moe_engine.frontend.encoding import check_kind, encode_input
+from moe_engine.frontend.frontend import Job
+from moe_engine.frontend.generate_input import GenerateInput, check_token_ids
+from moe_engine.frontend.generation import Generation
+from moe_engine.server.bodies import Plan
+from moe_engine.server.embeddings_api import encodings_of
+from moe_engine.server.http_io import cancel_on_disconnect, decode_body, json_response
+from moe_engine.server.openai_answers import Classification, ClassList, Ranked, Scores
+from moe_engine.server.openai_common import usage_of
+from moe_engine.server.openai_types import ClassifyRequest, RerankRequest, ScoreRequest
+from moe_engine.server.state import ServerState
+from moe_engine.types import SamplingParams
+from moe_engine.validation import refuse_unavailable
+
+_ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0.0, sampling_seed=0)
+"""The position behind the prompt; the token itself is not answered."""
+
+
+class ScoringApi:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    # -- /v1/score
+
+    async def score(self, request: Request) -> Response:
+        """Scores of items for a query: probabilities of label tokens, or of a classifier's classes."""
+        plan = await self._state.bodies.plan(request, "score")
+        apply_softmax, model = plan.options
+        job = await self._run(request, plan)
+        rows = [encoding.vector().tolist() for encoding in encodings_of(job)]
+        if rows:
+            rows = [softmax(row) for row in rows] if apply_softmax else rows
+        else:
+            rows = [_of_labels(generation, apply_softmax) for generation in job.generations]
+        answer: Scores = {"object": "scoring", "scores": rows, "model": model, "usage": self._usage(job)}
+        return json_response(answer)
+
+    def read_score(self, body: bytes | bytearray) -> Plan:
+        """`Plan.options`: whether scores are a softmax, the model's name."""
+        req = decode_body(body, ScoreRequest)
+        refuse_unavailable(req)
+        model, info = self._state.response_model(req.model), self._state.client.info
+        texts, ids = _joined(req)
+        prompts: dict[str, Any] = {"text": texts, "input_ids": ids, "text_field": "items", "ids_field": "items"}
+        if info.pooling is None:
+            inp = self._label_input(req, prompts)
+        elif info.pooling.head:
+            if req.label_token_ids is not None:
+                _refuse("label_token_ids", "this model scores its own classes; leave it out")
+            inp = encode_input(prompts)
+        else:
+            raise InputError("/v1/score needs a model that generates text, or a classification or reward model")
+        return Plan(self._state.frontend.read(inp), (bool(req.apply_softmax), model))
+
+    def _label_input(self, req: ScoreRequest, prompts: dict[str, Any]) -> GenerateInput:
+        labels, limit = req.label_token_ids, self._state.frontend.settings.max_logprobs
+        if not labels:
+            _refuse("label_token_ids", "is required: the tokens whose probabilities are the scores")
+        if 0 <= limit < len(labels):
+            _refuse("label_token_ids", f"{len(labels)} exceed this server's limit of {limit} (--max-logprobs)")
+        check_token_ids(labels, self._state.client.info.vocab_size, "label_token_ids")
+        return GenerateInput(
+            **prompts,
+            sampling_params=_ONE_TOKEN,
+            return_logprob=True,
+            token_ids_logprob=[list(labels)] * _count(prompts),
+        )
+
+    # -- /v1/rerank
+
+    async def rerank(self, request: Request) -> Response:
+        """Documents sorted by their scores for a query."""
+        plan = await self._state.bodies.plan(request, "rerank")
+        req: RerankRequest = plan.options
+        job = await self._run(request, plan)
+        ranked: list[Ranked] = [
+            {
+                "score": encoding.vector()[0],
+                "document": req.documents[encoding.index] if req.return_documents is not False else None,
+                "index": encoding.index,
+                "meta_info": encoding.meta_info(),
+            }
+            for encoding in encodings_of(job)
+        ]
+        ranked.sort(key=lambda one: one["score"], reverse=True)
+        return json_response(ranked[: req.top_n])
+
+    def read_rerank(self, body: bytes | bytearray) -> Plan:
+        """`Plan.options`: the request."""
+        req = decode_body(body, RerankRequest)
+        refuse_unavailable(req)
+        pooling = self._state.client.info.pooling
+        if pooling is None or not pooling.head or pooling.width != 1:
+            raise InputError(
+                "/v1/rerank needs a classification or reward model with one score for a query and a document; for "
+                "embeddings, compare the vectors of /v1/embeddings"
+            )
+        self._check_lengths(req)
+        ids = self._state.tokenizer().encode_pairs([(req.query, document) for document in req.documents])
+        inp = encode_input({"input_ids": ids, "rid": req.rid}, ids_field="documents")
+        return Plan(self._state.frontend.read(inp), req)
+
+    def _check_lengths(self, req: RerankRequest) -> None:
+        """Refuses texts that cannot fit, before they are tokenized."""
+        limit, each = self._state.client.info.context_len, self._state.tokenizer().max_token_chars
+        for i, document in enumerate(req.documents):
+            if (least := (len(req.query) + len(document)) // each) >= limit:
+                words = f"with the query at least {least} tokens, longer than the model's context length ({limit})"
+                raise InputError(f"documents[{i}]: {words}", field="documents")
+
+    # -- /v1/classify
+
+    async def classify(self, request: Request) -> Response:
+        """Probabilities of a classifier's classes."""
+        plan = await self._state.bodies.plan(request, "classify")
+        job, pooling = await self._run(request, plan), self._state.client.info.pooling
+        assert pooling is not None
+        data: list[Classification] = []
+        for encoding in encodings_of(job):
+            probs = softmax(encoding.vector())
+            label = pooling.labels[probs.index(max(probs))]
+            data.append({"index": encoding.index, "label": label, "probs": probs, "num_classes": len(probs)})
+        answer: ClassList = {
+            "id": f"classify-{uuid.uuid4().hex}",
+            "object": "list",
+            "created": int(time.time()),
+            "model": plan.options,
+            "data": data,
+            "usage": self._usage(job),
+        }
+        return json_response(answer)
+
+    def read_classify(self, body: bytes | bytearray) -> Plan:
+        """`Plan.options`: the model's name."""
+        info = self._state.client.info
+        check_kind(info, pooled=True)
+        req = decode_body(body, ClassifyRequest)
+        refuse_unavailable(req)
+        model = self._state.response_model(req.model)
+        if info.pooling is None or not info.pooling.head:
+            raise InputError("/v1/classify needs a classification model; this one has no classes (/v1/embeddings)")
+        return Plan(
+            self._state.frontend.read(encode_input(req.prompts(), text_field="input", ids_field="input")), model
+        )
+
+    # -- common
+
+    async def _run(self, request: Request, plan: Plan) -> Job:
+        job = await self._state.frontend.begin(plan.read)
+        await cancel_on_disconnect(request, self._state.frontend.collect(job))
+        return job
+
+    def _usage(self, job: Job) -> Any:
+        """Token counts of the prompts: no token is answered."""
+        usage = usage_of(job.generations, cache_report=self._state.flags.enable_cache_report)
+        usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
+        return usage
+
+
+def softmax(values: Sequence[float]) -> list[float]:
+    most = max(values)
+    weights = [math.exp(value - most) for value in values]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def _of_labels(generation: Generation, apply_softmax: bool) -> list[float]:
+    """Probabilities of the label tokens behind the prompt: of all tokens, or among the labels.
+
+    Raises:
+        InputError: the request was aborted.
+    """
+    positions = (generation.logprob_fields(generation.output_logprobs) or {}).get("token_ids_logprobs")
+    if not positions:
+        raise InputError(f"the request was aborted: {(generation.finish or {}).get('message') or 'no scores'}")
+    logprobs = [entry[0] for entry in positions[0]]
+    return softmax(logprobs) if apply_softmax and max(logprobs) > -math.inf else [math.exp(value) for value in logprobs]
+
+
+def _joined(req: ScoreRequest) -> tuple[list[str] | None, list[list[int]] | None]:
+    """Query and item of each prompt, as texts or as token ids."""
+    items: list[Any] = [req.items] if isinstance(req.items, str) else list(req.items)
+    kinds = {type(value) for value in (req.query, *items)}
+    if len(kinds) > 1:
+        _refuse("items", "query and items must all be texts, or all lists of token ids")
+    query: Any = req.query
+    joined = [item + query if req.item_first else query + item for item in items]
+    return (joined, None) if kinds == {str} else (None, joined)
+
+
+def _count(prompts: dict[str, Any]) -> int:
+    return len(prompts["text"] or prompts["input_ids"])
+
+
+def _refuse(field: str, problem: str) -> NoReturn:
+    raise InputError(f"{field}: {problem}", field=field)

@@ -1,0 +1,308 @@
+"""/v1/messages: Anthropic's form of requests, answers, streams and errors over the chat endpoint."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_engine.core.messages import AddRequest
+from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import CHAT, named_events, post, talk
+
+ASK: dict[str, Any] = {**CHAT, "max_tokens": 200}
+WEATHER = {"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}
+TIME = {"name": "time", "input_schema": {"type": "object", "properties": {"zone": {"type": "string"}}}}
+PARSERS = {"reasoning_parser": "deepseek-r1", "tool_call_parser": "deepseekv31"}
+
+
+def fake(text: str = "Hello world, how are you today?") -> FakeClient:
+    return FakeClient(text, context_len=2048, max_req_input_len=2040, max_total_num_tokens=4096)
+
+
+def call(name: str, arguments: str) -> str:
+    return f"{CALL_BEGIN}{name}{SEPARATOR}{arguments}{CALL_END}"
+
+
+TWO_CALLS = (
+    f"{CALLS_BEGIN}{call('weather', json.dumps({'city': 'Paris', 'days': [1, 2]}))}{call('time', '{}')}{CALLS_END}"
+)
+TEXTS = {
+    "text": "</think>Hello world, how are you today?",
+    "thinking": "let me see</think>It is sunny.",
+    "calls": f"why</think>I look it up. {TWO_CALLS}",
+    "calls alone": f"why</think>{TWO_CALLS}",
+    "nothing": "",
+}
+
+
+def answered(text: str) -> dict[str, Any]:
+    response = post(fake(text), "/v1/messages", {**ASK, "tools": [WEATHER, TIME]}, **PARSERS)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def content_of(events: list[Any]) -> list[dict[str, Any]]:
+    """The blocks of a stream, put together as Anthropic's clients do."""
+    blocks: list[dict[str, Any]] = []
+    parts: dict[int, str] = {}
+    is_open: int | None = None
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks) and is_open is None
+            is_open = event["index"]
+            blocks.append(dict(event["content_block"]))
+            parts[is_open] = ""
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == is_open
+            delta, block = event["delta"], blocks[-1]
+            if delta["type"] == "input_json_delta":
+                assert block["type"] == "tool_use"
+                parts[len(blocks) - 1] += delta["partial_json"]
+            else:
+                kind = delta["type"].removesuffix("_delta")
+                assert block["type"] == kind
+                block[kind] += delta[kind]
+        elif event["type"] == "content_block_stop":
+            assert event["index"] == is_open
+            is_open = None
+    assert is_open is None
+    for index, text in parts.items():
+        if blocks[index]["type"] == "tool_use":
+            blocks[index]["input"] = json.loads(text or "{}")
+    return blocks
+
+
+def without_ids(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in block.items() if name != "id"} for block in blocks]
+
+
+def test_blocks_of_an_answer():
+    answer = answered(TEXTS["calls"])
+    assert (answer["type"], answer["role"], answer["stop_reason"], answer["stop_sequence"]) == (
+        "message", "assistant", "tool_use", None,
+    )  # fmt: skip
+    assert answer["id"].startswith("msg_")
+    thinking, text, weather, time = answer["content"]
+    assert thinking == {"type": "thinking", "thinking": "why", "signature": ""}
+    assert text["type"] == "text" and text["text"].strip() == "I look it up."
+    assert weather["input"] == {"city": "Paris", "days": [1, 2]} and weather["name"] == "weather"
+    assert time["input"] == {} and time["name"] == "time"
+    assert len({weather["id"], time["id"]}) == 2
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize("per_step", [1, 3])
+def test_a_stream_has_the_blocks_of_the_whole_answer(text: str, per_step: int):
+    whole = answered(text)
+    client = fake(text)
+    client.per_step = per_step
+    body = {**ASK, "tools": [WEATHER, TIME], "stream": True}
+    events = named_events(post(client, "/v1/messages", body, **PARSERS))
+    assert events[0]["type"] == "message_start" and events[0]["message"]["content"] == []
+    assert [event["type"] for event in events[-2:]] == ["message_delta", "message_stop"]
+    assert events[-2]["delta"] == {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    assert events[-2]["usage"] == whole["usage"]
+    assert without_ids(content_of(events)) == without_ids(whole["content"])
+
+
+@pytest.mark.parametrize(
+    ("more", "reason", "sequence"),
+    [
+        ({}, "end_turn", None),
+        ({"max_tokens": 2}, "max_tokens", None),
+        ({"stop_sequences": ["how"]}, "stop_sequence", "how"),
+    ],
+)
+def test_stop_reasons(more: dict[str, Any], reason: str, sequence: str | None):
+    for stream in (False, True):
+        response = post(fake(), "/v1/messages", {**ASK, **more, "stream": stream})
+        answer = named_events(response)[-2]["delta"] if stream else response.json()
+        assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
+
+
+def rendered(body: dict[str, Any], path: str = "/v1/messages") -> str:
+    """The prompt of a request."""
+    client = fake()
+    assert post(client, path, body, **PARSERS).status_code == 200
+    return client.tokenizer.decode(client.requests[0].prompt_ids)
+
+
+CALL = {"type": "function", "id": "call_1", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+
+
+def test_prompts_are_those_of_the_chat_endpoint():
+    """System, blocks, thoughts, calls and results: the chat template sees what OpenAI's form gives it."""
+    use = {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Paris"}}
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "sunny"}]}
+    mine = {
+        "max_tokens": 5,
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Weather?"}, {"type": "text", "text": "In Paris."}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, use]},
+            {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
+        ],
+        "tools": [WEATHER],
+    }
+    theirs = {
+        "max_tokens": 5,
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Weather?\nIn Paris."},
+            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+            {"role": "user", "content": "And now?"},
+        ],
+        "tools": [{"type": "function", "function": {
+            "name": "weather", "description": "of a city", "parameters": {"type": "object"},
+        }}],
+    }  # fmt: skip
+    assert rendered(mine) == rendered(theirs, "/v1/chat/completions")
+    failed = {**result, "is_error": True}
+    mine["messages"] = [*mine["messages"][:2], {"role": "user", "content": [failed]}]  # type: ignore[index]
+    assert "Error: sunny" in rendered(mine)
+
+
+def test_sampling_parameters_reach_the_engine():
+    client = fake()
+    body = {**ASK, "max_tokens": 7, "temperature": 0.25, "top_p": 0.5, "top_k": 3, "metadata": {"user_id": "u"}}
+    assert post(client, "/v1/messages", body).status_code == 200
+    request: AddRequest = client.requests[0]
+    assert request.max_new_tokens == 7
+    assert [request.sampling[name] for name in ("temperature", "top_p", "top_k")] == [0.25, 0.5, 3]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "any"}, "required"),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "tool", "name": "time"}, {"type": "function", "function": {"name": "time"}}),
+    ],
+)
+def test_tool_choice(choice: dict[str, Any], expected: Any):
+    """The engine gets the constraint of the chat endpoint."""
+    mine, theirs = fake(), fake()
+    assert post(mine, "/v1/messages", {**ASK, "tools": [WEATHER, TIME], "tool_choice": choice}, **PARSERS).is_success
+    functions = [
+        {"type": "function", "function": {"name": tool["name"], "parameters": tool["input_schema"]}}
+        for tool in (WEATHER, TIME)
+    ]
+    body = {
+        **ASK, "tools": functions, "tool_choice": expected,
+        "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
+    }  # fmt: skip
+    assert post(theirs, "/v1/chat/completions", body, **PARSERS).is_success
+    assert mine.requests[0].sampling == theirs.requests[0].sampling
+
+
+@pytest.mark.parametrize("body", [
+    ASK,
+    {**ASK, "system": "Be brief.", "tools": [WEATHER]},
+    {**ASK, "tools": [WEATHER], "tool_choice": {"type": "none"}},
+])  # fmt: skip
+def test_count_tokens_is_the_usage(body: dict[str, Any]):
+    client = fake()
+    usage = post(client, "/v1/messages", body, **PARSERS).json()["usage"]
+    counted = post(fake(), "/v1/messages/count_tokens", body, **PARSERS).json()
+    assert counted == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    assert counted["input_tokens"] == len(client.requests[0].prompt_ids)
+
+
+def blocks(*parts: Any) -> dict[str, Any]:
+    return {"max_tokens": 5, "messages": [{"role": "user", "content": list(parts)}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}]}, "max_tokens"),
+        ({**ASK, "max_tokens": 0}, "max_tokens"),
+        ({**ASK, "messages": []}, "messages"),
+        ({**ASK, "messages": [{"role": "wizard", "content": "hi"}]}, "role"),
+        (blocks({"type": "image", "source": {}}), "messages[0].content[0].type: 'image' is not available"),
+        (blocks({"type": "document"}), "messages[0].content[0].type"),
+        (blocks({"type": "text"}), "messages[0].content[0].text: expected a string"),
+        (blocks({"type": "tool_result", "content": "x"}), "messages[0].content[0].tool_use_id"),
+        (blocks({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}), "content[0].content[0]"),
+        ({**ASK, "tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({**ASK, "tools": [{"type": "web_search_20250305", "name": "f"}]}, "tools[0].type"),
+        ({**ASK, "tools": [TIME], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({**ASK, "tools": [TIME], "tool_choice": {"type": "tool", "name": "other"}}, "other"),
+        ({**ASK, "tools": [TIME], "tool_choice": {"type": "maybe"}}, "tool_choice"),
+        ({**ASK, "temperature": -1}, "temperature"),
+    ],
+)
+def test_wrong_requests(body: dict[str, Any], words: str):
+    response = post(fake(), "/v1/messages", body, **PARSERS)
+    assert response.status_code == 400
+    found = response.json()
+    assert found["type"] == "error" and found["error"]["type"] == "invalid_request_error"
+    assert words in found["error"]["message"]
+
+
+def test_keys():
+    bearer = {"Authorization": "Bearer k"}
+    headers = [{"x-api-key": "k"}, bearer, {"x-api-key": "wrong"} | bearer]
+    headers += [{}, {"x-api-key": "wrong"}, {"x-api-key": "Bearer k"}]
+
+    async def session(http: httpx.AsyncClient) -> list[httpx.Response]:
+        return [await http.post("/v1/messages", json=ASK, headers=each) for each in headers]
+
+    found = talk(fake(), session, api_key="k")
+    assert [response.status_code for response in found] == [200, 200, 200, 401, 401, 401]
+    assert found[-1].json()["error"]["type"] == "authentication_error"
+
+
+def test_a_stream_that_fails():
+    client = fake()
+    client.fail_after = 2
+    found = named_events(post(client, "/v1/messages", {**ASK, "stream": True}))
+    failure = found[-1]
+    assert failure["type"] == "error"
+    assert failure["error"]["type"] in ("api_error", "overloaded_error") and "SIGKILL" in failure["error"]["message"]
+
+
+def test_text_behind_a_call_in_the_same_piece():
+    """The end of the arguments stays with the call, and no text is lost."""
+    client = fake(f"why</think>{TWO_CALLS} So.")
+    body = {**ASK, "tools": [WEATHER, TIME], "stream": True}
+    for per_step in (2, 5, 7, 11, 13):
+        client.per_step = per_step
+        found = content_of(named_events(post(client, "/v1/messages", body, **PARSERS)))
+        inputs = [block["input"] for block in found if block["type"] == "tool_use"]
+        assert inputs == [{"city": "Paris", "days": [1, 2]}, {}]
+        assert "".join(block["text"] for block in found if block["type"] == "text").strip() == "So."
+
+
+def test_a_last_message_of_the_assistant_is_continued():
+    turns = [*CHAT["messages"], {"role": "assistant", "content": "The capital"}]
+    mine = rendered({"max_tokens": 5, "messages": turns})
+    theirs = rendered({"max_tokens": 5, "messages": turns, "continue_final_message": True}, "/v1/chat/completions")
+    assert mine == theirs and mine.endswith("The capital")
+
+
+def test_formats_of_the_output():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    client = fake()
+    body = {**ASK, "output_config": {"format": {"type": "json_schema", "schema": schema}}}
+    assert post(client, "/v1/messages", body).status_code == 200
+    constraint = client.requests[0].sampling["constraint"]
+    assert constraint["kind"] == "json_schema"
+    wrong = {**ASK, "output_config": {"format": {"type": "json_schema", "schema": {"type": "wizard"}}}}
+    assert "output_config.format.schema" in post(fake(), "/v1/messages", wrong).json()["error"]["message"]
+
+
+def test_arguments_keep_their_numbers():
+    whole = CALLS_BEGIN + call("weather", '{"n": 123456789012345678901234567890}') + CALLS_END
+    response = post(fake(f"why</think>{whole}"), "/v1/messages", {**ASK, "tools": [WEATHER]}, **PARSERS)
+    assert '"n": 123456789012345678901234567890' in response.text
+    broken = f"{CALLS_BEGIN}{call('weather', '{a}')}{CALLS_END}"
+    response = post(fake(f"why</think>{broken}"), "/v1/messages", {**ASK, "tools": [WEATHER]}, **PARSERS)
+    assert response.json()["content"][-1]["input"] == {"invalid_json": "{a}"}

@@ -1,0 +1,145 @@
+"""Request ids, advice to retry, HTTPS, prefixes of proxies, and buckets of metrics."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError
+from moe_engine.planning.validate import check
+from moe_engine.server.tls import check_certificate
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import CHAT, get, post, real_server, talk
+
+ID = "x-request-id"
+
+
+def test_every_response_has_the_id_of_its_request():
+    async def session(http: httpx.AsyncClient) -> None:
+        for method, path, body in (
+            ("GET", "/health", None), ("GET", "/nowhere", None), ("DELETE", "/generate", None),
+            ("POST", "/v1/chat/completions", {**CHAT, "stream": True}), ("POST", "/generate", {"text": 5}),
+        ):  # fmt: skip
+            given = await http.request(method, path, json=body, headers={ID: "trace-1/a"})
+            assert given.headers[ID] == "trace-1/a", path
+            own = [(await http.request(method, path, json=body)).headers[ID] for _ in range(2)]
+            assert len(set(own)) == 2 and all(len(value) == 32 for value in own)
+        for wrong in (b"", b"a b", b"x" * 129, b"\xe4"):
+            found = await http.get("/health", headers=[(ID.encode(), wrong)])
+            assert len(found.headers[ID]) == 32
+
+    talk(FakeClient(), session)
+    assert get(FakeClient(), "/v1/models", api_key="k").headers[ID]  # 401
+
+
+def test_the_request_log_has_the_id(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, "moe_engine.server"):
+        post(FakeClient(), "/generate", {"text": "a"}, headers={ID: "trace-2"}, log_requests=True)
+    (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Receive")]
+    assert "'x_request_id': 'trace-2'" in line
+
+
+def test_advice_to_retry():
+    client = FakeClient()
+    client.refuse = {"type": "abort", "message": "The request queue is full.", "status_code": 503}
+    response = post(client, "/generate", {"text": "a"})
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert "retry-after" not in post(FakeClient(), "/generate", {"text": 5}).headers
+
+
+def test_paths_behind_a_proxy():
+    """With the prefix and without it; the prefix opens no endpoint to the wrong key."""
+    keys = {"api_key": "k", "admin_api_key": "a"}
+
+    async def session(http: httpx.AsyncClient) -> None:
+        for path in ("/engine/health", "/health"):
+            assert (await http.get(path)).status_code == 200
+        assert (await http.get("/engine/v1/models")).status_code == 401
+        user, admin = {"Authorization": "Bearer k"}, {"Authorization": "Bearer a"}
+        assert (await http.get("/engine/v1/models", headers=user)).status_code == 200
+        assert (await http.post("/engine/flush_cache", headers=user)).status_code == 401
+        assert (await http.post("/engine/flush_cache", headers=admin)).status_code == 200
+        assert (await http.get("/engines/health", headers=user)).status_code == 404
+        assert (await http.get("/openapi.json")).json()["servers"] == [{"url": "/engine"}]
+
+    talk(FakeClient(), session, fastapi_root_path="/engine", **keys)
+    assert "servers" not in get(FakeClient(), "/openapi.json").json()
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+    subprocess.run(command, check=True, capture_output=True)
+    return str(cert), str(key)
+
+
+def test_https(certificate: tuple[str, str]):
+    import ssl
+
+    check_certificate(certificate[1], certificate[0])
+    with real_server(FakeClient(), certificate=certificate) as url:
+        trusting = ssl.create_default_context(cafile=certificate[0])
+        assert httpx.post(url + "/v1/chat/completions", json=CHAT, verify=trusting).status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url + "/health")
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(url.replace("https", "http") + "/health")
+
+
+def test_wrong_certificates(certificate: tuple[str, str], tmp_path: Path):
+    cert, key = certificate
+    with pytest.raises(ConfigError, match="No such file"):
+        check_certificate(key, str(tmp_path / "none.pem"))
+    with pytest.raises(ConfigError, match="not a certificate in PEM"):
+        check_certificate(cert, key)
+    check_certificate(None, None)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"ssl_certfile": "a.pem"}, "--ssl-keyfile belong together"),
+        ({"ssl_keyfile": "a.pem"}, "--ssl-certfile and"),
+        ({"fastapi_root_path": "engine"}, "--fastapi-root-path engine: must begin with /"),
+        ({"fastapi_root_path": "/engine/"}, "not end with it"),
+        ({"bucket_time_to_first_token": "1 x"}, "--bucket-time-to-first-token 1 x: must be numbers"),
+        ({"bucket_inter_token_latency": "2 1"}, "rising numbers"),
+        ({"bucket_e2e_request_latency": "0 1"}, "above 0"),
+        ({"bucket_e2e_request_latency": "1 nan"}, "rising"),
+        ({"bucket_e2e_request_latency": ""}, "rising"),
+    ],
+)
+def test_wrong_flags(flags: dict[str, Any], words: str):
+    with pytest.raises(ConfigError, match=words):
+        check(EngineArgs.from_kwargs(**flags))
+
+
+def test_buckets():
+    flags = {"bucket_time_to_first_token": "0.5 2.5", "bucket_e2e_request_latency": "7"}
+    check(EngineArgs.from_kwargs(**flags))
+    text = get(FakeClient(), "/metrics", enable_metrics=True, **flags).text
+
+    def bounds(name: str) -> list[str]:
+        lines = [line for line in text.splitlines() if line.startswith(f"sglang:{name}_bucket")]
+        return [line.partition('le="')[2].partition('"')[0] for line in lines]
+
+    async def session(http: httpx.AsyncClient) -> str:
+        await http.post("/generate", json={"text": "a"})
+        return (await http.get("/metrics")).text
+
+    text = talk(FakeClient(), session, enable_metrics=True, **flags)
+    assert bounds("time_to_first_token_seconds") == ["0.5", "2.5", "+Inf"]
+    assert bounds("e2e_request_latency_seconds") == ["7.0", "+Inf"]
+    assert len(bounds("inter_token_latency_seconds")) == 21
