@@ -78,13 +78,18 @@ class AotReport:
     matrix: bool
     seconds: float
 
-    def problems(self) -> list[str]:
-        """Reasons why this kernel must not ship; empty if it may."""
+    def faults(self) -> list[str]:
+        """Reasons why the device cannot run the kernel."""
         found = []
         if self.shared_bytes > SHARED_LIMIT[self.arch]:
             found.append(f"{self.shared_bytes} bytes of shared memory, limit per block {SHARED_LIMIT[self.arch]}")
         if self.tensor_memory_columns > TENSOR_MEMORY_LIMIT:
             found.append(f"{self.tensor_memory_columns} tensor memory columns of {TENSOR_MEMORY_LIMIT}")
+        return found
+
+    def problems(self) -> list[str]:
+        """Reasons why the kernel must not ship; empty if it may: faults, and what makes the kernel slow."""
+        found = self.faults()
         if self.spill_bytes:
             found.append(f"spills: {self.spill_bytes} bytes of stack per thread")
         if self.matrix and not self.instructions:

@@ -36,6 +36,7 @@ PACKAGE = Path(__file__).parents[2]
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ResolvedConfig]:
     """A launch on a H200 with some vendor libraries; Triton is installed everywhere."""
     monkeypatch.setattr(triton, "installed", lambda: True)
+    monkeypatch.setattr(triton, "version", lambda: triton.OLDEST_WITH_BLACKWELL_MLA)
 
     def make(*installed: str, **flags: Any) -> ResolvedConfig:
         monkeypatch.setattr(probe, "_found", lambda name: name in installed)
@@ -108,6 +109,7 @@ def test_no_other_plan_is_better(
     device = Device("cuda", "GPU", capability)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton, "installed", lambda: True)
+        patch.setattr(triton, "version", lambda: triton.OLDEST_WITH_BLACKWELL_MLA)
         patch.setattr(probe, "_found", lambda name: name in installed)
         plan = plan_kernels(device, need, pages=page_sizes_of(need), captured=captured)
         rows = tables.MLA if attention_kind == "mla" else tables.GQA

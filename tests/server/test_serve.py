@@ -110,7 +110,7 @@ def test_second_signal_forces(start):
     process, address = start(5)
     thread, answers = ask_in_background(address)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
+    until(lambda: refuses(address))
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(5) == 0

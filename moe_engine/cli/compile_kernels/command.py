@@ -74,16 +74,17 @@ def _compile(args: Any, target: GPU, output: Path) -> int:
             _progress(f"{len(compilations.reports)} kernels; {size.decodes} decodes, {size.prefill} prefill tokens")
     _progress("")
     reports = compilations.reports
-    bad = [f"{report.name}: {problem}" for report in reports for problem in report.problems()]
     _write_index(output / INDEX, config, target, reports)
     seconds = time.perf_counter() - began
     print(
         f"{len(reports)} kernels for {target.name} (sm_{target.arch}) in {output}, {compilations.num_cached} of them "
         f"there already; {seconds:.0f} s\nserve with TRITON_CACHE_DIR={output.resolve()}"
     )
-    for line in bad:
-        print(line, file=sys.stderr)
-    return 1 if bad else 0
+    for report in reports:
+        for problem in report.problems():
+            grade = "error" if problem in report.faults() else "warning"
+            print(f"{grade}: {report.name}: {problem}", file=sys.stderr)
+    return 1 if any(report.faults() for report in reports) else 0
 
 
 def _progress(text: str) -> None:
