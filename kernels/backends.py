@@ -31,6 +31,8 @@ class Backends:
     choices: tuple[Choice, ...]
     regions: Regions | None = None
     """Compiles the torch code between kernels if ops and linear use torch (--enable-torch-compile)."""
+    fuse_shared_experts: bool = True
+    """Shared experts may lie behind the routed ones (--disable-shared-experts-fusion: they may not)."""
 
 
 FAMILIES = ("ops", "linear", "experts", "attention", "sampling")

@@ -168,6 +168,7 @@ def _mlp_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
     moe = config.moe
     if moe is None:
         return num_tokens * dense * dtype_bytes
-    routed = moe.top_k * (3 * config.hidden_size + 3 * moe.width)  # rows in, products, rows out (float32 sums aside)
-    combine = 4 * moe.top_k * config.hidden_size + 8 * moe.num_experts
-    return num_tokens * (max(dense, routed + 3 * moe.shared_width) * dtype_bytes + combine)
+    choices = moe.top_k + -(-moe.shared_width // moe.width)  # shared experts may be fused into the routed ones
+    routed = choices * (3 * config.hidden_size + 3 * moe.width)  # rows in, products, rows out (float32 sums aside)
+    combine = 4 * choices * config.hidden_size + 8 * moe.num_experts
+    return num_tokens * (max(dense, routed) * dtype_bytes + combine)

@@ -60,23 +60,31 @@ class Setting:
 class Routing:
     """Expected routing of a step's tokens, uniform: each token takes `top_k` of `num_experts` experts.
 
-    tokens: of all ranks that share the experts. local: experts of this rank.
+    tokens: of all ranks that share the experts. local: experts of this rank. shared: shared experts behind them, which
+    every token has.
     """
 
     tokens: int
     top_k: int
     num_experts: int
     local: int
+    shared: int = 0
 
     @property
     def rows(self) -> float:
         """Expected (token, expert) pairs on this rank."""
-        return self.tokens * self.top_k * self.local / self.num_experts if self.num_experts else 0.0
+        routed = self.tokens * self.top_k * self.local / self.num_experts if self.num_experts else 0.0
+        return routed + self.tokens * self.shared
 
     @property
     def touched(self) -> float:
         """Expected local experts with a token."""
-        return self.local * share_touched(self.tokens, self.top_k, self.num_experts)
+        return self.local * share_touched(self.tokens, self.top_k, self.num_experts) + self.shared
+
+    def check_slots(self, slots: int) -> None:
+        """Raises ValueError if a launch's experts are not those of this routing."""
+        if slots != self.local + self.shared:
+            raise ValueError(f"a launch has {slots} experts, the case {self.local} and {self.shared} shared ones")
 
 
 CostFunction = Callable[..., Cost]

@@ -92,22 +92,33 @@ class Libraries:
     # -- FlashAttention 3
 
     def flash_attention(self) -> Any:
-        return SimpleNamespace(flash_attn_with_kvcache=self._paged, flash_attn_varlen_func=self._varlen)
+        return SimpleNamespace(
+            flash_attn_with_kvcache=self._paged, flash_attn_varlen_func=self._varlen,
+            get_scheduler_metadata=self._schedule,
+        )  # fmt: skip
+
+    def _schedule(self, batch: int, *sizes: Any, cu_seqlens_q: Tensor, **options: Any) -> Tensor:
+        self.call("prepare_varlen", Cost(4 * batch + size(cu_seqlens_q), 16 * batch))
+        return torch.empty(4 * batch + 1, dtype=torch.int32, device=cu_seqlens_q.device)
 
     def _paged(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, page_table: Tensor,
         cu_seqlens_q: Tensor, max_seqlen_q: int, causal: bool, num_splits: int = 0, qv: Tensor | None = None,
         softmax_scale: float | None = None, return_softmax_lse: bool = False, window_size: Any = (-1, -1),
+        scheduler_metadata: Tensor | None = None,
     ) -> Any:  # fmt: skip
         out = q.new_empty(*q.shape[:2], v_cache.shape[-1])
         lse = torch.empty(q.shape[1], len(q), device=q.device)
         context = self._recorder.setting.context + max_seqlen_q - 1
-        self.call("prepare_varlen", Cost(size(cache_seqlens, cu_seqlens_q), 4 * len(cache_seqlens)))
+        if scheduler_metadata is None:
+            self.call("prepare_varlen", Cost(size(cache_seqlens, cu_seqlens_q), 4 * len(cache_seqlens)))
         self.call("flash_attn_with_kvcache", paged_cost(q, qv, k_cache, v_cache, out, len(page_table), context))
         blocks = len(page_table) * -(-max_seqlen_q * q.shape[1] // (QUERY_ROWS * k_cache.shape[2]))
         splits = min(splits_of(blocks, self._hardware["multiprocessors"]), num_splits or MOST_SPLITS)
         if num_splits != 1:  # launched with dynamic splits whatever their number
             self.call("flash_attn_combine", Cost(splits * out.numel() * 4 * (splits > 1), size(out) * (splits > 1)))
+        elif scheduler_metadata is not None:
+            self.call("zero_semaphore", Cost(0, 4))
         return (out, lse, None, None) if return_softmax_lse else out
 
     def _varlen(
@@ -249,6 +260,8 @@ def grouped_cost(a: Any, b: Any, d: Tensor, routing: Any, alignment: int) -> Cos
     """Weights of experts with a row; rows padded to `alignment` in each of them; products of whole tiles."""
     x, weight = _data(a), _data(b)
     groups, n, k = weight.shape
+    if groups > 1:  # the adapter's test of a build has one
+        routing.check_slots(groups)
     rows = max(routing.rows, routing.touched * alignment) if alignment > 1 else routing.rows
     computed = max(rows, routing.touched * TILE)
     per_row = k * x.element_size() + (0 if isinstance(a, Tensor) else 4 * a[1].shape[-1])

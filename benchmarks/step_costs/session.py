@@ -99,9 +99,10 @@ def _settings(case: Case) -> dict[str, Any]:
     from benchmarks.step_costs.recorder import DRAFT, OUTSIDE
 
     experts, top_k = case.config.get("n_routed_experts") or 0, case.config.get("num_experts_per_tok", 0)
+    shared = case.config.get("n_shared_experts") or 0 if case.form.ep == 1 else 0  # fused into the routed ones
 
     def with_tokens(tokens: int) -> Setting:
-        routing = Routing(tokens * case.form.dp, top_k, experts, experts // case.form.ep)
+        routing = Routing(tokens * case.form.dp, top_k, experts, experts // case.form.ep, shared)
         return Setting(case.context, routing, case.hardware)
 
     return {OUTSIDE: with_tokens(case.prefill or case.batch * (case.mtp + 1)), DRAFT: with_tokens(case.batch)}

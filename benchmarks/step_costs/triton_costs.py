@@ -231,6 +231,7 @@ def combine_norm(a: Any, s: Setting) -> Cost:
 
 def _expert_product(a: Any, s: Setting, n: int, gathers: bool) -> Cost:
     """The weights of experts with a token, and the rows routed to them; the products of valid rows."""
+    s.routing.check_slots(a.NUM_EXPERTS)
     weight = a.weight.base if hasattr(a.weight, "base") else a.weight
     matrix = weight.numel() // a.NUM_EXPERTS * weight.element_size()
     scales = 0 if given(a.weight_scales) is None else a.weight_scales.numel() // a.NUM_EXPERTS * FP32

@@ -95,6 +95,7 @@ class DeepGemmExperts:
             row_alignment=self._row_alignment,
             column_scales=not gemm.exponents,
             routed_rows=self.routed_rows,
+            takes_shared=True,
             warm_up=self.warm_up,
         )
 

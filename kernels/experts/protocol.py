@@ -51,6 +51,9 @@ class ExpertsCapabilities:
     routed_rows: Callable[[Any, Tensor, Tensor, ExpertWeights, Tensor | None], ExpertRows] | None = None
     """`run_routed` with its arguments, before the sum: for a norm that sums."""
 
+    takes_shared: bool = False
+    """Shared experts are worth a slot each behind the routed ones: they cost no launch there."""
+
     warm_up: Callable[[StepShapes], int] | None = None
     """Compiles what the kernel compiles at first use, see `vendors.warming`; returns the number of products run."""
 

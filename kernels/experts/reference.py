@@ -22,7 +22,7 @@ class TorchExperts:
     """`ExpertsKernel` for any device; supports both layouts. `data` is (gate_up [E, 2I, D], down [E, D, I])."""
 
     name = "torch"
-    capabilities = ExpertsCapabilities()
+    capabilities = ExpertsCapabilities(takes_shared=True)
     _permutation = TorchPermutation()
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:

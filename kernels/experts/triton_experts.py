@@ -76,7 +76,9 @@ class TritonExperts:
     @property
     def capabilities(self) -> ExpertsCapabilities:
         blocks = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
-        return ExpertsCapabilities({BlockFP8: blocks}, routed_rows=self.routed_rows, warm_up=self.warm_up)
+        return ExpertsCapabilities(
+            {BlockFP8: blocks}, routed_rows=self.routed_rows, takes_shared=True, warm_up=self.warm_up
+        )
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         gate_up = torch.empty(num_experts, 2 * width, hidden, dtype=dtype, device=device)

@@ -40,7 +40,8 @@ class RouterSpec:
     score: ``sigmoid`` or ``softmax`` over all E, in float32. With `has_bias` the selection (not the weight) uses
     score + bias. `group_score`: None (no groups), ``top2`` (V3: sum of the two best of a group) or ``max`` (V2).
     Experts outside the best `topk_groups` groups are excluded. `renormalize` divides weights by their sum (+1e-20);
-    `scale` multiplies them at the end.
+    `scale` multiplies them at the end. `num_shared` shared experts follow: every token has them with weight 1, as
+    choices K and on, experts E and on.
     """
 
     num_experts: int
@@ -52,6 +53,12 @@ class RouterSpec:
     group_score: str | None = None
     renormalize: bool = False
     scale: float = 1.0
+    num_shared: int = 0
+
+    @property
+    def num_choices(self) -> int:
+        """Columns of the router's results: K and the shared experts."""
+        return self.top_k + self.num_shared
 
 
 @dataclass(frozen=True)
@@ -89,6 +96,9 @@ class OpsCapabilities:
         None
     )
     """`Ops.route` with int64 ids, written so by its last launch."""
+
+    routes_shared: bool = False
+    """`Ops.route` supports `RouterSpec.num_shared`."""
 
     absorb: Callable[[Tensor, Tensor, Tensor, Tensor, float, Tensor, RotaryTable, Tensor, Tensor], Tensor] | None = None
     """(q, keys, kv_a, weight, eps, positions, table, slots, cache): MLA's absorbed query [T, H, C+R] in one launch with

@@ -18,7 +18,7 @@ class TorchOps:
     """`Ops` for any device and dtype."""
 
     name = "torch"
-    capabilities = OpsCapabilities()
+    capabilities = OpsCapabilities(routes_shared=True)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
@@ -79,6 +79,10 @@ class TorchOps:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         if spec.scale != 1.0:
             weights = weights * spec.scale
+        if spec.num_shared:
+            shared = torch.arange(spec.num_experts, spec.num_experts + spec.num_shared, device=ids.device)
+            ids = torch.cat((ids, shared.expand(len(ids), -1)), 1)
+            weights = F.pad(weights, (0, spec.num_shared), value=1.0)
         return weights, with_padding(ids.int(), real)
 
 

@@ -38,7 +38,9 @@ class TritonOps:
             self.add_rows_rms_norm_quantized,
         )
         absorb = partial(triton_absorb.absorb, deterministic=self._deterministic)
-        return OpsCapabilities(norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64, absorb)
+        return OpsCapabilities(
+            norms, self.add_pair_rms_norm, self.add_rows_rms_norm, self.route_int64, routes_shared=True, absorb=absorb
+        )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return triton_norm.rms_norm(x, weight, eps)

@@ -79,10 +79,11 @@ def _take_best(value, index, none):
 def router_select_kernel(
     logits, bias, real, weights, ids, num_tokens, scale,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
-    GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
 ):  # fmt: skip
-    """weights, ids [T, K] from logits [PARTS, T, E]; group g's experts are row g of a [BLOCK_G, BLOCK_M] tile.
+    """weights, ids [T, K + SHARED] from logits [PARTS, T, E]; group g's experts are row g of a [BLOCK_G, BLOCK_M] tile.
     Tokens whose `real` [T] is 0 choose no expert: -1."""
     token = tl.program_id(0).to(tl.int64)
     MEMBERS: tl.constexpr = EXPERTS // GROUPS
@@ -126,10 +127,12 @@ def router_select_kernel(
         weight = tl.where(place == k, own, weight)
     if RENORMALIZE:
         weight = weight / (tl.sum(weight, 0) + 1e-20)
+    weight = tl.where(place < TOP_K, weight * scale, 1.0)
+    chosen = tl.where(place < TOP_K, chosen, EXPERTS + place - TOP_K)
     if HAS_REAL:
         chosen = tl.where(tl.load(real + token) != 0, chosen, -1)
-    tl.store(weights + token * TOP_K + place, weight * scale, place < TOP_K)
-    tl.store(ids + token * TOP_K + place, chosen, place < TOP_K)
+    tl.store(weights + token * (TOP_K + SHARED) + place, weight, place < TOP_K + SHARED)
+    tl.store(ids + token * (TOP_K + SHARED) + place, chosen, place < TOP_K + SHARED)
 
 
 def prepare_gate(gate: Tensor) -> Tensor:
@@ -153,8 +156,8 @@ def route(
     """
     count, hidden = x.shape
     x = with_contiguous_rows(x)
-    weights = torch.empty((count, spec.top_k), dtype=torch.float32, device=x.device)
-    ids = torch.empty((count, spec.top_k), dtype=ids_dtype, device=x.device)
+    weights = torch.empty((count, spec.num_choices), dtype=torch.float32, device=x.device)
+    ids = torch.empty((count, spec.num_choices), dtype=ids_dtype, device=x.device)
     logits_constants, grid, warps, stages = _logits_plan(
         count, hidden, spec.num_experts, x.dtype, deterministic, gate.dtype == torch.bfloat16
     )
@@ -205,10 +208,11 @@ def _select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool = 
         raise ValueError(f"invalid router: {spec}")
     return {
         "PARTS": parts, "EXPERTS": spec.num_experts, "GROUPS": groups, "TOP_GROUPS": spec.topk_groups if limited else 1,
-        "TOP_K": spec.top_k, "GROUP_SCORE": _GROUP_SCORES[spec.group_score] if limited else 0,
+        "TOP_K": spec.top_k, "SHARED": spec.num_shared,
+        "GROUP_SCORE": _GROUP_SCORES[spec.group_score] if limited else 0,
         "SIGMOID": spec.score == "sigmoid", "HAS_BIAS": has_bias, "RENORMALIZE": spec.renormalize,
         "BLOCK_G": next_power_of_2(groups), "BLOCK_M": next_power_of_2(spec.num_experts // groups),
-        "BLOCK_K": next_power_of_2(spec.top_k), "HAS_REAL": has_real,
+        "BLOCK_K": next_power_of_2(spec.num_choices), "HAS_REAL": has_real,
     }  # fmt: skip
 
 

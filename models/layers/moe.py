@@ -55,8 +55,8 @@ class ExpertNames:
     down: str = "down_proj"
 
 
-def router_spec(moe: MoEConfig) -> RouterSpec:
-    """The router settings for the kernels."""
+def router_spec(moe: MoEConfig, num_shared: int = 0) -> RouterSpec:
+    """The router settings for the kernels; num_shared: shared experts fused into the routed ones."""
     return RouterSpec(
         num_experts=moe.num_experts,
         top_k=moe.top_k,
@@ -67,6 +67,7 @@ def router_spec(moe: MoEConfig) -> RouterSpec:
         group_score=moe.group_score,
         renormalize=moe.renormalize,
         scale=moe.scale,
+        num_shared=num_shared,
     )
 
 
@@ -88,6 +89,9 @@ class MoE:
     On many ranks with all-to-all, x is this rank's tokens; each rank holds full experts and the full shared expert.
     Otherwise x is the tokens of all ranks; each rank holds some of the experts, sharded by width, and a part of the
     shared expert, and the result is a partial sum.
+
+    Shared experts are fused into the routed ones where that costs no copy: a rank that holds a part of every expert
+    stores them in the slots behind the routed ones, and the router chooses them for every token.
     """
 
     def __init__(
@@ -104,7 +108,6 @@ class MoE:
         assert moe is not None
         hidden, wide = config.hidden_size, torch.float32
         self.layer_index = layer_index
-        self._spec = router_spec(moe)
         gate = reader.tensor(f"{prefix}.gate.weight", (moe.num_experts, hidden), dtype=wide)
         self._gate = backends.ops.prepare_gate(gate)  # [E, D]
         bias = f"{prefix}.gate.e_score_correction_bias"
@@ -112,15 +115,18 @@ class MoE:
         travels = parallel.dispatcher is not None
         self.tokens = TokenLayout.SHARE if travels else TokenLayout.ALL
         self._tables = parallel.experts
-        self.stored = StoredExperts(
-            backends.experts, f"{prefix}.experts", moe, hidden, names or ExpertNames(), Share.of(parallel.moe_tp)
-        )
-        self.weights = self.stored.load(reader, held_experts(moe, layer_index, parallel))
+        shared = f"{prefix}.shared_experts"
+        part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
+        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names or ExpertNames(), part, shared)
+        num_shared = self._num_fused(backends, parallel, reader)
+        self._spec = router_spec(moe, num_shared)
+        held = held_experts(moe, layer_index, parallel)
+        self.weights = self.stored.load(reader, [*held, *range(moe.num_experts, moe.num_experts + num_shared)])
         """Weights of the experts in this rank's slots."""
         self._routed = make_routed_experts(backends.experts, self.weights, parallel)
-        share, shared = WHOLE if travels else Share.of(parallel.world), f"{prefix}.shared_experts"
         self._shared = None
-        if moe.shared_width:
+        if moe.shared_width and not num_shared:
+            share = WHOLE if travels else Share.of(parallel.world)
             self._shared = MLP(backends, reader, shared, hidden, moe.shared_width, share=share)
         self._route = backends.ops.route
         self._routes = self._routes_of(backends.ops)
@@ -129,6 +135,14 @@ class MoE:
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
         self._recorder: ExpertIdsRecorder | None = None
         self._counted_at: CountPlace | None = None
+
+    def _num_fused(self, backends: Backends, parallel: ParallelContext, reader: WeightSource) -> int:
+        """Shared experts in slots of their own behind the routed ones: all of them, or 0."""
+        able = backends.ops.capabilities.routes_shared and backends.experts.capabilities.takes_shared
+        holds_all = parallel.dispatcher is None and parallel.experts is None and parallel.ep_size == 1
+        if not (able and holds_all and backends.fuse_shared_experts):
+            return 0
+        return self.stored.num_fusible(reader)
 
     def _routes_of(self, ops: Ops) -> dict[Phase, Callable[..., tuple[Tensor, Tensor]]]:
         """By phase: the router, with ids in the dispatcher's dtype if it writes them so."""
@@ -254,7 +268,7 @@ class MoE:
         if self._tables is not None:
             ids = with_padding(self._tables.to_physical(self.layer_index, ids), real)
         if self._recorder is not None and counting:
-            self._recorder.on_select(self.layer_index, ids)
+            self._recorder.on_select(self.layer_index, ids[:, : self._spec.top_k])
         return weights, ids
 
     def stages(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Stages:
@@ -283,17 +297,28 @@ def held_experts(moe: MoEConfig, layer_index: int, parallel: ParallelContext) ->
 class StoredExperts:
     """The stored experts of a layer, and loading of a rank's `part` of them into its slots.
 
-    Quantized experts stay as stored if the kernel declares their format and the part splits no scale's rows or columns.
-    Loading uses scratch memory for one expert per thread.
+    Experts E and on are the shared ones, stored as one MLP `shared` of several times the width of an expert. Quantized
+    experts stay as stored if the kernel declares their format and the part splits no scale's rows or columns. Loading
+    uses scratch memory for one expert per thread.
     """
 
     def __init__(
-        self, kernel: ExpertsKernel, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames, part: Share = WHOLE
-    ) -> None:
+        self, kernel: ExpertsKernel, prefix: str, moe: MoEConfig, hidden: int, names: ExpertNames, part: Share = WHOLE,
+        shared: str = "",
+    ) -> None:  # fmt: skip
         self.kernel = kernel
-        self._prefix, self._names = prefix, names
-        self._num_experts, self._hidden, self._whole = moe.num_experts, hidden, moe.width
+        self._prefix, self._names, self._shared = prefix, names, shared
+        self._num_experts, self._hidden, self._whole, self._shared_width = (
+            moe.num_experts, hidden, moe.width, moe.shared_width
+        )  # fmt: skip
         self._width, self._cut = part.width(moe.width), part.cut(moe.width)
+
+    def num_fusible(self, reader: WeightSource) -> int:
+        """Shared experts that `load` takes as experts E and on; 0: their width or storage differs from the routed
+        ones'."""
+        count, rest = divmod(self._shared_width, self._whole)
+        last = self._num_experts + count - 1
+        return count if not rest and count and self._format(reader, last) == self._format(reader, 0) else 0
 
     def load(self, reader: WeightSource, held: Sequence[int]) -> ExpertWeights:
         """New weights with a slot for each of the experts `held`; each expert is read once for all its slots."""
@@ -333,9 +358,22 @@ class StoredExperts:
 
     def _projections(self, expert: int) -> list[Projection]:
         """Gate, up and down."""
+        if expert >= self._num_experts:
+            return self._shared_projections(expert - self._num_experts)
         name, names, wide = f"{self._prefix}.{expert}", self._names, (self._whole, self._hidden)
         return [
             Projection(f"{name}.{names.gate}", wide, Cut(self._cut)),
             Projection(f"{name}.{names.up}", wide, Cut(self._cut)),
             Projection(f"{name}.{names.down}", wide[::-1], Cut(cols=self._cut)),
+        ]
+
+    def _shared_projections(self, index: int) -> list[Projection]:
+        """Gate, up and down of one shared expert: its slice of the MLP that holds all of them."""
+        wide, begin = (self._shared_width, self._hidden), index * self._whole
+        start, stop, _ = (self._cut or slice(None)).indices(self._whole)
+        cut = slice(begin + start, begin + stop)
+        return [
+            Projection(f"{self._shared}.gate_proj", wide, Cut(cut)),
+            Projection(f"{self._shared}.up_proj", wide, Cut(cut)),
+            Projection(f"{self._shared}.down_proj", wide[::-1], Cut(cols=cut)),
         ]

@@ -107,6 +107,11 @@ class ParallelArgs:
     enable_single_batch_overlap: bool = flag(
         False, "Compute the shared expert during dispatch to the routed experts. Needs a --moe-a2a-backend."
     )
+    disable_shared_experts_fusion: bool = flag(
+        False,
+        "Compute shared experts apart from the routed ones. By default a rank that holds a part of every expert (TP or "
+        "one rank, on GPUs) computes them in the routed experts' kernels, which saves three launches a layer.",
+    )
     disable_custom_all_reduce: bool = flag(
         False,
         "Use torch.distributed for all collectives. By default CPU ranks of one host communicate through shared "

@@ -51,6 +51,7 @@ class WorkerOptions:
     load_format: str = "auto"
     cpu_threads: int | None = None
     enable_deterministic_inference: bool = False
+    disable_shared_experts_fusion: bool = False
     speculation: SpeculationConfig | None = None
     draft_model: ModelConfig | None = None
     experts: ExpertSettings = field(default_factory=ExpertSettings)

@@ -203,9 +203,10 @@ def physical_cores() -> int:
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
 
 
-def kernels_for(plan: KernelPlan, regions: Regions | None = None) -> Backends:
+def kernels_for(plan: KernelPlan, options: WorkerOptions, regions: Regions | None = None) -> Backends:
     """The built kernels of the model, or of its draft model."""
-    return replace(build_backends(plan), regions=regions)
+    fused = not options.disable_shared_experts_fusion
+    return replace(build_backends(plan), regions=regions, fuse_shared_experts=fused)
 
 
 def _prepare(
@@ -226,7 +227,7 @@ def _prepare(
     config = options.model
     local = local_config(config, parallel)
     dtype = getattr(torch, options.dtype)
-    backends = kernels_for(options.kernels.model, regions)
+    backends = kernels_for(options.kernels.model, options, regions)
     parallel = with_experts(parallel, config, options.experts, stream.device)
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
@@ -261,7 +262,7 @@ def _prepare(
     draft_bytes = 0
     if speculation is not None:
         drafts = options.kernels.draft
-        draft_backends = kernels_for(drafts, regions) if drafts is not None else None
+        draft_backends = kernels_for(drafts, options, regions) if drafts is not None else None
         draft_bytes = add_speculation(runner, speculation, options, draft_backends, progress)
     _warm(runner, backends, options)
     finish_regions(runner, regions)

@@ -8,7 +8,7 @@ S context tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,8 @@ class _Group:
     table: Tensor  # [R, W] int32: page numbers
     tree: Tree | None
     window: int | None
+    metadata: dict[Any, Tensor] = field(default_factory=dict)
+    """Schedules by numbers of heads and widths."""
 
     @classmethod
     def of(cls, queries: PagedQueries, plan: StepPlan) -> _Group:
@@ -52,7 +54,8 @@ class _Group:
         return cls(paged, plan.get(queries, TABLE, lambda: paged.table), tree, queries.window)
 
     def arguments(self, heads: int, value_width: int) -> dict[str, Any]:
-        """Arguments for a layer with this number of query heads and this value width."""
+        """Arguments for a layer with this number of query heads and this value width. The library sees them again in
+        `_Backend._metadata`: the schedule is valid for equal arguments only."""
         paged = self.paged
         window = {} if self.window is None else {"window_size": (self.window - 1, 0)}  # without the own position
         return {
@@ -71,6 +74,7 @@ class _Backend:
 
     def __init__(self, module: Any | None = None) -> None:
         self._lib = FA3.load() if module is None else FA3.check(module)
+        self._schedule = getattr(self._lib, "get_scheduler_metadata", None)
         self._buffer = PageBuffer()
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
@@ -90,7 +94,25 @@ class _Backend:
 
     def _run(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor, **options: Any) -> Any:
         arguments = group.arguments(q.shape[1], values.shape[-1])
+        if (metadata := self._metadata(group, q, keys, values)) is not None:
+            arguments["scheduler_metadata"] = metadata
         return self._lib.flash_attn_with_kvcache(q, keys, values, **arguments, **options)
+
+    def _metadata(self, group: _Group, q: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+        """The schedule of these lengths, computed by the first layer of a step (in a captured step: by each replay).
+        None: the library computes the schedule in every layer (builds without the function, as sgl_kernel's)."""
+        if self._schedule is None:
+            return None
+        heads, widths = (q.shape[1], keys.shape[2]), (q.shape[-1], values.shape[-1])
+        key = (*heads, *widths)
+        if key not in group.metadata:
+            arguments = group.arguments(heads[0], widths[1])
+            table = arguments.pop("page_table")
+            group.metadata[key] = self._schedule(
+                len(table), arguments.pop("max_seqlen_q"), table.shape[1] * keys.shape[1], *heads, widths[0],
+                arguments.pop("cache_seqlens"), q.dtype, widths[1], page_size=keys.shape[1], **arguments,
+            )  # fmt: skip
+        return group.metadata[key]
 
     def _with_lse(self, group: _Group, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         """out [T, H, *] and its log-sum-exp [T, H] (natural)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -270,6 +272,25 @@ def test_route(ops, dtype, spec, tokens, width):
         assert torch.equal(ids, TorchOps().route(x, gate, bias, spec)[1])
     wide = ops.capabilities.route_int64(x, gate, bias, spec, None)
     assert wide[1].dtype == torch.int64 and torch.equal(wide[1], ids) and torch.equal(wide[0], weights)
+
+
+@pytest.mark.parametrize("name", ["v3", "v2", "all experts"])
+@pytest.mark.parametrize("num_shared", [1, 3])
+def test_shared_experts_are_choices_of_every_token(ops, name, num_shared):
+    """Behind the routed choices, which stay; padding has none of either."""
+    spec = ROUTERS[name]
+    x, gate = normal(6, 64, dtype=torch.float32), torch.randn(spec.num_experts, 64) / 8
+    bias = torch.randn(spec.num_experts) if spec.has_bias else None
+    real = torch.tensor([1, 1, 0, 1, 1, 0], dtype=torch.int32)
+    routed, ids = ops.route(x, gate, bias, spec, real)
+    shared = torch.arange(spec.num_experts, spec.num_experts + num_shared, dtype=torch.int32)
+    for backend in (ops, TorchOps()):
+        assert backend.capabilities.routes_shared
+        weights, found = backend.route(x, gate, bias, replace(spec, num_shared=num_shared), real)
+        assert torch.equal(found[:, : spec.top_k].sort().values, ids.sort().values)
+        close(weights[:, : spec.top_k].sort().values, routed.sort().values)
+        assert (weights[:, spec.top_k :] == 1.0).all()
+        assert torch.equal(found[:, spec.top_k :], torch.where(real.bool()[:, None], shared, -1))
 
 
 def test_route_of_many_tokens_does_not_split_the_sum(ops, monkeypatch):

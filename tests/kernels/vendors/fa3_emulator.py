@@ -4,6 +4,7 @@ Made without our adapter's code. With `wheel`, the varlen function has sgl_kerne
 from __future__ import annotations
 
 import itertools
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,11 @@ def flash_attn_with_kvcache(
     must(max_seqlen_q == max(b - a for a, b in itertools.pairwise(starts)), f"max_seqlen_q {max_seqlen_q}")
     must(num_splits == 0 or 1 <= num_splits <= 256, f"num_splits {num_splits}")
     pages, size = k_cache.shape[:2]
+    if scheduler_metadata is not None:
+        shape = q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3]
+        asked = (len(page_table), max_seqlen_q, page_table.shape[1] * size, *shape, q.dtype, size)
+        expected = _schedule(asked, cache_seqlens, cu_seqlens_q, causal, window_size, num_splits)
+        must(torch.equal(scheduler_metadata, expected), "a schedule of other arguments or lengths")
     check_shape(v_cache, (pages, size, k_cache.shape[2], v_cache.shape[3]), "v_cache")
     if qv is not None:
         must(q.shape[-1] <= 64 and v_cache.shape[-1] >= 256, "qv is for widths of at most 64, values of at least 256")
@@ -57,6 +63,32 @@ def flash_attn_with_kvcache(
         result, sums = softmax_rows(query, keys, values, scale, seen)
         out[rows], lse[:, rows] = result.to(q.dtype), sums.float().T
     return (out, lse, None, None) if return_softmax_lse else out
+
+
+@launched
+def get_scheduler_metadata(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens,
+    qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None,
+    page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, has_softcap=False,
+    num_splits=0, pack_gqa=None, sm_margin=0,
+):  # fmt: skip
+    must(batch_size == len(cache_seqlens) == len(cu_seqlens_q) - 1, "batch sizes differ")
+    shape = num_heads_q, num_heads_kv, headdim, headdim if headdim_v is None else headdim_v
+    asked = (batch_size, max_seqlen_q, max_seqlen_k, *shape, qkv_dtype, page_size)
+    return _schedule(asked, cache_seqlens, cu_seqlens_q, causal, window_size, num_splits)
+
+
+def _schedule(asked, cache_seqlens, cu_seqlens_q, causal, window_size, num_splits):
+    """int32 of the library's size: of each request the lengths, and a digest of all other arguments."""
+    batch, most = asked[:2]
+    local = window_size != (-1, -1)
+    swizzled = local or (causal and most > 1)
+    columns = 2 + (not local) + swizzled
+    out = torch.zeros(-(-batch // 4) * 4 * columns + 1, dtype=torch.int32)
+    out[:batch], out[batch : 2 * batch] = cache_seqlens, cu_seqlens_q.diff()
+    digest = repr((asked, causal and most > 1, window_size, num_splits)).encode()
+    out[-1] = zlib.crc32(digest) & 0x7FFFFFFF
+    return out
 
 
 @launched
@@ -121,7 +153,10 @@ def _starts(x: Tensor, total: int) -> list[int]:
 
 
 def module(wheel: bool = False) -> Any:
+    """The library's own package, or sgl_kernel's, which has no function for the schedule."""
+    schedule = {} if wheel else {"get_scheduler_metadata": get_scheduler_metadata}
     return SimpleNamespace(
+        **schedule,
         __name__="sgl_kernel.flash_attn" if wheel else "flash_attn_interface",
         flash_attn_with_kvcache=flash_attn_with_kvcache,
         flash_attn_varlen_func=wheel_varlen_func if wheel else flash_attn_varlen_func,

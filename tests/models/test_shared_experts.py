@@ -1,0 +1,101 @@
+"""Shared experts in slots behind the routed ones: the same sums as an MLP apart from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.experts.batch import ExpertWeights
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.layers.moe import MoE
+from moe_engine.models.weights import WeightReader
+from moe_engine.parallel.context import ParallelContext
+from moe_engine.parallel.share import WHOLE, Share
+from moe_engine.parallel.topology import Topology
+from tests.models.checkpoints import make_checkpoint
+from tests.models.stepper import make_backends
+
+
+class Counted:
+    """A recorder of choices."""
+
+    counting = True
+
+    def on_select(self, layer_index: int, topk_ids: Tensor) -> None:
+        self.ids = topk_ids.clone()
+
+
+class Member:
+    """A rank of a group that only splits weights."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def make_layer(folder: Path, fused: bool = True, part: Share = WHOLE) -> MoE:
+    config = load_model_config(folder)
+    backends = replace(make_backends(config), fuse_shared_experts=fused)
+    group: Any = Member(part.rank, part.size)
+    parallel = ParallelContext(Topology(tp_size=part.size), part.rank, world=group, moe_tp=group)
+    layer = config.num_layers - 1
+    reader = WeightReader(folder, torch.float32)
+    return MoE(config, layer, backends, reader, parallel, f"model.layers.{layer}.mlp")
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("shared"), n_shared_experts=request.param)
+
+
+def test_the_sum_is_that_of_a_layer_with_an_mlp(folder: Path) -> None:
+    config = load_model_config(folder)
+    x = torch.randn(7, config.hidden_size)
+    real = torch.tensor([1, 0, 1, 1, 1, 0, 1], dtype=torch.int32)
+    fused, apart = make_layer(folder), make_layer(folder, fused=False)
+    assert config.moe is not None
+    count = config.moe.shared_width // config.moe.width
+    assert fused.weights.num_experts == apart.weights.num_experts + count == config.moe.num_experts + count
+    torch.testing.assert_close(fused.forward(x), apart.forward(x), rtol=1e-5, atol=1e-6)
+    live = real.bool()
+    padded = fused.forward(x, real=real)
+    torch.testing.assert_close(padded[live], apart.forward(x, real=real)[live], rtol=1e-5, atol=1e-6)
+    assert (padded[~live] == 0).all(), "padding reads no expert, shared ones included"
+
+
+def test_ranks_that_split_widths_add_up(folder: Path) -> None:
+    config = load_model_config(folder)
+    x = torch.randn(5, config.hidden_size)
+    whole = make_layer(folder, fused=False).forward(x)
+    for size in (2, 4):
+        parts = [make_layer(folder, part=Share(rank, size)) for rank in range(size)]
+        assert config.moe is not None and all(part.weights.width * size == config.moe.width for part in parts)
+        torch.testing.assert_close(sum(part.forward(x) for part in parts), whole, rtol=1e-5, atol=1e-5)
+
+
+def test_recorders_see_routed_choices_only(folder: Path) -> None:
+    config = load_model_config(folder)
+    x = torch.randn(4, config.hidden_size)
+    seen = []
+    for layer in make_layer(folder), make_layer(folder, fused=False):
+        recorder = Counted()
+        layer.count(recorder)  # type: ignore[arg-type]
+        layer.forward(x)
+        seen.append(recorder.ids)
+    assert torch.equal(*seen)
+
+
+def test_ranks_with_different_experts_do_not_fuse(folder: Path) -> None:
+    config = load_model_config(folder)
+    group: Any = Member(0, 2)
+    parallel = ParallelContext(Topology(tp_size=2, ep_size=2), 0, world=group, ep=group)
+    layer = config.num_layers - 1
+    reader = WeightReader(folder, torch.float32)
+    experts: ExpertWeights = MoE(
+        config, layer, make_backends(config), reader, parallel, f"model.layers.{layer}.mlp"
+    ).weights
+    assert config.moe is not None and experts.num_experts == config.moe.num_experts // 2
