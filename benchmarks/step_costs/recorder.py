@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +45,10 @@ class Line:
     stream: int
     graph: bool
     cost: Cost
+    tick: int = 0
+    """Its number in its stream."""
+    behind: Mapping[int, int] = field(default_factory=dict)
+    """The last launch of each other stream, by its tick, that is over before this one begins."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ class Recorder:
             return
         line = Line(
             name, self.section, place(), launch.stream.number, launch.graph is not None,
-            cost() if callable(cost) else cost,
+            cost() if callable(cost) else cost, launch.tick, dict(launch.stream.clock),
         )  # fmt: skip
         if launch.graph is None:
             assert self.lines is not None

@@ -35,7 +35,7 @@ class Section:
     repeats: int
     lines: Sequence[Line]
     microseconds: float
-    """Of one run: launches of a stream follow each other, streams overlap."""
+    """Of one run: launches of a stream follow each other, streams overlap between the events that they wait for."""
 
     @property
     def launches(self) -> int:
@@ -133,11 +133,20 @@ def least_of(case: Case) -> roofline.Roofline:
 
 
 def time_of(lines: Iterable[Line], hardware: Hardware) -> float:
-    """Streams beside each other; a graph and what is launched around it one after the other."""
-    streams: dict[bool, dict[int, float]] = {True: defaultdict(float), False: defaultdict(float)}
+    """The longest chain of launches that wait for each other; a graph and what is launched around it one after the
+    other. Launches beside each other do not slow each other down."""
+    ends: dict[bool, list[float]] = {True: [], False: []}
+    streams: dict[tuple[bool, int], list[tuple[int, float]]] = defaultdict(list)  # ticks and ends, in order
     for line in lines:
-        streams[line.graph][line.stream] += hardware.microseconds(kind_of(line), line.cost, line.graph)
-    return sum(max(times.values(), default=0.0) for times in streams.values())
+        own = streams[line.graph, line.stream]
+        begin = own[-1][1] if own else 0.0
+        for stream, tick in line.behind.items():
+            before = (end for number, end in reversed(streams[line.graph, stream]) if number <= tick)
+            begin = max(begin, next(before, 0.0))
+        end = begin + hardware.microseconds(kind_of(line), line.cost, line.graph)
+        own.append((line.tick, end))
+        ends[line.graph].append(end)
+    return sum(max(found, default=0.0) for found in ends.values())
 
 
 def values(summary: Summary) -> dict[str, Any]:

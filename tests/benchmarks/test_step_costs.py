@@ -12,7 +12,8 @@ from benchmarks.step_costs.cases import CHECKED, expected, held, run
 from benchmarks.step_costs.costs import KERNELS, Cost, Routing, Setting, UnknownKernel, kernel_cost, size
 from benchmarks.step_costs.hardware import Hardware
 from benchmarks.step_costs.models import MODELS, shortened
-from benchmarks.step_costs.recorder import operator_cost
+from benchmarks.step_costs.recorder import Line, operator_cost
+from benchmarks.step_costs.summary import time_of
 from tests.simulated_cuda.install import require
 
 H200 = Hardware.named("H200x8")
@@ -169,6 +170,22 @@ def test_time_of_a_launch() -> None:
     assert H200.microseconds("stream", Cost(link_us=20), False) == H200["eager_gap_us"] + 20
     with pytest.raises(ValueError, match="H200x8"):
         Hardware.named("A100x8")
+
+
+def test_streams_overlap_between_the_events_that_they_wait_for() -> None:
+    """A dispatch on stream 2 behind the first launch of stream 1; the last launch of stream 1 behind the dispatch."""
+
+    def line(stream: int, tick: int, us: float, graph: bool = True, **behind: int) -> Line:
+        gap = H200["graph_node_us" if graph else "eager_gap_us"]
+        clock = {int(name.removeprefix("s")): last for name, last in behind.items()}
+        return Line("", "", "", stream, graph, Cost(link_us=us - gap), tick, clock)
+
+    router, dispatch, shared = line(1, 5, 10), line(2, 1, 30, s1=5), line(1, 6, 20)
+    experts = line(1, 7, 40, s2=1)
+    assert time_of([router, dispatch, shared, experts], H200) == pytest.approx(10 + 30 + 40)
+    assert time_of([router, dispatch, line(1, 6, 35), experts], H200) == pytest.approx(10 + 35 + 40)
+    assert time_of([router, line(2, 1, 30), shared], H200) == pytest.approx(30), "nothing is waited for"
+    assert time_of([router, line(1, 1, 7, graph=False)], H200) == pytest.approx(17), "around a graph"
 
 
 def test_layers_that_run_stand_for_the_others() -> None:
