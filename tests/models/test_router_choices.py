@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import RouterSpec
@@ -67,7 +68,9 @@ class ForcedOps:
         self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         chosen = next(self._chosen)
-        return weights_of(x.float() @ gate.T, chosen, spec), chosen.to(torch.int32)
+        weights = weights_of(x.float() @ gate.T, chosen, spec)
+        shared = torch.arange(spec.num_experts, spec.num_experts + spec.num_shared).expand(len(x), -1)
+        return F.pad(weights, (0, spec.num_shared), value=1.0), torch.cat((chosen, shared), 1).to(torch.int32)
 
 
 def ours(path: Path, tokens: list[int], chosen: list[Tensor]) -> Tensor:

@@ -5,8 +5,8 @@ So every kernel is launched with the arguments of the real launch; on an absent 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,9 +38,9 @@ def one_layer_of_each(model: ModelConfig) -> ModelConfig:
     kinds = list(zip(model.moe_layers or (False,) * model.num_layers, caches))
     count = 1 + max(kinds.index(kind) for kind in kinds)
     states = tuple(
-        dataclasses.replace(group, layers=tuple(i for i in group.layers if i < count)) for group in model.state_groups
+        replace(group, layers=tuple(i for i in group.layers if i < count)) for group in model.state_groups
     )
-    return dataclasses.replace(model, num_layers=count, moe_layers=model.moe_layers[:count], state_groups=states)
+    return replace(model, num_layers=count, moe_layers=model.moe_layers[:count], state_groups=states)
 
 
 def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSize] | None = None) -> Iterator[StepSize]:
@@ -50,6 +50,7 @@ def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSiz
         sizes: default: those of `step_sizes`.
     """
     dtype = getattr(torch, config.dtype)
+    backends = replace(backends, fuse_shared_experts=not config.args.parallel.disable_shared_experts_fusion)
     parallel = _parallel(config, dtype)
     cut = one_layer_of_each(config.model)
     model = load_model(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
-from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.backends import FAMILIES, Backends
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 
@@ -65,5 +64,4 @@ def build_triton(choices: tuple[Choice, ...]) -> Backends:
             built[choice.family] = choice.build()
     built.setdefault("attention", NoAttention())
     built.setdefault("sampling", NoSampling())
-    fields = {field.name for field in dataclasses.fields(Backends)} - {"choices", "regions"}
-    return Backends(**{name: built[name] for name in fields}, choices=choices)
+    return Backends(**{family: built[family] for family in FAMILIES}, choices=choices)

@@ -40,7 +40,8 @@ from tests.models.stepper import Chunk, Stepper, make_backends
 
 def stepper(path: Path, ops: object, linear: object, experts: object) -> Stepper:
     config = load_model_config(path)
-    backends = replace(make_backends(config), ops=ops, linear=linear, experts=experts)  # type: ignore[arg-type]
+    kernels = {"ops": ops, "linear": linear, "experts": experts}
+    backends = replace(make_backends(config), **kernels, fuse_shared_experts=False)  # type: ignore[arg-type]
     return Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
 
 
