@@ -268,7 +268,7 @@ class MoE:
         if self._tables is not None:
             ids = with_padding(self._tables.to_physical(self.layer_index, ids), real)
         if self._recorder is not None and counting:
-            self._recorder.on_select(self.layer_index, ids[:, : self._spec.top_k])
+            self._recorder.on_select(self.layer_index, ids[:, : self._spec.top_k].contiguous())
         return weights, ids
 
     def stages(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Stages:

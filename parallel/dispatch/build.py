@@ -223,7 +223,7 @@ def _agree_on(found: generation.Generation, group: Group) -> None:
 
 
 def _legacy(library: ModuleType, groups: Groups, shapes: Shapes) -> list[Dispatcher]:
-    """Normal mode restores the buffer after use."""
+    """Normal mode across nodes cleans the buffer after use."""
     low_latency = legacy.rounded(shapes["low_latency"]) if "low_latency" in shapes else None
     buffer = legacy.make_buffer(library, groups.process_group, low_latency or shapes["normal"], low_latency is not None)
     made: list[Dispatcher] = []

@@ -23,6 +23,8 @@ from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Tok
 
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 LOW_LATENCY_TOP_K = 11
+NVLINK_RANKS = 8
+"""Ranks of a node; the buffer's RDMA part, which low latency needs clean, is used by normal mode across nodes only."""
 PRESET_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)  # rank counts with a library configuration
 
 
@@ -96,7 +98,7 @@ class LegacyExchange:
     """Normal mode: an `Exchange`. The host waits for the counts.
 
     Args:
-        cleans: shape of the low-latency mode that shares the buffer and needs it clean.
+        cleans: shape of the low-latency mode that shares the buffer; cleaned after use across nodes.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class LegacyExchange:
     ) -> None:
         self._buffer = buffer
         self._shape = shape
-        self._cleans = cleans
+        self._cleans = cleans if shape.num_ranks > NVLINK_RANKS else None
         self._ids_dtype = deep_ep.topk_idx_t
 
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Any]:

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 PRESETS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+NVLINK_RANKS = 8
+"""Normal mode among more ranks goes through the RDMA part of the buffer."""
 LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 FP8 = torch.float8_e4m3fn
 
@@ -192,7 +194,7 @@ class Buffer:
         must(
             topk_weights.dtype == torch.float32 and topk_weights.shape == topk_idx.shape, "topk_weights float32 [T, K]"
         )
-        self._dirty = True
+        self._dirty = self._ranks.size > NVLINK_RANKS
         everyone = self._ranks.share((pack(data, scales), topk_idx, topk_weights, in_rank))
         local, rank = num_experts // self._ranks.size, self._ranks.rank
         rows, row_scales, ids, weights = [], [], [], []

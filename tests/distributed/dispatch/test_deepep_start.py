@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,6 +135,27 @@ def test_queue_pairs_serve_both_modes(machine: emulator.Machine, ranks: int) -> 
     buffer = legacy.make_buffer(emulator.module(emulator.Buffer), connected(ranks), shape, low_latency=True)
     assert buffer._num_qps >= max(shape.num_local, emulator.Buffer.num_sms)
     legacy.make_buffer(emulator.module(emulator.Buffer), connected(ranks), shape, low_latency=False)
+
+
+@pytest.mark.parametrize(("ranks", "cleaned"), [(2, 0), (8, 0), (16, 3)])
+def test_normal_mode_cleans_the_buffer_across_nodes_only(ranks: int, cleaned: int) -> None:
+    """Barriers of all ranks in a prefill of three layers: one a layer across nodes, none in a node."""
+    calls: list[tuple[int, ...]] = []
+
+    class Counted:
+        def combine(self, x: torch.Tensor, handle: Any) -> tuple[torch.Tensor, None, None]:
+            return x, None, None
+
+        def clean_low_latency_buffer(self, *sizes: int) -> None:
+            calls.append(sizes)
+
+    normal = DispatchShape(256, ranks, 8, 7168, 512, torch.bfloat16)
+    low_latency = DispatchShape(256, ranks, 8, 7168, 128, torch.bfloat16)
+    library: Any = SimpleNamespace(topk_idx_t=torch.int64)
+    exchange = legacy.LegacyExchange(library, Counted(), normal, cleans=low_latency)
+    for _ in range(3):
+        exchange.collect(torch.zeros(4, 8), None)
+    assert calls == [(128, 7168, 256)] * cleaned
 
 
 @pytest.mark.parametrize(("ranks", "tokens", "rounded"), [(2, 3, 4), (3, 3, 4), (8, 3, 3), (6, 5, 6)])

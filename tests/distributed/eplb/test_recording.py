@@ -78,7 +78,8 @@ def spy_on_routers(worker: Worker, seen: Choices) -> None:
         ) -> Tensor:
             if index == first:
                 seen.append({})
-            seen[-1][index] = layer._route(x, layer._gate, layer._bias, layer._spec)[1].clone()
+            chosen = layer._route(x, layer._gate, layer._bias, layer._spec)[1]
+            seen[-1][index] = chosen[:, : layer._spec.top_k].clone()
             return MoE.forward(layer, x, phase, real)
 
         layer.forward = forward  # type: ignore[method-assign]
