@@ -17,7 +17,6 @@ import argparse
 import os
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -47,19 +46,13 @@ def markdown(results: Sequence[Result]) -> str:
 
 
 def jobs_of(cases: Sequence[AotCase], archs: Sequence[int], quick: bool) -> list[Job]:
-    """Every case for every architecture; quick: each case for one. Cases without matrix products for the first; of a
-    kernel with small and large tiles, one case for each architecture, in turns."""
+    """Every case for every architecture; quick: each case for one. Cases without matrix products for the first; those
+    with, in turns."""
     if not quick:
         return [(case, arch) for arch in archs for case in cases]
     matrix = [case for case in cases if case.matrix]
     places = {id(kernel): place for place, kernel in enumerate(dict.fromkeys(case.kernel for case in matrix))}
-    seen = Counter[int]()
-    jobs = []
-    for case in cases:
-        turn = places.get(id(case.kernel), 0) + seen[id(case.kernel)]
-        seen[id(case.kernel)] += 1
-        jobs.append((case, archs[turn % len(archs)] if case.matrix else archs[0]))
-    return jobs
+    return [(case, archs[places[id(case.kernel)] % len(archs)] if case.matrix else archs[0]) for case in cases]
 
 
 def run(archs: Sequence[int], only: str, one_each: bool, processes: int, quick: bool = False) -> list[Result]:
@@ -67,6 +60,9 @@ def run(archs: Sequence[int], only: str, one_each: bool, processes: int, quick: 
     cases = [case for case in all_cases() if only in case.name]
     if one_each or quick:
         cases = one_of_each(cases)
+    if quick:  # large tiles are those that run out of registers and shared memory
+        largest = {id(case.kernel): case for case in cases}
+        cases = [case for case in cases if case is largest[id(case.kernel)]]
     jobs = jobs_of(cases, archs, quick)
     results = []
     for number, result in enumerate(compile_many(jobs, processes), 1):
@@ -85,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=[90, 100], choices=[90, 100])
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
     parser.add_argument("--one-of-each", action="store_true", help="one case of every kernel")
-    parser.add_argument("--quick", action="store_true", help="as --one-of-each, each for one --arch")
+    parser.add_argument("--quick", action="store_true", help="the largest case of every kernel, for one --arch")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON here")
     parser.add_argument("--no-json", action="store_true")

@@ -4,6 +4,7 @@ wait for each other on a busy machine are slower than one. Tests of threading se
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -20,6 +21,15 @@ from tests.random_seed import (  # noqa: F401
 )
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the servers the tests start
+
+
+gc.disable()  # until the tests are collected: no garbage arises, and a million objects would be walked many times
+
+
+def pytest_collection_finish() -> None:
+    """What the modules of all tests made lives to the end: later collections need not look at it."""
+    gc.freeze()
+    gc.enable()
 
 
 LONG = (
