@@ -32,6 +32,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Triton's bindings report what is left at the exit."""
+    gc.unfreeze()
+
+
 LONG = (
     "simulated_cuda/test_on_device.py",
     "kernels/triton/test_aot.py",
