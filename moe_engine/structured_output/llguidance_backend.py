@@ -15,6 +15,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from moe_engine.structured_output.backend import GrammarError, GrammarSettings, Matcher
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
+from moe_engine.structured_output.llguidance_gaps import enforceable
 from moe_engine.structured_output.reasoning import EndTags, ReasoningMatcher
 from moe_engine.structured_output.structural_tags import lark_of_tags
 from moe_engine.structured_output.tool_call_grammar import lark_of_calls
@@ -70,7 +71,10 @@ class LLGuidance:
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
 
     def compile(self, constraint: Constraint) -> LLGrammar:
-        matcher = self._matcher(self._grammar(constraint))
+        try:
+            matcher = self._matcher(self._grammar(constraint))
+        except GrammarError as error:
+            raise GrammarError(self._wrong_function(constraint) or str(error)) from None
         if matcher.is_error():
             raise GrammarError(self._wrong_function(constraint) or _reason(matcher.get_error()))
         if constraint.reasoning is not None:
@@ -86,12 +90,17 @@ class LLGuidance:
     def _wrong_function(self, constraint: Constraint) -> str | None:
         """The reason against tool calls, if one function's schema is it."""
         for call in json.loads(constraint.source)["calls"] if constraint.kind == "tool_calls" else ():
-            matcher = self._matcher(self._json_grammar(json.dumps(call["schema"])))
-            if matcher.is_error():
-                return f"parameters of function {call['name']!r:.80}: {_reason(matcher.get_error())}"
+            try:
+                matcher = self._matcher(self._json_grammar(json.dumps(call["schema"])))
+                reason = _reason(matcher.get_error()) if matcher.is_error() else None
+            except GrammarError as error:
+                reason = str(error)
+            if reason is not None:
+                return f"parameters of function {call['name']!r:.80}: {reason}"
         return None
 
     def _json_grammar(self, schema: str) -> str:
+        schema = json.dumps(enforceable(json.loads(schema)), ensure_ascii=False)
         return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options)  # type: ignore[arg-type]
 
     def _grammar(self, constraint: Constraint) -> str:

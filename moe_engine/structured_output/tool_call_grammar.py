@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from moe_engine.structured_output.llguidance_gaps import enforceable
 from moe_engine.structured_output.tool_choice import Calls
 
 ANY = "(.|\\n)*"
@@ -19,7 +20,7 @@ def lark_of_calls(calls: Calls, json_options: Mapping[str, Any], special_ids: Ma
         return _literal("".join(parts), special_ids)
 
     def schema(value: Any) -> str:
-        return "%json " + json.dumps({**value, "x-guidance": dict(json_options)} if isinstance(value, dict) else value)
+        return "%json " + json.dumps({**enforceable(value), "x-guidance": dict(json_options)})
 
     begin = calls["begin"]
     one = " | ".join(f"{text(call['begin'])} {schema(call['schema'])} {text(call['end'])}" for call in calls["calls"])
