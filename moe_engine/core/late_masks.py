@@ -37,7 +37,7 @@ class PositionMasks(Protocol):
         """The sequence continues with this token, which the last mask allowed."""
 
     def fill(self, mask: np.ndarray) -> None:
-        """Clears the bits of forbidden tokens in mask [W] uint32, which has all bits set."""
+        """Clears the bits of forbidden tokens in mask [W] uint32, which has the bits of all tokens set."""
 
     def rollback(self, count: int) -> None:
         """Takes back the last `count` accepted tokens."""
@@ -67,7 +67,9 @@ class MaskState:
 
     def __init__(self, masks: PositionMasks, vocab_size: int) -> None:
         self._masks = masks
-        self._vocab_size = vocab_size
+        self._all = np.full(words_of(vocab_size), ALL)
+        if vocab_size % 32:
+            self._all[-1] = ALL >> np.uint32(32 - vocab_size % 32)  # bits behind the vocabulary are no tokens
         self._num_seen = 0
 
     def tables(self, outputs: list[int], tree: DraftTree | None) -> list[np.ndarray]:
@@ -76,7 +78,7 @@ class MaskState:
             self._masks.accept(token)
         self._num_seen = len(outputs)
         nodes = 1 if tree is None else len(tree.tokens)
-        found = [np.full(words_of(self._vocab_size), ALL) for _ in range(nodes)]
+        found = [self._all.copy() for _ in range(nodes)]
         self._masks.fill(found[0])
         if tree is not None:
             self._along(tree, found)
@@ -163,8 +165,7 @@ class LateMasks:
             return []
         try:
             found = self.states[request].tables(request.output_ids, tree)
-            bits = np.unpackbits(found[0].view(np.uint8), bitorder="little")[: self._vocab_size]
-            if bits.any():
+            if found[0].any():
                 return found
             self._fail(request.rid, f"{_source(request)}: {NOTHING_ALLOWED}", 400)
         except MoeEngineError as error:

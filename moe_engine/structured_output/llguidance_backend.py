@@ -15,6 +15,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from moe_engine.structured_output.backend import GrammarError, GrammarSettings, Matcher
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
+from moe_engine.structured_output.llguidance_gaps import enforceable
 from moe_engine.structured_output.reasoning import EndTags, ReasoningMatcher
 from moe_engine.structured_output.structural_tags import lark_of_tags
 from moe_engine.structured_output.tool_call_grammar import lark_of_calls
@@ -68,14 +69,18 @@ class LLGuidance:
         self._end_tags = EndTags(vocabulary)
         self._special_ids = {vocabulary.tokenizer.token_text(i): i for i in vocabulary.tokenizer.special_ids}
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._scratch = _Scratch(size)
 
     def compile(self, constraint: Constraint) -> LLGrammar:
-        matcher = self._matcher(self._grammar(constraint))
+        try:
+            matcher = self._matcher(self._grammar(constraint))
+        except GrammarError as error:
+            raise GrammarError(self._wrong_function(constraint) or str(error)) from None
         if matcher.is_error():
             raise GrammarError(self._wrong_function(constraint) or _reason(matcher.get_error()))
         if constraint.reasoning is not None:
             self._end_tags.get(constraint.reasoning.end)
-        return LLGrammar(matcher, self._eos_ids, self._end_tags)
+        return LLGrammar(matcher, self._eos_ids, self._end_tags, self._scratch)
 
     def _matcher(self, grammar: str) -> llguidance.LLMatcher:
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
@@ -86,12 +91,17 @@ class LLGuidance:
     def _wrong_function(self, constraint: Constraint) -> str | None:
         """The reason against tool calls, if one function's schema is it."""
         for call in json.loads(constraint.source)["calls"] if constraint.kind == "tool_calls" else ():
-            matcher = self._matcher(self._json_grammar(json.dumps(call["schema"])))
-            if matcher.is_error():
-                return f"parameters of function {call['name']!r:.80}: {_reason(matcher.get_error())}"
+            try:
+                matcher = self._matcher(self._json_grammar(json.dumps(call["schema"])))
+                reason = _reason(matcher.get_error()) if matcher.is_error() else None
+            except GrammarError as error:
+                reason = str(error)
+            if reason is not None:
+                return f"parameters of function {call['name']!r:.80}: {reason}"
         return None
 
     def _json_grammar(self, schema: str) -> str:
+        schema = json.dumps(enforceable(json.loads(schema)), ensure_ascii=False)
         return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=self._json_options)  # type: ignore[arg-type]
 
     def _grammar(self, constraint: Constraint) -> str:
@@ -113,26 +123,38 @@ class LLGuidance:
             raise GrammarError(_reason(str(error))) from None
 
 
-class LLGrammar:
-    """Implements `CompiledGrammar`."""
+class _Scratch:
+    """A mask that llguidance writes to; its address is read once, which takes as long as a small mask."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int], end_tags: EndTags) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        self.mask = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
+        self.address = self.mask.ctypes.data
+
+
+class LLGrammar:
+    """Implements `CompiledGrammar`. The matchers of a backend are used by one thread."""
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int], end_tags: EndTags, scratch: _Scratch
+    ) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
         self._end_tags = end_tags
+        self._scratch = scratch
 
     def matcher(self, reasoning: FreeReasoning | None = None) -> Matcher:
-        state = LLState(self._matcher.deep_copy(), self._eos_ids)
+        state = LLState(self._matcher.deep_copy(), self._eos_ids, self._scratch)
         return state if reasoning is None else ReasoningMatcher(reasoning, self._end_tags, state)
 
 
 class LLState:
     """Implements `PositionMasks`. An end token, behind which nothing is sampled, is not given to llguidance."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int], scratch: _Scratch) -> None:
         self._matcher = matcher
         self._eos_ids = eos_ids
         self._past_end = 0
+        self._scratch = scratch
 
     def accept(self, token: int) -> None:
         if self._past_end or token in self._eos_ids:
@@ -143,11 +165,11 @@ class LLState:
     def fill(self, mask: np.ndarray) -> None:
         if self._past_end:
             return
-        found = np.empty_like(mask)
-        self._matcher.unsafe_compute_mask_ptr(found.ctypes.data, found.nbytes)
+        scratch = self._scratch
+        self._matcher.unsafe_compute_mask_ptr(scratch.address, scratch.mask.nbytes)
         if self._matcher.is_error():
             raise GrammarError(_reason(self._matcher.get_error()))
-        mask &= found
+        mask &= scratch.mask
 
     def rollback(self, count: int) -> None:
         ended = min(count, self._past_end)

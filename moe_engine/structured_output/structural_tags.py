@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.structured_output.backend import GrammarError
+from moe_engine.structured_output.llguidance_gaps import enforceable
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,7 @@ def lark_of_tags(source: str, json_options: Mapping[str, Any]) -> str:
 
 
 def _body(tag: Tag, json_options: Mapping[str, Any]) -> str:
-    schema = tag.schema
-    if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": dict(json_options)}
+    schema = {**enforceable(tag.schema), "x-guidance": dict(json_options)}
     parts = [json.dumps(tag.begin[len(tag.trigger) :]), "%json " + json.dumps(schema), json.dumps(tag.end)]
     return " ".join(part for part in parts if part != '""')
 

@@ -1,0 +1,138 @@
+"""What constraints cost: time to first token, gaps of neighbours while a grammar compiles, decode throughput."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.stats import median, percentile
+from moe_engine.frontend.engine import Engine
+
+STREAMS = 32
+ENUM_SIZE = 5_000
+TARGETS = {"ttft": 1.05, "throughput": 0.95}
+SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20},
+            "count": {"type": "integer", "minimum": 0, "maximum": 9999},
+            "kind": {"enum": ["red", "green", "blue"]},
+        },
+        "required": ["name", "count", "kind"],
+        "additionalProperties": False,
+    },
+    "minItems": 100,
+}
+"""No output of it ends before the benchmark's limit of tokens."""
+
+
+def measure(engine: Engine, rounds: int, tokens: int) -> dict[str, Any]:
+    """Medians of interleaved runs, and their ratios."""
+    found: dict[str, Any] = {"ttft": _ttft(engine, 20 * rounds)}
+    found["throughput"] = _throughput(engine, rounds, tokens)
+    found["gaps"] = asyncio.run(_gaps(engine, rounds))
+    return found
+
+
+def _ttft(engine: Engine, repeats: int) -> dict[str, Any]:
+    """Seconds of a request of one token, without a grammar and with one that is compiled."""
+    rng = random.Random(1)
+
+    def seconds(constraint: dict[str, Any]) -> float:
+        ids = rng.choices(range(300, 1200), k=64)  # no prefix of it is cached
+        began = time.perf_counter()
+        engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 1, "temperature": 1, **constraint})
+        return time.perf_counter() - began
+
+    kinds: dict[str, Callable[[], float]] = {
+        "none": lambda: seconds({}),
+        "cached": lambda: seconds({"json_schema": SCHEMA}),
+    }
+    times = _interleaved(kinds, repeats, rng)
+    ratios = [cached / none for none, cached in zip(times["none"], times["cached"])]
+    return {
+        "none_s": median(times["none"]),
+        "cached_s": median(times["cached"]),
+        "ratio": median(times["cached"]) / median(times["none"]),
+        "median_ratio_of_pairs": median(ratios),
+    }
+
+
+def _throughput(engine: Engine, rounds: int, tokens: int) -> dict[str, Any]:
+    """Output tokens per second of full batches, constrained and free."""
+    rng = random.Random(2)
+
+    def rate(constraint: dict[str, Any]) -> float:
+        prompts = [rng.choices(range(300, 1200), k=8) for _ in range(STREAMS)]
+        sampling = {"max_new_tokens": tokens, "temperature": 1, "ignore_eos": True, **constraint}
+        began = time.perf_counter()
+        answers: Any = engine.generate(input_ids=prompts, sampling_params=[sampling] * STREAMS)
+        seconds = time.perf_counter() - began
+        return sum(len(answer["output_ids"]) for answer in answers) / seconds
+
+    kinds: dict[str, Callable[[], float]] = {
+        "free": lambda: rate({}),
+        "constrained": lambda: rate({"json_schema": SCHEMA}),
+    }
+    rates = _interleaved(kinds, rounds, rng)
+    return {
+        "free_tok_s": median(rates["free"]),
+        "constrained_tok_s": median(rates["constrained"]),
+        "ratio": median([one / free for one, free in zip(rates["constrained"], rates["free"])]),
+    }
+
+
+def _interleaved(kinds: dict[str, Callable[[], float]], repeats: int, rng: random.Random) -> dict[str, list[float]]:
+    """Values of each kind, in random order within a round, after one round that is not counted."""
+    values: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(repeats + 1):
+        for name in rng.sample(sorted(kinds), len(kinds)):
+            value = kinds[name]()
+            if number:
+                values[name].append(value)
+    return values
+
+
+async def _gaps(engine: Engine, rounds: int) -> dict[str, Any]:
+    """The largest time between two tokens of four free streams, with and without a new grammar of a large enum."""
+    enums, found = itertools.count(), {"quiet": list[float](), "compiling": list[float]()}
+    compile_seconds = []
+
+    async def neighbour(times: list[float]) -> None:
+        sampling = {"max_new_tokens": 400, "temperature": 1, "ignore_eos": True}
+        stream: Any = await engine.async_generate("Once upon a time", sampling, stream=True)
+        async for _ in stream:
+            times.append(time.perf_counter())
+
+    async def large_enum() -> None:
+        rng = random.Random(next(enums))
+        words = [f"{i}-{rng.getrandbits(64):x}" for i in range(ENUM_SIZE)]
+        began = time.perf_counter()
+        await engine.async_generate("Data: ", {"json_schema": {"enum": words}, "max_new_tokens": 1})
+        compile_seconds.append(time.perf_counter() - began)
+
+    for number in range(2 * rounds):
+        name = ("quiet", "compiling")[number % 2]
+        moments: list[list[float]] = [[] for _ in range(4)]
+        running = [asyncio.ensure_future(neighbour(times)) for times in moments]
+        while min(map(len, moments)) < 20:
+            await asyncio.sleep(0.002)
+        if name == "compiling":
+            await large_enum()
+        await asyncio.gather(*running)
+        gaps = [later - sooner for times in moments for sooner, later in itertools.pairwise(times[10:])]
+        found[name].append(max(gaps))
+    return {
+        "quiet_largest_s": median(found["quiet"]),
+        "compiling_largest_s": median(found["compiling"]),
+        "compiling_worst_s": percentile(found["compiling"], 100),
+        "ratio": median(found["compiling"]) / median(found["quiet"]),
+        "request_of_new_enum_s": median(compile_seconds),
+        "enum_size": ENUM_SIZE,
+    }
