@@ -52,10 +52,11 @@ class LoraArgs:
         metavar="MODULE",
         many=True,
     )
-    lora_backend: str = flag(
-        "auto",
-        "Kernels of the adapters' products. auto: triton on a GPU, C++ on a CPU; torch_native: plain torch.",
-        choices=("auto", "triton", "cpu", "torch_native"),
+    lora_backend: str | None = flag(
+        None,
+        "Kernels of the adapters' products. torch_native: plain torch; cpu: C++. Left out: triton on a GPU, cpu on a "
+        "CPU.",
+        choices=("triton", "cpu", "torch_native"),
         synonyms={"csgmv": "triton", "torch": "torch_native"},
         unsupported=dict.fromkeys(("flashinfer", "ascend", "triton_v2"), OTHER_BACKENDS),
     )

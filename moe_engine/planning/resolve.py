@@ -207,16 +207,13 @@ def resolve(
     args = with_states(args, model, None if draft is None else draft.config, parallel.topology, record)
     experts = resolve_experts(args, model, record, parallel.topology, dump_directory)
     kv_dtype = _kv_dtype(args, dtype := _dtype(args, model, machine, record), record)
-    _check_quantization(args, model, record)
     lora = resolve_lora(args, model, machine, parallel.topology, dtype, adapters, record)
     model = model.within(context_len := _context_len(args, model, record))
     speculation, drafts = _drafts(args, model, draft, context_len, parallel, record)
     part = _own_part(machine, parallel)
     asked = asked_backends(args) | compiled_rows(args, model, parallel, device, record)
-    local, why = (
-        local_heads(model, parallel.topology.attn_tp_size),
-        why_not_captured(args, part, parallel, experts, model),
-    )
+    local = local_heads(model, parallel.topology.attn_tp_size)
+    why = why_not_captured(args, part, parallel, experts, model)
     kernels = resolve_kernels(args, asked, part, local, drafts, dtype, kv_dtype, why, record)
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     page, size = kernels.page_size, DTYPE_BYTES[dtype]
@@ -363,6 +360,7 @@ def _size_remarks(context_len: int, sizing: Sizing) -> list[str]:
 
 
 def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Record) -> str:
+    _check_quantization(args, model, record)
     asked = args.model.dtype
     dtype = activation_dtype(model, asked, machine.device)
     if asked != "auto":

@@ -80,7 +80,7 @@ def resolve_lora(
         raise ConfigError(
             f"--max-loaded-loras {flags.max_loaded_loras} is less than the {len(adapters)} adapters of --lora-paths"
         )
-    backend = "torch" if flags.lora_backend == "torch_native" else flags.lora_backend
+    backend = "torch" if flags.lora_backend == "torch_native" else flags.lora_backend or "auto"
     try:
         choice = choose_lora(machine.kernel_device, dtype, backend)
     except ValueError as error:

@@ -279,7 +279,7 @@ def test_flags_of_docker_are_named_as_such(name):
     ("text", "words"),
     [
         ("--page-sise 3", "did you mean --page-size?"),
-        ("--enable-foo", "--enable-foo: unknown flag; --help lists all flags"),
+        ("--enable-foo", "--enable-foo: unknown flag (did you mean --enable-lora?); --help lists all flags"),
         ("--m-fraction-static 0.8", "did you mean --mem-fraction-static?"),
         ("--frobnicate", "--frobnicate: unknown flag; --help lists all flags"),
         ("stray", "stray argument"),

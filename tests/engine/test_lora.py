@@ -30,10 +30,10 @@ TIE = 1e-4
 class Served:
     """A checkpoint with three adapters, and transformers' models of base and merged weights."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
+    def __init__(self, kind: str, folder: Path, **more: Any) -> None:
         family, seed = FAMILIES[kind], random.randrange(2**31)
         targets = family["targets"]
-        self.path = make_checkpoint(kind, folder / "base", seed=seed, **family["more"])
+        self.path = make_checkpoint(kind, folder / "base", seed=seed, **family["more"], **more)
         attention = [name for name in targets if name not in ("gate_proj", "up_proj", "down_proj")]
         self.adapters = [
             make_adapter(folder / "a", self.path, targets, 4, seed + 1),

@@ -21,7 +21,7 @@ PREFIX = "base_model.model."
 def make_adapter(
     directory: Path, checkpoint: Path, targets: Sequence[str], rank: int = 4, seed: int = 0, **fields: Any
 ) -> Path:
-    """Writes an adapter of a checkpoint's modules whose names end with `targets`, routed experts excepted.
+    """Writes an adapter of a checkpoint's modules whose names end with `targets`; routed experts and MTP layers have none.
 
     Args:
         fields: of adapter_config.json, such as lora_alpha, use_rslora, rank_pattern, alpha_pattern.
@@ -33,10 +33,13 @@ def make_adapter(
         "rank_pattern": {}, "alpha_pattern": {}, "modules_to_save": None, "use_dora": False, **fields,
     }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(config))
+    num_layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, weight in load_file(checkpoint / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if module.rpartition(".")[2] not in targets or ".experts." in module:
+            continue
+        if int(module.split(".")[2]) >= num_layers:
             continue
         r = _of(config["rank_pattern"], module, rank)
         a = torch.randn(r, weight.shape[1], generator=generator) / math.sqrt(weight.shape[1])
