@@ -21,7 +21,7 @@ PREFIX = "base_model.model."
 def make_adapter(
     directory: Path, checkpoint: Path, targets: Sequence[str], rank: int = 4, seed: int = 0, **fields: Any
 ) -> Path:
-    """Writes an adapter of a checkpoint's modules whose names end with `targets`; routed experts and MTP layers have none.
+    """Writes an adapter of a checkpoint's modules whose names end with `targets`: not of routed experts and MTP layers.
 
     Args:
         fields: of adapter_config.json, such as lora_alpha, use_rslora, rank_pattern, alpha_pattern.
