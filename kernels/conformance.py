@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from moe_engine.kernels.linear.protocol import LinearKernel
     from moe_engine.kernels.linear.reference import TorchLinear
     from moe_engine.kernels.linear.triton_linear import TritonLinear
+    from moe_engine.kernels.lora.cpu import CpuLora
+    from moe_engine.kernels.lora.protocol import LoraKernel
+    from moe_engine.kernels.lora.reference import TorchLora
+    from moe_engine.kernels.lora.triton_lora import TritonLora
     from moe_engine.kernels.ops.cpu import CpuOps
     from moe_engine.kernels.ops.protocol import Ops
     from moe_engine.kernels.ops.reference import TorchOps
@@ -52,3 +56,4 @@ if TYPE_CHECKING:
     OPS: list[Ops] = [TorchOps(), CpuOps(), TritonOps()]
     SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]
     PERMUTATION: list[Permutation] = [TorchPermutation(), CpuPermutation(), TritonPermutation()]
+    LORA: list[LoraKernel] = [TorchLora(), CpuLora(), TritonLora()]

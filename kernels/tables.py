@@ -81,6 +81,7 @@ MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torc
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
+LORA = _rows("lora", "TorchLora", "CpuLora")
 
 _FIXED = ("deterministic",)
 
@@ -117,6 +118,7 @@ EXPERTS.append(
         reads_fp8=_multiplies_fp8,
     )
 )
+LORA.append(Row("triton", "moe_engine.kernels.lora.triton_lora:TritonLora", 20, _triton))
 SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
 
 _ATTENTION = "moe_engine.kernels.attention"
@@ -188,5 +190,6 @@ FAMILIES: dict[str, list[Row]] = {
     "gqa": GQA,
     "sampling": SAMPLING,
     "permutation": PERMUTATION,
+    "lora": LORA,
 }
 """Every family; attention is one per kind."""

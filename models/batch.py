@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.queries import AttentionBatch
+from moe_engine.kernels.lora.protocol import AdapterTokens
 from moe_engine.parallel.step_sizes import StepSizes
 
 
@@ -34,7 +35,8 @@ class ForwardBatch:
     `attention.kv_format`; for a layer with a state the tensors of its parts, see `state`. `attention_plan` is the
     result of the attention backend's `plan` for this step. `sizes` are all ranks' token counts in this step; needed
     with DP attention, also by a rank without tokens. With `windows` the caches of windowed layers have slots of their
-    own. `real`: 0 for tokens that pad a captured step, which choose no expert; None: all are real.
+    own. `real`: 0 for tokens that pad a captured step, which choose no expert; None: all are real. `adapters`: LoRA
+    adapters of the tokens; None: none has one.
     """
 
     input_ids: Tensor  # [T] int64
@@ -47,6 +49,7 @@ class ForwardBatch:
     sizes: StepSizes | None = None
     windows: WindowSlots | None = None
     real: Tensor | None = None  # [T] int32
+    adapters: AdapterTokens | None = None
 
     @classmethod
     def nothing(cls, kv: Sequence[Any], sizes: StepSizes, device: torch.device) -> ForwardBatch:

@@ -1,4 +1,4 @@
-"""Settings of the worker: which steps are captured as CUDA graphs, and which are compiled."""
+"""Settings of the worker: which steps are captured as CUDA graphs, which are compiled, and LoRA adapters."""
 
 from __future__ import annotations
 
@@ -46,3 +46,29 @@ class CompileSettings:
 
     max_tokens: int = 0
     folder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapter:
+    """A LoRA adapter of the launch. `id` is positive and never reused. A `pinned` adapter keeps its slot."""
+
+    id: int
+    name: str
+    path: str
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """LoRA adapters (--enable-lora).
+
+    `num_slots`: adapters in one batch; `rank`: the largest; `targets`: last parts of the names of adapted modules;
+    `max_loaded`: adapters in host memory, None: no limit; `adapters`: loaded at start.
+    """
+
+    num_slots: int
+    rank: int
+    targets: tuple[str, ...]
+    backend: str = "auto"
+    max_loaded: int | None = None
+    adapters: tuple[LoraAdapter, ...] = ()

@@ -23,6 +23,10 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024
 MAX_N = 128
 
+NO_LORA = 0
+"""`Request.lora_id` of the base model."""
+NO_LORA_SLOT = -1
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -255,6 +259,9 @@ class Request:
     extra_key: str | None = None
     seed: int = 0
     """Sampling seed: the client's, or one drawn by the front end."""
+    lora_id: int = NO_LORA
+    """Number of its LoRA adapter; `lora_pinned`: the adapter keeps its slot."""
+    lora_pinned: bool = False
 
     # -- scheduler state
     status: Status = Status.WAITING
@@ -293,6 +300,15 @@ class Request:
     first_token_at: float | None = None
     end_ids: frozenset[int] = frozenset()
     """Tokens that end it: EOS and stop_token_ids, or none with ignore_eos."""
+    lora_slot: int = NO_LORA_SLOT
+    """The adapter's slot while the request holds a row."""
+    lora_waits_since: int = -1
+    """Admissions of requests with adapters before it first waited for a slot; -1: it never did."""
+
+    @property
+    def namespace(self) -> str | tuple[int, str | None] | None:
+        """Namespace of its KV in the prefix cache: requests with different adapters share none."""
+        return self.extra_key if self.lora_id == NO_LORA else (self.lora_id, self.extra_key)
 
     @property
     def num_tokens(self) -> int:
@@ -317,6 +333,8 @@ class NewRow:
     logprobs: LogprobSpec | None = None
     max_length: int | None = None
     """Length, prompt and outputs, at which the request ends; None if the worker does not need it."""
+    lora_slot: int = NO_LORA_SLOT
+    """Slot of its LoRA adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -441,6 +459,8 @@ class StepPlan:
     window_pages: list[int] = field(default_factory=list)
     """New mappings of KV pages to pages of the windowed layers' pool: page, window page, page, ... (first slots). They
     are applied before `new_rows` and `row_writes`."""
+    lora_loads: list[tuple[int, int]] = field(default_factory=list)
+    """LoRA adapters that take a slot before this step: (slot, adapter)."""
 
     @property
     def num_tokens(self) -> int:

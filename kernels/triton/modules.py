@@ -25,6 +25,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.linear.triton_block_gemm",
     f"{_FAMILIES}.linear.triton_fixed_gemm",
     f"{_FAMILIES}.linear.triton_heads",
+    f"{_FAMILIES}.lora.triton_lora",
     f"{_FAMILIES}.ops.triton_absorb",
     f"{_FAMILIES}.ops.triton_combine_norm",
     f"{_FAMILIES}.ops.triton_fp8_cache",

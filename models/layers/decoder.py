@@ -28,6 +28,7 @@ from moe_engine.models.layers.pooler import Pooler
 from moe_engine.models.layers.rope import make_rotary_table
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communication, with_sizes
 from moe_engine.models.layers.stack import LayerStack
+from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
@@ -76,6 +77,8 @@ class Decoder:
         self.stack = self.make_stack(norms[0])
         """All layers as one call, if the kernels support it."""
         self.head = self.make_head(reader, self.embedding)
+        self.adapters: StepAdapters | None = None
+        """LoRA adapters of the step; None: the launch has none."""
         self.weight_bytes = held_bytes(self, shared=parallel)
         """Bytes of weights and tables in the kernels' layouts."""
 
@@ -136,6 +139,14 @@ class Decoder:
         if self.stack is not None:
             self.stack.records_experts = any(moe.records_experts for moe in self.moes)
 
+    def keep_unquantized(self) -> None:
+        """Norms that quantize for their readers also keep the unquantized values, which adapters read."""
+        norms = [self._first_norm]
+        for layer in self.layers:
+            norms += [layer.post_norm, layer.next_norm, *layer.attention.inner_norms]
+        for norm in norms:
+            norm.keep_unquantized()
+
     def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
         """All layers as one call, if the family's kernels support it."""
         return None
@@ -156,13 +167,16 @@ class Decoder:
             batch = with_sizes(batch, self.parallel)
         elif self.backends.regions is not None:
             batch = for_regions(batch, self.backends.regions)
+        if self.adapters is not None:
+            self.adapters.begin(batch.adapters, batch.sizes)
         return self.attention_args(batch)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states after the final norm, [T, D]."""
         self.passes += 1
         args = self.step_args(batch)
-        if self.stack is not None and self.stack.takes(*args):
+        plain = self.adapters is None or not self.adapters.active
+        if self.stack is not None and plain and self.stack.takes(*args):
             return self.stack.forward(*args)
         residual = self.embedding(batch.input_ids)  # [T, D]
         hidden = self._first_norm(residual)

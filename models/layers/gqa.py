@@ -83,6 +83,11 @@ class GQAttention:
             self._k_norm = RMSNorm(self._ops, reader, f"{prefix}.k_norm", gqa.head_dim, config.norm_eps)
 
     @property
+    def inner_norms(self) -> list[RMSNorm]:
+        """Norms whose results linear layers read: none."""
+        return []
+
+    @property
     def input_format(self) -> ActivationFormat:
         """Activation format of the hidden states."""
         return self._qkv.input_format

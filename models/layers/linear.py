@@ -18,6 +18,14 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import WHOLE, Share
 
 
+class Projection(NamedTuple):
+    """A stored matrix: its name, its full shape, and the requested slice."""
+
+    name: str
+    shape: tuple[int, int]
+    cut: Cut = UNCUT
+
+
 class Linear:
     """x [T, K] -> x @ W.T (+ bias) [T, N].
 
@@ -32,12 +40,25 @@ class Linear:
         self._run: Callable[..., Tensor] = kernel.run
         prepare = kernel.prepare if format is None else kernel.capabilities.quantized[type(format)]
         self.weight = prepare(weight, bias)
+        self.parts: tuple[Projection, ...] = ()
+        """The stored matrices whose rows this weight stacks, with this rank's slices; (): not known."""
         self.input_format = kernel.input_format(self.weight)
         """Activation format of x."""
 
     @property
     def num_bytes(self) -> int:
         return self.weight.num_bytes
+
+    def adapt(self, add: Callable[[Tensor, Activation], None]) -> None:
+        """From now on `add(y, x)` changes each result y [T, N] of x in place."""
+        run = self._run
+
+        def adapted(x: Activation, weight: Any) -> Tensor:
+            y = run(x, weight)
+            add(y, x)
+            return y
+
+        self._run = adapted
 
     def __call__(self, x: Activation) -> Tensor:
         return self._run(as_format(x, self.input_format), self.weight)
@@ -83,15 +104,9 @@ def load_linear(
         elif bias:
             reader.skip(part.name + ".bias")
         start = stop
-    return Linear(kernel, weight, biases, format)
-
-
-class Projection(NamedTuple):
-    """A stored matrix: its name, its full shape, and the requested slice."""
-
-    name: str
-    shape: tuple[int, int]
-    cut: Cut = UNCUT
+    linear = Linear(kernel, weight, biases, format)
+    linear.parts = tuple(parts)
+    return linear
 
 
 def format_for(

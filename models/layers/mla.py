@@ -30,9 +30,10 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.cut import Cut
 from moe_engine.models.layers import mla_chunks
-from moe_engine.models.layers.linear import Linear, load_linear
+from moe_engine.models.layers.linear import Linear, Projection, load_linear
 from moe_engine.models.layers.mla_chunks import AttentionChunk, ContextChunk
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.step_adapters import KVBAdapters, StepAdapters
 from moe_engine.models.sharding import local_attention
 from moe_engine.models.sizes import MAX_ABSORBED_TOKENS, MAX_EXPANDED_TOKENS
 from moe_engine.models.weights import WeightSource
@@ -84,6 +85,9 @@ class MLAAttention:
         width, o_proj = whole.num_heads * mla.v_head_dim, [f"{prefix}.o_proj"]
         self._o = load_linear(self._linear, reader, o_proj, [config.hidden_size], width, mla.bias, in_share=self._share)
         self._values_quantized = self._quantize_values()
+        self.adapters: StepAdapters | None = None
+        """LoRA adapters of the step; None: the launch has none."""
+        self.kv_b_adapters: KVBAdapters | None = None
         self.fused = self._fuse()
         """The layer in one call, for steps of few absorbed tokens; None if not supported."""
 
@@ -147,13 +151,30 @@ class MLAAttention:
         per_head = mla.qk_nope_head_dim + mla.v_head_dim
         num_rows = whole.num_heads * per_head
         part = self._share.cut(num_rows)
-        weight = reader.linear(f"{prefix}.kv_b_proj", (num_rows, mla.kv_lora_rank), Cut(part))
+        self.kv_b_part = Projection(f"{prefix}.kv_b_proj", (num_rows, mla.kv_lora_rank), Cut(part))
+        """kv_b as stored, with this rank's rows."""
+        weight = reader.linear(*self.kv_b_part)
         heads = weight.view(mla.num_heads, per_head, mla.kv_lora_rank)
         keys = heads[:, : mla.qk_nope_head_dim].transpose(1, 2).contiguous()  # [H, C, N]
         self._w_uk = self._linear.prepare_heads(keys)
         self._keys = None if self._absorb_and_write is None else keys
         self._w_uv = self._linear.prepare_heads(heads[:, mla.qk_nope_head_dim :].contiguous())  # [H, V, C]
         self._kv_b = Linear(self._linear, weight)
+
+    @property
+    def mla(self) -> MLAConfig:
+        """The attention with this rank's heads."""
+        return self._mla
+
+    @property
+    def inner_norms(self) -> list[RMSNorm]:
+        """Norms whose results linear layers read."""
+        return [] if self._q_norm is None else [self._q_norm]
+
+    @property
+    def _adapted(self) -> bool:
+        """Whether a token of the step has an adapter."""
+        return self.adapters is not None and self.adapters.active
 
     @property
     def input_format(self) -> ActivationFormat:
@@ -170,7 +191,7 @@ class MLAAttention:
         mla, cache = self._mla, self.cache_of(batch)
         chunks = self.chunks(batch) if chunks is None else chunks
         fused, absorbed = self.fused, len(chunks) == 1 and chunks[0].absorbed
-        if fused is not None and absorbed and len(hidden) <= MAX_TOKENS:
+        if fused is not None and absorbed and len(hidden) <= MAX_TOKENS and not self._adapted:
             queries, plan = chunks[0].queries, chunks[0].plan
             # `input_format` has no rows, so that `hidden` is a tensor
             return fused.run(hidden, batch.positions, batch.slots, cache, queries, plan)  # type: ignore[arg-type]
@@ -194,7 +215,7 @@ class MLAAttention:
 
     def before(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: Tensor) -> Tensor:
         """hidden [T, D] -> queries against the latent [T, H, C+R]; writes the tokens' rows to cache[slots]."""
-        if self._absorb_and_write is None or self._keys is None:
+        if self._absorb_and_write is None or self._keys is None or self._adapted:
             return self._absorb(self._enter(hidden, positions, slots, cache))
         q, kv_a = self._project(hidden)
         norm = self._kv_norm
@@ -226,9 +247,12 @@ class MLAAttention:
 
     def after(self, mixed: Tensor) -> Tensor:
         """[T, H, C] -> [T, D]."""
-        if self._values_quantized is not None:
+        if self._values_quantized is not None and not self._adapted:
             return self._o(self._values_quantized(mixed))
-        return self._o(self._linear.run_heads(mixed, self._w_uv).flatten(1))
+        values = self._linear.run_heads(mixed, self._w_uv)
+        if self.kv_b_adapters is not None:
+            self.kv_b_adapters.add_to_values(values, mixed)
+        return self._o(values.flatten(1))
 
     # -- internals
 
@@ -252,15 +276,20 @@ class MLAAttention:
     def _absorbed(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over the latent itself."""
         mixed = self._backend.absorbed(
-            self._absorb(q), cache, chunk.queries, self._scale, chunk.plan, self._mla.kv_lora_rank
+            self._absorb(q, chunk), cache, chunk.queries, self._scale, chunk.plan, self._mla.kv_lora_rank
         )  # [T, H, C]
         self._linear.run_heads(mixed, self._w_uv, out=out)
+        if self.kv_b_adapters is not None:
+            self.kv_b_adapters.add_to_values(out, mixed, chunk)
 
-    def _absorb(self, q: Tensor) -> Tensor:
-        """q [T, H, N+R] -> [T, H, C+R]."""
+    def _absorb(self, q: Tensor, chunk: AttentionChunk | None = None) -> Tensor:
+        """q [T, H, N+R] -> [T, H, C+R]. `chunk`: whose tokens they are; None: all of the step."""
         mla = self._mla
         latent = q.new_empty(q.shape[0], mla.num_heads, mla.cache_width)
         self._linear.run_heads(q[..., : mla.qk_nope_head_dim], self._w_uk, out=latent[..., : mla.kv_lora_rank])
+        if self.kv_b_adapters is not None:
+            nope = q[..., : mla.qk_nope_head_dim]
+            self.kv_b_adapters.add_to_query(latent[..., : mla.kv_lora_rank], nope, chunk)
         latent[..., mla.kv_lora_rank :] = q[..., mla.qk_nope_head_dim :]
         return latent
 
@@ -271,7 +300,7 @@ class MLAAttention:
             self._expanded_in_chunks(q, cache, chunk, out)
             return
         gathered, plan = (queries, chunk.plan) if shared is None else (shared.queries, shared.plan)
-        kv, rope = self._expand(q, cache, gathered, plan, gathered.num_context_tokens)
+        kv, rope = self._expand(q, cache, gathered, plan, gathered.num_context_tokens, chunk)
         attend = backend.expanded if shared is None else self._capabilities.expanded_shared
         assert attend is not None
         out.copy_(attend(q, kv, rope, queries, self._scale, chunk.plan))
@@ -283,7 +312,7 @@ class MLAAttention:
 
         def attend(part: ContextChunk) -> tuple[Tensor, Tensor]:
             """[T, H, V] and its log-sum-exp [T, H], over one context chunk."""
-            kv, rope = self._expand(q, cache, chunk.queries, part.plan, part.num_tokens)
+            kv, rope = self._expand(q, cache, chunk.queries, part.plan, part.num_tokens, chunk)
             return chunks.expanded(q, kv, rope, self._scale, part.plan)
 
         first, *others = chunk.context_chunks
@@ -294,12 +323,16 @@ class MLAAttention:
             chunks.merge(out, lse, *attend(part))
 
     def _expand(
-        self, q: Tensor, cache: Tensor, queries: PagedQueries, plan: Any, num_tokens: int
+        self, q: Tensor, cache: Tensor, queries: PagedQueries, plan: Any, num_tokens: int, chunk: AttentionChunk
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values [S, H, N+V] of the plan's `num_tokens` gathered tokens, and their rotary channels [S, R]."""
+        """Keys and values [S, H, N+V] of the plan's `num_tokens` gathered tokens, which belong to requests of `chunk`,
+        and their rotary channels [S, R]."""
         mla, rows = self._mla, None
         if cache.dtype != q.dtype or num_tokens != queries.num_context_tokens:
             rows = q.new_empty(num_tokens, mla.cache_width)
         context = self._backend.gather_latent(cache, queries, plan, rows, mla.kv_lora_rank)  # [S, C+R]
-        kv = self._kv_b(context[:, : mla.kv_lora_rank]).unflatten(1, (mla.num_heads, -1))
-        return kv, context[:, mla.kv_lora_rank :]
+        latent = context[:, : mla.kv_lora_rank]
+        kv = self._kv_b(latent)
+        if self.kv_b_adapters is not None:
+            self.kv_b_adapters.add_to_context(kv, latent, chunk)
+        return kv.unflatten(1, (mla.num_heads, -1)), context[:, mla.kv_lora_rank :]

@@ -11,6 +11,7 @@ from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.quantization.protocol import Activation, as_format
 from moe_engine.models.layers.linear import load_linear
+from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
@@ -47,6 +48,8 @@ class MLP:
         self.input_format = self._gate_up.input_format
         """Activation format of x."""
         self._fused = kernel.fuse_mlp(self._gate_up.weight, self._down.weight)
+        self.adapters: StepAdapters | None = None
+        """LoRA adapters of the step; None: the launch has none."""
 
     @property
     def weights(self) -> tuple[PreparedLinear, PreparedLinear]:
@@ -75,6 +78,6 @@ class MLP:
         return cls(backends, reader, prefix, hidden, width, bias, tokens=TokenLayout.SHARE)
 
     def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
-        if self._fused is not None:
+        if self._fused is not None and (self.adapters is None or not self.adapters.active):
             return self._fused(as_format(x, self.input_format))
         return self._down(self._silu_and_mul(self._gate_up(x)))

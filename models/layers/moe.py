@@ -34,6 +34,7 @@ from moe_engine.models.cut import Cut
 from moe_engine.models.layers.linear import Projection, empty_weight, format_for
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.overlap_stages import Stages, finish
+from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.load_threads import for_each
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -133,6 +134,8 @@ class MoE:
         self.fused = self._fuse(backends.experts, parallel)
         """The whole layer in one call; None if not supported."""
         self._overlap = parallel.overlap if isinstance(self._routed, DispatchedExperts) else None
+        self.adapters: StepAdapters | None = None
+        """LoRA adapters of the step, of the shared expert; None: the launch has none."""
         self._recorder: ExpertIdsRecorder | None = None
         self._counted_at: CountPlace | None = None
 
@@ -202,13 +205,18 @@ class MoE:
         self._recorder = counter
 
     @property
+    def shared(self) -> MLP | None:
+        """The shared expert."""
+        return self._shared
+
+    @property
     def input_format(self) -> ActivationFormat:
         """Common activation format of the router, the shared expert and the routed experts."""
         shared = () if self._shared is None else (self._shared.input_format,)
         return common_format(UNQUANTIZED, self._routed.input_format, *shared)
 
     def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
-        if self.fused is not None:
+        if self.fused is not None and (self.adapters is None or not self.adapters.active):
             ids = self.expert_ids_buffer(len(x))
             if ids is None:
                 return self.fused.run(x)  # type: ignore[arg-type]  # `input_format` has no rows

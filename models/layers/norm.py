@@ -49,6 +49,11 @@ class RMSNorm:
             self._add_rows = partial(norms.add_rows_rms_norm, format)
             self._choose_add()
 
+    def keep_unquantized(self) -> None:
+        """Results also have the unquantized values from now on."""
+        if self._format.rows:
+            self.feed(self._format, UNQUANTIZED)
+
     def sum_over(self, all_reduce: CustomAllReduce) -> None:
         """From now on `add` gets partial sums of the ranks' rows, and sums them in the same launch."""
         self._all_reduce = all_reduce

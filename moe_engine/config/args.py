@@ -16,6 +16,7 @@ from moe_engine.config.field import FieldInfo, fields_of, option_of
 from moe_engine.config.flags import Parser, add_flags, parse_flags
 from moe_engine.config.graphs import GraphArgs
 from moe_engine.config.logging import LoggingArgs
+from moe_engine.config.lora import LoraArgs
 from moe_engine.config.memory import MemoryArgs
 from moe_engine.config.model import ModelArgs
 from moe_engine.config.parallel import ParallelArgs
@@ -33,6 +34,7 @@ PARTS: dict[str, type] = {
     "graphs": GraphArgs,
     "scheduling": SchedulingArgs,
     "speculative": SpeculativeArgs,
+    "lora": LoraArgs,
     "backends": BackendArgs,
     "logging": LoggingArgs,
     "server": ServerArgs,
@@ -53,6 +55,7 @@ class EngineArgs:
     graphs: GraphArgs = field(default_factory=GraphArgs)
     scheduling: SchedulingArgs = field(default_factory=SchedulingArgs)
     speculative: SpeculativeArgs = field(default_factory=SpeculativeArgs)
+    lora: LoraArgs = field(default_factory=LoraArgs)
     backends: BackendArgs = field(default_factory=BackendArgs)
     logging: LoggingArgs = field(default_factory=LoggingArgs)
     server: ServerArgs = field(default_factory=ServerArgs)

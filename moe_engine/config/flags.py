@@ -19,6 +19,7 @@ GROUPS = {
     "GraphArgs": "CUDA graphs",
     "SchedulingArgs": "scheduling",
     "SpeculativeArgs": "speculative decoding",
+    "LoraArgs": "LoRA adapters",
     "BackendArgs": "backends",
     "LoggingArgs": "logging and metrics",
     "ServerArgs": "server",

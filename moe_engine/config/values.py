@@ -81,8 +81,10 @@ def _convert(info: FieldInfo, value: Any) -> Any:
         raise ConfigError(f"{info.option}: a switch is true or false, not {value!r}")
     if isinstance(value, dict) and info.flag.parse is parse_json_object:
         return json.dumps(value)
+    if info.flag.many and info.type is str and isinstance(value, dict):
+        value = [f"{name}={item}" for name, item in value.items()]
     if info.flag.many and isinstance(value, (list, tuple)):
-        value = " ".join(map(str, value))
+        value = " ".join(json.dumps(item) if isinstance(item, dict) else str(item) for item in value)
     wrong_bool = isinstance(value, bool)
     if info.type is str and info.flag.parse is not None and isinstance(value, int) and not wrong_bool:
         return _parse(info, str(value))  # text that may be a number

@@ -43,6 +43,10 @@ class WriteArgs(msgspec.Struct, forbid_unknown_fields=True):
     parts: list[Any]
 
 
+class LoraId(msgspec.Struct, forbid_unknown_fields=True):
+    lora_id: int
+
+
 class ExpertDumps:
     """Writes dumps of expert counts into the operator's directory, on a thread of its own."""
 

@@ -367,6 +367,8 @@ class EngineCore:
             arrival=message.arrival or time.monotonic(),
             logprobs=logprobs,
             extra_key=message.extra_key,
+            lora_id=message.lora_id,
+            lora_pinned=message.lora_pinned,
             seed=message.seed,
             output_ids=list(message.generated_ids),
             retractions=int(message.num_migrations),

@@ -36,6 +36,9 @@ class AddRequest(Message, tag="add"):
     top_logprobs: int = 0
     token_ids_logprob: list[int] = []
     extra_key: str | None = None
+    lora_id: int = 0
+    """Number of its LoRA adapter; 0: the base model. `lora_pinned`: the adapter keeps its slot."""
+    lora_pinned: bool = False
     arrival: float = 0.0
     routed_dp_rank: int | None = None
     """Scheduler that serves the request; None: chosen by the front end's client."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moe_engine import logs
 from moe_engine.config.parallel import ParallelArgs
-from moe_engine.core.core_methods import ExpertDumps
+from moe_engine.core.core_methods import CoreMethod, ExpertDumps, LoraId
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import StepWorker
@@ -72,8 +72,9 @@ def make_core(
     if config.host_tier_tokens:
         kv_arrivals = KVArrivals(transport.wake)
         worker.on_kv_done(kv_arrivals.report)
+    scheduler = Scheduler(scheduler_config(config))
     return EngineCore(
-        Scheduler(scheduler_config(config)),
+        scheduler,
         driver,
         transport,
         status,
@@ -81,7 +82,7 @@ def make_core(
         eos_token_ids=frozenset(config.model.eos_token_ids),
         overlap=not config.scheduling.disable_overlap_schedule,
         worker_stats=lambda: own | worker.state(),
-        methods={"write_experts": ExpertDumps(config.experts.directory).method()},
+        methods={"write_experts": ExpertDumps(config.experts.directory).method()} | _lora_methods(scheduler),
         check=check,
         dp_sync=dp_sync,
         group=group,
@@ -90,6 +91,11 @@ def make_core(
         grammars=_grammar_compiler(config),
         problem_of=lambda plan: config.limits.problem_of(plan.num_tokens, len(plan.rows)),
     )
+
+
+def _lora_methods(scheduler: Scheduler) -> dict[str, CoreMethod]:
+    slots = scheduler.table.lora
+    return {} if slots is None else {"retire_lora": CoreMethod(lambda args: slots.retire(args.lora_id), LoraId)}
 
 
 def _grammar_compiler(config: ResolvedConfig) -> GrammarCompiler | None:

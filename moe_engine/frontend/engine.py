@@ -29,6 +29,7 @@ from moe_engine.frontend.encoding import EncodeRequest, encode_input
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
 from moe_engine.frontend.profiling import Profiling
+from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.frontend.weight_updates import WeightUpdates
 from moe_engine.planning.launch_flags import launch_flags
@@ -223,6 +224,14 @@ class Engine:
         message. Running requests end first, or are aborted."""
         updated = self._run(self._updates.update(model_path, load_format, weight_version, abort=abort_all_requests))
         return updated.success, updated.message
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterChange:
+        """Loads a LoRA adapter, as `/load_lora_adapter`: `success`, `message` and the loaded `adapters`."""
+        return self._run(self._frontend.adapters.load(lora_name, lora_path, pinned))
+
+    def unload_lora_adapter(self, lora_name: str) -> AdapterChange:
+        """Unloads a LoRA adapter once the requests that use it have ended, as `/unload_lora_adapter`."""
+        return self._run(self._frontend.adapters.unload(lora_name))
 
     def start_profile(self, output_dir: str | None = None, profile_id: str | None = None, **options: Any) -> list[str]:
         """Starts a trace of every rank, as `/start_profile`; the paths. `options`: its other fields."""

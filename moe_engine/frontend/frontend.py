@@ -18,6 +18,7 @@ from moe_engine.frontend.client_api import EngineClient
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.frontend.prepare import BURST, FormatOf, FrontendSettings, Job, Preparer, ReadRequest
+from moe_engine.frontend.served_adapters import ServedAdapters
 from moe_engine.frontend.served_weights import ServedWeights
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import FinishReason
@@ -61,7 +62,8 @@ class Frontend:
         self.weights = ServedWeights(client.info.model_path, self.settings.weight_version)
         self._live: dict[str, _Sequence] = {}
         """By the client's id, from the start of the request until the sequence has ended here."""
-        self._preparer = Preparer(client.info, tokenizer, self.settings)
+        self.adapters = ServedAdapters(client, self.settings.lora)
+        self._preparer = Preparer(client.info, tokenizer, self.settings, self.adapters.choose)
 
     # -- whole requests
 
@@ -115,6 +117,15 @@ class Frontend:
         Raises:
             InputError: one of its ids belongs to a running request.
         """
+        with self.adapters.hold(generation.lora for generation in job.generations) as adapters:
+            for generation in job.generations:
+                if (adapter := adapters.get(generation.lora)) is not None:
+                    generation.request.lora_id, generation.request.lora_pinned = adapter.id, adapter.pinned
+            async with aclosing(self._pieces(job)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _pieces(self, job: Job) -> AsyncGenerator[Piece]:
         sequences = self._enter(job)
         held = await self._hold_weights(job, sequences)
         try:

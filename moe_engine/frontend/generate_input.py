@@ -56,7 +56,9 @@ class GenerateRequest(Struct, kw_only=True):
     image_data: OffOnly = None
     video_data: OffOnly = None
     audio_data: OffOnly = None
-    lora_path: OffOnly = None
+    lora_path: Annotated[
+        str | list[str | None] | None, Meta(description="name of a loaded LoRA adapter; null: the base model")
+    ] = None
     session_params: OffOnly = None
     bootstrap_host: OffOnly = None
     bootstrap_room: OffOnly = None
@@ -86,6 +88,8 @@ class GenerateInput(GenerateRequest, kw_only=True):
     """With `SamplingParams`: whether `max_new_tokens` is the client's own; a default may be reduced."""
     cumulative: bool = True
     """Stream chunks hold the whole output so far, unless the server's settings override it."""
+    model: str | None = None
+    """OpenAI's `model`, which may select a LoRA adapter."""
     pooled: bool = False
     """Asks for the vector of each prompt, not for text; `dimensions`: its first numbers, None for all."""
     dimensions: int | None = None
@@ -105,6 +109,8 @@ class Prompt:
     rid: str
     logprobs: LogprobOptions | None
     extra_key: str | None
+    lora: str | None = None
+    """Name of its LoRA adapter, as `lora_path` gives it."""
     length_asked: bool = True
     """The client chose `max_new_tokens`; a default is reduced to the free room."""
     max_new_tokens: int = field(default=0)
@@ -143,6 +149,7 @@ def split_prompts(
                 rid=rids[i] if rids else uuid.uuid4().hex,
                 logprobs=_logprobs(inp, i, count, is_batch),
                 extra_key=extra_key,
+                lora=_pick(inp.lora_path, i, count, is_batch, "lora_path") or None,
                 length_asked=_length_asked(inp, i),
             )
         )

@@ -70,6 +70,8 @@ class Generation:
         self.logprob_format = logprobs
         self.observed = observed
         self.weight_version = weight_version
+        self.lora: str | None = None
+        """Name of its LoRA adapter."""
         self.tokenizer = tokenizer
         self.text = ""
         self.output_ids: list[int] = []

@@ -25,6 +25,7 @@ from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.grammar_checks import GrammarChecks
 from moe_engine.frontend.logits_fields import complete_sampling
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
+from moe_engine.step_settings import LoraSettings
 from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.structured_output.check_process import CheckSpec
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
@@ -34,10 +35,12 @@ from moe_engine.types import SamplingParams
 
 BULK = (
     "text", "input_ids", "sampling_params", "rid", "extra_key", "token_ids_logprob", "top_logprobs_num",
-    "custom_logit_processor",
+    "custom_logit_processor", "lora_path",
 )  # fmt: skip
 """Fields of a request that its prompts hold."""
 FormatOf = Callable[[LogprobOptions], LogprobFormat]
+ChooseAdapter = Callable[[str | None, str | None], str | None]
+"""The LoRA adapter of (`model`, `lora_path`), see `ServedAdapters.choose`."""
 
 THREAD_CHARS = 4096
 """Requests with more text or token ids are read in a thread, so that they do not block other requests."""
@@ -67,6 +70,7 @@ class FrontendSettings:
     random_seed: int = 0
     """Seed of the generator that draws seeds for requests without one."""
     grammars: GrammarSettings = field(default_factory=GrammarSettings)
+    lora: LoraSettings | None = None
     reasoning_parser: str | None = None
     """Of requests with `require_reasoning`."""
 
@@ -99,12 +103,16 @@ class Preparer:
         info: the engine's limits.
         tokenizer: None with `--skip-tokenizer-init`.
         settings: the operator's choices.
+        choose: the adapter of a prompt.
     """
 
-    def __init__(self, info: EngineInfo, tokenizer: Tokenizer | None, settings: FrontendSettings) -> None:
+    def __init__(
+        self, info: EngineInfo, tokenizer: Tokenizer | None, settings: FrontendSettings, choose: ChooseAdapter
+    ) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self._settings = settings
+        self._choose = choose
         self._seeds = random.Random(settings.random_seed)
         self.grammar_checks = GrammarChecks(_check_spec(info, tokenizer, settings))
         self._numbers = itertools.count(1)
@@ -148,11 +156,13 @@ class Preparer:
                 await self.grammar_checks.check(constraint)
         generations: list[Generation] = []
         for prompt_index, prompt in enumerate(read.prompts):
+            adapter = self._choose(read.inp.model, prompt.lora)
             for copy in range(prompt.sampling.n):
                 seed = seeds[len(generations)]
                 generations.append(
                     self._generation(read.inp, prompt, prompt_index, copy, len(generations), seed, formats)
                 )
+                generations[-1].lora = adapter
                 if len(generations) % BURST == 0:
                     await asyncio.sleep(0)
         is_list = read.is_batch or len(generations) > 1

@@ -12,8 +12,10 @@ DRAFT_WEIGHTS = "draft weights"
 GRAPHS_ROW = "CUDA graphs"
 WINDOWS_ROW = "KV of windows"
 STATES_ROW = "request states"
+LORA_ROW = "LoRA slots"
+LORA_HOST_ROW = "LoRA adapters"
 WEIGHT_ROWS = ("weights", DRAFT_WEIGHTS)
-STATIC_ROWS = (*WEIGHT_ROWS, WINDOWS_ROW, STATES_ROW)
+STATIC_ROWS = (*WEIGHT_ROWS, WINDOWS_ROW, STATES_ROW, LORA_ROW)
 """Rows that --mem-fraction-static counts besides the KV cache."""
 
 SLOT_TOKEN_BYTES = 4

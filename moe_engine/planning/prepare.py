@@ -27,6 +27,7 @@ from moe_engine.planning.draft_model import load_draft
 from moe_engine.planning.machine import Machine, probe_machine
 from moe_engine.planning.remarks import unread_variables
 from moe_engine.planning.resolve import ResolvedConfig, resolve
+from moe_engine.planning.resolve_lora import read_adapters
 from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others
 
 SEED_BITS = 30
@@ -65,6 +66,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         model_path=str(config_folder),
         checkpoint=sums(files, model.num_layers, model.weight_format) if files else None,
         draft=draft,
+        adapters=read_adapters(args, model),
         drawn_seed=secrets.randbits(SEED_BITS),
         place=place,
         dump_directory=recorder_directory(os.environ),

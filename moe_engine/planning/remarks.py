@@ -8,7 +8,9 @@ from ipaddress import ip_address
 
 from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.field import option_of
+from moe_engine.config.lora import LoraArgs
 from moe_engine.parallel.recording.config import DIRECTORY_VARIABLE
+from moe_engine.planning.resolve_lora import is_enabled
 from moe_engine.planning.resolve_parallel import ParallelPlan
 
 DEPENDENTS = {
@@ -87,6 +89,9 @@ def _differing(args: EngineArgs) -> dict[str, str]:
 
 def _dependents(args: EngineArgs) -> Iterator[str]:
     values, typed = args.flat(), _differing(args)
+    if not is_enabled(args):
+        for name in (item.name for item in fields(LoraArgs) if item.name in typed):
+            yield f"{option_of(name)} has no effect without --enable-lora"
     for name, needed in DEPENDENTS.items():
         if name in typed and not values[needed]:
             yield f"{option_of(name)} has no effect without {option_of(needed)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,13 +31,14 @@ from moe_engine.planning.resolve_experts import resolve_experts
 from moe_engine.planning.resolve_graphs import note_graphs, resolve_graphs, why_not_captured
 from moe_engine.planning.resolve_kernels import asked_backends, resolve_kernels
 from moe_engine.planning.resolve_limits import resolve_limits
+from moe_engine.planning.resolve_lora import NamedAdapter, resolve_lora
 from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel, with_dispatch_dtype
 from moe_engine.planning.resolve_pooling import resolve_pooling
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
 from moe_engine.planning.sizing import Sizing, SizingInput, size_memory
 from moe_engine.planning.state_memory import with_states
 from moe_engine.planning.step_limits import StepLimits
-from moe_engine.step_settings import CompileSettings, GraphSettings
+from moe_engine.step_settings import CompileSettings, GraphSettings, LoraSettings
 from moe_engine.types import SpeculationConfig
 
 T = TypeVar("T")
@@ -95,6 +97,8 @@ class ResolvedConfig:
     """Steps that are captured as CUDA graphs."""
     compiled: CompileSettings = field(default_factory=CompileSettings)
     """Steps that torch.compile compiles."""
+    lora: LoraSettings | None = None
+    """LoRA adapters; None: not enabled."""
 
     @property
     def page_size(self) -> int:
@@ -114,6 +118,11 @@ class ResolvedConfig:
     def window(self) -> int:
         """The window that bounds the KV of windowed layers; 0: none does."""
         return self.model.longest_window if self.num_window_slots else 0
+
+    @property
+    def lora_slots(self) -> int:
+        """Different LoRA adapters of a batch; 0: not enabled."""
+        return 0 if self.lora is None else self.lora.num_slots
 
     @property
     def host_tier_tokens(self) -> int:
@@ -171,6 +180,7 @@ def resolve(
     model_path: str = "",
     checkpoint: CheckpointFacts | None = None,
     draft: DraftModel | None = None,
+    adapters: Sequence[NamedAdapter] = (),
     drawn_seed: int = 0,
     place: ClusterPlace | None = None,
     dump_directory: Path = Path(),
@@ -181,6 +191,7 @@ def resolve(
         model_path: local folder of the checkpoint; `args.model.model_path` when empty.
         checkpoint: sums over the weight files, if there are any.
         draft: the model of --speculative-draft-model-path.
+        adapters: of --lora-paths.
         drawn_seed: the seed without --random-seed.
         place: of this process in a SLURM or torchrun launch.
         dump_directory: folder of expert distribution dumps.
@@ -195,24 +206,21 @@ def resolve(
     parallel = resolve_parallel(args, model, device, place, record, machine.unlinked, machine.num_devices)
     args = with_states(args, model, None if draft is None else draft.config, parallel.topology, record)
     experts = resolve_experts(args, model, record, parallel.topology, dump_directory)
-    dtype = _dtype(args, model, machine, record)
-    kv_dtype = _kv_dtype(args, dtype, record)
-    _check_quantization(args, model, record)
+    kv_dtype = _kv_dtype(args, dtype := _dtype(args, model, machine, record), record)
+    lora = resolve_lora(args, model, machine, parallel.topology, dtype, adapters, record)
     model = model.within(context_len := _context_len(args, model, record))
     speculation, drafts = _drafts(args, model, draft, context_len, parallel, record)
-    own_part = _own_part(machine, parallel)
+    part = _own_part(machine, parallel)
     asked = asked_backends(args) | compiled_rows(args, model, parallel, device, record)
-    kernels = resolve_kernels(
-        args, asked, own_part, local_heads(model, parallel.topology.attn_tp_size), drafts, dtype, kv_dtype,
-        why_not_captured(args, own_part, parallel, experts, model), record,
-    )  # fmt: skip
+    local = local_heads(model, parallel.topology.attn_tp_size)
+    why = why_not_captured(args, part, parallel, experts, model)
+    kernels = resolve_kernels(args, asked, part, local, drafts, dtype, kv_dtype, why, record)
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
-    limits = resolve_limits(
-        args, model, own_part, parallel, speculation, context_len, kernels.page_size, DTYPE_BYTES[dtype], record
-    )
-    graphs = resolve_graphs(args, own_part, parallel, speculation, limits, kernels.uncaptured, record)
-    sizing = _size(args, model, own_part, kernels, limits, checkpoint, speculation, drafts, parallel, experts, graphs)
-    graphs = _note_sizes(args, sizing, graphs, own_part, limits, record)
+    page, size = kernels.page_size, DTYPE_BYTES[dtype]
+    limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
+    graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, record)
+    sizing = _size(args, model, part, kernels, limits, checkpoint, speculation, drafts, parallel, experts, graphs, lora)
+    graphs = _note_sizes(args, sizing, graphs, part, limits, record)
     return ResolvedConfig(
         args=_with_demo_parsers(args, path, record),
         parallel=parallel,
@@ -232,7 +240,7 @@ def resolve(
         schedule_conservativeness=_conservativeness(args, parallel, record),
         mem_fraction_static=sizing.mem_fraction_static,
         random_seed=_seed(args, drawn_seed, record),
-        cpu_threads=args.backends.cpu_threads or record.note("cpu_threads", own_part.cores, _cores_reason(parallel)),
+        cpu_threads=args.backends.cpu_threads or record.note("cpu_threads", part.cores, _cores_reason(parallel)),
         ledger=sizing.ledger,
         limits=limits,
         decisions=tuple(record.decisions),
@@ -242,6 +250,7 @@ def resolve(
         experts=experts,
         graphs=graphs,
         compiled=compile_settings(args, speculation, limits.running),
+        lora=lora,
     )
 
 
@@ -351,6 +360,7 @@ def _size_remarks(context_len: int, sizing: Sizing) -> list[str]:
 
 
 def _dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Record) -> str:
+    _check_quantization(args, model, record)
     asked = args.model.dtype
     dtype = activation_dtype(model, asked, machine.device)
     if asked != "auto":
@@ -413,6 +423,7 @@ def _size(
     parallel: ParallelPlan,
     experts: ExpertSettings,
     graphs: GraphSettings,
+    lora: LoraSettings | None,
 ) -> Sizing:
     memory, need = args.memory, kernels.model.need
     return size_memory(
@@ -433,6 +444,7 @@ def _size(
             parallel=parallel,
             experts=experts,
             graphs=graphs,
+            lora=lora,
             tier_ratio=memory.hicache_ratio if memory.enable_hierarchical_cache else 0.0,
             tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
             swa_ratio=0.0 if memory.disable_hybrid_swa_memory else memory.swa_full_tokens_ratio,

@@ -83,6 +83,8 @@ def _obstacles(
     if dispatch is None or dispatch.row.name not in BACKENDS:
         name = "none" if dispatch is None else dispatch.row.name
         yield f"--moe-a2a-backend {name} does not support losing ranks; give {', '.join(BACKENDS)}"
+    if args.lora.enable_lora or args.lora.lora_paths is not None:
+        yield "LoRA adapters are not available yet with it; leave out --enable-lora and --lora-paths"
     if topology.cuts_dense:
         yield "dense layers are sharded over all ranks; give --moe-dense-tp-size 1"
     if not topology.enable_dp_lm_head:

@@ -8,7 +8,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.planning import resolve_pooling
+from moe_engine.planning import resolve_lora, resolve_pooling
 from moe_engine.planning.ledger import GB, GRAPHS_ROW, LedgerRow
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record
@@ -135,6 +135,8 @@ def why_not_captured(
         return resolve_pooling.NOT_CAPTURED
     if model.state_groups:
         return NOT_CAPTURED
+    if resolve_lora.is_enabled(args):
+        return resolve_lora.NOT_CAPTURED
     if len(model.cache_groups) > 1:
         return "layers with different attention windows: a graph has the plan of one"
     return None

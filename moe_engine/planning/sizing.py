@@ -33,12 +33,13 @@ from moe_engine.planning.ledger import (
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve_graphs import graph_row
 from moe_engine.planning.resolve_limits import SMALL_DISPATCH
+from moe_engine.planning.resolve_lora import lora_rows
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.state_memory import state_rows
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.planning.tier_memory import tier_bytes_per_token, tier_reserve, tier_rows, tier_tokens
 from moe_engine.planning.window_memory import INDEXED_WINDOWS, bound_windows, window_bytes_per_token, window_rows
-from moe_engine.step_settings import GraphSettings
+from moe_engine.step_settings import GraphSettings, LoraSettings
 
 CPU_SHARE = 0.8
 """Share of the available memory that an engine on a CPU uses by default; the rest is for other programs."""
@@ -92,6 +93,7 @@ class SizingInput:
     """Slots of windowed layers over those of the others where memory is scarce; 0: no pool of their own."""
     num_window_slots: int = 0
     """Tokens of the pool of windowed layers; 0: they have none of their own."""
+    lora: LoraSettings | None = None
 
     @property
     def page_size(self) -> int:
@@ -158,8 +160,7 @@ def size_memory(given: SizingInput) -> Sizing:
     tokens, reason = _choose_tokens(given, fits)
     if given.mem_fraction is not None and tokens == fits:
         _check_fraction(given, given.mem_fraction, rows)
-    page = given.page_size
-    ids = SLOT_TOKEN_BYTES * (tokens + page)
+    page, ids = given.page_size, SLOT_TOKEN_BYTES * (tokens + given.page_size)
     rows = (*rows, LedgerRow("tokens of slots", ids, "ids beside the KV cache, for penalties"))
     limit, limit_reason = memory_limit(given, rows)
     tier = tier_tokens(given, tokens)
@@ -198,6 +199,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     rows = [
         LedgerRow("weights", weights, detail),
         *_draft_rows(given),
+        *lora_rows(given.lora, model, topology, given.dtype_bytes, given.machine.device),
         LedgerRow("activations", _step_bytes(given), f"a step of {limits.forward_tokens} tokens"),
         _logits_row(given),
         _table_row(given),

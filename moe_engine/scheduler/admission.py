@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.kv_connector import KVConnector
+from moe_engine.scheduler.lora_slots import LoraSlots
 from moe_engine.scheduler.policies import Policy
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 from moe_engine.types import Request, Status
@@ -119,10 +120,13 @@ class PrefillBudget:
 class Admission:
     """Builds prefill batches."""
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, queue: WaitingQueue) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv_cache: KVCacheManager, queue: WaitingQueue, lora: LoraSlots | None = None
+    ) -> None:
         self._config = config
         self._kv_cache = kv_cache
         self._queue = queue
+        self._lora = lora
         self._policy = Policy(config)
 
     def build(
@@ -148,9 +152,13 @@ class Admission:
         budget = PrefillBudget(self._config, self._kv_cache, ratio, running, num_mixed)
         if chunked is not None and not self._continue(chunked, batch, budget, others=num_running > 1):
             return batch
+        barred = False
         if may_admit and not (batch.jobs and budget.exhausted):
             for entry in self._policy.order(self._queue, self._kv_cache.tree):
                 if may_join is not None and not may_join(entry.request):
+                    continue
+                if self._lora is not None and not self._lora.may_join(entry.request, barred):
+                    barred |= self._lora.bars(entry.request)
                     continue
                 if self._is_computed_by(batch, entry):
                     continue
@@ -174,10 +182,10 @@ class Admission:
         least = entry.matched(self._kv_cache.tree).length + SHARED_TOKENS
         if least > entry.limit:
             return False
-        keys, extra_key = entry.prefix_keys[:least], entry.request.extra_key
+        keys, namespace = entry.prefix_keys[:least], entry.request.namespace
         return any(
             job.start + len(job.slots) >= least
-            and job.entry.request.extra_key == extra_key
+            and job.entry.request.namespace == namespace
             and job.entry.prefix_keys[:least] == keys
             for job in batch.jobs
         )
@@ -242,7 +250,7 @@ class Admission:
         count = left if pages <= budget.rem_chunk else config.floor_page(budget.rem_chunk)
         if count <= 0:
             return Blocked.BUDGET
-        node = kv_cache.tree.match(entry.prefix_keys, entry.limit, request.extra_key, entry.matched(kv_cache.tree).node)
+        node = kv_cache.tree.match(entry.prefix_keys, entry.limit, request.namespace, entry.matched(kv_cache.tree).node)
         kv_cache.attach(request, node)
         slots = None
         if alone or budget.has_room(total):  # checked again: locking the prefix reduced the evictable tokens
@@ -253,6 +261,8 @@ class Admission:
         row = kv_cache.rows.take(1)
         assert row is not None
         request.row = row[0]
+        if self._lora is not None:
+            self._lora.take(request)
         is_last = count == left
         batch.jobs.append(PrefillJob(entry, node.end, slots, True, is_last))
         batch.admitted.append(entry)

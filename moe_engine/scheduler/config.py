@@ -53,6 +53,8 @@ class SchedulerConfig:
     """Tokens that windowed layers attend to, the query's included, if their KV is bounded; 0: it is not."""
     num_window_slots: int = 0
     """Size of the pool of windowed layers in tokens, without the dummy page (`types.window_pool_tokens`)."""
+    lora_slots: int = 0
+    """Different LoRA adapters of one batch (``--max-loras-per-batch``); 0: no LoRA."""
     max_consecutive_prefills: int = 32
     """Max prefill-only steps in a row; then running requests get a decode step even if prompts still wait."""
 

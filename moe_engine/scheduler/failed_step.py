@@ -55,6 +55,8 @@ def resend(table: RequestTable, records: Sequence[StepRecord]) -> None:
     rows = {request.row for request in table.live.values()}
     writes = [write for record in records for write in record.row_writes]
     table.row_writes = [write for write in [*writes, *table.row_writes] if write.row in rows]
+    if table.lora is not None:
+        table.lora.repeat([load for record in records for load in record.lora_loads])
     table.kv_cache.repeat_window_pages([page for record in records for page in record.window_pages])
 
 
@@ -72,4 +74,4 @@ def _forget(table: RequestTable, request: Request, start: int) -> None:
     """Removes a prompt's tokens from `start` on from the radix cache, regardless of which request inserted them."""
     tokens = token_run(request, 0, request.num_tokens)
     keys = bigrams(tokens) if table.config.bigram_prefixes else tokens
-    table.kv_cache.tree.forget(keys, start, request.extra_key)
+    table.kv_cache.tree.forget(keys, start, request.namespace)

@@ -110,7 +110,7 @@ class HostTier:
     def _begin(self, entry: Waiting, step: int) -> int:
         """Begins a load; 0 if there is no room."""
         tree = self.tree
-        node = tree.match(entry.prefix_keys, entry.limit, entry.request.extra_key, entry.matched(tree).node)
+        node = tree.match(entry.prefix_keys, entry.limit, entry.request.namespace, entry.matched(tree).node)
         number = self._num_loads + 1
         path = tree.begin_load(node, entry.prefix_keys, entry.limit, number)
         places = [place for part in path for place in part.places or ()]

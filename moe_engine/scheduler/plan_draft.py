@@ -31,6 +31,8 @@ class StepRecord:
     kv_ops: KVOps | None = None
     window_pages: list[int] = field(default_factory=list)
     """As in the plan, to repeat them too."""
+    lora_loads: list[tuple[int, int]] = field(default_factory=list)
+    """As in the plan, to repeat them too."""
     alone: Request | None = None
     """The suspect that runs alone in this step."""
 
@@ -136,6 +138,7 @@ class PlanDraft:
         follow: bool = False,
         kv_ops: KVOps | None = None,
         window_pages: list[int] | None = None,
+        lora_loads: list[tuple[int, int]] | None = None,
     ) -> tuple[StepPlan, StepRecord]:
         """The plan and its record. `follow`: the drafter runs a draft extend. Takes over the lists."""
         speculation = None
@@ -156,13 +159,14 @@ class PlanDraft:
             speculation=speculation,
             kv_ops=kv_ops,
             window_pages=window_pages or [],
+            lora_loads=lora_loads or [],
         )
         rows = self.rows
         if self.prefilled:
             rows = [row for row, samples in zip(self.rows, self.samples) if samples]
         record = StepRecord(number, self.sampled, rows, self.prefilled, self.ended, self.depths, self.num_decodes)
         record.prompt_spans, record.finished_rows, record.row_writes = self.prompt_spans, finished_rows, row_writes
-        record.kv_ops, record.window_pages = kv_ops, plan.window_pages
+        record.kv_ops, record.window_pages, record.lora_loads = kv_ops, plan.window_pages, plan.lora_loads
         return plan, record
 
 
@@ -181,4 +185,5 @@ def _new_row(request: Request, job: PrefillJob) -> NewRow:
         eos_token_ids=request.eos_token_ids,
         logprobs=spec,
         max_length=len(request.prompt_ids) + request.max_new_tokens,
+        lora_slot=request.lora_slot,
     )

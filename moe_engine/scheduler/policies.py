@@ -62,7 +62,7 @@ class Policy:
         for entry in entries:
             if entry.limit < head or entry.matched(tree).length > config.in_batch_check_threshold:
                 continue
-            key = (entry.request.extra_key, tuple(entry.tokens[:head]))
+            key = (entry.request.namespace, tuple(entry.tokens[:head]))
             if key in seen:
                 later.add(entry)
             else:

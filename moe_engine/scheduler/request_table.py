@@ -9,9 +9,10 @@ from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import check_fits, end_ids
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.lora_slots import LoraSlots
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 from moe_engine.scheduler.windowed_kv_cache import WindowedKVCacheManager
-from moe_engine.types import FinishReason, PackedLogprobs, Request, RowWrite, Status
+from moe_engine.types import NO_LORA_SLOT, FinishReason, PackedLogprobs, Request, RowWrite, Status
 
 QUEUE_FULL = "The request queue is full."
 
@@ -27,6 +28,8 @@ class RequestTable:
         self.config = config
         self.kv_cache = WindowedKVCacheManager(config) if config.window else KVCacheManager(config)
         self.queue = WaitingQueue(config)
+        self.lora = LoraSlots(config.lora_slots) if config.lora_slots else None
+        """Slots of LoRA adapters, if the launch has any."""
         self.live: dict[str, Request] = {}
         self.decodes: list[Request] = []
         self.chunked: Waiting | None = None
@@ -52,6 +55,10 @@ class RequestTable:
         """Removes and returns the log-probabilities of a prompt so far."""
         parts = self.prompt_logprobs.pop(rid, None)
         return PackedLogprobs.join(parts) if parts else None
+
+    def take_lora_loads(self) -> list[tuple[int, int]]:
+        """LoRA adapters that take a slot before the next step: (slot, adapter)."""
+        return [] if self.lora is None else self.lora.take_loads()
 
     # -- add
 
@@ -159,11 +166,14 @@ class RequestTable:
             request.row, request.slots, request.num_computed = -1, [], 0
             request.tree_node, request.num_in_tree, request.window_start = None, 0, 0
             request.num_in_flight = request.num_maybe = 0
+            request.lora_slot = NO_LORA_SLOT
             request.status = Status.WAITING
             request.retractions += 1
             self.queue.push(request, front=True)
         self.decodes, self.chunked, self.row_writes = [], None, []
         self.prompt_logprobs.clear()
+        if self.lora is not None:
+            self.lora.start_over()
         self.kv_cache.reset()
 
     def drop_rowless(self) -> None:
@@ -172,6 +182,8 @@ class RequestTable:
 
     def _release_row(self, request: Request) -> None:
         row = request.row
+        if self.lora is not None:
+            self.lora.release(request)
         self.kv_cache.release(request)
         self.finished_rows.append(row)
         self.num_released += 1

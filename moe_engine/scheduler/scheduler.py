@@ -67,7 +67,7 @@ class Scheduler:
         """Of the last plan of `schedule()`."""
         self.totals = Totals()
         self._clock = clock
-        self._admission = Admission(config, self.kv_cache, self.table.queue)
+        self._admission = Admission(config, self.kv_cache, self.table.queue, self.table.lora)
         self._in_flight: deque[StepRecord] = deque()
         self._to_cache: list[Request] = []
         self._prefills_in_a_row = 0
@@ -392,8 +392,8 @@ class Scheduler:
         kv_cache.step += 1
         follow = self.speculator is not None and self._follows(draft, batch)
         kv_ops = self._connector.build_connector_meta() if self._connector is not None else None
-        windows = kv_cache.take_window_pages()
-        plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, kv_ops, windows)
+        more = kv_ops, kv_cache.take_window_pages(), table.take_lora_loads()
+        plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, *more)
         table.row_writes, table.finished_rows, record.alone = [], [], alone
         self._in_flight.append(record)
         self.last_facts = plan_facts(plan, draft, batch, num_before, table)

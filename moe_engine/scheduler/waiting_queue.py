@@ -48,7 +48,7 @@ class Waiting:
     def matched(self, tree: RadixCache) -> Match:
         """The currently cached prefix; the walk starts from the last matched node."""
         if self._version != tree.version:
-            self._match = tree.peek(self.prefix_keys, self.limit, self.request.extra_key, self._match.node)
+            self._match = tree.peek(self.prefix_keys, self.limit, self.request.namespace, self._match.node)
             self._version = tree.version
         return self._match
 

@@ -15,8 +15,9 @@ FREE_PATHS = frozenset({"/", "/docs", "/openapi.json", "/experts"})
 """Pages without served data. /experts prompts for the key and sends it with its requests."""
 
 ADMIN_PATHS = frozenset(
-    {"/flush_cache", "/abort_request", "/configure_logging", "/set_internal_state", "/start_profile", "/stop_profile"}
-)
+    {"/flush_cache", "/abort_request", "/configure_logging", "/set_internal_state", "/start_profile", "/stop_profile",
+     "/load_lora_adapter", "/unload_lora_adapter"}
+)  # fmt: skip
 ADMIN_PREFIXES = (
     *("/update_weight", "/init_weights", "/release_memory", "/resume_memory", "/pause_", "/continue_"),
     *("/start_expert_", "/stop_expert_", "/dump_expert_"),

@@ -40,7 +40,7 @@ class EmbeddingsApi:
         check_kind(self._state.client.info, pooled=True)
         req = decode_body(body, EmbeddingRequest)
         refuse_unavailable(req)
-        model = self._state.response_model(req.model)
+        model = self._state.base_model(req.model)
         fields = req.prompts() | {"dimensions": req.dimensions}
         inp = encode_input(fields, text_field="input", ids_field="input")
         return Plan(self._state.frontend.read(inp), (req.encoding_format or "float", model))

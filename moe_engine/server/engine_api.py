@@ -1,4 +1,4 @@
-"""Endpoints that call every rank: weight updates, profiling."""
+"""Endpoints that call every rank: weight updates, LoRA adapters, profiling."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from fastapi import Request, Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.profiling import Profiling
+from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.weight_updates import WeightUpdates
 from moe_engine.server.http_io import json_response, read_small
-from moe_engine.server.native_types import ProfileRequest, UpdateWeightsRequest, WeightsUpdated
+from moe_engine.server.native_types import (
+    LoadLoraRequest,
+    LoraChanged,
+    ProfileRequest,
+    UnloadLoraRequest,
+    UpdateWeightsRequest,
+    WeightsUpdated,
+)
 from moe_engine.server.state import ServerState
 
 
@@ -19,6 +27,7 @@ class EngineApi:
     def __init__(self, state: ServerState) -> None:
         self._profiling = Profiling(state.client)
         self._updates = WeightUpdates(state.frontend)
+        self._adapters = state.frontend.adapters
 
     async def update_weights(self, request: Request) -> Response:
         """Replaces the weights by a checkpoint of the same architecture.
@@ -40,6 +49,20 @@ class EngineApi:
             "num_paused_requests": done.num_paused,
         }
         return json_response(answer, 200 if done.success else 400)
+
+    async def load_lora(self, request: Request) -> Response:
+        """Loads a LoRA adapter on every rank; requests may name it afterwards.
+
+        An adapter that cannot be used changes nothing: status 400 with the reason.
+        """
+        asked = await read_small(request, LoadLoraRequest)
+        change = self._adapters.load(asked.lora_name, asked.lora_path, bool(asked.pinned))
+        return _changed(await asyncio.shield(asyncio.ensure_future(change)))  # continues if the client disconnects
+
+    async def unload_lora(self, request: Request) -> Response:
+        """Unloads a LoRA adapter: new requests are refused at once, and running ones end first."""
+        asked = await read_small(request, UnloadLoraRequest)
+        return _changed(await asyncio.shield(asyncio.ensure_future(self._adapters.unload(asked.lora_name))))
 
     async def start_profile(self, request: Request) -> Response:
         """Starts a trace of every rank by torch's profiler.
@@ -65,6 +88,17 @@ class EngineApi:
     async def stop_profile(self, request: Request) -> Response:
         """Ends the traces and writes them. The answer names the files."""
         return _lines("Stop profiling.", await self._profiling.stop())
+
+
+def _changed(change: AdapterChange) -> Response:
+    answer: LoraChanged = {
+        "success": change.success,
+        "message": change.message,
+        "loaded_adapters": change.adapters,
+    }
+    if not change.success:
+        answer["error_message"] = change.message
+    return json_response(answer, 200 if change.success else 400)
 
 
 def _refuse(asked: Any, *names: str) -> None:

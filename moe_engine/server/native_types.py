@@ -40,6 +40,18 @@ class UpdateWeightsRequest(Struct):
     token_step: int | None = None
 
 
+class LoadLoraRequest(Struct):
+    """`lora_path`: an adapter's folder that every node can read."""
+
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+    lora_path: Annotated[str, Meta(min_length=1)]
+    pinned: Annotated[bool | None, Meta(description="true: it keeps its slot")] = None
+
+
+class UnloadLoraRequest(Struct):
+    lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
 class ProfileRequest(Struct):
     """`output_dir`: default $SGLANG_TORCH_PROFILER_DIR, or the system's temporary folder."""
 
@@ -95,6 +107,15 @@ class WeightsUpdated(TypedDict):
     success: bool
     message: str
     num_paused_requests: int
+
+
+class LoraChanged(TypedDict):
+    """`loaded_adapters`: path by name."""
+
+    success: bool
+    message: str
+    loaded_adapters: dict[str, str]
+    error_message: NotRequired[str]
 
 
 class FinishReason(TypedDict, total=False):

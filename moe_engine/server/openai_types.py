@@ -27,7 +27,7 @@ class StreamOptions(msgspec.Struct):
 class CommonRequest(SamplingFields, kw_only=True):
     """Fields common to chat and plain completions. null: the default."""
 
-    model: Annotated[str | None, Meta(description="any name; base:adapter is refused")] = None
+    model: Annotated[str | None, Meta(description="a LoRA adapter's name or base:adapter; else any name")] = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None
@@ -47,7 +47,9 @@ class CommonRequest(SamplingFields, kw_only=True):
     guided_choice: Annotated[Choices, Meta(description="the output is one of these texts")] | None = None
     guided_whitespace_pattern: NotAvailable = None
     structured_outputs: Annotated[dict[str, Any] | None, Meta(description=STRUCTURED_OUTPUTS)] = None
-    lora_path: OffOnly = None
+    lora_path: Annotated[
+        str | list[str | None] | None, Meta(description="name of a loaded LoRA adapter; a list: for each prompt")
+    ] = None
     session_params: OffOnly = None
     return_hidden_states: OffOnly = None
     return_routed_experts: OffOnly = None
@@ -191,6 +193,8 @@ def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field
         stream=req.stream,
         priority=req.priority,
         extra_key=req.extra_key,
+        model=req.model,
+        lora_path=req.lora_path,
         routed_dp_rank=req.routed_dp_rank,
         data_parallel_rank=req.data_parallel_rank,
         cumulative=False,

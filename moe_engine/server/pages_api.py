@@ -24,23 +24,28 @@ class PagesApi:
         self._metrics = metrics
 
     async def models(self, request: Request) -> Response:
-        """The served model."""
-        answer: ModelList = {"object": "list", "data": [self._card()]}
+        """The served model and its LoRA adapters."""
+        adapters = self._state.frontend.adapters.paths
+        cards = [self._card(), *(self._card(name, path) for name, path in adapters.items())]
+        answer: ModelList = {"object": "list", "data": cards}
         return json_response(answer)
 
     async def model(self, request: Request) -> Response:
-        """The served model, by name."""
-        self._state.find_model(request.path_params["model"])
+        """The served model or a LoRA adapter, by name."""
+        name = request.path_params["model"]
+        if (path := self._state.frontend.adapters.paths.get(name)) is not None:
+            return json_response(self._card(name, path))
+        self._state.find_model(name)
         return json_response(self._card())
 
-    def _card(self) -> ModelCard:
+    def _card(self, adapter: str | None = None, path: str = "") -> ModelCard:
         return {
-            "id": self._state.model_name,
+            "id": adapter or self._state.model_name,
             "object": "model",
             "created": int(self._state.started_at),
             "owned_by": "moe-engine",
-            "root": self._state.client.info.model_path,
-            "parent": None,
+            "root": path if adapter else self._state.client.info.model_path,
+            "parent": self._state.model_name if adapter else None,
             "max_model_len": self._state.client.info.context_len,
         }
 

@@ -86,7 +86,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     background: OffOnly = None
     conversation: NotAvailable = None
     prompt: NotAvailable = None
-    lora_path: OffOnly = None
+    lora_path: Annotated[str | None, Meta(description="name of a loaded LoRA adapter")] = None
 
 
 class OutputContent(TypedDict):

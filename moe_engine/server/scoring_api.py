@@ -52,7 +52,7 @@ class ScoringApi:
         """`Plan.options`: whether scores are a softmax, the model's name."""
         req = decode_body(body, ScoreRequest)
         refuse_unavailable(req)
-        model, info = self._state.response_model(req.model), self._state.client.info
+        model, info = self._state.base_model(req.model), self._state.client.info
         texts, ids = _joined(req)
         prompts: dict[str, Any] = {"text": texts, "input_ids": ids, "text_field": "items", "ids_field": "items"}
         if info.pooling is None:
@@ -149,7 +149,7 @@ class ScoringApi:
         check_kind(info, pooled=True)
         req = decode_body(body, ClassifyRequest)
         refuse_unavailable(req)
-        model = self._state.response_model(req.model)
+        model = self._state.base_model(req.model)
         if info.pooling is None or not info.pooling.head:
             raise InputError("/v1/classify needs a classification model; this one has no classes (/v1/embeddings)")
         return Plan(

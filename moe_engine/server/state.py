@@ -41,7 +41,11 @@ class ServerState:
         return self.client.info.served_model_name
 
     def response_model(self, model: str | None) -> str:
-        """The model name of the response: the client's own, as in SGLang.
+        """The model name of the response: the client's own, as in SGLang."""
+        return model or self.model_name
+
+    def base_model(self, model: str | None) -> str:
+        """`response_model` of an endpoint without adapters.
 
         Raises:
             InputError: the name selects a LoRA adapter (`base:adapter`).
@@ -49,11 +53,11 @@ class ServerState:
         if model is not None and ":" in model and model not in self._names:
             base, _, adapter = model.partition(":")
             raise InputError(
-                f"model: {adapter!r:.80} in {model!r:.80} names a LoRA adapter, which is not available yet in "
-                f"moe-engine; send {base!r:.80}",
+                f"model: {adapter!r:.80} in {model!r:.80} names a LoRA adapter, and vectors and scores have none; send "
+                f"{base!r:.80}",
                 field="model",
             )
-        return model or self.model_name
+        return self.response_model(model)
 
     def find_model(self, model: str) -> None:
         """Raises ModelNotFoundError unless it is the served name, the model's path, or "default"."""

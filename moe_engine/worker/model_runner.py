@@ -31,6 +31,7 @@ from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.graphs.step_graphs import StepGraphs, StepShape
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool
+from moe_engine.worker.lora_adapters import LoraAdapters
 from moe_engine.worker.sampling.logits_passes import UNBOUNDED, LogitsPasses
 from moe_engine.worker.sampling.logprobs import PendingLogprobs, PendingPrompt, prompt_logprobs
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
@@ -118,6 +119,7 @@ class ModelRunner:
         self.shared = DPSteps(parallel, stream.device, kv_pool.layers)
         self.speculation: SpeculativeStep | None = None
         self.kv_copies: KVCopies | None = None
+        self.lora: LoraAdapters | None = None
         self.graphs: StepGraphs | None = None
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         rows.edits.custom.group = parallel.attn_tp
@@ -173,6 +175,10 @@ class ModelRunner:
             assert self.kv_copies is not None
             self._phase = "copying KV"
             self.kv_copies.start(plan.kv_ops)
+        if plan.lora_loads:
+            assert self.lora is not None
+            self._phase = "loading adapters into slots"
+            self.lora.fill_slots(plan.lora_loads)
         self._phase = "updating rows"
         if plan.window_pages:
             assert self.rows.windows is not None

@@ -10,6 +10,7 @@ import msgspec
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.worker.eplb.expert_control import ExpertControl
+from moe_engine.worker.lora_adapters import AdapterArgs, AdapterId, LoraAdapters
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.profiler import ProfileArgs, Profiler
 from moe_engine.worker.weight_update import CheckpointArgs, WeightUpdate
@@ -40,6 +41,7 @@ def rank_methods(runner: ModelRunner, experts: ExpertControl, weights: WeightUpd
         "start_profile": RankMethod(profiler.start, ProfileArgs),
         "stop_profile": RankMethod(lambda _: profiler.stop()),
         **({} if weights is None else _weight_methods(weights)),
+        **({} if runner.lora is None else _lora_methods(runner.lora)),
     }
 
 
@@ -50,6 +52,10 @@ def _weight_methods(weights: WeightUpdate) -> dict[str, RankMethod]:
         "commit_weights": RankMethod(lambda _: weights.commit()),
         "discard_weights": RankMethod(lambda _: weights.discard()),
     }
+
+
+def _lora_methods(lora: LoraAdapters) -> dict[str, RankMethod]:
+    return {"load_lora": RankMethod(lora.load, AdapterArgs), "unload_lora": RankMethod(lora.unload, AdapterId)}
 
 
 def run_method(methods: Mapping[str, RankMethod], name: str, args: Mapping[str, Any]) -> Any:

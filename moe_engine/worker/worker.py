@@ -32,6 +32,7 @@ from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.batch.mla_form import form_policy
 from moe_engine.worker.batch.request_rows import RequestRows
+from moe_engine.worker.batch.row_adapters import RowAdapters
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.eplb.expert_setup import attach_experts, with_experts
@@ -40,6 +41,7 @@ from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_copies import Listener
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
 from moe_engine.worker.kv_cache.state_pool import StatePool
+from moe_engine.worker.lora_adapters import LoraAdapters
 from moe_engine.worker.model_runner import ModelRunner, PendingResult
 from moe_engine.worker.options import WorkerOptions
 from moe_engine.worker.pooling import PoolingRunner
@@ -205,7 +207,7 @@ def physical_cores() -> int:
 
 def kernels_for(plan: KernelPlan, options: WorkerOptions, regions: Regions | None = None) -> Backends:
     """The built kernels of the model, or of its draft model."""
-    fused = not options.disable_shared_experts_fusion
+    fused = not options.disable_shared_experts_fusion and options.lora is None  # adapters are joined to linear layers
     return replace(build_backends(plan), regions=regions, fuse_shared_experts=fused)
 
 
@@ -259,6 +261,10 @@ def _prepare(
     )  # fmt: skip
     if options.host_tier_tokens:
         runner.kv_copies = copies_class(options.kv_connector)(pool, options.host_tier_tokens, stream)
+    if options.lora is not None:
+        assert isinstance(model, Decoder)
+        runner.lora = LoraAdapters(model, config, options.lora, stream)
+        rows.adapters = RowAdapters(options.max_rows, stream)
     draft_bytes = 0
     if speculation is not None:
         drafts = options.kernels.draft

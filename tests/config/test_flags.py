@@ -129,7 +129,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--enable-symm-mem", "--enable-symm-mem: not supported yet: further forms"),
         ("--speculative-algorithm EAGLE3", "EAGLE draft heads"),
         ("--moe-a2a-backend mooncake", "more dispatch backends"),
-        ("--lora-paths a b", "--lora-paths a b: not supported yet"),
+        ("--lora-backend ascend", "other LoRA backends"),
         ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prefill"),
         ("--disaggregation-mode decode", "prefill-decode disaggregation"),
         ("--hicache-storage-backend file", "hierarchical KV cache"),
@@ -205,8 +205,6 @@ def test_a_refusal_recommends_nothing_that_is_refused(name):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--max-loras-per-batch 8", "LoRA adapters"),
-        ("--lora-backend triton", "LoRA adapters"),
         ("--hicache-mem-layout layer_first", "hierarchical KV cache"),
         ("--disaggregation-transfer-backend mooncake", "prefill-decode disaggregation"),
         ("--ds-heavy-token-num 256", "removed from SGLang too"),
@@ -283,7 +281,7 @@ def test_flags_of_docker_are_named_as_such(name):
     ("text", "words"),
     [
         ("--page-sise 3", "did you mean --page-size?"),
-        ("--enable-foo", "--enable-foo: unknown flag; --help lists all flags"),
+        ("--enable-foo", "--enable-foo: unknown flag (did you mean --enable-lora?); --help lists all flags"),
         ("--m-fraction-static 0.8", "did you mean --mem-fraction-static?"),
         ("--frobnicate", "--frobnicate: unknown flag; --help lists all flags"),
         ("stray", "stray argument"),

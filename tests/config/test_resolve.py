@@ -10,6 +10,7 @@ from moe_engine.config.args import PARTS, EngineArgs
 from moe_engine.config.experts import ExpertArgs
 from moe_engine.config.field import fields_of
 from moe_engine.config.graphs import GraphArgs
+from moe_engine.config.lora import LoraArgs
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.speculative import SpeculativeArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
@@ -49,7 +50,7 @@ def test_nothing_stays_auto(resolved):
                 "quantization", "torch_compile_cache_dir", "timeout_graceful_shutdown",
                 "constrained_json_whitespace_pattern", "ssl_certfile", "ssl_keyfile", "bucket_time_to_first_token",
                 "bucket_inter_token_latency", "bucket_e2e_request_latency"}  # fmt: skip
-    for part in (SpeculativeArgs, ParallelArgs, ExpertArgs, GraphArgs):  # they ask for nothing
+    for part in (SpeculativeArgs, ParallelArgs, ExpertArgs, GraphArgs, LoraArgs):  # they ask for nothing
         may_stay |= {info.name for info in fields_of(part)}
     for part in PARTS.values():
         for info in fields_of(part):

@@ -18,7 +18,7 @@ import pytest
 
 import moe_engine
 from moe_engine import Engine
-from moe_engine.errors import ConfigError, EngineDeadError, InputError
+from moe_engine.errors import CheckpointError, ConfigError, EngineDeadError, InputError
 from tests.models.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
@@ -96,7 +96,9 @@ def test_input_errors_name_the_field(engine: Engine) -> None:
         engine.generate()
     with pytest.raises(InputError, match=r"^prompt: expected a string or a list of strings, got tuple"):
         engine.generate(("a", "b"))  # type: ignore[arg-type]
-    for field, value in (("lora_path", "a"), ("image_data", ["x.png"]), ("return_hidden_states", True)):
+    with pytest.raises(InputError, match="runs without --enable-lora"):
+        engine.generate("hello", GREEDY, lora_path="a")
+    for field, value in (("image_data", ["x.png"]), ("return_hidden_states", True)):
         with pytest.raises(InputError, match=f"{field}: not available yet"):
             engine.generate("hello", GREEDY, **{field: value})
         engine.generate("hello", GREEDY, **{field: None})
@@ -108,7 +110,7 @@ def test_input_errors_name_the_field(engine: Engine) -> None:
 
 
 def test_flags_are_those_of_the_server(checkpoint: Path) -> None:
-    with pytest.raises(ConfigError, match=r"lora-paths.*not supported yet"):
+    with pytest.raises(CheckpointError, match=r"adapter/adapter_config.json: No such file"):
         Engine(model_path=str(checkpoint), lora_paths="adapter")
     with pytest.raises(ConfigError, match="page_sise"):
         Engine(model_path=str(checkpoint), page_sise=4)

@@ -90,7 +90,7 @@ NATIVE = [
     ({"text": "a", "priority": "high"}, "priority: expected an integer"),
     ({"text": "a", "extra_key": 5}, "extra_key: expected a string"),
     ({"text": "a", "image_data": "x"}, "image_data: not available yet"),
-    ({"text": "a", "lora_path": "x"}, "lora_path: not available yet"),
+    ({"text": "a", "lora_path": "x"}, "lora_path: 'x': names a LoRA adapter, and this server runs without"),
     ({"text": "a", "data_parallel_rank": 3}, "routed_dp_rank 3: this server has one data-parallel rank, 0"),
     ({"text": "a", "routed_dp_rank": "x"}, "routed_dp_rank: expected"),
 ]
@@ -191,7 +191,7 @@ OPENAI = [
     ("completions", {"prompt": [[5], [5] * 256]}, "prompt[1]", "The input (256 tokens) is longer than"),
     ("completions", {"prompt": "a", "n": 2, "best_of": 3}, "best_of", "values above n"),
     ("completions", {"prompt": "a", "best_of": "x"}, "best_of", "best_of: expected an integer, got 'x'"),
-    ("completions", {"prompt": "a", "lora_path": "x"}, "lora_path", "not available yet"),
+    ("completions", {"prompt": "a", "lora_path": "x"}, "lora_path", "runs without --enable-lora"),
     ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "expected an integer as each key"),
 ]
 
@@ -276,8 +276,8 @@ def test_any_model_name_is_accepted_and_echoed(path):
     assert post(client, path, body).json()["model"] == "tiny"
     refused = post(client, path, {**body, "model": "tiny:french"})
     assert refused.status_code == 400
-    assert "'french' in 'tiny:french' names a LoRA adapter, which is not available yet" in refused.json()["message"]
-    assert "send 'tiny'" in refused.json()["message"] and refused.json()["param"] == "model"
+    assert "'french' in 'tiny:french': names a LoRA adapter, and this server runs without" in refused.json()["message"]
+    assert refused.json()["param"] == "model"
 
 
 def test_unknown_models_are_not_listed():

@@ -47,10 +47,12 @@ def test_what_changes_the_engine():
         "/abort_request",
         "/dump_expert_distribution_record",
         "/flush_cache",
+        "/load_lora_adapter",
         "/start_expert_distribution_record",
         "/start_profile",
         "/stop_expert_distribution_record",
         "/stop_profile",
+        "/unload_lora_adapter",
         "/update_weights_from_disk",
     ]
 

@@ -50,7 +50,8 @@ def exercise(config: ResolvedConfig, backends: Backends, sizes: Iterable[StepSiz
         sizes: default: those of `step_sizes`.
     """
     dtype = getattr(torch, config.dtype)
-    backends = replace(backends, fuse_shared_experts=not config.args.parallel.disable_shared_experts_fusion)
+    fused = not config.args.parallel.disable_shared_experts_fusion and config.lora is None
+    backends = replace(backends, fuse_shared_experts=fused)
     parallel = _parallel(config, dtype)
     cut = one_layer_of_each(config.model)
     model = load_model(

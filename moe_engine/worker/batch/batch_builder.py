@@ -143,6 +143,7 @@ class BatchBuilder:
             offsets=same.offsets,
             flat=flat,
             windows=None if self._windows is None else self._windows.of(flat),
+            adapters=None if self._rows.adapters is None else self._rows.adapters.of(same.rows),
         )
 
     # -- any plan
@@ -238,6 +239,7 @@ class BatchBuilder:
             offsets=offsets,
             flat=flat_device,
             windows=None if self._windows is None else self._windows.of(flat_device),
+            adapters=None if self._rows.adapters is None else self._rows.adapters.of(rows[owner]),
         )
 
     def _upload_masks(self, visible: np.ndarray, num_tokens: int) -> Tensor:

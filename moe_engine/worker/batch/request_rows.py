@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moe_engine.types import LogprobSpec, NewRow, RowWrite, row_width
 from moe_engine.worker.batch.device_int_table import DeviceIntTable
+from moe_engine.worker.batch.row_adapters import RowAdapters
 from moe_engine.worker.batch.slot_tokens import SlotTokens
 from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.batch.window_table import WindowTable
@@ -61,6 +62,8 @@ class RequestRows:
         """The table of windowed layers, if their KV is bounded (`bound_windows`)."""
         self.states: StatePool | None = None
         """The states of requests, if layers of the model have one."""
+        self.adapters: RowAdapters | None = None
+        """LoRA adapters of rows; None without --enable-lora."""
         self.history = TokenBuffer(max_rows, width, stream) if num_drafts else None
         self.sampling = SamplingState(max_rows, vocab_size)
         self.edits = LogitsProcessors(vocab_size, self.slot_table, stream)
@@ -80,6 +83,8 @@ class RequestRows:
             self._forget(row)
         for new in new_rows:
             self._enter(new)
+        if self.adapters is not None:
+            self.adapters.enter(new_rows)
         if new_rows and self.states is not None:
             self.states.clear([new.row for new in new_rows])
         for write in writes:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.queries import AttentionBatch
+from moe_engine.kernels.lora.protocol import AdapterTokens
 from moe_engine.models.batch import ForwardBatch, WindowSlots
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.sampling.sampler import SampledRows
@@ -37,6 +38,7 @@ class StepBatch:
     offsets: np.ndarray  # [R] int64
     flat: Tensor  # [T] int64: the token's index into the flat slot table
     windows: WindowSlots | None = None
+    adapters: AdapterTokens | None = None
 
     def forward_batch(self, attention_plan: Any, kv: Sequence[Any], sizes: StepSizes | None = None) -> ForwardBatch:
         """The model's input, after the attention backend has planned."""
@@ -50,6 +52,7 @@ class StepBatch:
             kv=kv,
             sizes=sizes,
             windows=self.windows,
+            adapters=self.adapters,
         )
 
 

@@ -94,6 +94,7 @@ class UniformBatches:
             offsets=shape.offsets,
             flat=flat,
             windows=None if self._windows is None else self._windows.of(flat),
+            adapters=None if self._rows.adapters is None else self._rows.adapters.of(shape.sampled_rows),
         )
 
     def chain(self, rows: np.ndarray, rows_device: Tensor, positions: np.ndarray, levels: Sequence[int]) -> ChainSteps:

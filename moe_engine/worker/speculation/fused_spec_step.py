@@ -43,12 +43,14 @@ class FusedStep:
         self._repeated: tuple[np.ndarray, np.ndarray] | None = None
 
     def takes(self, plan_rows: list[int], rows: np.ndarray, num_tokens: int) -> bool:
-        """Whether a step of these decodes, with `num_tokens` tokens in total, can be fused: not with log-probabilities
-        or logits processors."""
+        """Whether a step of these decodes, with `num_tokens` tokens in total, can be fused: not with log-probabilities,
+        logits processors or adapters."""
         if num_tokens > MAX_FUSED_TOKENS or len(rows) > MAX_FUSED_ROWS or not self._is_available():
             return False
         logprobs, edits = self._rows.logprobs, self._rows.edits
         if logprobs and not logprobs.keys().isdisjoint(plan_rows):
+            return False
+        if self._rows.adapters is not None and self._rows.adapters.any(rows):
             return False
         return not (edits.active and edits.wanted[rows].any())
 

@@ -1,0 +1,234 @@
+"""Resolves the flags of LoRA adapters, and the memory of their slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.config.lora import LoraEntry, lora_entries
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.lora.choice import choose_lora
+from moe_engine.models import registry
+from moe_engine.models.config import GQAConfig, ModelConfig
+from moe_engine.models.lora_adapter import TARGETS, Adapter, linear_shapes, read_adapter
+from moe_engine.parallel.topology import Topology
+from moe_engine.planning.ledger import LORA_HOST_ROW, LORA_ROW, LedgerRow
+from moe_engine.planning.machine import Machine
+from moe_engine.planning.resolution_log import Record
+from moe_engine.step_settings import LoraAdapter, LoraSettings
+
+NOT_CAPTURED = "not available yet with --enable-lora"
+ALL = "all"
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+MERGED = (
+    ("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("q_b_proj",), ("kv_b_proj",), ("o_proj",),
+    ("gate_proj", "up_proj"), ("down_proj",),
+)  # fmt: skip
+"""Projections that may be one product: their slots are allocated together."""
+
+
+@dataclass(frozen=True)
+class NamedAdapter:
+    """An adapter of --lora-paths that fits the model."""
+
+    entry: LoraEntry
+    adapter: Adapter
+
+
+def is_enabled(args: EngineArgs) -> bool:
+    return args.lora.enable_lora or args.lora.lora_paths is not None
+
+
+def read_adapters(args: EngineArgs, model: ModelConfig) -> list[NamedAdapter]:
+    """Reads the headers of the adapters of --lora-paths. Raises as `read_adapter`."""
+    return [NamedAdapter(entry, read_adapter(entry.path, model)) for entry in lora_entries(args.lora.lora_paths)]
+
+
+def resolve_lora(
+    args: EngineArgs,
+    model: ModelConfig,
+    machine: Machine,
+    topology: Topology,
+    dtype: str,
+    adapters: Sequence[NamedAdapter],
+    record: Record,
+) -> LoraSettings | None:
+    """None without LoRA.
+
+    Raises:
+        ConfigError: names the flag and the fix.
+    """
+    flags = args.lora
+    if not is_enabled(args):
+        return None
+    record.note("enable_lora", True, "--lora-paths") if not flags.enable_lora else None
+    for complaint in _excluded(args, model):
+        raise ConfigError(complaint)
+    targets = _targets(args, model, adapters, record)
+    rank = _rank(args, adapters, record)
+    _check_groups(model, topology, targets)
+    pinned = sum(named.entry.pinned for named in adapters)
+    if flags.max_loras_per_batch < 1:
+        raise ConfigError(f"--max-loras-per-batch {flags.max_loras_per_batch}: it must be at least 1")
+    if pinned >= flags.max_loras_per_batch:
+        raise ConfigError(
+            f"--lora-paths: {pinned} pinned adapters leave no slot for others (--max-loras-per-batch "
+            f"{flags.max_loras_per_batch}); pin fewer, or raise it"
+        )
+    if flags.max_loaded_loras is not None and flags.max_loaded_loras < max(1, len(adapters)):
+        raise ConfigError(
+            f"--max-loaded-loras {flags.max_loaded_loras} is less than the {len(adapters)} adapters of --lora-paths"
+        )
+    backend = "torch" if flags.lora_backend == "torch_native" else flags.lora_backend or "auto"
+    try:
+        choice = choose_lora(machine.kernel_device, dtype, backend)
+    except ValueError as error:
+        raise ConfigError(f"--lora-backend {flags.lora_backend}: {error}") from None
+    if backend == "auto":
+        record.note("lora_backend", choice.row.name, choice.reason)
+    loaded = tuple(
+        LoraAdapter(number, named.entry.name, str(named.adapter.path.resolve()), named.entry.pinned)
+        for number, named in enumerate(adapters, 1)
+    )
+    return LoraSettings(flags.max_loras_per_batch, rank, targets, backend, flags.max_loaded_loras, loaded)
+
+
+def _excluded(args: EngineArgs, model: ModelConfig) -> Iterator[str]:
+    if not registry.is_built_in(model.architecture):
+        yield f"--enable-lora: {model.architecture} is a model from outside; adapters need a built-in architecture"
+    if model.pooling is not None:
+        yield f"--enable-lora: not available yet for vectors ({model.source} is served for vectors); leave it out"
+    if args.parallel.enable_two_batch_overlap:
+        yield "--enable-two-batch-overlap with --enable-lora: not available yet; drop one"
+    if args.backends.enable_torch_compile:
+        yield "--enable-torch-compile with --enable-lora: compiled layers have no adapters; drop one"
+
+
+def _targets(args: EngineArgs, model: ModelConfig, adapters: Sequence[NamedAdapter], record: Record) -> tuple[str, ...]:
+    asked, used = args.lora.lora_target_modules, {target for named in adapters for target in named.adapter.targets}
+    present = {name.rpartition(".")[2] for name in linear_shapes(model)}
+    if asked is None:
+        if not used:
+            raise ConfigError(
+                "--enable-lora without --lora-paths needs --lora-target-modules (such as q_proj v_proj, or all) and "
+                "--max-lora-rank, so that adapters loaded later fit"
+            )
+        chosen = tuple(name for name in TARGETS if name in used)
+        record.note("lora_target_modules", " ".join(chosen), "those of --lora-paths")
+        return chosen
+    words = asked.replace(",", " ").split()
+    wanted = present if ALL in words else set(words)
+    for word in wanted:
+        if word not in present:
+            able = ", ".join(name for name in TARGETS if name in present)
+            raise ConfigError(
+                f"--lora-target-modules {word}: {model.architecture} has no such module for adapters; it has {able}"
+            )
+    if missing := sorted(used - wanted):
+        raise ConfigError(f"--lora-target-modules {asked}: the adapters of --lora-paths also have {', '.join(missing)}")
+    return tuple(name for name in TARGETS if name in wanted)
+
+
+def _rank(args: EngineArgs, adapters: Sequence[NamedAdapter], record: Record) -> int:
+    asked, largest = args.lora.max_lora_rank, max((named.adapter.rank for named in adapters), default=0)
+    if asked is None:
+        if not largest:
+            raise ConfigError("--enable-lora without --lora-paths needs --max-lora-rank, so that later adapters fit")
+        return record.note("max_lora_rank", largest, "the largest of --lora-paths")
+    if asked < max(1, largest):
+        raise ConfigError(f"--max-lora-rank {asked}: an adapter of --lora-paths has rank {largest}; use at least that")
+    return asked
+
+
+def _check_groups(model: ModelConfig, topology: Topology, targets: Sequence[str]) -> None:
+    """With DP attention each group has its own slots, so a rank must not compute the tokens of other groups."""
+    if topology.attn_dp_size == 1 or not set(targets).intersection(FEED_FORWARD):
+        return
+    fixes = []
+    if topology.cuts_dense and not all(model.moe_layers):
+        fixes.append("--moe-dense-tp-size 1")
+    if not topology.travels and model.moe is not None and model.moe.shared_width and any(model.moe_layers):
+        fixes.append("an --moe-a2a-backend")
+    if fixes:
+        raise ConfigError(
+            f"--attn-dp-size {topology.attn_dp_size}: adapters of feed-forward layers (gate_proj, up_proj, down_proj) "
+            f"need {' and '.join(fixes)}, so that a rank computes tokens of its own group only; or leave these modules "
+            "out of --lora-target-modules"
+        )
+
+
+# -- memory
+
+
+def lora_rows(
+    settings: LoraSettings | None, model: ModelConfig, topology: Topology, dtype_bytes: int, device: str
+) -> list[LedgerRow]:
+    """Ledger rows of one rank: the slots, and on a CPU the loaded adapters, which share its memory."""
+    if settings is None:
+        return []
+    each = slot_bytes(settings, model, topology, dtype_bytes)
+    detail = f"{settings.num_slots} slots of rank {settings.rank} for {', '.join(settings.targets)}"
+    rows = [LedgerRow(LORA_ROW, settings.num_slots * each, detail)]
+    if device == "cpu":
+        count = settings.max_loaded or max(len(settings.adapters), settings.num_slots)
+        rows.append(LedgerRow(LORA_HOST_ROW, count * each, f"{count} adapters, in memory while they have no slot"))
+    return rows
+
+
+def slot_bytes(settings: LoraSettings, model: ModelConfig, topology: Topology, dtype_bytes: int) -> int:
+    """Bytes of one slot on one rank; as `LoraLayers.num_bytes`, if q and kv_a are separate products."""
+    return dtype_bytes * sum(
+        _product_elements(settings, names, dict(group), model, topology)
+        for group in _modules_by_block(model)
+        for names in _products(model)
+    )
+
+
+def _products(model: ModelConfig) -> Iterator[tuple[str, ...]]:
+    for names in MERGED:
+        if names[0] == "q_proj" and not isinstance(model.attention, GQAConfig):
+            yield ("q_proj",)
+        else:
+            yield names
+
+
+def _modules_by_block(model: ModelConfig) -> Iterator[list[tuple[str, tuple[str, int, int]]]]:
+    """The modules of each attention and feed-forward block, by target: (name, N, K)."""
+    blocks: dict[str, list[tuple[str, tuple[str, int, int]]]] = {}
+    for name, (rows, columns) in linear_shapes(model).items():
+        block, _, target = name.rpartition(".")
+        blocks.setdefault(block, []).append((target, (name, rows, columns)))
+    yield from blocks.values()
+
+
+def _product_elements(
+    settings: LoraSettings,
+    names: tuple[str, ...],
+    block: dict[str, tuple[str, int, int]],
+    model: ModelConfig,
+    topology: Topology,
+) -> int:
+    parts = [name for name in names if name in block]
+    if not set(parts).intersection(settings.targets):
+        return 0
+    widths = [_local_shape(name, *block[name], model, topology) for name in parts]
+    b = sum(rows for rows, _ in widths) * (2 if parts == ["kv_b_proj"] else 1)
+    return settings.rank * (len(parts) * widths[0][1] + b)
+
+
+def _local_shape(
+    target: str, name: str, rows: int, columns: int, model: ModelConfig, topology: Topology
+) -> tuple[int, int]:
+    """N and K of a module on one rank."""
+    attention = model.attention
+    if target in FEED_FORWARD:
+        whole = topology.travels if ".shared_experts." in name else not topology.cuts_dense
+        ranks = 1 if whole else topology.tp_size
+    elif target in ("q_a_proj", "kv_a_proj_with_mqa"):
+        ranks = 1
+    elif target in ("k_proj", "v_proj") and isinstance(attention, GQAConfig):
+        ranks = min(topology.attn_tp_size, attention.num_kv_heads)
+    else:
+        ranks = topology.attn_tp_size
+    return (rows, columns // ranks) if target in ("o_proj", "down_proj") else (rows // ranks, columns)

@@ -1,0 +1,131 @@
+"""LoRA adapters over HTTP: how requests select them, and loading and unloading under traffic."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from moe_engine.step_settings import LoraAdapter, LoraSettings
+from tests.server.fake_engine import FakeClient
+from tests.server.harness import get, post, talk
+
+LORA = LoraSettings(
+    4, 8, ("q_proj",), max_loaded=3, adapters=(LoraAdapter(1, "fr", "/a/fr"), LoraAdapter(2, "de", "/a/de", True))
+)
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "ids"),
+    [
+        ("/generate", {"text": "a"}, [0]),
+        ("/generate", {"text": "a", "lora_path": "fr"}, [1]),
+        ("/generate", {"text": ["a", "b", "c"], "lora_path": ["de", None, "fr"]}, [2, 0, 1]),
+        ("/generate", {"text": ["a", "b"], "lora_path": "de"}, [2, 2]),
+        ("/v1/completions", {"prompt": "a", "model": "tiny:fr"}, [1]),
+        ("/v1/completions", {"prompt": "a", "model": "de"}, [2]),
+        ("/v1/completions", {"prompt": ["a", "b"], "lora_path": ["fr", None]}, [1, 0]),
+        ("/v1/completions", {"prompt": "a", "model": "another", "lora_path": "fr"}, [1]),
+        ("/v1/chat/completions", {**CHAT, "model": "tiny:de"}, [2]),
+        ("/v1/chat/completions", {**CHAT, "lora_path": "fr", "n": 2}, [1, 1]),
+        ("/v1/responses", {"input": "hi", "model": "fr"}, [1]),
+        ("/v1/responses", {"input": "hi", "lora_path": "de"}, [2]),
+        ("/v1/messages", {**CHAT, "max_tokens": 4, "model": "fr"}, [1]),
+    ],
+)
+def test_adapters_of_requests(path: str, body: dict[str, Any], ids: list[int]) -> None:
+    client = FakeClient()
+    response = post(client, path, body, lora=LORA)
+    assert response.status_code == 200, response.text
+    assert sorted(r.lora_id for r in client.requests) == sorted(ids)
+    assert [r.lora_id for r in sorted(client.requests, key=lambda r: int(r.rid.rpartition("-")[2]))] == ids
+    assert all(r.lora_pinned == (r.lora_id == 2) for r in client.requests)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field", "words"),
+    [
+        ("/generate", {"text": "a", "lora_path": "it"}, "lora_path", "'it': no LoRA adapter of this name is loaded"),
+        ("/v1/completions", {"prompt": "a", "model": "tiny:it"}, "model", "loaded: fr, de"),
+        ("/v1/completions", {"prompt": "a", "model": "fr", "lora_path": "de"}, "lora_path", "give one of them"),
+        ("/generate", {"text": ["a", "b"], "lora_path": ["fr"]}, "lora_path", "1 values for 2 prompts"),
+        ("/v1/chat/completions", {**CHAT, "lora_path": ["fr"]}, "lora_path", "a list is for a batch"),
+    ],
+)
+def test_wrong_adapters(path: str, body: dict[str, Any], field: str, words: str) -> None:
+    client = FakeClient()
+    response = post(client, path, body, lora=LORA)
+    assert response.status_code == 400 and words in response.text, response.text
+    assert client.requests == []
+
+
+def test_adapters_are_listed() -> None:
+    cards = get(FakeClient(), "/v1/models", lora=LORA).json()["data"]
+    assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
+        ("tiny", "/models/tiny", None), ("fr", "/a/fr", "tiny"), ("de", "/a/de", "tiny"),
+    ]  # fmt: skip
+    assert get(FakeClient(), "/v1/models/fr", lora=LORA).json()["parent"] == "tiny"
+
+
+class Ranks(FakeClient):
+    """`called`: calls of ranks and schedulers, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[tuple[str, Any]] = []
+
+    async def call(self, method: str, **args: Any) -> list[Any]:
+        self.called.append((method, args.get("lora_id")))
+        return [None]
+
+    async def collective_rpc(self, method: str, args: Any = None, deadline: float = 1.0) -> list[Any]:
+        self.called.append((method, args["lora_id"]))
+        return await super().collective_rpc(method, args, deadline)
+
+
+def test_loading_and_unloading_under_traffic() -> None:
+    client = Ranks()
+    client.delay = 0.005
+
+    async def session(http: httpx.AsyncClient) -> None:
+        async def change(verb: str, **body: Any) -> httpx.Response:
+            return await http.post(f"/{verb}_lora_adapter", json=body)
+
+        running = asyncio.create_task(http.post("/generate", json={"text": "a", "lora_path": "fr"}))
+        while not client.requests:
+            await asyncio.sleep(0)
+        unloading = asyncio.create_task(change("unload", lora_name="fr"))
+        await asyncio.sleep(0.005)
+        assert not unloading.done() and client.called == []  # a request still uses it
+        refused = await http.post("/generate", json={"text": "a", "lora_path": "fr"})
+        assert refused.status_code == 400 and "no LoRA adapter" in refused.text
+        assert (await running).status_code == 200
+        answer = await unloading
+        assert answer.json() == {
+            "success": True, "message": "adapter fr is unloaded", "loaded_adapters": {"de": "/a/de"},
+        }  # fmt: skip
+        assert client.called == [("retire_lora", 1), ("unload_lora", 1)]
+        again = await change("load", lora_name="fr", lora_path="/b/fr")
+        assert again.json()["loaded_adapters"] == {"de": "/a/de", "fr": "/b/fr"}
+        assert client.called[2:] == [("load_lora", 3)]  # a new number: it shares nothing with the old one
+        for body, words in (
+            ({"lora_name": "de", "lora_path": "/x"}, "is loaded already"),
+            ({"lora_name": "tiny", "lora_path": "/x"}, "a name of the base model"),
+        ):
+            wrong = await change("load", **body)
+            assert wrong.status_code == 400 and words in wrong.json()["error_message"]
+        await change("load", lora_name="it", lora_path="/x")
+        full = await change("load", lora_name="es", lora_path="/x")
+        assert full.status_code == 400 and "--max-loaded-loras" in full.json()["error_message"]
+        unknown = await change("unload", lora_name="es")
+        assert unknown.status_code == 400 and "no LoRA adapter" in unknown.json()["error_message"]
+
+    talk(client, session, lora=LORA)
+
+
+def test_without_lora() -> None:
+    answer = post(FakeClient(), "/load_lora_adapter", {"lora_name": "a", "lora_path": "/a"})
+    assert answer.status_code == 400 and "--enable-lora" in answer.json()["error_message"]
