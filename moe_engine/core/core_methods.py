@@ -43,6 +43,12 @@ class WriteArgs(msgspec.Struct, forbid_unknown_fields=True):
     parts: list[Any]
 
 
+class PauseArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """`retract`: running requests give back their KV, and are computed again."""
+
+    retract: bool = False
+
+
 class LoraId(msgspec.Struct, forbid_unknown_fields=True):
     lora_id: int
 

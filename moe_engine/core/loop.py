@@ -18,7 +18,7 @@ import msgspec
 
 from moe_engine.core import messages
 from moe_engine.core.bad_words import BadWords
-from moe_engine.core.core_methods import NO_METHODS, CoreMethod, NoArgs
+from moe_engine.core.core_methods import NO_METHODS, CoreMethod, NoArgs, PauseArgs
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.grammar_queue import GrammarQueue, grammar_of
@@ -29,6 +29,7 @@ from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
 from moe_engine.scheduler.events import RequestEvent
+from moe_engine.scheduler.retraction import retract_all
 from moe_engine.scheduler.scheduler import NEEDS_RESULT, Scheduler
 from moe_engine.structured_output.backend import CompiledGrammar
 from moe_engine.structured_output.compiler import GrammarCompiler
@@ -121,6 +122,8 @@ class EngineCore:
         self._calls: list[tuple[int, PendingCall]] = []  # begun, without a reply yet
         self._methods = {
             "flush_cache": CoreMethod(self._flush_cache),
+            "pause": CoreMethod(self._pause, PauseArgs),
+            "resume": CoreMethod(self._resume),
             "internal_state": CoreMethod(self._internal_state),
             "check_integrity": CoreMethod(lambda _: self._scheduler.check_integrity()),
             "is_idle": CoreMethod(
@@ -130,6 +133,8 @@ class EngineCore:
         }
         self._in_flight: tuple[StepPlan, Future[StepResult]] | None = None
         self._stopping: messages.Shutdown | None = None
+        self._paused = False
+        """No step is planned. Steps of other attention groups are joined."""
         self._busy = False
         self._step_number = 0
         self._status_written = 0.0
@@ -142,9 +147,10 @@ class EngineCore:
             idle = no_steps and not self._grammars
             if self._has_ended(idle):
                 return
-            self._note_busy(not idle)
+            self._note_busy(not idle and not self._paused)
             self._status.write(last_turn=time.monotonic())
             may_wait = (no_steps and (not idle or not self._stopping)) or self._waits_for_kv
+            may_wait = may_wait or (self._paused and self._in_flight is None)
             timeout = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
             for message in self._transport.receive(timeout if may_wait else 0.0):
                 self._handle(message)
@@ -179,7 +185,7 @@ class EngineCore:
 
     def _step(self) -> None:
         hold = self._dp_sync is not None and not self._dp_sync.may_prefill()
-        plan = self._scheduler.schedule(hold)
+        plan = self._scheduler.schedule(hold) if not self._paused else None
         if plan is NEEDS_RESULT:
             self._collect()
             return
@@ -205,8 +211,9 @@ class EngineCore:
         """The plan with all groups' facts; an idle batch to join a step of other groups; None if no group has work."""
         scheduler = self._scheduler
         leaving = self._stopping is not None and not scheduler.table.live and not self._grammars
+        num_waiting = 0 if self._paused else scheduler.num_waiting
         if plan is None:
-            waits_for_turn = scheduler.num_waiting and not dp_sync.may_prefill()
+            waits_for_turn = num_waiting and not dp_sync.may_prefill()
             if not leaving and not waits_for_turn and not dp_sync.is_due():
                 return None
             plan = scheduler.empty_plan()
@@ -216,7 +223,7 @@ class EngineCore:
             prompt_logprobs=about is not None and about.prompt_logprobs,
             first_half=self._first_half(plan),
             num_running=len(scheduler.table.decodes),
-            num_waiting=scheduler.num_waiting,
+            num_waiting=num_waiting,
             leaving=leaving,
         )
         return dp_sync.sync_step(plan, facts)
@@ -278,6 +285,7 @@ class EngineCore:
             self._called(message)
         elif isinstance(message, messages.Shutdown):
             self._stopping = message
+            self._paused = False
             if not message.drain:
                 self._abort_compiling(None, SHUTTING_DOWN)
                 self._publish(self._scheduler.abort_all(SHUTTING_DOWN))
@@ -385,12 +393,23 @@ class EngineCore:
                 self._transport.send(reply)
         self._calls = waiting
 
+    def _pause(self, args: PauseArgs) -> None:
+        """No step of this group's requests runs when the call has returned."""
+        self._collect()
+        self._paused = True
+        if args.retract:
+            retract_all(self._scheduler.table, self._scheduler.totals)
+
+    def _resume(self, _: NoArgs) -> None:
+        self._paused = False
+        self._reporter.restart()
+
     def _flush_cache(self, _: NoArgs) -> bool:
         return self._in_flight is None and self._scheduler.flush_cache()
 
     def _internal_state(self, _: NoArgs) -> dict[str, Any]:
         stats = self._scheduler.stats()
-        state = asdict(stats) | self._reporter.state() | self._worker_stats()
+        state = asdict(stats) | self._reporter.state() | self._worker_stats() | {"paused": self._paused}
         if self._dp_sync is not None:
             state["alive_groups"] = self._dp_sync.num_groups
         if stats.speculation is not None:

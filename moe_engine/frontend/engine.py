@@ -28,6 +28,7 @@ from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.encoding import EncodeRequest, encode_input
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
+from moe_engine.frontend.pausing import PauseMode, Pausing
 from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
@@ -224,6 +225,14 @@ class Engine:
         message. Running requests end first, or are aborted."""
         updated = self._run(self._updates.update(model_path, load_format, weight_version, abort=abort_all_requests))
         return updated.success, updated.message
+
+    def pause_generation(self, mode: PauseMode = "abort") -> int:
+        """Stops computing, as `/pause_generation`: the number of requests that wait for `continue_generation`."""
+        return self._run(Pausing(self._frontend).pause(mode))
+
+    def continue_generation(self) -> None:
+        """Continues after `pause_generation`."""
+        self._run(Pausing(self._frontend).resume())
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterChange:
         """Loads a LoRA adapter, as `/load_lora_adapter`: `success`, `message` and the loaded `adapters`."""

@@ -60,6 +60,8 @@ class Frontend:
         self.settings = settings or FrontendSettings()
         self.observer = observer
         self.weights = ServedWeights(client.info.model_path, self.settings.weight_version)
+        self.paused = False
+        """See `frontend.pausing`."""
         self._live: dict[str, _Sequence] = {}
         """By the client's id, from the start of the request until the sequence has ended here."""
         self.adapters = ServedAdapters(client, self.settings.lora)
@@ -173,6 +175,16 @@ class Frontend:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def weights_changed(self) -> None:
+        """An update replaced the weights of paused requests: their version is that of their last tokens."""
+        for sequence in self._live.values():
+            sequence.generation.weight_version = self.weights.version
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that have begun and not ended."""
+        return len(self._live)
 
     def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None:
         """Aborts every request whose client id starts with `rid`, or all."""

@@ -64,11 +64,11 @@ class ServedWeights:
             self._unused.set()
 
     @asynccontextmanager
-    async def exclusive(self, seconds: float, on_close: Callable[[], None]) -> AsyncIterator[int]:
+    async def exclusive(self, seconds: float | None, on_close: Callable[[], None]) -> AsyncIterator[int]:
         """The time without requests: new ones wait. Yields the number that ran at its beginning.
 
         Args:
-            seconds: for the running requests to end.
+            seconds: for the running requests to end; None: generation is paused, they need not end.
             on_close: called once new requests wait.
 
         Raises:
@@ -78,7 +78,8 @@ class ServedWeights:
         self._open.clear()
         try:
             on_close()
-            await asyncio.wait_for(self._unused.wait(), seconds)
+            if seconds is not None:
+                await asyncio.wait_for(self._unused.wait(), seconds)
             yield running
         finally:
             self._open.set()

@@ -5,6 +5,9 @@
 3. every rank stages the checkpoint in new memory; if one fails, all drop it, and the old weights serve on;
 4. the prefix caches are flushed, and every rank copies the staged weights into place;
 5. waiting requests run with the new weights, version and path.
+
+While generation is paused, nothing is awaited in step 2: requests in the middle of their output are retracted, and
+continue with the new weights behind the tokens that clients have.
 """
 
 from __future__ import annotations
@@ -79,11 +82,16 @@ class WeightUpdates:
         began = time.monotonic()
         _check_memory(await client.collective_rpc("check_weights", args, CHECK_SECONDS))
         try:
-            async with weights.exclusive(self._drain_seconds, self._abort if abort else _nothing):
-                await self._wait_idle()
+            drain = None if self._frontend.paused and not abort else self._drain_seconds
+            async with weights.exclusive(drain, self._abort if abort else _nothing):
+                if drain is None:
+                    await client.call("pause", retract=True)  # their KV is of the old weights
+                else:
+                    await self._wait_idle()
                 await self._stage(args)
                 await self._commit()
                 weights.replace(path, version)
+                self._frontend.weights_changed()
                 paused = weights.num_waiting
         except TimeoutError:
             raise MoeEngineError(

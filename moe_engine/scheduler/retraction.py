@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
+from moe_engine.scheduler.request_table import RequestTable
+from moe_engine.scheduler.stats import Totals
 from moe_engine.types import Request
 
 
@@ -88,3 +90,10 @@ def choose_preempted(
         if room >= need:
             return victims
     return []
+
+
+def retract_all(table: RequestTable, totals: Totals) -> None:
+    """Every running request returns to the queue, for a pause of generation. No step may be in flight."""
+    victims = list(table.in_rows())
+    table.retract(victims)
+    totals.retractions += len(victims)

@@ -171,9 +171,9 @@ class Scheduler:
         return events
 
     def flush_cache(self) -> bool:
-        """Clears the radix cache, only when idle. True if done."""
+        """Clears the radix cache, only when no request is computed. True if done."""
         table = self.table
-        if not self.is_idle():
+        if self._in_flight or self.num_loading or table.num_running:
             logger.warning(log_lines.flush_refused_line(len(table.queue), table.num_running))
             return False
         self.kv_cache.reset()

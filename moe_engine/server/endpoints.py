@@ -38,7 +38,7 @@ UNSUPPORTED_PATHS = (
     "/update_weights", "/update_weights_from_distributed", "/update_weights_from_tensor",
     "/update_weights_from_ipc", "/update_weight_version", "/init_weights_update_group", "/destroy_weights_update_group",
     "/begin_weight_update", "/end_weight_update", "/weights_checker", "/get_weights_by_name",
-    "/release_memory_occupation", "/resume_memory_occupation", "/pause_generation", "/continue_generation",
+    "/release_memory_occupation", "/resume_memory_occupation",
     "/open_session", "/close_session",
     "/configure_logging", "/set_internal_state",
     "/slow_down", "/freeze_gc", "/generate_from_file", "/clear_hicache_storage_backend", "/vertex_generate",
@@ -100,6 +100,8 @@ def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]
     yield Endpoint("/load_lora_adapter", engine.load_lora, "POST", native.LoraChanged, body=native.LoadLoraRequest)
     yield Endpoint("/unload_lora_adapter", engine.unload_lora, "POST", native.LoraChanged,
                    body=native.UnloadLoraRequest)
+    yield Endpoint("/pause_generation", engine.pause, "POST", native.Paused, body=native.PauseRequest)
+    yield Endpoint("/continue_generation", engine.resume, "POST", native.Continued, body=native.ContinueRequest)
     yield Endpoint("/start_profile", engine.start_profile, "GET POST", str, TEXT, body=native.ProfileRequest)
     yield Endpoint("/stop_profile", engine.stop_profile, "GET POST", str, TEXT)
     yield Endpoint("/experts", experts.page, answer=str, media=HTML)

@@ -1,20 +1,26 @@
-"""Endpoints that call every rank: weight updates, LoRA adapters, profiling."""
+"""Endpoints that call every scheduler or rank: weight updates, pauses, LoRA adapters, profiling."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
+from msgspec import Struct
 
 from moe_engine.errors import InputError
+from moe_engine.frontend.pausing import Pausing
 from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.weight_updates import WeightUpdates
 from moe_engine.server.http_io import json_response, read_small
 from moe_engine.server.native_types import (
+    Continued,
+    ContinueRequest,
     LoadLoraRequest,
     LoraChanged,
+    Paused,
+    PauseRequest,
     ProfileRequest,
     UnloadLoraRequest,
     UpdateWeightsRequest,
@@ -22,11 +28,14 @@ from moe_engine.server.native_types import (
 )
 from moe_engine.server.state import ServerState
 
+Body = TypeVar("Body", bound=Struct)
+
 
 class EngineApi:
     def __init__(self, state: ServerState) -> None:
         self._profiling = Profiling(state.client)
         self._updates = WeightUpdates(state.frontend)
+        self._pausing = Pausing(state.frontend)
         self._adapters = state.frontend.adapters
 
     async def update_weights(self, request: Request) -> Response:
@@ -64,14 +73,33 @@ class EngineApi:
         asked = await read_small(request, UnloadLoraRequest)
         return _changed(await asyncio.shield(asyncio.ensure_future(self._adapters.unload(asked.lora_name))))
 
+    async def pause(self, request: Request) -> Response:
+        """Stops computing, until /continue_generation: new requests wait.
+
+        Running requests are aborted (`mode` abort), return to the queue and compute their KV again (retract), or stay
+        where they are (in_place). A weight update while generation is paused replaces the weights of running requests.
+        """
+        mode = (await _read_or_default(request, PauseRequest)).mode
+        count = await asyncio.shield(asyncio.ensure_future(self._pausing.pause(mode)))
+        answer: Paused = {
+            "status": "ok", "message": "Generation paused successfully.", "num_paused_requests": count,
+        }  # fmt: skip
+        return json_response(answer)
+
+    async def resume(self, request: Request) -> Response:
+        """Continues after /pause_generation."""
+        await _read_or_default(request, ContinueRequest)
+        was_paused = await asyncio.shield(asyncio.ensure_future(self._pausing.resume()))
+        message = "Generation continued successfully." if was_paused else "Generation was not paused."
+        answer: Continued = {"status": "ok", "message": message}
+        return json_response(answer)
+
     async def start_profile(self, request: Request) -> Response:
         """Starts a trace of every rank by torch's profiler.
 
         The answer names the files, one for each rank, which are complete after /stop_profile or `num_steps`.
         """
-        asked = ProfileRequest()
-        if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
-            asked = await read_small(request, ProfileRequest)
+        asked = await _read_or_default(request, ProfileRequest)
         _refuse(asked, "start_step", "profile_by_stage", "merge_profiles")
         options = {
             "num_steps": asked.num_steps,
@@ -99,6 +127,13 @@ def _changed(change: AdapterChange) -> Response:
     if not change.success:
         answer["error_message"] = change.message
     return json_response(answer, 200 if change.success else 400)
+
+
+async def _read_or_default(request: Request, kind: type[Body]) -> Body:
+    """The request's body; the default without one."""
+    if request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers:
+        return await read_small(request, kind)
+    return kind()
 
 
 def _refuse(asked: Any, *names: str) -> None:

@@ -40,6 +40,25 @@ class UpdateWeightsRequest(Struct):
     token_step: int | None = None
 
 
+class PauseRequest(Struct):
+    mode: Annotated[Literal["abort", "retract", "in_place"], Meta(description="of running requests")] = "abort"
+
+
+class ContinueRequest(Struct):
+    torch_empty_cache: bool | None = None
+
+
+class Paused(TypedDict):
+    status: str
+    message: str
+    num_paused_requests: int
+
+
+class Continued(TypedDict):
+    status: str
+    message: str
+
+
 class LoadLoraRequest(Struct):
     """`lora_path`: an adapter's folder that every node can read."""
 

@@ -1,0 +1,44 @@
+"""Pauses of generation, for weight updates in the middle of requests (reinforcement learning) and for maintenance.
+
+While generation is paused, schedulers plan no step. Requests that arrive wait in the queue; aborts take effect.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Literal
+
+from moe_engine.frontend.frontend import Frontend
+
+logger = logging.getLogger("moe_engine")
+
+PauseMode = Literal["abort", "retract", "in_place"]
+"""What becomes of running requests: they are aborted; they return to the queue and compute their KV again; they stay
+where they are."""
+
+
+class Pausing:
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def pause(self, mode: PauseMode = "abort") -> int:
+        """Returns once no step runs: the number of requests that wait for `resume`. A second pause may change the mode.
+
+        Raises:
+            EngineDeadError: no scheduler is alive.
+        """
+        frontend = self._frontend
+        if mode == "abort":
+            frontend.abort(all=True, reason="Aborted by a pause of generation")
+        await frontend.client.call("pause", retract=mode == "retract")
+        frontend.paused = True
+        logger.info("Generation is paused (%s); %d requests wait", mode, frontend.num_live)
+        return frontend.num_live
+
+    async def resume(self) -> bool:
+        """False: generation was not paused. Raises EngineDeadError: no scheduler is alive."""
+        was_paused, self._frontend.paused = self._frontend.paused, False
+        await self._frontend.client.call("resume")
+        if was_paused:
+            logger.info("Generation continues")
+        return was_paused

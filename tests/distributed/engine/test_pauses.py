@@ -1,0 +1,121 @@
+"""Pauses of generation: nothing is computed, nothing is lost, and a weight update may replace the weights in the middle
+of answers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine import Engine
+from moe_engine.frontend.pausing import PauseMode, Pausing
+from tests.distributed.engine import test_weight_updates
+from tests.distributed.engine.test_weight_updates import FORMS, SAMPLING, checkpoints, open_engine  # noqa: F401
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+PROMPTS = test_weight_updates.PROMPTS[1:4]
+MANY = 440
+STILL = 0.3
+"""Seconds in which an engine that is not paused makes many tokens."""
+
+
+async def collect(engine: Engine, prompt: list[int], pieces: list[int], **more: Any) -> dict[str, Any]:
+    """The last output of a stream; the number of tokens so far goes to `pieces`."""
+    stream: Any = await engine.async_generate(input_ids=prompt, sampling_params={**SAMPLING, **more}, stream=True)
+    output: dict[str, Any] = {}
+    async for output in stream:
+        pieces.append(len(output["output_ids"]))
+    return output
+
+
+async def begun(pieces: list[int], task: asyncio.Task[Any]) -> None:
+    while not pieces and not task.done():
+        await asyncio.sleep(0.002)
+
+
+async def call(engine: Engine, work: Any) -> Any:
+    """Runs a coroutine on the engine's own loop."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, engine._loop))
+
+
+async def paused_in_the_middle(engine: Engine, mode: PauseMode, work: Any = None) -> list[dict[str, Any]]:
+    """Outputs of requests that a pause of generation finds running, and of one that arrives while it lasts."""
+    pausing, pieces = Pausing(engine._frontend), [[] for _ in PROMPTS]
+    many = {"max_new_tokens": MANY}
+    tasks = [asyncio.create_task(collect(engine, p, n, **many)) for p, n in zip(PROMPTS, pieces)]
+    await begun(pieces[0], tasks[0])
+    waiting = await call(engine, pausing.pause(mode))
+    await asyncio.sleep(0.05)  # pieces on their way
+    before = [len(numbers) for numbers in pieces]
+    late = asyncio.create_task(collect(engine, PROMPTS[0], []))
+    await asyncio.sleep(STILL)
+    assert [len(numbers) for numbers in pieces] == before and not late.done(), "nothing is computed"
+    assert (waiting > 0) == (mode != "abort")
+    states = await call(engine, engine._frontend.client.call("internal_state"))
+    assert all(state["paused"] for state in states) and engine.health().alive
+    if work is not None:
+        await work()
+    assert await call(engine, pausing.resume())
+    return list(await asyncio.gather(*tasks, late))
+
+
+@pytest.mark.parametrize(
+    "form", ["one rank", "dp2", "two replicas", pytest.param("tp2", marks=pytest.mark.exhaustive)]
+)
+def test_answers_are_those_without_a_pause(form: str, checkpoints: dict[str, Path]) -> None:  # noqa: F811
+    with open_engine(checkpoints["old"], **FORMS[form]) as engine:
+        expected: Any = engine.generate(input_ids=PROMPTS, sampling_params={**SAMPLING, "max_new_tokens": MANY})
+        for mode in ("in_place", "retract"):
+            outputs = asyncio.run(paused_in_the_middle(engine, mode))  # type: ignore[arg-type]
+            for output, want in zip(outputs, expected):
+                assert output["output_ids"] == want["output_ids"], (form, mode)
+            assert outputs[-1]["output_ids"] == expected[0]["output_ids"][: SAMPLING["max_new_tokens"]]
+            assert any(output["meta_info"]["num_retractions"] for output in outputs) == (mode == "retract")
+        aborted = asyncio.run(paused_in_the_middle(engine, "abort"))
+        kinds = [output["meta_info"]["finish_reason"]["type"] for output in aborted]
+        assert "abort" in kinds[:-1] and kinds[-1] == "length"
+        assert engine.flush_cache()
+        engine.continue_generation()  # of an engine that runs
+
+
+def test_a_request_that_waits_is_aborted_and_the_cache_is_flushed(checkpoints: dict[str, Path]) -> None:  # noqa: F811
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        assert await loop.run_in_executor(None, engine.flush_cache), "no request holds KV"
+        engine.abort_request("", abort_all=True)
+
+    with open_engine(checkpoints["old"]) as engine:
+        outputs = asyncio.run(paused_in_the_middle(engine, "retract", work))
+        assert {output["meta_info"]["finish_reason"]["type"] for output in outputs if output} == {"abort"}
+
+
+def test_weights_are_replaced_in_the_middle_of_answers(checkpoints: dict[str, Path]) -> None:  # noqa: F811
+    """The tokens behind the pause are those of the new weights, after the tokens before it."""
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        done = await loop.run_in_executor(
+            None, lambda: engine.update_weights_from_disk(str(checkpoints["new"]), weight_version="new")
+        )
+        assert done[0], done
+
+    sampling = {**SAMPLING, "max_new_tokens": MANY}
+    with open_engine(checkpoints["old"]) as engine:
+        old: Any = engine.generate(input_ids=PROMPTS, sampling_params=sampling)
+        outputs = asyncio.run(paused_in_the_middle(engine, "in_place", work))
+        assert all(output["meta_info"]["weight_version"] == "new" for output in outputs)
+        mixed = 0
+        for prompt, output, before in zip(PROMPTS, outputs, old):
+            tokens = output["output_ids"]
+            same = next((i for i, pair in enumerate(zip(tokens, before["output_ids"])) if pair[0] != pair[1]), MANY)
+            mixed += 0 < same < MANY
+            first = max(0, same - 1)
+            again: Any = engine.generate(
+                input_ids=prompt + tokens[:same], sampling_params={**SAMPLING, "max_new_tokens": MANY - same}
+            )
+            assert again["output_ids"] == tokens[same:], first
+        assert mixed, "no request had tokens of both"
+        late: Any = engine.generate(input_ids=PROMPTS[0], sampling_params=SAMPLING)
+        assert outputs[-1]["output_ids"] == late["output_ids"]
