@@ -127,7 +127,8 @@ class LogitsProcessors:
         banned: list[tuple[int, np.ndarray, np.ndarray]] = []
         for index in np.nonzero(self.wanted[rows])[0].tolist():
             edit = self._edits[int(rows[index])]
-            biased.append((index, edit.bias_ids, edit.bias_values))
+            if len(edit.bias_ids):
+                biased.append((index, edit.bias_ids, edit.bias_values))
             if lengths[index] < edit.min_length:
                 banned.append((index, edit.end_ids, edit.bias_values[:0]))
         for places, ids, values in _pieces(biased):

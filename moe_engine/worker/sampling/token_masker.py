@@ -89,26 +89,39 @@ class TokenMasker:
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> None:
         """Masks logits [S, V] in place, in passes over the step's rows in order. Waits for late masks."""
-        places: list[int] = []
-        tables: list[np.ndarray] = []
-        for index in np.flatnonzero(self.rows[rows]).tolist():
-            row = int(rows[index])
-            table = self._static.get(row)
-            if row in self._late_rows:
-                late = self._take_late(row)
-                if late is not None:
-                    table = late if table is None else table & late
-            if table is None:
-                continue
-            if not table.any():  # the request ends, if this position is reached
+        masked = np.flatnonzero(self.rows[rows])
+        if not len(masked):
+            return
+        tables = self._tables(rows[masked].tolist())
+        allows = np.array([table is not None for table in tables], dtype=bool)
+        places = masked[allows]
+        found = np.stack([table for table in tables if table is not None]) if len(places) else None
+        if found is None:
+            return
+        empty = ~found.any(axis=1)
+        if empty.any():
+            for index in places[empty].tolist():  # the request ends, if this position is reached
                 logits[index].fill_(torch.nan)
-                self.errors[row] = NOTHING_ALLOWED
-                continue
-            places.append(index)
-            tables.append(table)
+                self.errors[int(rows[index])] = NOTHING_ALLOWED
+            places, found = places[~empty], found[~empty]
         at_once = max(1, EDIT_BYTES // (MASK_BYTES * self._vocab_size))
         for begin in range(0, len(places), at_once):
-            self._mask(logits, places[begin : begin + at_once], np.stack(tables[begin : begin + at_once]))
+            self._mask(logits, places[begin : begin + at_once].tolist(), found[begin : begin + at_once])
+
+    def _tables(self, rows: list[int]) -> list[np.ndarray | None]:
+        """The masks [B] of rows at their next positions; None: all tokens."""
+        static, late = self._static, self._late_rows
+        if not static and late:
+            return [self._take_late(row) if row in late else None for row in rows]
+        found = []
+        for row in rows:
+            table = static.get(row)
+            if row in late:
+                own = self._take_late(row)
+                if own is not None:
+                    table = own if table is None else table & own
+            found.append(table)
+        return found
 
     def _take_late(self, row: int) -> np.ndarray | None:
         if self._late is None:
@@ -119,16 +132,23 @@ class TokenMasker:
 
     def _mask(self, logits: Tensor, places: list[int], tables: np.ndarray) -> None:
         """Masks the rows `places` of logits; tables [Q, B] uint8."""
-        if self._shifts is None:
-            self._shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
-        packed = self._stream.upload(torch.from_numpy(tables))
-        bits = (packed[:, :, None] >> self._shifts).bitwise_and_(1).view(len(places), -1)
-        forbidden = bits[:, : self._vocab_size] == 0
+        forbidden = self._forbidden(tables)
         if len(places) == len(logits):
             logits.masked_fill_(forbidden, -torch.inf)
             return
         index = self._stream.from_list(places, torch.int64)
         logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))
+
+    def _forbidden(self, tables: np.ndarray) -> Tensor:
+        """tables [Q, B] uint8 -> [Q, V] bool on the device; packed, an upload is an eighth."""
+        if not self._stream.asynchronous:
+            bits = np.unpackbits(~tables, axis=1, bitorder="little")
+            return torch.from_numpy(bits.view(bool))[:, : self._vocab_size]
+        packed = self._stream.upload(torch.from_numpy(tables))
+        if self._shifts is None:
+            self._shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+        bits = (packed[:, :, None] >> self._shifts).bitwise_and_(1).view(len(tables), -1)
+        return bits[:, : self._vocab_size] == 0
 
 
 def static_mask(sampling: SamplingParams, vocab_size: int) -> np.ndarray | None:
