@@ -13,7 +13,8 @@ NAMES = ["name", "age", "tags", "é", "a b", "x", 'q"q', "日本", "back\\slash"
 TEXTS = ["red", "green", 'with "quotes"', "ünïcode", "tab\t", "line\n", "日本語", "", "a/b", "back\\slash", "🙂"]
 PATTERNS = [
     "^[a-z]{2,5}$", "^[a-z]{2,5}(-[0-9]{1,2})?$", "^(ab|cd)+$", "^[A-Z][a-z]{0,6}$", r"^\d{3}-\d{4}$", "^a?b*c{1,3}$",
-    "^[^a-z]{1,4}$", "^(foo|bar|baz qux)$", r"^\w{1,8}$", "^[äöü]{1,3}$", r"^[\"\\/]{1,3}$", r"^-?[0-9]{1,3}(\.[0-9]{1,2})?$",
+    "^[^a-z]{1,4}$", "^(foo|bar|baz qux)$", r"^\w{1,8}$", "^[äöü]{1,3}$", r"^[\"\\/]{1,3}$",
+    r"^-?[0-9]{1,3}(\.[0-9]{1,2})?$",
     "^x$|^yy$", "^.{3}$", r"^\s?[a-f]{2}$", "b{2}", "^ab", "z$", r"^[^\"]{1,5}$",
 ]  # fmt: skip
 FORMATS = ["date", "time", "date-time", "uuid", "ipv4", "ipv6", "email", "hostname", "duration", "uri"]
@@ -210,7 +211,9 @@ def recursive_root(rng: random.Random, depth: int = 2) -> Schema:
 
 
 def without_type(rng: random.Random, depth: int = 2) -> Schema:
-    return rng.choice([{"maxLength": 3}, {"minimum": 5}, {"maxItems": 1}, {"properties": {"a": integer(rng)}}, {}, True])
+    return rng.choice(
+        [{"maxLength": 3}, {"minimum": 5}, {"maxItems": 1}, {"properties": {"a": integer(rng)}}, {}, True]
+    )
 
 
 def annotated(rng: random.Random, depth: int = 2) -> Schema:
@@ -247,7 +250,7 @@ def seldom_enforced(rng: random.Random, depth: int = 2) -> Schema:
             {"$id": "https://example.com/s", "type": "integer", "$anchor": "a", "maximum": 3},
             {"type": "array", "items": [{"const": 1}, {"const": 2}], "additionalItems": False,
              "$schema": "http://json-schema.org/draft-07/schema#"},
-            {"type": "object", "properties": {"a": {"type": "null"}}, "minProperties": 1, "additionalProperties": False},
+            {"properties": {"a": {"const": 1}}, "minProperties": 1, "additionalProperties": False, "type": "object"},
             {"type": "array", "unevaluatedItems": False, "prefixItems": [{"const": 1}]},
             {"type": "object", "dependencies": {"a": ["b"]}, "maxProperties": 2},
             {"type": "string", "contentEncoding": "base64", "maxLength": 4}, {"$dynamicRef": "#x"},

@@ -67,8 +67,8 @@ def problem_of(text: str, schema: Any) -> str | None:
     for name, check in FORMATS.items():
         checker.checks(name, raises=ValueError)(partial(_check, check))
     exact = json.loads(json.dumps(schema), parse_float=_exact)
-    error = jsonschema.exceptions.best_match(kind(exact, format_checker=checker).iter_errors(value))
-    return None if error is None else f"{error.json_path}: {error.message}"
+    wrong = jsonschema.exceptions.best_match(kind(exact, format_checker=checker).iter_errors(value))
+    return None if wrong is None else f"{wrong.json_path}: {wrong.message}"
 
 
 def _check(check: Callable[[str], bool], value: object) -> bool:

@@ -1,4 +1,4 @@
-"""What llguidance compiles and does not enforce: rewritten where that is exact enough to keep outputs valid, else refused.
+"""What llguidance compiles and does not enforce: rewritten where outputs stay valid, else refused.
 
 Both were found by `benchmarks.structured_output`, which finds out whether a new version still needs them.
 
@@ -45,7 +45,7 @@ def _rewritten(schema: Any, root: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     _check_number(schema, root)
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "pattern" and isinstance(value, str):
             found[key] = _pattern(value)
@@ -95,9 +95,8 @@ def _check_number(schema: Mapping[str, Any], root: Any) -> None:
         return
     for word, (bound, excluded), other in (("exclusiveMinimum", low, high), ("exclusiveMaximum", high, low)):
         if excluded and bound == math.trunc(bound):
-            raise GrammarError(
-                f"{word} {bound} is not enforced with the other bound {other[0]}; use {word.removeprefix('exclusive').lower()}"
-            )
+            usual = word.removeprefix("exclusive").lower()
+            raise GrammarError(f"{word} {bound} is not enforced with the other bound {other[0]}; use {usual}")
 
 
 def _parts(schema: Mapping[str, Any], root: Any) -> Iterator[Mapping[str, Any]]:

@@ -142,8 +142,8 @@ class TokenMasker:
     def _forbidden(self, tables: np.ndarray) -> Tensor:
         """tables [Q, B] uint8 -> [Q, V] bool on the device; packed, an upload is an eighth."""
         if not self._stream.asynchronous:
-            bits = np.unpackbits(~tables, axis=1, bitorder="little")
-            return torch.from_numpy(bits.view(bool))[:, : self._vocab_size]
+            unpacked = np.unpackbits(~tables, axis=1, bitorder="little")
+            return torch.from_numpy(unpacked.view(bool))[:, : self._vocab_size]
         packed = self._stream.upload(torch.from_numpy(tables))
         if self._shifts is None:
             self._shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
