@@ -71,9 +71,10 @@ class ServerArgs:
     grammar_backend: str = flag(
         "llguidance",
         "Library that enforces constraints of requests (json_schema, regex, ebnf, structural tags). xgrammar "
-        "and outlines, SGLang's other libraries, select llguidance. none: such requests are refused.",
-        choices=("llguidance", "none"),
-        synonyms={"xgrammar": "llguidance", "outlines": "llguidance"},
+        "needs the extra xgrammar and enforces fewer schemas. outlines selects llguidance. none: such "
+        "requests are refused.",
+        choices=("llguidance", "xgrammar", "none"),
+        synonyms={"outlines": "llguidance"},
     )
     constrained_json_whitespace_pattern: str | None = flag(
         None,

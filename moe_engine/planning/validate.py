@@ -196,6 +196,11 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
     yield from _buckets(args)
     if server.enable_custom_logit_processor and find_spec("dill") is None:
         yield f"--enable-custom-logit-processor: {NO_DILL}"
+    if server.grammar_backend == "xgrammar":
+        if find_spec("xgrammar") is None:
+            yield "--grammar-backend xgrammar: is not installed; pip install '.[xgrammar]', or use llguidance"
+        if server.constrained_json_whitespace_pattern is not None:
+            yield "--constrained-json-whitespace-pattern needs --grammar-backend llguidance: xgrammar has none"
     name = model.served_model_name
     if name is not None and (not name.strip() or ":" in name):
         yield f"--served-model-name {name!r}: must be a name without a colon"

@@ -11,6 +11,11 @@ def open_backend(
     settings: GrammarSettings, tokenizer: Tokenizer, vocab_size: int, eos_ids: tuple[int, ...]
 ) -> GrammarBackend:
     """Args: vocab_size: the model's, which may exceed the tokenizer's."""
+    vocabulary = vocabulary_of(tokenizer, vocab_size, eos_ids)
+    if settings.grammar_backend == "xgrammar":
+        from moe_engine.structured_output.xgrammar_backend import XGrammar
+
+        return XGrammar(vocabulary, settings)
     from moe_engine.structured_output.llguidance_backend import LLGuidance
 
-    return LLGuidance(vocabulary_of(tokenizer, vocab_size, eos_ids), settings)
+    return LLGuidance(vocabulary, settings)

@@ -220,7 +220,7 @@ def test_settings_of_absent_parts_are_noted(text, words):
 
 
 def test_flags_that_describe_this_engine_need_no_note():
-    assert not cli("--pp-size 1 --cpu-offload-gb 0 --radix-eviction-policy lru --grammar-backend xgrammar").notes
+    assert not cli("--pp-size 1 --cpu-offload-gb 0 --radix-eviction-policy lru --grammar-backend outlines").notes
 
 
 # -- suggestions
