@@ -109,7 +109,7 @@ class ChoiceParser:
             deltas += [{"reasoning_content": reasoning}] if reasoning else []
             deltas += self._content(content) if content else []
         if self._tools is not None:
-            deltas += _tool_deltas(*self._tools.finish())
+            deltas += _deltas(self._tools.last_parts())
         return deltas
 
     def finish_reason(self, finish: dict[str, Any] | None) -> str | None:
@@ -145,12 +145,15 @@ class ChoiceParser:
     def _content(self, text: str) -> list[dict[str, Any]]:
         if self._tools is None:
             return [{"content": text}]
-        return _tool_deltas(*self._tools.push(text))
+        return _deltas(self._tools.parts(text))
 
 
-def _tool_deltas(text: str, deltas: list[ToolDelta]) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = [{"content": text}] if text else []
-    for delta in deltas:
+def _deltas(parts: list[str | ToolDelta]) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for delta in parts:
+        if isinstance(delta, str):
+            out.append({"content": delta})
+            continue
         call: dict[str, Any] = {"index": delta.index, "function": {"arguments": delta.arguments}}
         if delta.id is not None:
             call |= {"id": delta.id, "type": "function"}

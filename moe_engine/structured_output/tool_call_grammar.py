@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_engine.structured_output.llguidance_gaps import enforceable
-from moe_engine.structured_output.tool_choice import Calls
+from moe_engine.structured_output.tool_choice import Calls, OneCall
 
 ANY = "(.|\\n)*"
 
@@ -23,9 +23,16 @@ def lark_of_calls(calls: Calls, json_options: Mapping[str, Any], special_ids: Ma
         return "%json " + json.dumps({**enforceable(value), "x-guidance": dict(json_options)})
 
     begin = calls["begin"]
-    one = " | ".join(f"{text(call['begin'])} {schema(call['schema'])} {text(call['end'])}" for call in calls["calls"])
+
+    def head(call: OneCall) -> str:
+        behind = f" NUMBER {text(call['after_number'])}" if "after_number" in call else ""
+        return text(call["begin"]) + behind
+
+    one = " | ".join(f"{head(call)} {schema(call['schema'])} {text(call['end'])}" for call in calls["calls"])
     more = f"({text(calls['between'])} call)*" if calls["several"] else ""
     lines = ["%llguidance {}", f"call: {one}", f"rest: {text(calls['after_begin'])} call {more} {text(calls['end'])}"]
+    if any("after_number" in call for call in calls["calls"]):
+        lines.append("NUMBER: /0|[1-9][0-9]?/")
     if calls["required"]:
         start = f"{text(begin)} rest"
     elif "content" in calls:

@@ -19,10 +19,11 @@ ANY_ARGUMENTS = {"type": "object"}
 
 
 class OneCall(TypedDict):
-    """A call: `begin`, JSON of `schema`, `end`."""
+    """A call: `begin`, JSON of `schema`, `end`. With `after_number`, a number and this text stand behind `begin`."""
 
     name: str
     begin: str
+    after_number: NotRequired[str]
     schema: Any
     end: str
 
@@ -90,6 +91,11 @@ def _call(function: Mapping[str, Any], form: str, syntax: CallSyntax, field: str
     if not _is_readable(name, form, syntax):
         raise InputError(f"{field}.name: {name!r:.80} cannot be written in format {form}", field=f"{field}.name")
     schema = _arguments(function.get("parameters"), f"{field}.parameters") if enforced else ANY_ARGUMENTS
+    if syntax.numbered:
+        begin = f"{syntax.before_name}{name}:"
+        return OneCall(
+            name=name, begin=begin, after_number=syntax.after_name, schema=schema, end=syntax.after_arguments
+        )
     return OneCall(name=name, begin=syntax.before_arguments(name), schema=schema, end=syntax.after_arguments)
 
 

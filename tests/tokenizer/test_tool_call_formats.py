@@ -190,3 +190,20 @@ def test_a_long_argument_arrives_in_pieces() -> None:
     for word in ("one ", "two\n", "three "):
         _, deltas = parser.push(word)
         assert deltas and deltas[0].arguments
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_text_and_calls_keep_their_order(size: int) -> None:
+    text = 'A<tool_call>\n{"name": "f", "arguments": {"s": "x"}}\n</tool_call>\nB<tool_call>{"name": "g"}</tool_call>C'
+    parser, order = ToolCallParser("qwen25", FUNCTIONS), ""
+    parts = [part for at in range(0, len(text), size) for part in parser.parts(text[at : at + size])]
+    for part in parts + parser.last_parts():
+        order += part if isinstance(part, str) else f"<{part.name}>" if part.name else ""
+    assert "".join(order.split()) == "A<f>B<g>C"
+
+
+def test_kimi_calls_with_one_number_have_different_ids() -> None:
+    call = "<|tool_call_begin|>functions.g:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{call}{call}<|tool_calls_section_end|>"
+    _, calls, ids = parse("kimi_k2", text, 9)
+    assert calls == [("g", "{}"), ("g", "{}")] and ids[0] == "functions.g:0" and len(set(ids)) == 2

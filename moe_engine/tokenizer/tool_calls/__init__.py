@@ -50,17 +50,30 @@ class ToolCallParser:
         """An enforced call has begun and not ended."""
         return self._is_json and self._reader.in_call
 
-    def push(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """Adds text; returns the new plain text and the new pieces of calls."""
+    def parts(self, text: str) -> list[str | ToolDelta]:
+        """Adds text; returns the new plain text and the new pieces of calls, in the order of the output."""
         self._reader.add(text)
         next(self._parse, None)
         return self._reader.found()
 
-    def finish(self) -> tuple[str, list[ToolDelta]]:
+    def last_parts(self) -> list[str | ToolDelta]:
         """Text held back; call after the last text. A truncated call keeps the arguments received so far."""
         self._reader.end()
         next(self._parse, None)
         return self._reader.found()
+
+    def push(self, text: str) -> tuple[str, list[ToolDelta]]:
+        """`parts`, plain text and pieces of calls by themselves."""
+        return _separated(self.parts(text))
+
+    def finish(self) -> tuple[str, list[ToolDelta]]:
+        """`last_parts`, plain text and pieces of calls by themselves."""
+        return _separated(self.last_parts())
+
+
+def _separated(parts: list[str | ToolDelta]) -> tuple[str, list[ToolDelta]]:
+    text = "".join(part for part in parts if isinstance(part, str))
+    return text, [part for part in parts if isinstance(part, ToolDelta)]
 
 
 def parameters_of(tools: Any) -> dict[str, Any]:

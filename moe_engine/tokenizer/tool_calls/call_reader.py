@@ -51,8 +51,8 @@ class CallReader:
         self._text = ""
         self._at = 0
         self._ended = False
-        self._shown: list[str] = []
-        self._deltas: list[ToolDelta] = []
+        self._ids: set[str] = set()
+        self._found: list[str | ToolDelta] = []
 
     def add(self, text: str) -> None:
         self._text, self._at = self._text[self._at :] + text, 0
@@ -61,11 +61,10 @@ class CallReader:
         """No text follows."""
         self._ended = True
 
-    def found(self) -> tuple[str, list[ToolDelta]]:
-        """The plain text and the pieces of calls since the last time."""
-        shown, deltas = "".join(self._shown), self._deltas
-        self._shown, self._deltas = [], []
-        return shown, deltas
+    def found(self) -> list[str | ToolDelta]:
+        """Plain text and pieces of calls since the last time, in the order of the output."""
+        found, self._found = self._found, []
+        return found
 
     def peek(self) -> Wait[str]:
         """The next character; empty at the end."""
@@ -130,11 +129,14 @@ class CallReader:
 
     def plain(self, text: str) -> None:
         if text:
-            self._shown.append(text)
+            if self._found and isinstance(self._found[-1], str):
+                self._found[-1] += text
+            else:
+                self._found.append(text)
 
     def plain_unless_space(self, text: str) -> None:
         if text.strip():
-            self._shown.append(text)
+            self.plain(text)
 
     def rest(self) -> Wait[None]:
         """All further text is plain."""
@@ -147,17 +149,20 @@ class CallReader:
         offered = self.functions is None or name in self.functions
         self.in_call, self._kept = True, offered and (self._parallel or self.num_calls == 0)
         if self._kept:
-            self._deltas.append(ToolDelta(self.num_calls, id=call_id or f"call_{uuid.uuid4().hex[:24]}", name=name))
+            if call_id is None or call_id in self._ids:
+                call_id = f"call_{uuid.uuid4().hex[:24]}"
+            self._ids.add(call_id)
+            self._found.append(ToolDelta(self.num_calls, id=call_id, name=name))
             self.num_calls += 1
 
     def arguments(self, text: str) -> None:
         """A piece of the arguments of the open call."""
         if self._kept and text:
-            last = self._deltas[-1] if self._deltas else None
-            if last is not None and last.name is None:
-                self._deltas[-1] = ToolDelta(last.index, last.arguments + text)
+            last = self._found[-1] if self._found else None
+            if isinstance(last, ToolDelta) and last.name is None and last.index == self.num_calls - 1:
+                self._found[-1] = ToolDelta(last.index, last.arguments + text)
             else:
-                self._deltas.append(ToolDelta(self.num_calls - 1, text))
+                self._found.append(ToolDelta(self.num_calls - 1, text))
 
     def close(self) -> None:
         """The open call is complete."""

@@ -40,7 +40,7 @@ QWEN_MARKERS = (QWEN_BEGIN, QWEN_END)
 @dataclass(frozen=True)
 class CallSyntax:
     """Text around calls, for grammars: `begin` (a special token of many models), `after_begin`, calls separated by
-    `between`, `end`. A call is text around its arguments."""
+    `between`, `end`. A call is text around its arguments. `numbered`: its name ends with a colon and a number."""
 
     begin: str
     after_begin: str
@@ -49,9 +49,11 @@ class CallSyntax:
     before_name: str
     after_name: str
     after_arguments: str
+    numbered: bool = False
 
     def before_arguments(self, name: str) -> str:
-        return f"{self.before_name}{name}{self.after_name}"
+        number = ":0" if self.numbered else ""
+        return f"{self.before_name}{name}{number}{self.after_name}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,14 @@ TOOL_FORMATS = {
         (MISTRAL_BEGIN, MISTRAL_ARGUMENTS, MISTRAL_ID),
         _object_syntax(MISTRAL_BEGIN, " [", "]", ", ", "arguments"),
     ),
-    "kimi_k2": ToolFormat(KIMI_K2.parse, KIMI_MARKERS),
+    "kimi_k2": ToolFormat(
+        KIMI_K2.parse,
+        KIMI_MARKERS,
+        CallSyntax(
+            KIMI_K2.begin, "", KIMI_K2.end, "", f"{KIMI_K2.call_begin}functions.", KIMI_K2.after_name, KIMI_K2.call_end,
+            numbered=True,
+        ),
+    ),
     "glm": _GLM,
     "glm45": _GLM,
     "glm47": _GLM,
