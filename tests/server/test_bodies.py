@@ -88,7 +88,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 CONTROL = {
     "/abort_request", "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
     "/dump_expert_distribution_record", "/start_profile", "/stop_profile", "/update_weights_from_disk",
-    "/load_lora_adapter", "/unload_lora_adapter",
+    "/load_lora_adapter", "/unload_lora_adapter", "/pause_generation", "/continue_generation",
 }  # fmt: skip
 
 

@@ -45,9 +45,11 @@ def status(path, headers, method="GET", content=b"", **settings):
 def test_what_changes_the_engine():
     assert CHANGES == [
         "/abort_request",
+        "/continue_generation",
         "/dump_expert_distribution_record",
         "/flush_cache",
         "/load_lora_adapter",
+        "/pause_generation",
         "/start_expert_distribution_record",
         "/start_profile",
         "/stop_expert_distribution_record",

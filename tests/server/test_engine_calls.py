@@ -274,8 +274,40 @@ def test_profile_options_that_are_refused(body: dict[str, Any]) -> None:
     assert response.status_code == 400 and next(iter(body)) in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+def test_pauses_reach_every_scheduler(mode: str) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+
+    class Paused(Ranks):
+        async def call(self, method: str, **args: Any) -> list[Any]:
+            calls.append((method, args))
+            return [None]
+
+    client = Paused()
+
+    async def session(http: httpx.AsyncClient) -> list[httpx.Response]:
+        return [
+            await http.post("/pause_generation", json={"mode": mode}),
+            await http.post("/continue_generation", json={}),
+            await http.post("/continue_generation"),
+        ]
+
+    paused, resumed, again = talk(client, session)
+    assert paused.json() == {
+        "status": "ok", "message": "Generation paused successfully.", "num_paused_requests": 0,
+    }  # fmt: skip
+    assert resumed.json() == {"status": "ok", "message": "Generation continued successfully."}
+    assert again.json()["message"] == "Generation was not paused."
+    assert calls == [("pause", {"retract": mode == "retract"}), ("resume", {}), ("resume", {})]
+
+
+def test_a_pause_of_another_mode_is_refused() -> None:
+    response = post(Ranks(), "/pause_generation", {"mode": "forever"})
+    assert response.status_code == 400 and "mode" in response.json()["error"]["message"]
+
+
 def test_keys() -> None:
-    for path in (UPDATE, "/start_profile", "/stop_profile"):
+    for path in (UPDATE, "/start_profile", "/stop_profile", "/pause_generation", "/continue_generation"):
         keys = {"api_key": "k", "admin_api_key": "a"}
         wrong = post(Ranks(), path, {"model_path": "/new"}, headers={"Authorization": "Bearer k"}, **keys)
         right = post(Ranks(), path, {"model_path": "/new"}, headers={"Authorization": "Bearer a"}, **keys)
