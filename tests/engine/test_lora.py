@@ -111,3 +111,22 @@ def test_batches_of_base_and_adapters(served: Served, slots: int, tmp_path: Path
         engine.close()
     for item in items:
         served.check(item, answers[item.rid], adapters[item.rid])
+
+
+@pytest.mark.parametrize("row", ["cpu", "torch"])
+def test_contexts_that_are_expanded_in_parts(served: Served, row: str, tmp_path: Path) -> None:
+    """Contexts beyond the limit of MLA's expanded form: in chunks (torch), or in the absorbed form (cpu)."""
+    flags = FLAGS | {"lora_paths": served.lora_paths, "attention_backend": row}
+    engine = InProcessEngine(served.path, tmp_path / "status", **flags)
+    try:
+        model: Any = engine.worker.runner.model
+        if not hasattr(model.layers[0].attention, "_limits"):
+            pytest.skip("attention without a latent")
+        for layer in model.layers:
+            layer.attention._limits = (32, 10)
+        items, adapters = script(8, (40, 90))
+        answers = engine.run(items)
+    finally:
+        engine.close()
+    for item in items:
+        served.check(item, answers[item.rid], adapters[item.rid])
