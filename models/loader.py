@@ -96,7 +96,8 @@ def reload(
     load_format: str = "auto",
     seed: int = 0,
 ) -> Iterator[tuple[Any, Any]]:
-    """`Decoder.reload` of a loaded model, or of its MTP layers, from another checkpoint. Arguments as in `load_model`.
+    """Pairs of a module of a loaded model, or of its MTP layers, and the same module with the weights of another
+    checkpoint, read one after the other: the caller may drop each pair before the next. Arguments as in `load_model`.
 
     Raises:
         CheckpointError: as `load_model`.
@@ -104,7 +105,8 @@ def reload(
     outside = names_outside_mtp if isinstance(part, MTPLayers) else names_outside_model
     with torch.no_grad():
         reader = _open(path, config, dtype, device, load_format, False, seed, partial(outside, config))
-        yield from part.reload(reader)
+        for module in part.modules():
+            yield module.module, module.build(reader)
         reader.finish()
 
 

@@ -15,6 +15,7 @@ Embedding, head and rotary table are the main model's; the checkpoint's copies o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from moe_engine.kernels.decoder.layers import MAX_TOKENS
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.footprint import held_bytes
-from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.embedding import Head
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.moe import MoE
@@ -54,10 +55,10 @@ class MTPLayers:
         """Bytes of the layers in addition to the model, in the kernels' layouts."""
         self._fused = self._fuse()
 
-    def reload(self, reader: WeightSource) -> Iterator[tuple[Any, Any]]:
-        """As `Decoder.reload`."""
+    def modules(self) -> Iterator[Reloadable]:
+        """As `Decoder.modules`."""
         for index, layer in zip(self.kv_layers, self._layers):
-            yield from layer.reload(self._model, index, reader)
+            yield from layer.modules(self._model, index)
 
     def _fuse(self) -> FusedDrafts | None:
         """Draft chains in one call; None if not supported."""
@@ -159,13 +160,17 @@ class MTPLayer:
         self._decoder = model.make_layer(layer_index, reader, model.make_norm(reader, f"{name}.shared_head.norm"))
         self._input_norm.feed(self._decoder.attention.input_format)
 
-    def reload(self, model: Decoder, layer_index: int, reader: WeightSource) -> Iterator[tuple[Any, Any]]:
+    def modules(self, model: Decoder, layer_index: int) -> Iterator[Reloadable]:
         name, size = f"model.layers.{layer_index}", model.config.hidden_size
-        yield self._embedding_norm, model.make_norm(reader, f"{name}.enorm")
-        yield self._hidden_norm, model.make_norm(reader, f"{name}.hnorm")
-        yield self._project, load_linear(model.backends.linear, reader, [f"{name}.eh_proj"], [size], 2 * size)
-        yield self._input_norm, model.make_norm(reader, f"{name}.input_layernorm")
-        yield from model.reload_layer(layer_index, self._decoder, reader, f"{name}.shared_head.norm")
+
+        def project(reader: WeightSource) -> Any:
+            return load_linear(model.backends.linear, reader, [f"{name}.eh_proj"], [size], 2 * size)
+
+        norms = (("enorm", self._embedding_norm), ("hnorm", self._hidden_norm), ("input_layernorm", self._input_norm))
+        for norm, module in norms:
+            yield Reloadable((f"{name}.{norm}.",), module, partial(model.make_norm, prefix=f"{name}.{norm}"))
+        yield Reloadable((f"{name}.eh_proj.",), self._project, project)
+        yield from model.layer_modules(layer_index, self._decoder, f"{name}.shared_head.norm")
 
     @property
     def feed_forward(self) -> Any:

@@ -8,8 +8,9 @@ addition, so a layer ends with the next layer's (or the head's) input norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.compiled_layer import CompiledLayer, for_regions
 from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
-from moe_engine.models.layers.embedding import Embedding, Head
+from moe_engine.models.layers.embedding import EMBEDDING, Embedding, Head
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, interleave
@@ -29,12 +30,22 @@ from moe_engine.models.layers.rope import make_rotary_table
 from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communication, with_sizes
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.layers.step_adapters import StepAdapters
+from moe_engine.models.pooling import score_layers
+from moe_engine.models.tensors import EXPERT_NAMES, ExpertNames
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 
 if TYPE_CHECKING:
     from moe_engine.parallel.recording.recorder import ExpertRecorder
+
+
+class Reloadable(NamedTuple):
+    """A module, the beginnings of the names of its tensors, and how it is built with the weights of a source."""
+
+    prefixes: tuple[str, ...]
+    module: Any
+    build: Callable[[WeightSource], Any]
 
 
 class Decoder:
@@ -108,24 +119,44 @@ class Decoder:
         comm = choose_communication(self.parallel, feed_forward.tokens, shared_out)
         return ShardedLayer(attention, post, feed_forward, next_norm, comm)
 
-    def reload(self, reader: WeightSource) -> Iterator[tuple[Any, Any]]:
-        """Pairs of a module and the same module with the weights of `reader`, read one after the other. The caller may
-        drop each pair before the next."""
-        embedding = Embedding(self.config, reader, self.parallel)
-        yield self.embedding, embedding
-        yield self._first_norm, self.make_norm(reader, "model.layers.0.input_layernorm")
+    def modules(self) -> Iterator[Reloadable]:
+        """All modules with weights, in the order of loading."""
+        config, head = self.config, ("lm_head.",)
+        if config.pooling is not None:
+            head = tuple(f"{layer.name}." for layer in score_layers(config))
+        elif config.tie_word_embeddings:
+            head = (EMBEDDING,)
+        yield Reloadable((EMBEDDING,), self.embedding, self._make_embedding)
+        first = "model.layers.0.input_layernorm"
+        yield Reloadable((f"{first}.",), self._first_norm, partial(self.make_norm, prefix=first))
         for i, layer in enumerate(self.layers):
             is_last = i + 1 == len(self.layers)
-            next_norm = "model.norm" if is_last else f"model.layers.{i + 1}.input_layernorm"
-            yield from self.reload_layer(i, layer, reader, next_norm)
-        yield self.head, self.make_head(reader, embedding)
+            yield from self.layer_modules(
+                i, layer, "model.norm" if is_last else f"model.layers.{i + 1}.input_layernorm"
+            )
+        yield Reloadable(head, self.head, self._make_head_again)
 
-    def reload_layer(self, layer_index: int, layer: Any, reader: WeightSource, next_norm: str) -> Iterator[Any]:
-        """`reload` of one layer; `next_norm`: name of its last norm."""
-        yield layer.attention, self.make_attention(layer_index, reader, self.rotary)
-        yield layer.post_norm, self.make_norm(reader, f"model.layers.{layer_index}.post_attention_layernorm")
-        yield layer.feed_forward, self.make_feed_forward(layer_index, reader)
-        yield layer.next_norm, self.make_norm(reader, next_norm)
+    def layer_modules(self, layer_index: int, layer: Any, next_norm: str) -> Iterator[Reloadable]:
+        """`modules` of one layer; `next_norm`: name of its last norm."""
+        name = f"model.layers.{layer_index}"
+        post = f"{name}.post_attention_layernorm"
+        block = EXPERT_NAMES.get(self.config.architecture, ExpertNames()).block
+
+        def attention(reader: WeightSource) -> Any:
+            return self.make_attention(layer_index, reader, self.rotary)
+
+        yield Reloadable((f"{name}.self_attn.",), layer.attention, attention)
+        yield Reloadable((f"{post}.",), layer.post_norm, partial(self.make_norm, prefix=post))
+        blocks = (f"{name}.mlp.", f"{name}.{block}.")
+        yield Reloadable(blocks, layer.feed_forward, partial(self.make_feed_forward, layer_index))
+        yield Reloadable((f"{next_norm}.",), layer.next_norm, partial(self.make_norm, prefix=next_norm))
+
+    def _make_embedding(self, reader: WeightSource) -> Embedding:
+        return Embedding(self.config, reader, self.parallel)
+
+    def _make_head_again(self, reader: WeightSource) -> Head | Pooler:
+        tied = self.config.tie_word_embeddings
+        return self.make_head(reader, self._make_embedding(reader) if tied else self.embedding)
 
     @property
     def moes(self) -> list[MoE]:

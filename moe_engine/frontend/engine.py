@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from functools import partial
@@ -32,6 +32,7 @@ from moe_engine.frontend.pausing import PauseMode, Pausing
 from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
+from moe_engine.frontend.weight_reads import read_weight
 from moe_engine.frontend.weight_updates import WeightUpdates
 from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
@@ -241,6 +242,39 @@ class Engine:
     def unload_lora_adapter(self, lora_name: str) -> AdapterChange:
         """Unloads a LoRA adapter once the requests that use it have ended, as `/unload_lora_adapter`."""
         return self._run(self._frontend.adapters.unload(lora_name))
+
+    def update_weights_from_tensor(
+        self,
+        named_tensors: Iterable[tuple[str, Any]],
+        load_format: str | None = None,
+        flush_cache: bool = True,
+        *,
+        weight_version: str | None = None,
+        abort_all_requests: bool = False,
+    ) -> tuple[bool, str]:
+        """Replaces some weights, as `/update_weights_from_tensor`: success, and a message.
+
+        Args:
+            named_tensors: whole tensors with the names and shapes of the checkpoint.
+            load_format: None or "auto". flush_cache: False is accepted, and the prefix cache is flushed all the same.
+        """
+        if load_format not in (None, "auto"):
+            return False, f"load_format {load_format!r}: None or 'auto'"
+        updated = self._updates.update_tensors(
+            lambda files: files.add_tensors(named_tensors), weight_version, abort=abort_all_requests
+        )
+        done = self._run(updated)
+        return done.success, done.message
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """The first `truncate_size` rows of a weight, by its name in the checkpoint, as nested lists; with several
+        replicas a list of these.
+
+        Raises:
+            InputError: unknown name; with similar ones.
+        """
+        found = self._run(read_weight(self._frontend.client, name, truncate_size))
+        return found[0] if len(found) == 1 else found
 
     def start_profile(self, output_dir: str | None = None, profile_id: str | None = None, **options: Any) -> list[str]:
         """Starts a trace of every rank, as `/start_profile`; the paths. `options`: its other fields."""

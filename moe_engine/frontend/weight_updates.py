@@ -1,4 +1,4 @@
-"""Weight updates from disk over all ranks of all replicas.
+"""Weight updates, from disk or by tensors, over all ranks of all replicas.
 
 1. every rank compares the checkpoint's config and headers with the model, while requests run;
 2. new requests wait, running ones end (or are aborted), the schedulers become idle;
@@ -16,13 +16,14 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe_engine.errors import EngineDeadError, MoeEngineError
+from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
 from moe_engine.frontend.client_api import CallError
 from moe_engine.frontend.frontend import Frontend
+from moe_engine.frontend.tensor_files import TensorFiles
 
 logger = logging.getLogger("moe_engine")
 
@@ -46,6 +47,17 @@ class Updated:
     num_paused: int = 0
 
 
+@dataclass(frozen=True)
+class _Change:
+    """Methods of the ranks with their arguments; the checkpoint in force afterwards; the message of a success."""
+
+    check: str
+    stage: str
+    args: Mapping[str, Any]
+    model_path: str
+    done: str
+
+
 class WeightUpdates:
     def __init__(self, frontend: Frontend, drain_seconds: float = DRAIN_SECONDS) -> None:
         self._frontend, self._client = frontend, frontend.client
@@ -63,11 +75,39 @@ class WeightUpdates:
         Raises:
             EngineDeadError: no scheduler is alive.
         """
+        path = os.path.abspath(os.path.expanduser(model_path))
+        args = {"model_path": path, "load_format": load_format}
+        done = f"Succeeded to update model weights from {path}."
+        return await self._alone(_Change("check_weights", "stage_weights", args, path, done), version, abort)
+
+    async def update_tensors(
+        self, write: Callable[[TensorFiles], None], version: str | None = None, *, abort: bool = False
+    ) -> Updated:
+        """Replaces some weights, under the names of the checkpoint.
+
+        Args:
+            write: puts them into files; called in a thread. Raises InputError.
+            version, abort: as in `update`.
+
+        Raises:
+            EngineDeadError: no scheduler is alive.
+        """
+        with TensorFiles() as files:
+            try:
+                await asyncio.get_running_loop().run_in_executor(None, write, files)
+            except InputError as error:
+                return Updated(False, f"the weights were not updated: {error.message}")
+            args = {"paths": files.paths}
+            done = "Succeeded to update model weights from tensors."
+            change = _Change("check_tensors", "stage_tensors", args, self._frontend.weights.model_path, done)
+            return await self._alone(change, version, abort)
+
+    async def _alone(self, change: _Change, version: str | None, abort: bool) -> Updated:
         if self._running:
             return Updated(False, "another weight update is running")
         self._running = True
         try:
-            return await self._update(os.path.abspath(os.path.expanduser(model_path)), load_format, version, abort)
+            return await self._update(change, version, abort)
         except EngineDeadError as error:
             if not self._client.health().alive:
                 raise
@@ -77,10 +117,10 @@ class WeightUpdates:
         finally:
             self._running = False
 
-    async def _update(self, path: str, load_format: str | None, version: str | None, abort: bool) -> Updated:
-        weights, client, args = self._frontend.weights, self._client, {"model_path": path, "load_format": load_format}
+    async def _update(self, change: _Change, version: str | None, abort: bool) -> Updated:
+        weights, client = self._frontend.weights, self._client
         began = time.monotonic()
-        _check_memory(await client.collective_rpc("check_weights", args, CHECK_SECONDS))
+        _check_memory(await client.collective_rpc(change.check, change.args, CHECK_SECONDS))
         try:
             drain = None if self._frontend.paused and not abort else self._drain_seconds
             async with weights.exclusive(drain, self._abort if abort else _nothing):
@@ -88,18 +128,17 @@ class WeightUpdates:
                     await client.call("pause", retract=True)  # their KV is of the old weights
                 else:
                     await self._wait_idle()
-                await self._stage(args)
+                await self._stage(change)
                 await self._commit()
-                weights.replace(path, version)
+                weights.replace(change.model_path, version)
                 self._frontend.weights_changed()
                 paused = weights.num_waiting
         except TimeoutError:
             raise MoeEngineError(
                 f"requests still run after {self._drain_seconds:g} s; try again, or send abort_all_requests: true"
             ) from None
-        seconds = time.monotonic() - began
-        logger.info("Weights updated from %s, version %s, in %.1f s", path, weights.version, seconds)
-        return Updated(True, f"Succeeded to update model weights from {path}.", paused)
+        logger.info("%s Version %s, %.1f s", change.done, weights.version, time.monotonic() - began)
+        return Updated(True, change.done, paused)
 
     def _abort(self) -> None:
         self._frontend.abort(all=True, reason="Aborted by a weight update")
@@ -112,10 +151,10 @@ class WeightUpdates:
                 raise MoeEngineError(f"the schedulers are not idle after {IDLE_SECONDS:g} s")
             await asyncio.sleep(IDLE_POLL_SECONDS)
 
-    async def _stage(self, args: Mapping[str, Any]) -> None:
+    async def _stage(self, change: _Change) -> None:
         """On every rank, or on none."""
         try:
-            await self._client.collective_rpc("stage_weights", args, LOAD_SECONDS)
+            await self._client.collective_rpc(change.stage, change.args, LOAD_SECONDS)
             if not all(await self._client.call("flush_cache")):
                 raise MoeEngineError("the prefix cache could not be flushed")
         except MoeEngineError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from moe_engine.frontend.encoding import EncodeRequest
 from moe_engine.frontend.generate_input import GenerateRequest
@@ -35,9 +36,9 @@ from moe_engine.server.scoring_api import ScoringApi
 from moe_engine.server.state import ServerState
 
 UNSUPPORTED_PATHS = (
-    "/update_weights", "/update_weights_from_distributed", "/update_weights_from_tensor",
-    "/update_weights_from_ipc", "/update_weight_version", "/init_weights_update_group", "/destroy_weights_update_group",
-    "/begin_weight_update", "/end_weight_update", "/weights_checker", "/get_weights_by_name",
+    "/update_weights", "/update_weights_from_distributed",
+    "/update_weights_from_ipc", "/init_weights_update_group", "/destroy_weights_update_group",
+    "/begin_weight_update", "/end_weight_update", "/weights_checker",
     "/release_memory_occupation", "/resume_memory_occupation",
     "/open_session", "/close_session",
     "/configure_logging", "/set_internal_state",
@@ -97,6 +98,12 @@ def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]
     yield Endpoint("/dump_expert_distribution_record", experts.dump, "GET POST", str, TEXT)
     yield Endpoint("/update_weights_from_disk", engine.update_weights, "POST", native.WeightsUpdated,
                    body=native.UpdateWeightsRequest)
+    yield Endpoint("/update_weights_from_tensor", engine.update_tensors, "POST", native.WeightsUpdated,
+                   body=native.UpdateTensorsRequest)
+    yield Endpoint("/update_weight_version", engine.update_version, "POST", native.WeightVersionUpdated,
+                   body=native.WeightVersionRequest)
+    yield Endpoint("/get_weights_by_name", engine.weights_by_name, "GET POST", list[Any],
+                   query=native.WeightQuery, body=native.WeightRequest)
     yield Endpoint("/load_lora_adapter", engine.load_lora, "POST", native.LoraChanged, body=native.LoadLoraRequest)
     yield Endpoint("/unload_lora_adapter", engine.unload_lora, "POST", native.LoraChanged,
                    body=native.UnloadLoraRequest)

@@ -12,8 +12,9 @@ from moe_engine.errors import InputError
 from moe_engine.frontend.pausing import Pausing
 from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.served_adapters import AdapterChange
-from moe_engine.frontend.weight_updates import WeightUpdates
-from moe_engine.server.http_io import json_response, read_small
+from moe_engine.frontend.weight_reads import read_weight
+from moe_engine.frontend.weight_updates import Updated, WeightUpdates
+from moe_engine.server.http_io import json_response, read_query, read_small, read_weights_body
 from moe_engine.server.native_types import (
     Continued,
     ContinueRequest,
@@ -23,8 +24,13 @@ from moe_engine.server.native_types import (
     PauseRequest,
     ProfileRequest,
     UnloadLoraRequest,
+    UpdateTensorsRequest,
     UpdateWeightsRequest,
+    WeightQuery,
+    WeightRequest,
     WeightsUpdated,
+    WeightVersionRequest,
+    WeightVersionUpdated,
 )
 from moe_engine.server.state import ServerState
 
@@ -33,6 +39,7 @@ Body = TypeVar("Body", bound=Struct)
 
 class EngineApi:
     def __init__(self, state: ServerState) -> None:
+        self._frontend = state.frontend
         self._profiling = Profiling(state.client)
         self._updates = WeightUpdates(state.frontend)
         self._pausing = Pausing(state.frontend)
@@ -52,12 +59,41 @@ class EngineApi:
         abort = bool(asked.abort_all_requests)
         updated = self._updates.update(asked.model_path, asked.load_format, asked.weight_version, abort=abort)
         done = await asyncio.shield(asyncio.ensure_future(updated))  # continues if the client disconnects
-        answer: WeightsUpdated = {
-            "success": done.success,
-            "message": done.message,
-            "num_paused_requests": done.num_paused,
-        }
-        return json_response(answer, 200 if done.success else 400)
+        return _updated(done)
+
+    async def update_tensors(self, request: Request) -> Response:
+        """Replaces some weights, under the names of the checkpoint.
+
+        Names, shapes and dtypes of all are checked before anything changes: status 400 with the reason. Requests wait or
+        end as in /update_weights_from_disk. Pickles are refused.
+        """
+        asked = await read_weights_body(request, UpdateTensorsRequest)
+        updated = self._updates.update_tensors(
+            lambda files: files.add_serialized(asked.serialized_named_tensors),
+            asked.weight_version,
+            abort=bool(asked.abort_all_requests),
+        )
+        return _updated(await asyncio.shield(asyncio.ensure_future(updated)))  # continues if the client disconnects
+
+    async def update_version(self, request: Request) -> Response:
+        """Renames the weights, without a change of them."""
+        asked = await read_small(request, WeightVersionRequest)
+        if asked.abort_all_requests:
+            self._frontend.abort(all=True, reason="Aborted by an update of the weight version")
+        self._frontend.weights.replace(self._frontend.weights.model_path, asked.new_version)
+        message = f"Weight version updated to {asked.new_version}"
+        answer: WeightVersionUpdated = {"success": True, "message": message, "new_version": asked.new_version}
+        return json_response(answer)
+
+    async def weights_by_name(self, request: Request) -> Response:
+        """The first rows of a weight, by its name in the checkpoint, as lists of numbers.
+
+        Read from the memory that the kernels multiply, on all ranks. With several replicas a list of these.
+        """
+        has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+        asked = await read_small(request, WeightRequest) if has_body else read_query(request, WeightQuery)
+        found = await read_weight(self._frontend.client, asked.name, asked.truncate_size)
+        return json_response(found[0] if len(found) == 1 else found)
 
     async def load_lora(self, request: Request) -> Response:
         """Loads a LoRA adapter on every rank; requests may name it afterwards.
@@ -116,6 +152,15 @@ class EngineApi:
     async def stop_profile(self, request: Request) -> Response:
         """Ends the traces and writes them. The answer names the files."""
         return _lines("Stop profiling.", await self._profiling.stop())
+
+
+def _updated(done: Updated) -> Response:
+    answer: WeightsUpdated = {
+        "success": done.success,
+        "message": done.message,
+        "num_paused_requests": done.num_paused,
+    }
+    return json_response(answer, 200 if done.success else 400)
 
 
 def _changed(change: AdapterChange) -> Response:

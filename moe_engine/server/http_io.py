@@ -24,6 +24,7 @@ T = TypeVar("T")
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 SMALL_BODY_BYTES = 2**16
+WEIGHTS_BODY_BYTES = 2**31
 BODY_PAUSE_SECONDS = 60.0
 """A request whose body stalls for this long is refused with 408."""
 
@@ -92,6 +93,16 @@ async def read_small(request: Request, kind: type[T]) -> T:
         InputError: invalid, compressed, or longer than `SMALL_BODY_BYTES`.
     """
     return decode_body(await Body(request, SMALL_BODY_BYTES).read(SMALL_BODY_BYTES), kind)
+
+
+async def read_weights_body(request: Request, kind: type[T]) -> T:
+    """Reads a body that holds weights, and decodes it in a thread.
+
+    Raises:
+        InputError: invalid, compressed, or longer than `WEIGHTS_BODY_BYTES`.
+    """
+    body = await Body(request, WEIGHTS_BODY_BYTES).read(WEIGHTS_BODY_BYTES)
+    return await asyncio.get_running_loop().run_in_executor(None, decode_body, body, kind)
 
 
 def read_query(request: Request, kind: type[T]) -> T:

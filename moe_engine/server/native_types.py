@@ -40,6 +40,42 @@ class UpdateWeightsRequest(Struct):
     token_step: int | None = None
 
 
+class UpdateTensorsRequest(Struct):
+    """`serialized_named_tensors`: safetensors data in base64, with whole tensors under the names of the checkpoint: one
+    item for all ranks, or one for each."""
+
+    serialized_named_tensors: Annotated[list[str], Meta(min_length=1)]
+    load_format: Literal["auto"] | None = None
+    flush_cache: Annotated[bool | None, Meta(description="the prefix cache is flushed in any case")] = None
+    weight_version: str | None = None
+    abort_all_requests: bool | None = None
+    torch_empty_cache: bool | None = None
+
+
+class WeightVersionRequest(Struct):
+    """`abort_all_requests`: running requests end; else their answers keep the version that they began with."""
+
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class WeightVersionUpdated(TypedDict):
+    success: bool
+    message: str
+    new_version: str
+
+
+class WeightQuery(Struct):
+    """`name`: as in the checkpoint. `truncate_size`: number of rows."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    truncate_size: Annotated[int, Meta(ge=1, le=2**31)] = 100
+
+
+class WeightRequest(WeightQuery):
+    """`WeightQuery` as a body."""
+
+
 class PauseRequest(Struct):
     mode: Annotated[Literal["abort", "retract", "in_place"], Meta(description="of running requests")] = "abort"
 

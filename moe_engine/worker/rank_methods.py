@@ -13,7 +13,8 @@ from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.lora_adapters import AdapterArgs, AdapterId, LoraAdapters
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.profiler import ProfileArgs, Profiler
-from moe_engine.worker.weight_update import CheckpointArgs, WeightUpdate
+from moe_engine.worker.weight_read import ReadArgs
+from moe_engine.worker.weight_update import CheckpointArgs, TensorArgs, WeightUpdate
 
 NO_ARGS: Mapping[str, Any] = {}
 
@@ -49,6 +50,9 @@ def _weight_methods(weights: WeightUpdate) -> dict[str, RankMethod]:
     return {
         "check_weights": RankMethod(weights.check, CheckpointArgs),
         "stage_weights": RankMethod(weights.stage, CheckpointArgs),
+        "check_tensors": RankMethod(weights.check_tensors, TensorArgs),
+        "stage_tensors": RankMethod(weights.stage_tensors, TensorArgs),
+        "read_weight": RankMethod(weights.reading.read, ReadArgs),
         "commit_weights": RankMethod(lambda _: weights.commit()),
         "discard_weights": RankMethod(lambda _: weights.discard()),
     }

@@ -1,15 +1,18 @@
-"""Replacement of a rank's weights by another checkpoint of the same architecture, in two phases.
+"""Replacement of a rank's weights by another checkpoint of the same architecture, or of some tensors, in two phases.
 
-`stage` reads the checkpoint into new memory in the kernels' layouts; the weights in force are not touched. `commit`
-copies it into the tensors in force, whose addresses stay: CUDA graphs and whole-layer calls hold them. Both run between
-steps, without a request: the front end drains the engine before. A draft model of its own checkpoint stays.
+`stage` and `stage_tensors` read new weights into new memory in the kernels' layouts; the weights in force are not
+touched. `commit` copies them into the tensors in force, whose addresses stay: CUDA graphs and whole-layer calls hold
+them. Both run between steps, without a request: the front end drains the engine before. A draft model of its own
+checkpoint stays.
+
+A module of which only some tensors are replaced is built twice, from the tensors and from a mask of the same names
+(`models.partial_weights`): what the mask leaves out keeps its bytes.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import msgspec
@@ -23,15 +26,15 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import weights_of
 from moe_engine.models.header_check import check_headers
-from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.loader import reload
-from moe_engine.models.mtp import MTPLayers
+from moe_engine.models.partial_weights import ReceivedWeights, mask_source
 from moe_engine.models.pooling import with_pooling
+from moe_engine.models.tensor_names import TensorNames
 from moe_engine.worker.eplb.expert_control import ExpertControl
-from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.options import WorkerOptions
-from moe_engine.worker.speculation.build import mtp_layers
+from moe_engine.worker.weight_parts import Part, distinct, modules_of, pairs, parts_of, structure_of
+from moe_engine.worker.weight_read import WeightRead
 
 MAY_DIFFER = ("source", "raw", "checkpoint_dtype", "file_layers")
 """Fields of a config that do not determine the weights' layout or the use of the model."""
@@ -44,17 +47,41 @@ class CheckpointArgs(msgspec.Struct, forbid_unknown_fields=True):
     load_format: str | None = None
 
 
+class TensorArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """`paths`: folders with a safetensors file of whole tensors each: one for all ranks, or one by rank."""
+
+    paths: list[str]
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """`mask`: of its bytes, those that are replaced; None: all."""
+
+    kept: Tensor
+    read: Tensor
+    mask: Tensor | None = None
+
+    def copy(self) -> None:
+        if self.mask is None:
+            self.kept.copy_(self.read)
+            return
+        merged = torch.where(self.mask, _bytes_of(self.read), _bytes_of(self.kept))
+        self.kept.copy_(merged.view(self.kept.dtype).view(self.kept.shape))
+
+
 class WeightUpdate:
     """The update of one rank. Every method runs on the worker's thread, between steps.
 
     Attributes:
         refusal: why this rank's weights cannot be replaced, or None.
+        reading: of single weights, by name.
     """
 
     def __init__(self, runner: ModelRunner, options: WorkerOptions, experts: ExpertControl) -> None:
         self._runner, self._options, self._experts = runner, options, experts
-        self._staged: list[tuple[Tensor, Tensor]] | None = None
+        self._staged: list[_Staged] | None = None
         self.refusal: str | None = None
+        self.reading = WeightRead(runner, options, experts)
 
     def check(self, args: CheckpointArgs) -> dict[str, str | int]:
         """Compares config.json and the weight files' headers with the model; reads no weight, changes nothing.
@@ -76,10 +103,7 @@ class WeightUpdate:
             if not files:
                 raise CheckpointError(f"{args.model_path}: no *.safetensors files next to config.json")
             check_headers(args.model_path, files, config, len(parts) > 1)
-        tensors = list(_distinct(tensor for part in parts for tensor in weights_of(part)))
-        needed = sum(tensor.nbytes for tensor in tensors)
-        self._check_device(max((tensor.nbytes for tensor in tensors), default=0))
-        return {"host": socket.gethostname(), "needed": needed, "available": host_memory().available_bytes}
+        return self._memory([tensor for part in parts for tensor in weights_of(part)])
 
     def stage(self, args: CheckpointArgs) -> None:
         """Reads the checkpoint into new memory: on a GPU module by module, each copied to the host. Experts are read in
@@ -88,18 +112,50 @@ class WeightUpdate:
         Raises:
             MoeEngineError: the checkpoint cannot be read or does not fit; nothing is staged then.
         """
-        self._staged = None
-        if self._experts.balance is not None:
-            self._experts.balance.settle()
+        self._begin()
         options, device = self._options, self._runner.stream.device
-        staged: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        staged: dict[tuple[int, int], _Staged] = {}
         for part in self._parts():
-            pairs = reload(
+            modules = reload(
                 part, args.model_path, options.model, options.dtype, device, self._format(args), options.dummy_seed
             )
-            for old, new in pairs:
-                for kept, read in _pairs(old, new):
-                    staged.setdefault((kept.data_ptr(), kept.nbytes), (kept, read.cpu()))
+            for old, new in modules:
+                for kept, read in pairs(old, new):
+                    staged.setdefault((kept.data_ptr(), kept.nbytes), _Staged(kept, read.cpu()))
+        self._staged = list(staged.values())
+
+    def check_tensors(self, args: TensorArgs) -> dict[str, str | int]:
+        """`check` of some tensors: compares names, shapes and dtypes with the model; reads no data, changes nothing."""
+        if self.refusal is not None:
+            raise MoeEngineError(self.refusal)
+        parts, path = self._parts(), self._path(args)
+        files = read_checkpoint(path)
+        if not files:
+            raise CheckpointError(
+                f"{socket.gethostname()} does not see the tensors, which are passed in files of the server's node; "
+                "use update_weights_from_disk with a folder that every node can read"
+            )
+        names = TensorNames(self._options.model, len(parts) > 1).check("the tensors", files)
+        modules = modules_of(parts, names)
+        return self._memory([tensor for module in modules for tensor in weights_of(module.module)], copies=2)
+
+    def stage_tensors(self, args: TensorArgs) -> None:
+        """`stage` of some tensors: builds the modules that hold them. Raises MoeEngineError, as `stage`."""
+        self._begin()
+        parts, path = self._parts(), self._path(args)
+        names = TensorNames(self._options.model, len(parts) > 1).check("the tensors", read_checkpoint(path))
+        structure = structure_of(self._runner, self._options)
+        received, marks = ReceivedWeights(path, structure), mask_source(structure, names)
+        staged: dict[tuple[int, int], _Staged] = {}
+        with torch.no_grad():
+            for module in modules_of(parts, names):
+                received.missed = False
+                new = list(pairs(module.module, module.build(received)))
+                masks = [None] * len(new)
+                if received.missed:
+                    masks = [_bytes_of(mask) != 0 for _, mask in pairs(module.module, module.build(marks))]
+                for (kept, read), mask in zip(new, masks):
+                    staged.setdefault((kept.data_ptr(), kept.nbytes), _Staged(kept, read.cpu(), mask))
         self._staged = list(staged.values())
 
     def commit(self) -> None:
@@ -112,21 +168,38 @@ class WeightUpdate:
             raise MoeEngineError("no weights are staged")
         staged, self._staged = self._staged, None
         with torch.no_grad():
-            for kept, read in staged:
-                kept.copy_(read)
+            for part in staged:
+                part.copy()
         self._runner.stream.synchronize()
 
     def discard(self) -> None:
         """Drops staged weights, if any."""
         self._staged = None
 
-    def _parts(self) -> list[Decoder | MTPLayers]:
-        model = self._runner.model
-        inner = model.model if isinstance(model, ExpertRecordingModel) else model
-        if not isinstance(inner, Decoder):
-            raise MoeEngineError(f"{type(inner).__name__}: the weights of external models cannot be replaced")
-        mtp = mtp_layers(self._runner)
-        return [inner] if mtp is None else [inner, mtp]
+    def _begin(self) -> None:
+        """Before new weights are staged: experts stay where they are."""
+        self._staged = None
+        if self._experts.balance is not None:
+            self._experts.balance.settle()
+
+    def _parts(self) -> list[Part]:
+        return parts_of(self._runner)
+
+    def _path(self, args: TensorArgs) -> Path:
+        parallel = self._runner.shared.parallel
+        if len(args.paths) not in (1, parallel.world_size):
+            raise MoeEngineError(
+                f"serialized_named_tensors has {len(args.paths)} items; send one for all ranks, or one for each of the "
+                f"{parallel.world_size}"
+            )
+        return Path(args.paths[parallel.world_rank if len(args.paths) > 1 else 0])
+
+    def _memory(self, tensors: list[Tensor], copies: int = 1) -> dict[str, str | int]:
+        """What `check` returns, to stage these tensors."""
+        sizes = [tensor.nbytes for tensor in distinct(tensors)]
+        self._check_device(max(sizes, default=0))
+        available = host_memory().available_bytes
+        return {"host": socket.gethostname(), "needed": copies * sum(sizes), "available": available}
 
     def _format(self, args: CheckpointArgs) -> str:
         return args.load_format or self._options.load_format
@@ -155,21 +228,6 @@ def _compare(config: ModelConfig, served: ModelConfig) -> None:
         raise ConfigError(f"{config.source}: not the architecture of the served model: {some}")
 
 
-def _pairs(old: object, new: object) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tensors of a module with those of its replacement."""
-    kept, read = list(weights_of(old)), list(weights_of(new))
-    same = len(kept) == len(read) and all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(kept, read))
-    if not same:
-        raise CheckpointError(
-            f"{type(old).__name__}: stored in another format than in the served checkpoint; restart the server with it"
-        )
-    return zip(kept, read)
-
-
-def _distinct(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
-    seen: set[tuple[int, int]] = set()
-    for tensor in tensors:
-        key = tensor.data_ptr(), tensor.nbytes
-        if key not in seen:
-            seen.add(key)
-            yield tensor
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Its bytes, on the host."""
+    return tensor.cpu().contiguous().view(-1).view(torch.uint8)

@@ -89,6 +89,7 @@ CONTROL = {
     "/abort_request", "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
     "/dump_expert_distribution_record", "/start_profile", "/stop_profile", "/update_weights_from_disk",
     "/load_lora_adapter", "/unload_lora_adapter", "/pause_generation", "/continue_generation",
+    "/update_weights_from_tensor", "/update_weight_version", "/get_weights_by_name",
 }  # fmt: skip
 
 

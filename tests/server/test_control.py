@@ -377,7 +377,7 @@ def test_endpoints_that_are_not_implemented():
     assert response.status_code == 501
     assert "/open_session: not available yet" in response.json()["error"]["message"]
     assert post(FakeClient(), "/open_session", {}).status_code == 501
-    assert post(FakeClient(), "/update_weights_from_tensor", {}).status_code == 501
+    assert post(FakeClient(), "/update_weights_from_ipc", {}).status_code == 501
     assert get(FakeClient(), "/nowhere").status_code == 404
     assert get(FakeClient(), "/generate").status_code == 405
     assert get(FakeClient(), "/v1/nowhere").json()["object"] == "error"

@@ -48,6 +48,7 @@ def test_what_changes_the_engine():
         "/continue_generation",
         "/dump_expert_distribution_record",
         "/flush_cache",
+        "/get_weights_by_name",
         "/load_lora_adapter",
         "/pause_generation",
         "/start_expert_distribution_record",
@@ -55,7 +56,9 @@ def test_what_changes_the_engine():
         "/stop_expert_distribution_record",
         "/stop_profile",
         "/unload_lora_adapter",
+        "/update_weight_version",
         "/update_weights_from_disk",
+        "/update_weights_from_tensor",
     ]
 
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save
 
 from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError
@@ -39,11 +45,21 @@ class Ranks(FakeClient):
         self.called: list[str] = []
         self.idle = True
         self.killed = ""
+        self.weight: dict[str, Any] = {}
+        self.files: list[dict[str, torch.Tensor]] = []
 
     async def ask_ranks(self, method: str, args: Any = None, deadline: float = 1.0) -> list[GroupAnswers]:
         self.called.append(method)
         found = dict(args(None) if callable(args) else args or {})
-        values = {"check_weights": CHECKED, "start_profile": found.get("prefix"), "stop_profile": "a"}
+        values = {
+            "check_weights": CHECKED,
+            "check_tensors": CHECKED,
+            "read_weight": self.weight,
+            "start_profile": found.get("prefix"),
+            "stop_profile": "a",
+        }
+        if method == "stage_tensors":
+            self.files = [load_file(Path(path) / "model.safetensors") for path in found["paths"]]
         value: Any = values.get(method)
         second = RankAnswer(1, value, self.failing.get(method, ""))
         if method in self.lost:
@@ -304,6 +320,95 @@ def test_pauses_reach_every_scheduler(mode: str) -> None:
 def test_a_pause_of_another_mode_is_refused() -> None:
     response = post(Ranks(), "/pause_generation", {"mode": "forever"})
     assert response.status_code == 400 and "mode" in response.json()["error"]["message"]
+
+
+class Runs:
+    """A pickle of it runs code when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return (touched.append, (1,))
+
+
+touched: list[int] = []
+
+
+def test_tensors_arrive_as_they_were_sent() -> None:
+    client = Ranks()
+    tensors = {"a": torch.randn(3, 2).bfloat16(), "b": torch.randn(1 << 18)}
+    body = {"serialized_named_tensors": [base64.b64encode(save(tensors)).decode()], "weight_version": "7"}
+
+    async def session(http: httpx.AsyncClient) -> Any:
+        done = await http.post("/update_weights_from_tensor", json=body)
+        return done, (await http.get("/model_info")).json()
+
+    done, info = talk(client, session)
+    assert done.json() == {
+        "success": True, "message": "Succeeded to update model weights from tensors.", "num_paused_requests": 0,
+    }  # fmt: skip
+    assert info["weight_version"] == "7" and info["model_path"] == client.info.model_path
+    calls = ["check_tensors", "is_idle", "stage_tensors", "flush_cache", "commit_weights"]
+    assert client.called == calls and len(client.files) == 1
+    for name, tensor in tensors.items():
+        assert torch.equal(client.files[0][name], tensor)
+
+
+def sent(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+@pytest.mark.parametrize(
+    ("items", "why"),
+    [
+        ([sent(pickle.dumps([("a", Runs())]))], "serialized_named_tensors[0]: a pickle, which is never loaded"),
+        ([sent(bytes(ForkingPickler.dumps([("a", torch.zeros(2))])))], "a pickle, which is never loaded"),
+        ([sent(save({"a": torch.zeros(2)})), "%%"], "serialized_named_tensors[1]: not base64"),
+        ([sent(save({"a": torch.zeros(2)})[:-1])], "truncated"),
+        ([sent(b"hello")], "serialized_named_tensors[0]: truncated or not a safetensors file"),
+        ([], "serialized_named_tensors"),
+    ],
+)
+def test_tensors_in_other_forms_are_refused(items: list[str], why: str) -> None:
+    client = Ranks()
+    response = post(client, "/update_weights_from_tensor", {"serialized_named_tensors": items})
+    assert response.status_code == 400 and why in response.text, response.text
+    assert not client.called and not touched
+
+
+def test_a_format_of_tensors_that_is_not_known_is_refused() -> None:
+    body = {"serialized_named_tensors": ["x"], "load_format": "flattened_bucket"}
+    response = post(Ranks(), "/update_weights_from_tensor", body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "load_format"
+
+
+def test_the_version_alone() -> None:
+    client = Ranks()
+
+    async def session(http: httpx.AsyncClient) -> Any:
+        done = await http.post("/update_weight_version", json={"new_version": "8"})
+        return done.json(), (await http.get("/model_info")).json(), (await http.post("/generate", json={"text": "a"}))
+
+    done, info, answer = talk(client, session)
+    assert done == {"success": True, "message": "Weight version updated to 8", "new_version": "8"}
+    assert info["weight_version"] == answer.json()["meta_info"]["weight_version"] == "8" and not client.called
+
+
+def test_a_weight_by_name() -> None:
+    client = Ranks()
+    numbers, values = torch.tensor([2, 0, 1, 3]), torch.tensor([0.5, 1.0, 2.0, float("nan")])
+    client.weight = {"shape": [2, 2], "numbers": numbers.numpy().tobytes(), "values": values.numpy().tobytes()}
+    for response in (
+        get(client, "/get_weights_by_name?name=a&truncate_size=2"),
+        post(client, "/get_weights_by_name", {"name": "a", "truncate_size": 2}),
+    ):
+        assert response.status_code == 200 and response.json() == [[1.0, 2.0], [0.5, None]]
+    refused = post(client, "/get_weights_by_name", {})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "name"
+
+
+def test_an_unknown_weight() -> None:
+    client = Ranks(read_weight="'b' is no tensor of the served model; similar: a")
+    response = get(client, "/get_weights_by_name?name=b")
+    assert response.status_code == 400 and "similar: a" in response.json()["error"]["message"]
 
 
 def test_keys() -> None:

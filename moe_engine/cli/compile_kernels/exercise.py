@@ -37,9 +37,7 @@ def one_layer_of_each(model: ModelConfig) -> ModelConfig:
     caches = [[i in group.layers for group in model.state_groups] for i in range(model.num_layers)]
     kinds = list(zip(model.moe_layers or (False,) * model.num_layers, caches))
     count = 1 + max(kinds.index(kind) for kind in kinds)
-    states = tuple(
-        replace(group, layers=tuple(i for i in group.layers if i < count)) for group in model.state_groups
-    )
+    states = tuple(replace(group, layers=tuple(i for i in group.layers if i < count)) for group in model.state_groups)
     return replace(model, num_layers=count, moe_layers=model.moe_layers[:count], state_groups=states)
 
 

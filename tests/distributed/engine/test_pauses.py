@@ -61,9 +61,7 @@ async def paused_in_the_middle(engine: Engine, mode: PauseMode, work: Any = None
     return list(await asyncio.gather(*tasks, late))
 
 
-@pytest.mark.parametrize(
-    "form", ["one rank", "dp2", "two replicas", pytest.param("tp2", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("form", ["one rank", "dp2", "two replicas", pytest.param("tp2", marks=pytest.mark.exhaustive)])
 def test_answers_are_those_without_a_pause(form: str, checkpoints: dict[str, Path]) -> None:  # noqa: F811
     with open_engine(checkpoints["old"], **FORMS[form]) as engine:
         expected: Any = engine.generate(input_ids=PROMPTS, sampling_params={**SAMPLING, "max_new_tokens": MANY})

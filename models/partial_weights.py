@@ -1,0 +1,166 @@
+"""Sources of weights for some tensors of a model: received values, and made-up values that show where they lie.
+
+A kernel's layout may merge, cut, transpose and pad tensors, but copies every element. So a module that is built from
+made-up values shows which memory belongs to which element, in every layout: `mask_source` marks the tensors that were
+received, `code_source` numbers the elements of one tensor.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.errors import CheckpointError, MoeEngineError
+from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight
+from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.weights import WeightReader, WeightSource
+
+MARK: float = struct.unpack("f", b"\x3f\x3f\x3f\x3f")[0]
+"""About 0.75: no byte of it is 0, in any floating-point dtype."""
+CODES = 255
+"""Different codes of an element: 1 to 255, exact in bf16."""
+FP8_CODES = 15
+"""Exact in e4m3."""
+
+Fill = Callable[[str, tuple[int, ...], Cut, Tensor], None]
+"""(name, whole shape, slice, out): fills the slice."""
+
+
+class ReceivedWeights(WeightReader):
+    """`WeightSource` over a folder that may lack tensors: those are 0.
+
+    Args:
+        structure: the served model's weights: which of them are kept quantized.
+
+    Attributes:
+        missed: a tensor was lacking.
+    """
+
+    def __init__(self, directory: str | Path, structure: WeightSource) -> None:
+        super().__init__(directory, structure.dtype, structure.device, structure.format, lambda names: names)
+        self._structure = structure
+        self.missed = False
+
+    def has(self, name: str) -> bool:
+        return self._structure.has(name)
+
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: Cut = UNCUT,
+        *,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if name in self.names:
+            return super().tensor(name, shape, cut, dtype=dtype, out=out)
+        self.missed = True
+        return _allocated(self, shape, cut, dtype, out).zero_()
+
+    def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Any = None) -> Any:
+        if f"{prefix}.weight" in self.names:
+            return super().linear(prefix, shape, cut, out=out)
+        self.missed = True
+        if out is None or isinstance(out, Tensor):
+            return _allocated(self, shape, cut, None, out).zero_()
+        for field in fields(out):
+            if isinstance(part := getattr(out, field.name), Tensor):
+                part.zero_()
+        return out
+
+    def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
+        kept = self._structure.keeps(prefix, shape, cut)
+        if kept and f"{prefix}.weight" in self.names and not super().keeps(prefix, shape, cut):
+            raise CheckpointError(f"{prefix}.weight is served as {self.format.name}; send it so, with its scales")
+        return kept
+
+
+class FilledWeights:
+    """`WeightSource` of made-up values, in the forms of `structure`."""
+
+    def __init__(self, structure: WeightSource, fill: Fill) -> None:
+        self.dtype, self.device, self.format = structure.dtype, structure.device, structure.format
+        self._structure, self._fill = structure, fill
+
+    def has(self, name: str) -> bool:
+        return self._structure.has(name)
+
+    def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
+        return self._structure.keeps(prefix, shape, cut)
+
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        cut: Cut = UNCUT,
+        *,
+        dtype: torch.dtype | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = _allocated(self, shape, cut, dtype, out)
+        self._fill(name, shape, cut, out)
+        return out
+
+    def linear(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT, *, out: Any = None) -> Any:
+        if out is None or isinstance(out, Tensor):
+            return self.tensor(f"{prefix}.weight", shape, cut, out=out)
+        if not isinstance(out, BlockWeight):
+            raise MoeEngineError(f"{prefix}.weight: not available for weights of the form {type(out).__name__}")
+        self._fill(f"{prefix}.weight", shape, cut, out.data)
+        grid = tuple(-(-size // BLOCK) for size in shape)
+        self._fill(f"{prefix}.weight_scale_inv", grid, cut.in_blocks((BLOCK, BLOCK)), out.scales)
+        return out
+
+    def skip(self, name: str) -> None:
+        pass
+
+    def skip_linear(self, prefix: str, shape: tuple[int, int]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def mask_source(structure: WeightSource, names: Collection[str]) -> FilledWeights:
+    """No byte of the tensors `names` is 0, and all others are."""
+
+    def fill(name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
+        other = f"{name.removesuffix('.weight_scale_inv')}.scale" if name.endswith(".weight_scale_inv") else name
+        out.fill_(MARK if name in names or other in names else 0.0)
+
+    return FilledWeights(structure, fill)
+
+
+def code_source(structure: WeightSource, wanted: str, num_rows: int, digit: int, base: int) -> FilledWeights:
+    """Elements of the first `num_rows` rows of the tensor `wanted` are 1 + a digit of their number in it (row-major),
+    in the number system `base`; all others are 0."""
+
+    def fill(name: str, shape: tuple[int, ...], cut: Cut, out: Tensor) -> None:
+        out.zero_()
+        if name != wanted:
+            return
+        rows = torch.arange(shape[0])[cut.rows if cut.rows is not None else slice(None)]
+        rows = rows[rows < num_rows]
+        numbers = rows
+        if len(shape) > 1:
+            columns = torch.arange(shape[1])[cut.cols if cut.cols is not None else slice(None)]
+            numbers = rows.unsqueeze(1) * shape[1] + columns
+        codes = torch.div(numbers, base**digit, rounding_mode="floor") % base + 1
+        out[: len(rows)].copy_(codes.to(torch.float32))
+
+    return FilledWeights(structure, fill)
+
+
+def _allocated(
+    source: WeightSource, shape: tuple[int, ...], cut: Cut, dtype: torch.dtype | None, out: Tensor | None
+) -> Tensor:
+    if out is not None:
+        return out
+    return torch.empty(cut.shape(shape), dtype=dtype or source.dtype, device=source.device)

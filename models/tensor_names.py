@@ -1,0 +1,117 @@
+"""The tensors of a served model by the names of its checkpoint, for calls that name some of them. Imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+from moe_engine.errors import CheckpointError, InputError
+from moe_engine.models.checkpoint_files import WeightFile
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.formats.plain import plain_tensor
+from moe_engine.models.formats.protocol import StoredTensor
+from moe_engine.models.formats.table import format_in_files, hint_for
+from moe_engine.models.tensors import EMBEDDING, Kind, layer_index, model_tensors
+
+MAX_SHOWN = 5
+_COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
+"""Of an MTP layer, which has embedding and head in common with the model."""
+_SCALES = (".weight_scale_inv", ".scale")
+
+
+class TensorNames:
+    """Args:
+    include_mtp: the MTP layers are loaded too.
+    """
+
+    def __init__(self, config: ModelConfig, include_mtp: bool) -> None:
+        self._config, self._include_mtp = config, include_mtp
+        self._specs = {name: spec for spec in model_tensors(config, include_mtp) for name in spec.names()}
+
+    def resolve(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The name under which a tensor is loaded (a tied head: the embedding's), and its shape.
+
+        Raises:
+            InputError: unknown; with similar names.
+        """
+        if name == "lm_head.weight" and self._config.tie_word_embeddings and self._config.pooling is None:
+            name = EMBEDDING
+        if (spec := self._specs.get(name)) is not None:
+            return name, spec.shape
+        if (weight := self._scaled_by(name)) is not None:
+            spec = self._specs[weight]
+            stored = self._config.weight_format.tensors(weight.removesuffix(".weight"), spec.shape, {name, weight})
+            if len(stored) > 1:
+                return name, stored[1].shape
+        raise InputError(self._unknown(name), field="name")
+
+    def check(self, source: str, files: Mapping[str, WeightFile]) -> set[str]:
+        """Compares names, shapes and dtypes of some tensors with the model. Returns the names that the model reads.
+
+        Raises:
+            CheckpointError: names the tensors at fault.
+        """
+        found = format_in_files(self._config.weight_format, files)
+        problems, read = [], set()
+        for name in sorted(files):
+            if self._is_outside(name):
+                continue
+            weight = self._scaled_by(name)
+            spec = self._specs.get(weight or name)
+            if spec is None:
+                problems.append(self._unknown(name))
+                continue
+            if weight is not None and weight not in files:
+                problems.append(f"{name} comes without {weight}; send both")
+                continue
+            read.add(name)
+            stored = (plain_tensor(name, spec.shape),)
+            if spec.kind is Kind.LINEAR:
+                stored = found.tensors((weight or name).removesuffix(".weight"), spec.shape, files)
+            problems += _compare(name, files[name], stored)
+        if problems:
+            more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
+            raise CheckpointError(f"{source}: {'; '.join(problems[:MAX_SHOWN])}{more}")
+        return read
+
+    def _scaled_by(self, name: str) -> str | None:
+        """The weight whose scales have this name."""
+        if name in self._specs:
+            return None
+        for suffix in _SCALES:
+            weight = name.removesuffix(suffix) + ".weight"
+            if name.endswith(suffix) and weight in self._specs and self._specs[weight].kind is Kind.LINEAR:
+                return weight
+        return None
+
+    def _is_outside(self, name: str) -> bool:
+        """True for tensors of checkpoints of this architecture that the served model has no use for."""
+        config, index = self._config, layer_index(name)
+        stop = config.num_layers + config.num_nextn_predict_layers
+        if config.num_layers <= index < max(stop, config.stored_layers):
+            return not self._include_mtp or index >= stop or name.endswith(_COPIES)
+        no_head = config.tie_word_embeddings or config.pooling is not None
+        return name.endswith("rotary_emb.inv_freq") or (no_head and name.startswith("lm_head."))
+
+    def _unknown(self, name: str) -> str:
+        near = difflib.get_close_matches(name, self._near(name), 3, 0.5)
+        hint = f"; similar: {', '.join(near)}" if near else ""
+        return f"{name!r:.200} is no tensor of the served model{hint}"
+
+    def _near(self, name: str) -> list[str]:
+        """Names to compare with: of the same layer, if it has one. All would take seconds."""
+        index = layer_index(name)
+        same = [known for known in self._specs if layer_index(known) == index]
+        return (same or [known for known in self._specs if layer_index(known) in (-1, 0)])[:1000]
+
+
+def _compare(name: str, file: WeightFile, stored: tuple[StoredTensor, ...]) -> list[str]:
+    wanted = next((tensor for tensor in stored if tensor.name == name), None)
+    header = file.tensors[name]
+    if wanted is None:
+        return [f"{name}: scales of a weight that is not quantized"]
+    if header.shape != wanted.shape:
+        return [f"{name} has shape {list(header.shape)}, not {list(wanted.shape)}"]
+    if header.dtype not in wanted.dtypes:
+        return [f"{name} has dtype {header.dtype}{hint_for(header.dtype)}, not one of {', '.join(wanted.dtypes)}"]
+    return []

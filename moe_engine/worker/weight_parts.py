@@ -1,0 +1,75 @@
+"""The parts of a rank's model whose weights can be read and replaced while serving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor
+
+from moe_engine.errors import CheckpointError, MoeEngineError
+from moe_engine.models.footprint import weights_of
+from moe_engine.models.layers.decoder import Decoder, Reloadable
+from moe_engine.models.loader import open_again
+from moe_engine.models.mtp import MTPLayers
+from moe_engine.models.weights import WeightSource
+from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
+from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.options import WorkerOptions
+from moe_engine.worker.speculation.build import mtp_layers
+
+Part = Decoder | MTPLayers
+
+
+def parts_of(runner: ModelRunner) -> list[Part]:
+    """The model, and its MTP layers if they draft. A draft model of its own checkpoint is none of them.
+
+    Raises:
+        MoeEngineError: an external model.
+    """
+    model = runner.model
+    inner = model.model if isinstance(model, ExpertRecordingModel) else model
+    if not isinstance(inner, Decoder):
+        raise MoeEngineError(f"{type(inner).__name__}: the weights of external models cannot be replaced")
+    mtp = mtp_layers(runner)
+    return [inner] if mtp is None else [inner, mtp]
+
+
+def modules_of(parts: Iterable[Part], names: Iterable[str]) -> Iterator[Reloadable]:
+    """The modules that hold these tensors."""
+    wanted = tuple(names)
+    for part in parts:
+        for module in part.modules():
+            if any(name.startswith(module.prefixes) for name in wanted):
+                yield module
+
+
+def structure_of(runner: ModelRunner, options: WorkerOptions) -> WeightSource:
+    """A source that knows which weights are kept quantized. Raises CheckpointError: the files are gone."""
+    plain = options.model.weight_format.kernel_format() is None
+    load_format, device = "dummy" if plain else options.load_format, runner.stream.device
+    return open_again(options.model_path, options.model, options.dtype, device, load_format, options.dummy_seed)
+
+
+def pairs(old: object, new: object) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tensors of a module with those of its replacement.
+
+    Raises:
+        CheckpointError: they are stored in another form.
+    """
+    kept, read = list(weights_of(old)), list(weights_of(new))
+    same = len(kept) == len(read) and all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(kept, read))
+    if not same:
+        raise CheckpointError(
+            f"{type(old).__name__}: stored in another format than in the served checkpoint; restart the server with it"
+        )
+    return zip(kept, read)
+
+
+def distinct(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Each memory once."""
+    seen: set[tuple[int, int]] = set()
+    for tensor in tensors:
+        key = tensor.data_ptr(), tensor.nbytes
+        if key not in seen:
+            seen.add(key)
+            yield tensor

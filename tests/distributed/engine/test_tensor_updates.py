@@ -1,0 +1,144 @@
+"""Weights that are read and replaced by name, in every form of engine: kernels pack, merge and cut them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from moe_engine import Engine
+from moe_engine.errors import InputError
+from tests.distributed.engine.test_weight_updates import (  # noqa: F401
+    DRAFTS,
+    FORMS,
+    PROMPTS,
+    SAMPLING,
+    Answers,
+    checkpoints,
+    expected,
+    open_engine,
+    under_load,
+)
+from tests.models.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
+COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors that an engine with drafts holds."""
+    tensors = load_file(path / "model.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if "layers" not in name or not name.endswith(COPIES)}
+
+
+def one_of_each(names: list[str]) -> list[str]:
+    """A tensor of each kind, of random layers and experts."""
+    by_kind: dict[str, list[str]] = {}
+    for name in names:
+        kind = ".".join(part for part in name.split(".") if not part.isdigit())
+        by_kind.setdefault(kind, []).append(name)
+    return [random.choice(group) for group in by_kind.values()]
+
+
+def assert_held(engine: Engine, wanted: dict[str, torch.Tensor], names: list[str], num_rows: int = 100) -> None:
+    for name in names:
+        found = engine.get_weights_by_name(name, num_rows)
+        for replica in found if engine.config.args.parallel.dp_size > 1 else [found]:
+            assert torch.equal(torch.tensor(replica), wanted[name][:num_rows].float()), name
+
+
+@pytest.mark.parametrize(
+    "form", [pytest.param(form, marks=pytest.mark.exhaustive if form == "dp2" else []) for form in FORMS]
+)
+def test_weights_are_replaced_in_two_parts(
+    checkpoints: dict[str, Path],  # noqa: F811
+    expected: dict[str, list[list[int]]],  # noqa: F811
+    form: str,
+) -> None:
+    old, new = (weights(checkpoints[name]) for name in ("old", "new"))
+    names = [name for name in old if form != "two replicas" or "layers.3." not in name]
+    first = set(random.sample(names, len(names) // 2))
+    with open_engine(checkpoints["old"], **FORMS[form]) as engine:
+        some = one_of_each(names)
+        assert_held(engine, old, some)
+        engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)  # leaves cached prefixes
+        assert engine.update_weights_from_tensor([(name, new[name]) for name in first]) == (
+            True, "Succeeded to update model weights from tensors.",
+        )  # fmt: skip
+        mixed = {name: (new if name in first else old)[name] for name in names}
+        assert_held(engine, mixed, one_of_each(names))
+        rest = [(name, new[name]) for name in new if name not in first]
+        assert engine.update_weights_from_tensor(rest, weight_version="new")[0]
+        outputs: Any = engine.generate(input_ids=PROMPTS, sampling_params=SAMPLING)
+        assert [output["output_ids"] for output in outputs] == expected["new"]
+        assert {output["meta_info"]["weight_version"] for output in outputs} == {"new"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "dtype"),
+    [("qwen3", "cpu", "bfloat16"), ("qwen3_moe", "torch", "float32"), ("mixtral", "cpu", "float32")],
+)
+def test_families_and_kernels(tmp_path: Path, kind: str, row: str, dtype: str) -> None:
+    old, new = (make_checkpoint(kind, tmp_path / str(seed), seed, tokenizer=False) for seed in (1, 2))
+    before, after = (load_file(path / "model.safetensors") for path in (old, new))
+    rows = {} if row == "cpu" else {"linear_backend": "torch", "moe_runner_backend": "torch"}
+    with open_engine(old, **{**rows, "dtype": dtype}) as engine:
+        wanted = dict(before)
+        for name in one_of_each(sorted(before)):
+            wanted[name] = after[name]
+        changed = [(name, wanted[name]) for name in wanted if wanted[name] is not before[name]]
+        assert engine.update_weights_from_tensor(changed)[0]
+        wide = ("norm.weight", ".gate.weight")
+        held = {
+            name: tensor if name.endswith(wide) else tensor.to(getattr(torch, dtype)) for name, tensor in wanted.items()
+        }
+        assert_held(engine, held, [name for name, _ in changed], 7)
+        assert_held(engine, held, one_of_each(sorted(before)), 1000)
+
+
+def test_wrong_tensors_change_nothing(checkpoints: dict[str, Path]) -> None:  # noqa: F811
+    new = weights(checkpoints["new"])
+    name = "model.layers.1.self_attn.o_proj.weight"
+    wrong = {
+        f"{name} has shape": [(name, new[name][:, :-1])],
+        f"'{name}s' is no tensor of the served model; similar: {name}": [(f"{name}s", new[name])],
+        "has dtype U8": [(name, new[name].to(torch.uint8))],
+        "torch.int64": [(name, new[name].to(torch.int64))],
+        "twice": [(name, new[name])] * 2,
+        "send both": [(name.replace("weight", "weight_scale_inv"), torch.ones(1, 1))],
+    }
+    with open_engine(checkpoints["old"], tp_size=2, **DRAFTS) as engine:
+        right = [("model.norm.weight", new["model.norm.weight"])]
+        for why, tensors in wrong.items():
+            done, message = engine.update_weights_from_tensor(right + tensors)
+            assert not done and why in message, message
+        assert_held(engine, weights(checkpoints["old"]), ["model.norm.weight", name])
+        with pytest.raises(InputError, match=f"similar: .*{name}"):
+            engine.get_weights_by_name(name.replace("o_proj", "out_proj"))
+        assert not engine.update_weights_from_tensor(right, load_format="direct")[0]
+
+
+def test_no_answer_mixes_weights(checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]) -> None:  # noqa: F811
+    tensors = {name: list(weights(path).items()) for name, path in checkpoints.items()}
+    with open_engine(checkpoints["old"], weight_version="old", **DRAFTS) as engine:
+
+        async def work(answers: Answers) -> None:
+            for version in ("new", "old", "new"):
+                count = len(answers)
+                while len(answers) < count + len(PROMPTS):
+                    await asyncio.sleep(0.01)
+                done = await asyncio.get_running_loop().run_in_executor(
+                    None, lambda v=version: engine.update_weights_from_tensor(tensors[v], weight_version=v)
+                )
+                assert done[0], done
+
+        answers = asyncio.run(under_load(engine, work))
+    assert {version for _, version, _, _ in answers} == {"old", "new"}
+    for number, version, _, tokens in answers:
+        assert tokens == expected[version][number], (number, version)
