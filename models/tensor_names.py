@@ -65,7 +65,7 @@ class TensorNames:
                 problems.append(f"{name} comes without {weight}; send both")
                 continue
             read.add(name)
-            stored = (plain_tensor(name, spec.shape),)
+            stored: tuple[StoredTensor, ...] = (plain_tensor(name, spec.shape),)
             if spec.kind is Kind.LINEAR:
                 stored = found.tensors((weight or name).removesuffix(".weight"), spec.shape, files)
             problems += _compare(name, files[name], stored)

@@ -121,7 +121,8 @@ class Decoder:
 
     def modules(self) -> Iterator[Reloadable]:
         """All modules with weights, in the order of loading."""
-        config, head = self.config, ("lm_head.",)
+        config = self.config
+        head: tuple[str, ...] = ("lm_head.",)
         if config.pooling is not None:
             head = tuple(f"{layer.name}." for layer in score_layers(config))
         elif config.tie_word_embeddings:

@@ -16,7 +16,7 @@ FREE_PATHS = frozenset({"/", "/docs", "/openapi.json", "/experts"})
 
 ADMIN_PATHS = frozenset(
     {"/flush_cache", "/abort_request", "/configure_logging", "/set_internal_state", "/start_profile", "/stop_profile",
-     "/load_lora_adapter", "/unload_lora_adapter"}
+     "/load_lora_adapter", "/unload_lora_adapter", "/get_weights_by_name"}
 )  # fmt: skip
 ADMIN_PREFIXES = (
     *("/update_weight", "/init_weights", "/release_memory", "/resume_memory", "/pause_", "/continue_"),

@@ -64,8 +64,8 @@ class EngineApi:
     async def update_tensors(self, request: Request) -> Response:
         """Replaces some weights, under the names of the checkpoint.
 
-        Names, shapes and dtypes of all are checked before anything changes: status 400 with the reason. Requests wait or
-        end as in /update_weights_from_disk. Pickles are refused.
+        Names, shapes and dtypes of all are checked before anything changes: status 400 with the reason. Requests wait
+        or end as in /update_weights_from_disk. Pickles are refused.
         """
         asked = await read_weights_body(request, UpdateTensorsRequest)
         updated = self._updates.update_tensors(

@@ -151,7 +151,7 @@ class WeightUpdate:
             for module in modules_of(parts, names):
                 received.missed = False
                 new = list(pairs(module.module, module.build(received)))
-                masks = [None] * len(new)
+                masks: list[Tensor | None] = [None] * len(new)
                 if received.missed:
                     masks = [_bytes_of(mask) != 0 for _, mask in pairs(module.module, module.build(marks))]
                 for (kept, read), mask in zip(new, masks):

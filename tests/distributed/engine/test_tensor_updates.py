@@ -25,6 +25,7 @@ from tests.distributed.engine.test_weight_updates import (  # noqa: F401
     under_load,
 )
 from tests.models.checkpoints import make_checkpoint
+from tests.models.fp8 import dequantise_fp8
 
 pytestmark = pytest.mark.usefixtures("forked_processes")
 
@@ -54,7 +55,8 @@ def assert_held(engine: Engine, wanted: dict[str, torch.Tensor], names: list[str
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=pytest.mark.exhaustive if form == "dp2" else []) for form in FORMS]
+    "form",
+    [pytest.param(form, marks=pytest.mark.exhaustive if form in ("dp2", "two replicas") else []) for form in FORMS],
 )
 def test_weights_are_replaced_in_two_parts(
     checkpoints: dict[str, Path],  # noqa: F811
@@ -100,6 +102,26 @@ def test_families_and_kernels(tmp_path: Path, kind: str, row: str, dtype: str) -
         }
         assert_held(engine, held, [name for name, _ in changed], 7)
         assert_held(engine, held, one_of_each(sorted(before)), 1000)
+
+
+def test_quantized_weights_arrive_with_their_scales(tmp_path: Path) -> None:
+    """Quantized in the checkpoint, dequantized for the kernels of this machine."""
+    old, new = (make_checkpoint("deepseek_v3", tmp_path / str(i), i, tokenizer=False, fp8=True) for i in (1, 2))
+    before, after = (load_file(path / "model.safetensors") for path in (old, new))
+    plain = {name: dequantise_fp8(tensors, dtype=torch.float32) for name, tensors in (("old", before), ("new", after))}
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    scale = name.replace("weight", "weight_scale_inv")
+    with open_engine(old) as engine:
+        assert_held(engine, plain["old"], [name, "model.layers.1.mlp.experts.3.up_proj.weight"])
+        assert engine.update_weights_from_tensor([(key, after[key]) for key in (name, scale)])[0]
+        assert_held(engine, plain["new"], [name])
+        assert_held(engine, plain["old"], [name.replace("kv_b", "o"), name.replace(".1.", ".0.")])
+        assert engine.update_weights_from_tensor([(name, plain["old"][name])])[0]
+        assert_held(engine, plain["old"], [name])
+        done, why = engine.update_weights_from_tensor([(name, after[name])])
+        assert not done and "needs a weight_scale_inv" in why
+        with pytest.raises(InputError, match="dequantized at load"):
+            engine.get_weights_by_name(scale)
 
 
 def test_wrong_tensors_change_nothing(checkpoints: dict[str, Path]) -> None:  # noqa: F811
