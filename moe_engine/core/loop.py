@@ -405,7 +405,7 @@ class EngineCore:
         self._reporter.restart()
 
     def _flush_cache(self, _: NoArgs) -> bool:
-        return self._in_flight is None and self._scheduler.flush_cache()
+        return self._in_flight is None and self._scheduler.flush_cache(self._paused)
 
     def _internal_state(self, _: NoArgs) -> dict[str, Any]:
         stats = self._scheduler.stats()
