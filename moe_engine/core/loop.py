@@ -402,10 +402,9 @@ class EngineCore:
 
     def _resume(self, _: NoArgs) -> None:
         self._paused = False
-        self._reporter.restart()
 
     def _flush_cache(self, _: NoArgs) -> bool:
-        return self._in_flight is None and self._scheduler.flush_cache()
+        return self._in_flight is None and self._scheduler.flush_cache(self._paused)
 
     def _internal_state(self, _: NoArgs) -> dict[str, Any]:
         stats = self._scheduler.stats()

@@ -170,10 +170,10 @@ class Scheduler:
         self.kv_cache.retire(self.kv_cache.step)
         return events
 
-    def flush_cache(self) -> bool:
-        """Clears the radix cache, only when no request is computed. True if done."""
+    def flush_cache(self, paused: bool = False) -> bool:
+        """Clears the radix cache, only when idle; if `paused`, also before waiting requests. True if done."""
         table = self.table
-        if self._in_flight or self.num_loading or table.num_running:
+        if not self.is_idle() and (not paused or self._in_flight or self.num_loading or table.num_running):
             logger.warning(log_lines.flush_refused_line(len(table.queue), table.num_running))
             return False
         self.kv_cache.reset()

@@ -141,8 +141,10 @@ def test_markers_that_are_no_tokens(backend: GrammarBackend, tokenizer: Tokenize
             assert not tokenizer.special_ids & set(ids)
             found.append(parse(tokenizer, ids, form)[1])
     assert all(len(calls) == 1 for calls in found[:10])
-    for name, arguments in [call for calls in found for call in calls]:
+    for name, arguments in [call for calls in found[:10] for call in calls]:
         jsonschema.validate(arguments, {**SCHEMAS, "now": True}[name])
+    for name, arguments in [call for calls in found[10:] for call in calls]:  # by chance, not strict
+        assert name in {*SCHEMAS, "now"} and isinstance(arguments, dict)
 
 
 def test_content_of_a_schema_or_calls(backend: GrammarBackend, tokenizer: Tokenizer) -> None:
