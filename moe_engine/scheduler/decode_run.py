@@ -17,23 +17,24 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int]) 
     """Decode steps that `run_decodes` may take now; 0 if the next plan may be another one.
 
     Args:
-        remaining: tokens until a request ends, beyond its `output_ids`.
+        remaining: tokens until a request ends by its content, beyond its `output_ids`.
     """
     table, flights = scheduler.table, scheduler._in_flight
     decodes = table.decodes
     if len(flights) != 1 or not decodes or scheduler.speculator is not None or scheduler._connector is not None:
         return 0
     record, kv_cache = flights[0], scheduler.kv_cache
-    busy = table.chunked is not None or table.aborting or table.row_writes or table.finished_rows
-    if busy or record.prefilled or scheduler._suspects or scheduler._to_cache or scheduler._preempting:
+    busy = table.chunked is not None or table.aborting or scheduler._suspects or scheduler._preempting
+    if busy or record.prefilled or scheduler._to_cache or kv_cache.window_room is not None:
         return 0
-    if kv_cache.slots.num_pending or kv_cache.window_room is not None or record.sampled != decodes:
+    if record.sampled != decodes or (table.queue and kv_cache.slots.num_pending):
         return 0
-    limit = min(remaining(request) for request in decodes) - 2
+    limit = min(min(remaining(r), r.max_new_tokens - len(r.output_ids) - 1) for r in decodes) - 1
     if table.queue:
         limit = min(limit, _steps_without_admission(scheduler))
-    fit = (kv_cache.slots.num_free + kv_cache.tree.num_evictable) // len(decodes) - kv_cache.page_size
-    return max(min(limit, fit), 0)
+    page = kv_cache.page_size
+    pages = (kv_cache.slots.num_free + kv_cache.tree.num_evictable) // page // len(decodes)
+    return max(min(limit, pages * page - page + 1), 0)
 
 
 def run_decodes(scheduler: Scheduler, steps: int, first_token: Callable[[Request], int]) -> None:
@@ -44,6 +45,7 @@ def run_decodes(scheduler: Scheduler, steps: int, first_token: Callable[[Request
     """
     table, kv_cache = scheduler.table, scheduler.kv_cache
     record, decodes = scheduler._in_flight[0], table.decodes
+    kv_cache.retire(record.number + steps - 1)
     if not kv_cache.make_room(kv_cache.decode_need(decodes, steps)):
         raise MoeEngineError(f"no room for {steps} decode steps; ask decode_run_limit first")
     for request in decodes:
@@ -53,9 +55,10 @@ def run_decodes(scheduler: Scheduler, steps: int, first_token: Callable[[Request
         token = first_token(request)
         request.output_ids.extend(range(token, token + steps))
         request.num_computed += steps
+    table.row_writes.clear()
+    table.finished_rows.clear()
     record.number += steps
     kv_cache.step += steps
-    kv_cache.retire(record.number - 1)
     scheduler.totals.generated_tokens += steps * len(decodes)
     scheduler._decode_steps += steps
     scheduler._prefills_in_a_row = 0

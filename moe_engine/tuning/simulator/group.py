@@ -116,12 +116,16 @@ class Group:
         )
 
     def _next_tokens(self, request: Request, count: int) -> list[int]:
-        """The next tokens of its answer, and the end token behind the last one."""
+        """The next tokens of its answer; the last one is the end token, unless the answer ends by its length."""
         done = len(request.output_ids)
-        last = self.running[request.rid].arrival.output_len if request.rid in self.running else done + count
-        tokens = list(range(request.seed + done, request.seed + done + count))
-        if done + count >= last > done and last < request.max_new_tokens:
-            tokens = [*tokens[: last - done - 1], EOS]
+        first = request.seed + done
+        running = self.running.get(request.rid)
+        if running is None or done + count < running.arrival.output_len:
+            return [first] if count == 1 else list(range(first, first + count))
+        left = max(running.arrival.output_len - done, 1)
+        tokens = list(range(first, first + left))
+        if done + left < request.max_new_tokens:
+            tokens[-1] = EOS
         return tokens
 
     def _accepted(self, drafts: int) -> int:
@@ -136,7 +140,7 @@ class Group:
     def begin_run(self) -> bool:
         """Whether decode steps can pass without the scheduler; its step in flight is the first of them."""
         self.run_limit = decode_run_limit(self.scheduler, self._remaining)
-        if self.run_limit < 2:
+        if self.run_limit < 1:
             self.run_limit = 0
             return False
         self._run_shape = self.decode_shape()
@@ -153,6 +157,11 @@ class Group:
 
     def _remaining(self, request: Request) -> int:
         return self.running[request.rid].arrival.output_len - len(request.output_ids)
+
+    @property
+    def run_rows(self) -> int:
+        """Requests that decode in a run."""
+        return self._run_shape.decode_rows
 
     def run_shape(self) -> StepShape:
         """Of the next step of a run."""

@@ -20,6 +20,8 @@ from moe_engine.types import StepPlan
 
 MAX_JUMP = 16
 """Steps without any event that are taken at once."""
+SLOWER = 1.01
+"""Bound on the growth of a step's cost over such a jump."""
 EndedHandler = Callable[["Replica", int, Running, float], None]
 
 
@@ -61,6 +63,8 @@ class Replica:
         self.lost: set[int] = set()
         self._turns = PrefillTurns()
         self._flight: _Flight | None = None
+        self._collected = 0.0
+        """When the newest result was applied."""
         self.num_steps = 0
         self.busy_seconds = 0.0
 
@@ -117,12 +121,13 @@ class Replica:
         group.join()
         return NO_STEPS
 
-    def _take_turns(self, prefilled: bool) -> None:
+    def _take_turns(self, prefilled: bool, steps: int = 1) -> None:
         waiting = decoding = 0
         for group in self.groups:
             waiting += group.scheduler.num_waiting > 0
             decoding += len(group.scheduler.table.decodes) > 0
-        self._turns.after_counts(len(self.groups) - len(self.lost), waiting, prefilled, decoding > 0)
+        for _ in range(steps):
+            self._turns.after_counts(len(self.groups) - len(self.lost), waiting, prefilled, decoding > 0)
 
     def _launch(self, shapes: dict[int, StepShape]) -> _Flight:
         cost = self.spec.costs.step(self._busiest(list(shapes.values())))
@@ -149,13 +154,13 @@ class Replica:
     def _collect(self, behind: _Flight | None) -> None:
         """Applies the step in flight; then `behind` is in flight."""
         if self._flight is not None:
-            before = self.now
             self.now = max(self.now, self._flight.end)
+            gap, self._collected = self.now - self._collected, self.now
             for index in sorted(self._flight.pending):
                 group = self.groups[index]
                 if group.run_limit:
+                    self._count_run(group, gap, 1)
                     group.run_steps += 1
-                    self._count_run(group, self.now - before, 1)
                 else:
                     self._apply(index)
         self._flight = behind
@@ -166,7 +171,7 @@ class Replica:
         elif not self.spec.exact:
             for group in self.groups:
                 if not group.run_limit and group.running:
-                    self._enter_run(group)
+                    group.begin_run()
 
     def _apply(self, index: int) -> None:
         """Gives a group the result of the step in flight."""
@@ -196,10 +201,6 @@ class Replica:
 
     # -- runs of decode steps
 
-    def _enter_run(self, group: Group) -> None:
-        if all(running.last == self.now for running in group.running.values() if running.first):
-            group.begin_run()
-
     def _leave_run(self, group: Group) -> None:
         if group.run_limit:
             if group.run_steps:
@@ -208,9 +209,14 @@ class Replica:
             group.end_run()
 
     def _count_run(self, group: Group, gap: float, steps: int) -> None:
-        rows = group.run_shape().decode_rows
-        self._recorder.gaps.add(gap, rows * steps)
-        self._recorder.gaps.add_tokens(self.now, rows * steps)
+        """Counts the tokens of a run. Before its first ones, the last tokens of its requests may differ in time."""
+        if group.run_steps == 0 and steps == 1:
+            for request in group.scheduler.table.decodes:
+                self._recorder.tokens(group.running[request.rid], 1, self.now)
+            return
+        rows = group.run_rows * steps
+        self._recorder.gaps.add(gap, rows)
+        self._recorder.gaps.add_tokens(self.now, rows)
 
     def _jump(self, until: float) -> bool:
         """Takes several decode steps at once, if all groups are in a run."""
@@ -224,10 +230,13 @@ class Replica:
         if not all(index in flight.pending for index, group in enumerate(self.groups) if group.running):
             return False
         first = self.spec.costs.step(self._busiest([group.run_shape() for group in runs])).seconds
-        steps = min(steps, MAX_JUMP, 1 + int(min((until - flight.end) / first, MAX_JUMP)))
+        steps = min(steps, MAX_JUMP, 1 + int(min((until - flight.end) / (SLOWER * first), MAX_JUMP)))
         if steps < 2:
             return False
-        self._count_runs(runs, flight.end - self.now, 1)
+        if len(self.groups) > 1:
+            self._take_turns(False, steps)
+        self.now = flight.end
+        self._count_runs(runs, self.now - self._collected, 1)
         shapes = []
         for group in runs:
             group.run_steps += steps
@@ -238,6 +247,7 @@ class Replica:
         begin = flight.end
         self.now = begin + total - last.seconds
         self._count_runs(runs, (self.now - begin) / (steps - 1), steps - 1)
+        self._collected = self.now
         self._flight = _Flight(last, begin + total, flight.pending)
         self.num_steps += steps
         self.busy_seconds += total
