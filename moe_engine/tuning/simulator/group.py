@@ -32,7 +32,9 @@ class Group:
         load_tokens: prompt and answer tokens of its requests, without those of a run.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float], acceptance: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, clock: Callable[[], float], acceptance: Sequence[float], seed: int
+    ) -> None:
         self.scheduler = Scheduler(config, clock)
         self.running: dict[str, Running] = {}
         self.run_limit = self.run_steps = 0
@@ -83,7 +85,7 @@ class Group:
 
     # -- steps
 
-    def plan(self, hold_prefill: bool) -> StepPlan | None | NeedsResult:
+    def plan(self, hold_prefill: bool) -> StepPlan | NeedsResult | None:
         """The scheduler's next step."""
         plan = self.scheduler.schedule(hold_prefill)
         return plan if plan is NEEDS_RESULT else self._launched(plan)

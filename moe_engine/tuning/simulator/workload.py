@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 FIRST_TOKEN = 1 << 20
@@ -58,19 +58,14 @@ class Workload(Protocol):
         """The request that follows the answer to another one, e.g. the next turn; None: none."""
 
 
-@dataclass
 class Fixed:
-    """Requests with known times."""
+    """Requests with known times, in order; drawn one by one, because the prompts of a day need much memory."""
 
-    arrivals: list[Arrival]
-    total: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.arrivals.sort(key=lambda arrival: arrival.seconds)
-        self.total = len(self.arrivals)
+    def __init__(self, arrivals: Iterable[Arrival], total: int) -> None:
+        self._arrivals, self.total = arrivals, total
 
     def first(self) -> Iterator[Arrival]:
-        return iter(self.arrivals)
+        return iter(self._arrivals)
 
     def after(self, arrival: Arrival, finished: float) -> Arrival | None:
         return None
