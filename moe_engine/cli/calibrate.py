@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,6 @@ from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.planning.ledger import WEIGHT_ROWS
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import ResolvedConfig
-from moe_engine.processes.addresses import free_port
 from moe_engine.tuning.calibration import Limits, Probes
 from moe_engine.tuning.costs.measured import CostFile
 from moe_engine.tuning.datasets import Vocabulary
@@ -58,7 +58,7 @@ def main(argv: Sequence[str], prog: str) -> int:
 
 
 def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
-    port = free_port()
+    port = _free_port()
     command = [sys.executable, "-m", "moe_engine", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
@@ -75,6 +75,12 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
                 server.kill()
                 server.wait()
     return replace(costs, ledger=_ledger(config, info))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _say(text: str) -> None:

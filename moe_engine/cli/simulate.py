@@ -123,7 +123,8 @@ def _check(own: argparse.Namespace) -> None:
     if not own.cost_file:
         raise ConfigError("--cost-file is missing: `moe-engine calibrate --output FILE` measures this machine")
     least = {
-        "num_prompts": 1, "random_input_len": 1, "random_output_len": 1, "gsp_num_groups": 1, "gsp_prompts_per_group": 1,
+        "num_prompts": 1, "random_input_len": 1, "random_output_len": 1,
+        "gsp_num_groups": 1, "gsp_prompts_per_group": 1,
         "agent_turns": 1, "agent_groups": 1, "agent_input_len": 1, "agent_output_len": 1, "agent_system_len": 0,
         "agent_pause": 0, "recovery_seconds": 0, "restart_seconds": 0, "expert_skew": 1, "max_concurrency": 1,
     }  # fmt: skip

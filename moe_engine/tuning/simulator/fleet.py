@@ -77,6 +77,7 @@ class Fleet:
         self._able = list(range(len(self._places)))
         self._router = Router(len(self._places), spec.method)
         self._rids = itertools.count()
+        self._drawn: Arrival | None = None
         self._draw()
 
     def run(self, progress: Callable[[int], None] = lambda count: None, interval: float = 0.0) -> Outcome:

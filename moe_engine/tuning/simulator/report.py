@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 from moe_engine.tuning import serving_report
@@ -32,7 +33,8 @@ def figures(outcome: Outcome, goodput: dict[str, float], wall_seconds: float) ->
 def remarks(values: dict[str, Any], outcome: Outcome) -> str:
     """Values that bench serving's table has no row for."""
     lines = [
-        f"retractions: {values['retractions']}, cache hit rate: {values['cache_hit_rate']:.3f}, steps: {values['steps']}",
+        f"retractions: {values['retractions']}, cache hit rate: {values['cache_hit_rate']:.3f}, "
+        f"steps: {values['steps']}",
         f"simulated {values['duration']:.1f} s in {values['wall_seconds']:.1f} s "
         f"({values['times_real_time']:.0f} times real time)",
     ]
@@ -69,7 +71,7 @@ def draw(outcome: Outcome, path: str, num_slots: int) -> None:
     axes[1].set(ylabel="token usage", ylim=(0, 1.05))
     rates = [
         (after.generated_tokens - before.generated_tokens) / max(after.seconds - before.seconds, 1e-9)
-        for before, after in zip(samples, samples[1:])
+        for before, after in pairwise(samples)
     ]
     axes[2].plot(seconds[1:], rates)
     axes[2].set(ylabel="output tokens/s", xlabel="simulated seconds")

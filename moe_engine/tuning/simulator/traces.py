@@ -1,9 +1,9 @@
 """Recorded arrivals: a JSONL file of requests, or a trace in Mooncake's format.
 
-A line of Mooncake's has ``timestamp`` (milliseconds), ``input_length``, ``output_length`` and ``hash_ids``, one for each
-512 tokens of the prompt: equal ids are equal text. A line of ours has ``arrival`` (seconds), ``input_len``,
-``output_len`` and, optionally, ``max_tokens``, ``prefix_len`` with ``prefix_id`` (requests with the same id share so many
-tokens).
+A line of Mooncake's has ``timestamp`` (milliseconds), ``input_length``, ``output_length`` and ``hash_ids``, one for
+each 512 tokens of the prompt: equal ids are equal text. A line of ours has ``arrival`` (seconds), ``input_len``,
+``output_len`` and, optionally, ``max_tokens`` and ``prefix_len`` with ``prefix_id``: requests with the same id share so
+many tokens.
 """
 
 from __future__ import annotations
