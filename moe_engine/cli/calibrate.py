@@ -41,7 +41,9 @@ def main(argv: Sequence[str], prog: str) -> int:
     own, rest = own_parser.parse_known_args(list(argv))
     parser = build_parser(prog, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("--output", metavar="FILE", help="where the cost file goes (required)")
-    args = EngineArgs.from_kwargs(**parse_flags(parser, rest))
+    values = parse_flags(parser, rest)
+    values.pop("output", None)
+    args = EngineArgs.from_kwargs(**values)
     if not own.output:
         raise ConfigError("--output is missing: the file that `moe-engine simulate --cost-file` takes")
     target = Path(own.output)

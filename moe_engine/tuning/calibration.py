@@ -21,7 +21,9 @@ from moe_engine.tuning.costs.measured import CostFile, Curve
 from moe_engine.tuning.stats import median
 
 REPEATS = 5
-DECODE_TOKENS = 40
+DECODE_TOKENS = 96
+STAGGER_TOKENS = 6
+"""More tokens for each concurrent request: the first ones are ahead when the last ones begin."""
 SKIPPED = 6
 """First chunks of a stream that are not measured: other prompts are computed then."""
 
@@ -53,7 +55,8 @@ class Probes:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(timeout=600, limits=limits) as client:
             self._client = client
-            await self._streams(2, 16)
+            for _ in range(REPEATS):  # a cold server is slower
+                await asyncio.gather(*(self._ask(self._prompt(16), DECODE_TOKENS) for _ in range(2)))
             short = min(32, self._limits.max_input // 4)
             rows = self._row_counts()
             seconds = []
@@ -87,8 +90,12 @@ class Probes:
 
     def _row_counts(self) -> list[int]:
         limits, groups = self._limits, self._limits.num_groups
-        most = min(limits.max_running * groups, limits.pool * groups // 160, 64 * groups)
-        counts = [groups * count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if groups * count <= most]
+        each = (1 + limits.drafts) * (DECODE_TOKENS + 32)
+        counts = [
+            groups * count
+            for count in (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
+            if count <= limits.max_running and count * (each + STAGGER_TOKENS * count) < 0.8 * limits.pool
+        ]
         return counts or [groups]
 
     def _prompt_lengths(self) -> list[int]:
@@ -98,7 +105,7 @@ class Probes:
 
     async def _decode(self, count: int, length: int) -> float:
         """Median seconds of a step in which `count` requests decode."""
-        return median([await self._streams(count, length) for _ in range(3 if count < 16 else 2)])
+        return median([await self._streams(count, length) for _ in range(3 if count < 8 else 1)])
 
     async def _context_second(self, rows: Sequence[int], seconds: Sequence[float], short: int) -> float:
         """Of a context token: long contexts against short ones."""
@@ -135,18 +142,13 @@ class Probes:
 
     async def _streams(self, count: int, length: int) -> float:
         """Median seconds between the chunks of `count` concurrent answers."""
-        tokens = DECODE_TOKENS * (1 + self._limits.drafts)
-        answers = await asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
-        begin = max(chunks[0] + started for chunks, started in answers)
-        end = min(chunks[-1] + started for chunks, started in answers)
-        gaps = []
-        for chunks, started in answers:
-            inside = [moment for moment in chunks[SKIPPED:] if begin <= moment + started <= end]
-            if len(inside) > 1:
-                gaps.append((inside[-1] - inside[0]) / (len(inside) - 1))
-        if not gaps:
-            raise MoeEngineError(f"{count} concurrent answers of {tokens} tokens did not overlap; nothing was measured")
-        return median(gaps)
+        tokens = (DECODE_TOKENS + STAGGER_TOKENS * count) * (1 + self._limits.drafts)
+        tokens = max(min(tokens, self._limits.max_input - length, self._limits.pool // count - length), 2 * SKIPPED)
+        for _ in range(REPEATS):
+            answers = await asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
+            if gaps := _common_gaps(answers):
+                return median(gaps)
+        raise MoeEngineError(f"{count} concurrent answers of {tokens} tokens did not overlap; nothing was measured")
 
     def _prompt(self, length: int) -> list[int]:
         return self._rng.choices(self._limits.vocab, k=length)
@@ -186,3 +188,15 @@ class Probes:
             expected = sum(rate ** (i + 1) for i in range(drafts))
             low, high = (rate, high) if expected < mean else (low, rate)
         return (round(low, 6),) * drafts
+
+
+def _common_gaps(answers: Sequence[tuple[list[float], float]]) -> list[float]:
+    """Mean seconds between the chunks of each answer, while all of them ran."""
+    begin = max(chunks[0] + started for chunks, started in answers)
+    end = min(chunks[-1] + started for chunks, started in answers)
+    gaps = []
+    for chunks, started in answers:
+        inside = [moment for moment in chunks[SKIPPED:] if begin <= moment + started <= end]
+        if len(inside) > SKIPPED:
+            gaps.append((inside[-1] - inside[0]) / (len(inside) - 1))
+    return gaps

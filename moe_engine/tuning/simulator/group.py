@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from moe_engine.errors import InputError
 from moe_engine.scheduler.config import SchedulerConfig
@@ -35,7 +36,7 @@ class Group:
     def __init__(
         self, config: SchedulerConfig, clock: Callable[[], float], acceptance: Sequence[float], seed: int
     ) -> None:
-        self.scheduler = Scheduler(config, clock)
+        self.scheduler = Scheduler(replace(config, vocab_size=None), clock)  # answers are of made-up tokens
         self.running: dict[str, Running] = {}
         self.run_limit = self.run_steps = 0
         self.load_tokens = 0
