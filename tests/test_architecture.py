@@ -115,6 +115,8 @@ MAY_NAME_ELASTIC = {
     "moe_engine/frontend/start.py",  # injects the policy
     "moe_engine/planning/resolve_elastic.py",
     "moe_engine/planning/resolve_parallel.py",
+    "moe_engine/cli/simulate.py",
+    "moe_engine/tuning/simulator/fleet.py",
 }
 
 

@@ -84,14 +84,14 @@ def _own_parser() -> Parser:
     )
     datasets.add_dataset_arguments(parser, default_name="random", more_names=OWN_NAMES)
     agents = parser.add_argument_group("agentic dataset: sessions of several turns, with pauses for tools")
-    for name, default, text in (
-        ("turns", AgentShape.turns, "turns of a session"),
-        ("system-len", AgentShape.system_len, "tokens of a system prompt"),
-        ("input-len", AgentShape.input_len, "new tokens of a turn"),
-        ("output-len", AgentShape.output_len, "tokens of an answer"),
-        ("groups", AgentShape.groups, "different system prompts"),
+    for option, default, text in (
+        ("--agent-turns", AgentShape.turns, "turns of a session"),
+        ("--agent-system-len", AgentShape.system_len, "tokens of a system prompt"),
+        ("--agent-input-len", AgentShape.input_len, "new tokens of a turn"),
+        ("--agent-output-len", AgentShape.output_len, "tokens of an answer"),
+        ("--agent-groups", AgentShape.groups, "different system prompts"),
     ):
-        agents.add_argument(f"--agent-{name}", type=int, default=default, help=f"{text} (default: {default})")
+        agents.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")
     agents.add_argument("--agent-pause", type=float, default=AgentShape.pause, help="mean seconds between turns")
     load = parser.add_argument_group("load")
     load.add_argument(
