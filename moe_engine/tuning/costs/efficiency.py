@@ -27,7 +27,6 @@ class Efficiency:
         step_us, row_us: of a step on the host that the device waits for, and of one request in it.
         message: factor on the latency of collectives. link: share of a link's bandwidth.
         token_ns: of one prompt token in one layer besides products, per 1,000 channels: norms, routing, permutation.
-        imbalance: experts' load of the busiest rank over the mean, unless a step says otherwise.
         prompt_weight: seconds that a decode loses for a second of others' prompts.
         queue: share of the others' prompts that a new prompt waits for in a closed loop.
         request_ms: of a request outside steps.
@@ -49,7 +48,6 @@ class Efficiency:
     message: float = 1.0
     link: float = 0.6
     token_ns: float = 3.0
-    imbalance: float = 1.0
     prompt_weight: float = 1.0
     queue: float = 0.3
     request_ms: float = 10.0

@@ -8,6 +8,7 @@ from moe_engine.tuning.costs.collectives import Collectives
 from moe_engine.tuning.costs.efficiency import Efficiency
 from moe_engine.tuning.costs.form import Form, Precision
 from moe_engine.tuning.costs.host import Host
+from moe_engine.tuning.costs.imbalance import expected_skew
 from moe_engine.tuning.costs.launches import Launches
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.costs.products import Products
@@ -42,11 +43,11 @@ class RooflineCost:
         self._all_to_all = AllToAll(model, form, cluster, share)
         self._launches, self._host = Launches(model, share), Host(share)
         self._form, self._deviation, self._layers = form, deviation, model.layers
-        self._imbalance = share.imbalance if form.ep > 1 else 1.0
+        self._skew = expected_skew(model.num_experts, form) if form.travels else 1.0
 
     def step(self, shape: StepShape) -> StepCost:
         """Raises nothing; a step without tokens costs its launches."""
-        form, skew = self._form, max(shape.expert_skew, self._imbalance)
+        form, skew = self._form, max(shape.expert_skew, self._skew)
         tokens = shape.decode_rows * (1 + shape.drafts) + shape.prefill_tokens
         everyone = max(tokens, shape.global_tokens)
         logits = shape.decode_rows * (1 + shape.drafts) + (1 if shape.prefill_tokens else 0)
@@ -56,7 +57,6 @@ class RooflineCost:
             *self._products.parts(tokens, logits, everyone, skew),
             self._attention.seconds(shape),
         ):
-            bytes_s *= 1.0
             if bytes_s > flops_s:
                 hbm += bytes_s
             else:
