@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from moe_engine.tuning.costs.efficiency import Efficiency
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import Cluster
@@ -23,7 +22,7 @@ NEAR_US, FAR_US, NORMAL_US = 26.0, 22.0, 58.0
 class AllToAll:
     """Dispatch and combine of all MoE layers."""
 
-    def __init__(self, model: ModelFacts, form: Form, cluster: Cluster, share: Efficiency) -> None:
+    def __init__(self, model: ModelFacts, form: Form, cluster: Cluster) -> None:
         self.active = form.travels and form.ep > 1
         if not self.active:
             return
@@ -36,7 +35,7 @@ class AllToAll:
         hit = (domains - 1) * (1 - (1 - 1 / domains) ** model.top_k) if domains > 1 else 0.0
         self.normal_s = max(near + row * hit / cluster.gpu.link_bytes_per_s, row * hit / cluster.link.bytes_per_s)
         latency = NEAR_US * (3.0 / max(3.0, cluster.gpu.link_latency_us)) + (domains > 1) * FAR_US
-        self.latency_s = latency * 1e-6 * share.message
+        self.latency_s = latency * 1e-6
         self.normal_latency_s = NORMAL_US * 1e-6
         self.layers = model.moe_layers
 

@@ -27,6 +27,7 @@ class GpuFacts:
         link_bytes_per_s, link_latency_us: to another GPU of the node.
         domain_size: GPUs that reach each other by NVLink.
         network: the interconnect between domains unless another is asked for.
+        relative_flops: share of the peak that large products reach, over that of an H100.
     """
 
     name: str
@@ -40,15 +41,17 @@ class GpuFacts:
     gpus_per_node: int
     domain_size: int
     network: str
+    relative_flops: float
     graph_node_us: float
     eager_launch_us: float
     flops: Mapping[str, float]
 
     def rate(self, dtype: str) -> float:
-        """Peak operations a second; a dtype without units of its own runs in the next wider one."""
+        """Operations a second; a dtype without units of its own runs in the next wider one. The peak of the data sheet,
+        unless products reach another share of it than on an H100."""
         order = ("fp4", "fp8", "bf16")
         wider = order[order.index(dtype) :] if dtype in order else ("bf16",)
-        return next(self.flops[each] for each in wider if each in self.flops)
+        return self.relative_flops * next(self.flops[each] for each in wider if each in self.flops)
 
     def machine(self, count: int | None = None) -> Machine:
         """A host with `count` of these GPUs, for `resolve`."""
