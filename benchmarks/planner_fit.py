@@ -16,6 +16,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,7 @@ Residuals = np.ndarray  # [points, 2]: log(predicted / measured) of TPOT and TTF
 
 def share_of(engine: str, x: np.ndarray) -> Efficiency:
     """The constants of logarithms beside the prior."""
-    values = {name: PRIOR[name][0] * math.exp(each) for name, each in zip(PRIOR, x)}
+    values: dict[str, Any] = {name: PRIOR[name][0] * math.exp(each) for name, each in zip(PRIOR, x)}
     values = {name: min(value, MOST.get(name, value)) for name, value in values.items()}
     return Efficiency(engine, kv=KV.get(engine, "bf16"), **values)
 

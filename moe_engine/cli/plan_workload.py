@@ -13,8 +13,8 @@ from typing import Any
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, MoeEngineError
-from moe_engine.models.config_file import load_model_config
 from moe_engine.models.config_fields import merge, read_json
+from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.checkpoint import locate
 from moe_engine.tuning.costs.efficiency import engines, load_efficiency
 from moe_engine.tuning.costs.form import WEIGHT_BYTES, Form
@@ -43,21 +43,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--workload", "mean lengths in tokens: in=2000,out=100[,shared=512,turns=4]; starts the search", metavar="TEXT")
     add("--slo", "limits of the medians: ttft=2s,itl=50ms", metavar="TEXT")
     add("--interconnect", f"network between nodes: {', '.join(link_names())}, or a TOML file", metavar="NAME|FILE")
-    add("--concurrency", "requests at once; with a form given by flags (--tp-size ...) only that is predicted", metavar="N")
+    add(
+        "--concurrency",
+        "requests at once; with a form given by flags (--tp-size ...) only that is predicted",
+        metavar="N",
+    )
     add("--like", f"take the efficiency of an engine: {', '.join(engines())} (default: {OURS})", metavar="ENGINE")
     add("--top", "number of plans to print (default: 3)", metavar="N")
     add("--plot", "draw the Pareto front (needs matplotlib)", metavar="FILE.svg|png")
-    add("--weight-dtype", f"dtype of the experts, if not that of config.json: {', '.join(WEIGHT_BYTES)}", metavar="DTYPE")
+    add(
+        "--weight-dtype",
+        f"dtype of the experts, if not that of config.json: {', '.join(WEIGHT_BYTES)}",
+        metavar="DTYPE",
+    )
     add("--mtp-acceptance", "chance that a draft token is accepted after accepted ones (default: 0.8)", metavar="P")
 
 
 def take_flags(values: dict[str, Any]) -> dict[str, Any]:
-    """Removes the planner's flags from those of `serve`, and returns them. Raises ConfigError: --workload is missing."""
+    """Removes the planner's flags from those of `serve`, and returns them. Raises ConfigError: one is missing."""
     own = {name: values.pop(name) for name in OWN if name in values}
     if own and "workload" not in own:
         name = next(iter(own)).replace("_", "-")
         raise ConfigError(f"--{name} belongs to --workload; add --workload in=2000,out=100")
-    if own and "hardware" not in values:
+    if own and values.get("hardware") is None:
         raise ConfigError(f"--workload needs --hardware, as in --hardware 16xH200; known: {', '.join(gpu_names())}")
     return own
 
@@ -170,7 +178,9 @@ def _one(
     parallel, cluster = args.parallel, predictor.cluster
     dp = parallel.attn_dp_size
     if parallel.tp_size % dp or parallel.tp_size % parallel.ep_size:
-        raise ConfigError(f"--tp-size {parallel.tp_size}: --attn-dp-size {dp} and --ep-size {parallel.ep_size} must divide it")
+        raise ConfigError(
+            f"--tp-size {parallel.tp_size}: --attn-dp-size {dp} and --ep-size {parallel.ep_size} must divide it"
+        )
     travels = parallel.moe_a2a_backend != "none" or (dp > 1 and parallel.ep_size > 1 and predictor.share.engine != OURS)
     form = Form(
         parallel.tp_size, dp, parallel.ep_size, travels, args.experts.ep_num_redundant_experts,
@@ -182,17 +192,19 @@ def _one(
             f"--tp-size {form.ranks} x --dp-size {replicas} needs {form.ranks * replicas} GPUs, --hardware has "
             f"{cluster.num_gpus}"
         )
-    chunk = args.memory.chunked_prefill_size or 8192 * dp
-    chunk = max(1, chunk // dp) if chunk > 0 else workload.prompt
     drafts = int(args.speculative.speculative_num_steps or 0) if args.speculative.speculative_algorithm else 0
     rows = -(-concurrency // (dp * replicas))
+    ours, room = predictor.share.engine == OURS, memory.as_given()
+    chunk = room.chunk if room.chunk > 0 else workload.prompt
     candidate = Candidate(
         form, replicas, _kv(args, predictor)[0] if "kv_cache_dtype" in args.given else predictor.share.kv, chunk, rows,
         drafts, args.model.model_path or "MODEL",
     )  # fmt: skip
-    room = memory.of(candidate)
-    if room.refusal and predictor.share.engine == OURS:
+    if room.refusal and ours:
         raise ConfigError(room.refusal)
+    if ours and (most := min(room.running, int(room.tokens / workload.load.held))) < rows:
+        print(f"note: {most} of {rows} requests of an attention group run at once, the others wait", file=sys.stderr)
+        candidate = candidate.with_rows(max(1, most))
     prediction = predictor.predict(candidate, workload.load)
     if (ratio := slo.missed(prediction.ttft_s, prediction.itl_s)) > 1:
         print(f"note: --slo is missed by a factor of {ratio:.2f}", file=sys.stderr)

@@ -15,7 +15,9 @@ class Attention:
     def __init__(self, model: ModelFacts, form: Form, precision: Precision, gpu: GpuFacts, share: Efficiency) -> None:
         bandwidth = gpu.peak_bytes_per_s * share.attention_hbm
         rate = gpu.rate("bf16") * share.attention_flops
-        self.groups = tuple(_Group(each, form.attn_tp, KV_BYTES[precision.kv], bandwidth, rate) for each in model.attention)
+        self.groups = tuple(
+            _Group(each, form.attn_tp, KV_BYTES[precision.kv], bandwidth, rate) for each in model.attention
+        )
 
     def seconds(self, shape: StepShape) -> tuple[float, float]:
         """shape: of the step. Several drafts of a row read its KV once."""

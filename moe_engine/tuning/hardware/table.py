@@ -124,7 +124,8 @@ def parse_link(name: str) -> LinkFacts:
         return _read(Path(name), LinkFacts, "--interconnect")
     if name not in link_names():
         raise ConfigError(
-            f"--interconnect {name}: use one of {', '.join(link_names())}, or a TOML file with bytes_per_s and latency_us"
+            f"--interconnect {name}: use one of {', '.join(link_names())}, or a TOML file with "
+            "bytes_per_s and latency_us"
         )
     return _built_in("links", name, LinkFacts)
 

@@ -78,32 +78,39 @@ class Candidate:
             }  # fmt: skip
         return found
 
-    def command(self, cluster: Cluster) -> str:
-        """The command line of one node of one launch."""
-        return "moe-engine serve " + words(self.flags(cluster))
-
-    def sbatch(self, cluster: Cluster) -> str:
-        """The same launch by SLURM, whose nodes find each other."""
-        own = ("nnodes", "dist_init_addr", "tp_size", "attn_dp_size", "ep_size")
-        flags = {name: value for name, value in self.flags(cluster).items() if name not in own}
-        nodes = max(1, -(-self.form.ranks // cluster.gpu.gpus_per_node))
-        per_node = min(cluster.gpu.gpus_per_node, self.form.ranks * flags.get("dp_size", 1))
-        whole = {"tp_size": self.form.ranks, "attn_dp_size": self.form.attn_dp, "ep_size": self.form.ep}
-        backend = {} if self.form.travels else {"moe_a2a_backend": "none"}
-        return f"sbatch --nodes={nodes} --gres=gpu:{per_node} slurm/serve.sbatch " + words(flags | whole | backend)
-
-    def launches(self, cluster: Cluster) -> int:
-        """Times that the command is started: replicas beyond one machine are launches of their own."""
-        return -(-self.replicas // self.flags(cluster).get("dp_size", 1))
-
     @property
     def text(self) -> str:
         """``16 x [TP8] ...``: one line for people."""
         form = self.form
-        parts = [f"TP{form.attn_tp}" if form.attn_tp > 1 or form.ranks == 1 else "", f"DP{form.attn_dp}" * (form.attn_dp > 1)]
+        parts = [
+            f"TP{form.attn_tp}" if form.attn_tp > 1 or form.ranks == 1 else "",
+            f"DP{form.attn_dp}" * (form.attn_dp > 1),
+        ]
         parts += [f"EP{form.ep}" * (form.ep > 1), f"+{form.redundant} experts" * bool(form.redundant)]
         parts += ["two-batch overlap" * form.overlap, f"MTP {self.drafts}" * bool(self.drafts), f"KV {self.kv}"]
         return f"{self.replicas} x {form.ranks} GPUs: " + " ".join(part for part in parts if part)
+
+
+def serve_command(flags: Mapping[str, Any]) -> str:
+    """The command line of one node of one launch."""
+    return "moe-engine serve " + words(flags)
+
+
+def sbatch_command(flags: Mapping[str, Any], cluster: Cluster) -> str:
+    """The same launch by SLURM, whose nodes find each other; it overrides the layout of the script."""
+    own = {name: value for name, value in flags.items() if name not in ("nnodes", "dist_init_addr")}
+    layout = {"tp_size": 1, "attn_dp_size": 1, "ep_size": 1, "moe_a2a_backend": "none"}
+    ranks = flags.get("tp_size", 1)
+    nodes = -(-ranks // cluster.gpu.gpus_per_node)
+    per_node = min(cluster.gpu.gpus_per_node, ranks * flags.get("dp_size", 1))
+    return f"sbatch --nodes={nodes} --gres=gpu:{per_node} slurm/serve.sbatch " + words(
+        own | layout | {name: own[name] for name in layout if name in own}
+    )
+
+
+def launches(replicas: int, flags: Mapping[str, Any]) -> int:
+    """Times that a command is started: replicas beyond one machine are launches of their own."""
+    return -(-replicas // flags.get("dp_size", 1))
 
 
 def words(flags: Mapping[str, Any]) -> str:

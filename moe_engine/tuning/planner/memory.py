@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import MoeEngineError
@@ -13,7 +14,7 @@ from moe_engine.planning.resolve import resolve
 from moe_engine.tuning.costs.form import KV_BYTES, WEIGHT_BYTES, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import Cluster
-from moe_engine.tuning.planner.candidate import Candidate
+from moe_engine.tuning.planner.candidate import LEADER, Candidate
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,19 @@ class Room:
     running: int = 0
     ledger: MemoryLedger | None = None
     refusal: str = ""
+    chunk: int = 8192
+    """Prompt tokens of a step of an attention group; -1: any number."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Of the launch, by field name: the user's and the candidate's."""
 
 
 class RoomOf(Protocol):
     """Says what room a candidate has."""
 
     def of(self, candidate: Candidate) -> Room: ...
+
+    def as_given(self) -> Room:
+        """Of the user's own flags."""
 
 
 class Memory:
@@ -53,12 +61,27 @@ class Memory:
     def _resolve(self, candidate: Candidate) -> Room:
         flags = candidate.flags(self._cluster)
         fixed = {name: value for name, value in flags.items() if name not in self._given.given or name == "model_path"}
+        return self._room(fixed)
+
+    def as_given(self) -> Room:
+        return self._room({})
+
+    def _room(self, flags: dict[str, Any]) -> Room:
         try:
-            args = self._given.replace(**{**fixed, "device": "cuda"})
+            args = self._given.replace(**flags, device="cuda")
+            nodes = -(-args.parallel.tp_size // self._cluster.gpu.gpus_per_node)
+            if nodes > 1 and "nnodes" not in args.given:
+                args = args.replace(nnodes=nodes, dist_init_addr=LEADER)
             config = resolve(args, self._model, self._cluster.gpu.machine())
         except MoeEngineError as error:
             return Room(refusal=str(error))
-        return Room(config.max_total_num_tokens, config.max_running_requests, config.ledger)
+        values = args.flat()
+        first = ("model_path", *(name for name in flags if name != "model_path"))
+        names = (*first, *sorted(args.given - {*first, "device"}))
+        return Room(
+            config.max_total_num_tokens, config.max_running_requests, config.ledger, "", config.chunked_prefill_size,
+            {name: values[name] for name in names if values[name] not in (None, False)},
+        )  # fmt: skip
 
 
 ESTIMATED_SHARE = 0.88
@@ -81,9 +104,14 @@ class EstimatedMemory:
         beside = facts.dense_layers * facts.dense + facts.moe_layers * facts.shared + 2 * facts.head
         other = attention + beside / (1 if form.dense_whole else form.ranks)
         weights = experts * WEIGHT_BYTES[precision.experts] + other * WEIGHT_BYTES[precision.other]
-        widths = (each.layers * each.kv_width / min(form.attn_tp, each.kv_heads) for each in facts.attention if not each.keeps)
+        widths = (
+            each.layers * each.kv_width / min(form.attn_tp, each.kv_heads) for each in facts.attention if not each.keeps
+        )
         per_token = sum(widths) * KV_BYTES[precision.kv]
         left = self._limit - weights
         if left < per_token:
             return Room(refusal=f"weights {gb(weights)} (estimate), but {gb(self._limit)} of a GPU are left for them")
         return Room(int(left / per_token), MOST_RUNNING)
+
+    def as_given(self) -> Room:
+        return Room(MOST_RUNNING, MOST_RUNNING)

@@ -36,7 +36,7 @@ def plot_front(front: Sequence[tuple[Candidate, Prediction]], title: str, path: 
     for candidate, prediction in front:
         forms.setdefault(candidate.text, []).append((1 / prediction.tpot_s, prediction.output_per_gpu))
     for name, points in forms.items():
-        axes.scatter(*zip(*points), label=name, s=18, zorder=2)
+        axes.scatter([x for x, _ in points], [y for _, y in points], label=name, s=18, zorder=2)
     axes.set(xlabel="output tok/s of a user", ylabel="output tok/s of a GPU", title=title, xscale="log", yscale="log")
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize=6)

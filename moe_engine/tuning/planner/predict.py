@@ -19,8 +19,8 @@ TAIL = 4.6
 
 RARE = 0.01
 NAMES = {
-    "hbm": "HBM bytes", "flops": "FLOPs", "all_to_all": "all-to-all", "all_reduce": "all-reduce", "launches": "launches",
-    "host": "host",
+    "hbm": "HBM bytes", "flops": "FLOPs", "all_to_all": "all-to-all", "all_reduce": "all-reduce",
+    "launches": "launches", "host": "host",
 }  # fmt: skip
 
 
@@ -65,9 +65,7 @@ class Predictor:
             precision = precision_of(self.dtype, kv)
             plain = dataclasses.replace(form, redundant=0, overlap=False)
             keys = deviation_keys(self.facts, precision, self.cluster.gpu_key, plain)
-            model = RooflineCost(
-                self.facts, form, precision, self.cluster, self.share, self.share.deviation(keys)
-            )
+            model = RooflineCost(self.facts, form, precision, self.cluster, self.share, self.share.deviation(keys))
             self._costs[key] = model, self.share.deviation(keys, prompt=True)
         return self._costs[key]
 

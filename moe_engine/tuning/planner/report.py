@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moe_engine.tuning.hardware.table import Cluster
-from moe_engine.tuning.planner.candidate import Candidate
+from moe_engine.tuning.planner.candidate import launches, sbatch_command, serve_command
 from moe_engine.tuning.planner.predict import NAMES, Prediction
 from moe_engine.tuning.planner.search import Found, Plan
 
@@ -33,14 +33,17 @@ def _plan_lines(plan: Plan, cluster: Cluster) -> Iterator[str]:
         f"{prediction.output_per_gpu:,.0f} output tok/s a GPU, {prediction.output_per_s:,.0f} in all "
         f"(and {prediction.input_per_s:,.0f} prompt tok/s), {candidate.concurrency} requests at once"
     )
-    yield f"TTFT {_ms(prediction.ttft_s)} median, {_ms(prediction.ttft_p99_s)} p99; bound by {binds(prediction.prompt_binds)}"
-    yield f"ITL {_ms(prediction.itl_s)} median, {_ms(prediction.itl_p99_s)} p99; bound by {binds(prediction.decode_binds)}"
-    if plan.room.ledger is not None:
-        yield "memory of the fullest rank:"
-        yield from (f"  {line}" for line in plan.room.ledger.lines())
-    launches = candidate.launches(cluster)
-    yield f"{launches} x: {candidate.command(cluster)}" if launches > 1 else candidate.command(cluster)
-    yield candidate.sbatch(cluster)
+    ttft, itl = f"{_ms(prediction.ttft_s)} median, {_ms(prediction.ttft_p99_s)} p99", _ms(prediction.itl_s)
+    yield f"TTFT {ttft}; bound by {binds(prediction.prompt_binds)}"
+    yield f"ITL {itl} median, {_ms(prediction.itl_p99_s)} p99; bound by {binds(prediction.decode_binds)}"
+    if plan.room.ledger is None:  # this engine does not start it
+        return
+    yield "memory of the fullest rank:"
+    yield from (f"  {line}" for line in plan.room.ledger.lines())
+    flags = plan.room.flags
+    count = launches(candidate.replicas, flags)
+    yield (f"{count} x: " if count > 1 else "") + serve_command(flags)
+    yield sbatch_command(flags, cluster)
 
 
 def binds(shares: Mapping[str, float]) -> str:
@@ -55,7 +58,7 @@ def _ms(seconds: float) -> str:
 def json_of(found: Found, cluster: Cluster) -> dict[str, Any]:
     """Times are milliseconds, sizes bytes."""
     return {
-        "plans": [plan_json(plan.candidate, plan.prediction, cluster, plan) for plan in found.plans],
+        "plans": [plan_json(plan, cluster) for plan in found.plans],
         "pareto": [
             {"form": candidate.text, "concurrency": candidate.concurrency, "predicted": predicted_json(prediction)}
             for candidate, prediction in found.front
@@ -65,19 +68,19 @@ def json_of(found: Found, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def plan_json(candidate: Candidate, prediction: Prediction, cluster: Cluster, plan: Plan | None) -> dict[str, Any]:
-    """One plan; `plan` has its memory, if this engine would run it."""
-    ledger = plan.room.ledger if plan is not None else None
+def plan_json(plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """One plan; with its command and memory if this engine serves the model."""
+    candidate, prediction, ledger = plan.candidate, plan.prediction, plan.room.ledger
     values: dict[str, Any] = {
         "form": dataclasses.asdict(candidate.form) | {"replicas": candidate.replicas},
         "concurrency": candidate.concurrency,
         "predicted": predicted_json(prediction),
-        "flags": candidate.flags(cluster),
-        "command": candidate.command(cluster),
-        "sbatch": candidate.sbatch(cluster),
-        "launches": candidate.launches(cluster),
     }
     if ledger is not None:
+        flags = plan.room.flags
+        values["flags"] = dict(flags)
+        values["command"], values["sbatch"] = serve_command(flags), sbatch_command(flags, cluster)
+        values["launches"] = launches(candidate.replicas, flags)
         values["memory"] = {
             "rows": [dataclasses.asdict(row) for row in ledger.all_rows()],
             "total_bytes": ledger.total_bytes,
@@ -98,5 +101,3 @@ def predicted_json(prediction: Prediction) -> dict[str, Any]:
         "input_tokens_per_second": prediction.input_per_s,
         "binds": {"decode": dict(prediction.decode_binds), "prefill": dict(prediction.prompt_binds)},
     }
-
-

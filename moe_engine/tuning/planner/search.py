@@ -47,7 +47,7 @@ def forms(facts: ModelFacts, gpus: int, kept: Callable[[Form], bool]) -> Iterato
     """Forms of a replica, with the number of replicas; all GPUs are used."""
     for ranks in (size for size in range(1, gpus + 1) if gpus % size == 0 and not size & (size - 1)):
         for dp in (size for size in range(1, ranks + 1) if ranks % size == 0 and not size & (size - 1)):
-            if facts.num_heads % (ranks // dp) or 1 < dp < ranks and ranks // dp > 8:
+            if facts.num_heads % (ranks // dp) or (1 < dp < ranks and ranks // dp > 8):
                 continue
             for form in _experts(facts, ranks, dp):
                 if kept(form):
@@ -137,7 +137,7 @@ class Search:
         return self.memory.of(replace(candidate, form=form, chunk=CHUNKS[0], rows=8, drafts=drafts))
 
     def _rows(self, candidate: Candidate, room: Room) -> Iterator[int]:
-        fit = int(room.tokens // (self.load.prompt + self.load.output))
+        fit = int(room.tokens // self.load.held)
         if self.concurrency is not None:
             rows = -(-self.concurrency // (candidate.form.attn_dp * candidate.replicas))
             if rows <= fit and (rows - 1) * candidate.form.attn_dp * candidate.replicas < self.concurrency:
@@ -145,9 +145,7 @@ class Search:
             return
         yield from (rows for rows in ROWS if rows <= fit)
 
-    def _best(
-        self, met: list[tuple[Candidate, Prediction]], top: int, refused: dict[str, str]
-    ) -> tuple[Plan, ...]:
+    def _best(self, met: list[tuple[Candidate, Prediction]], top: int, refused: dict[str, str]) -> tuple[Plan, ...]:
         """The best of each form whose exact launch fits."""
         plans: list[Plan] = []
         taken: set[tuple[int, int, int]] = set()
@@ -161,7 +159,7 @@ class Search:
                 refused.setdefault(candidate.text, room.refusal)
                 fits[variant] = candidate.rows / 2
                 continue
-            rows = min(room.tokens / (self.load.prompt + self.load.output), room.running)
+            rows = min(room.tokens / self.load.held, room.running)
             if rows < candidate.rows:
                 fits[variant] = rows
                 continue
@@ -176,8 +174,9 @@ class Search:
     def _missed(self, points: list[tuple[Candidate, Prediction]]) -> str:
         candidate, nearest = min(points, key=lambda pair: self.slo.missed(pair[1].ttft_s, pair[1].itl_s))
         return (
-            f"--slo: no configuration of {candidate.gpus} GPUs meets it; the nearest has TTFT {nearest.ttft_s:.3g} s and "
-            f"ITL {nearest.itl_s * 1e3:.3g} ms ({candidate.text}, {candidate.concurrency} requests); ask for no less"
+            f"--slo: no configuration of {candidate.gpus} GPUs meets it; ask for no less than the nearest, "
+            f"ttft={nearest.ttft_s:.3g}s,itl={nearest.itl_s * 1e3:.3g}ms ({candidate.text}, "
+            f"{candidate.concurrency} requests), or use other GPUs"
         )
 
 

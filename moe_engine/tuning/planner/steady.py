@@ -26,6 +26,11 @@ class Load:
     prompt: float
     output: float
 
+    @property
+    def held(self) -> float:
+        """KV slots of a request when it ends."""
+        return self.prompt + self.output
+
 
 @dataclass(frozen=True)
 class Steady:
@@ -84,7 +89,14 @@ def steady_state(
     ttft = share.request_ms * 1e-3 + prompt_deviation * (0.5 * decode.seconds + prompt_s + waiting)
     cycle = ttft + tpot * max(0.0, load.output - 1)
     return Steady(
-        ttft, tpot, concurrency * load.output / cycle, decode.seconds, prompt_s, others / tpot, decode.by_resource, parts
+        ttft,
+        tpot,
+        concurrency * load.output / cycle,
+        decode.seconds,
+        prompt_s,
+        others / tpot,
+        decode.by_resource,
+        parts,
     )
 
 

@@ -73,7 +73,10 @@ def parse_slo(text: str | None) -> Slo:
     """``ttft=2s,itl=50ms``. Raises ConfigError."""
     if text is None:
         return Slo()
-    found = {name: _seconds(name, value) for name, value in _pairs("--slo", text, ("ttft", "itl"), "ttft=2s,itl=50ms").items()}
+    found = {
+        name: _seconds(name, value)
+        for name, value in _pairs("--slo", text, ("ttft", "itl"), "ttft=2s,itl=50ms").items()
+    }
     return Slo(found.get("ttft"), found.get("itl"))
 
 
