@@ -57,11 +57,9 @@ class RooflineCost:
         everyone = max(tokens, shape.global_tokens)
         logits = shape.decode_rows * (1 + shape.drafts) + (1 if shape.prefill_tokens else 0)
         hbm = flops = 0.0
-        twice = form.overlap and tokens > 1
-        for bytes_s, flops_s in (
-            *self._products.parts(tokens, logits, everyone, skew),
-            self._attention.seconds(shape),
-        ):
+        halves = 2 if form.overlap and tokens > 1 else 1
+        parts = self._products.parts(-(-tokens // halves), -(-logits // halves), -(-everyone // halves), skew)
+        for bytes_s, flops_s in (*parts * halves, self._attention.seconds(shape)):
             if bytes_s > flops_s:
                 hbm += bytes_s
             else:
@@ -71,11 +69,9 @@ class RooflineCost:
         dispatched = self._all_to_all.seconds(-(-tokens // form.attn_tp), skew)
         reduced = self._collectives.seconds(tokens, everyone)
         launches, host = self._launches.seconds(shape), self._host.seconds(shape)
-        if twice:
-            hidden = min(HIDDEN * self._all_to_all.seconds(-(-tokens // form.attn_tp), 1.0), hbm + flops)
-            hbm += max(0.0, hbm - self._attention.seconds(shape)[0])  # each half reads the weights
+        if halves == 2:  # each half reads the weights and is launched
+            dispatched -= min(HIDDEN * self._all_to_all.seconds(-(-tokens // form.attn_tp), 1.0), hbm + flops)
             launches *= 2
-            dispatched -= hidden
         if shape.drafts:  # each draft runs one layer and the head
             more = shape.drafts / self._layers
             hbm, flops, launches = hbm * (1 + more), flops * (1 + more), launches * (1 + more)

@@ -97,15 +97,12 @@ def serve_command(flags: Mapping[str, Any]) -> str:
 
 
 def sbatch_command(flags: Mapping[str, Any], cluster: Cluster) -> str:
-    """The same launch by SLURM, whose nodes find each other; it overrides the layout of the script."""
+    """The same launch by SLURM, whose nodes find each other."""
     own = {name: value for name, value in flags.items() if name not in ("nnodes", "dist_init_addr")}
-    layout = {"tp_size": 1, "attn_dp_size": 1, "ep_size": 1, "moe_a2a_backend": "none"}
     ranks = flags.get("tp_size", 1)
     nodes = -(-ranks // cluster.gpu.gpus_per_node)
     per_node = min(cluster.gpu.gpus_per_node, ranks * flags.get("dp_size", 1))
-    return f"sbatch --nodes={nodes} --gres=gpu:{per_node} slurm/serve.sbatch " + words(
-        own | layout | {name: own[name] for name in layout if name in own}
-    )
+    return f"LAYOUT=flags sbatch --nodes={nodes} --gres=gpu:{per_node} slurm/serve.sbatch " + words(own)
 
 
 def launches(replicas: int, flags: Mapping[str, Any]) -> int:
