@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "processes": {"errors"},
     "config": BASE | {"kernels", "parallel", "tokenizer"},
     "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes", "scheduler"},
-    "tuning": BASE | PLAN | {"models", "processes", "scheduler", "core", "frontend"},
+    "tuning": BASE | MODEL | PLAN | {"processes", "scheduler", "core", "frontend"},
     "worker": BASE | MODEL,
     "core": BASE | MODEL | PLAN | {"logs", "processes", "scheduler", "worker"},
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
