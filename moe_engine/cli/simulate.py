@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import random
@@ -66,6 +67,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     spec = _fleet(own, config, source)
     workload = _workload(own, config)
     fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed)
+    gc.collect()
+    gc.freeze()  # a collection would walk the pools of all ranks
     began = time.perf_counter()
     with report.progress(workload.total, not own.disable_tqdm) as advance:
         outcome = fleet.run(advance, interval=own.sample_seconds)

@@ -13,24 +13,33 @@ from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.types import Request
 
 
-def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int]) -> int:
+def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], hold_prefill: bool = False) -> int:
     """Decode steps that `run_decodes` may take now; 0 if the next plan may be another one.
 
     Args:
         remaining: tokens until a request ends by its content, beyond its `output_ids`.
+        hold_prefill: of `Scheduler.schedule`, for all steps of the run.
     """
     table, flights = scheduler.table, scheduler._in_flight
     decodes = table.decodes
     if len(flights) != 1 or not decodes or scheduler.speculator is not None or scheduler._connector is not None:
         return 0
     record, kv_cache = flights[0], scheduler.kv_cache
-    busy = table.chunked is not None or table.aborting or scheduler._suspects or scheduler._preempting
-    if busy or record.prefilled or scheduler._to_cache or kv_cache.window_room is not None:
+    waits = table.chunked is not None or bool(table.queue)
+    if (table.chunked is not None and not hold_prefill) or table.aborting:
         return 0
-    if record.sampled != decodes or (table.queue and kv_cache.slots.num_pending):
+    if (
+        scheduler._suspects
+        or scheduler._preempting
+        or record.prefilled
+        or scheduler._to_cache
+        or kv_cache.window_room is not None
+    ):
+        return 0
+    if record.sampled != decodes or (waits and kv_cache.slots.num_pending):
         return 0
     limit = min(min(remaining(r), r.max_new_tokens - len(r.output_ids) - 1) for r in decodes) - 1
-    if table.queue:
+    if table.queue and not hold_prefill:
         limit = min(limit, _steps_without_admission(scheduler))
     page = kv_cache.page_size
     pages = (kv_cache.slots.num_free + kv_cache.tree.num_evictable) // page // len(decodes)

@@ -54,15 +54,16 @@ def choose_victims(requests: Sequence[Request], config: SchedulerConfig, kv_cach
         request.rid: max(1, min(config.retract_decode_steps, request.max_new_tokens - len(request.output_ids)))
         for request in requests
     }
+    needs = {request.rid: kv_cache.decode_need([request], steps[request.rid]) for request in requests}
     pools = [
         _Pool(
             kv_cache.slots.num_free + kv_cache.tree.num_evictable,
-            {request.rid: kv_cache.decode_need([request], steps[request.rid]) for request in requests},
+            needs,
             lambda victim: config.ceil_page(len(victim.slots)) - victim.num_in_tree,
         )
     ]
     if (windows := kv_cache.window_room) is not None:
-        grown = {request.rid: windows.growth(request, steps[request.rid]) for request in requests}
+        grown = {request.rid: windows.growth(request, needs[request.rid]) for request in requests}  # in whole pages
         pools.append(_Pool(windows.available_now, grown, windows.gain))
     victims: list[Request] = []
     for victim in victim_order(requests, config)[:-1]:

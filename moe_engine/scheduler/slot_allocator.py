@@ -6,34 +6,35 @@ in flight while the next is planned, so without this a late write of an ended re
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 
 class DeferredFreePool:
     """A pool of integer ids, freed by step number. Used directly for the rows of the worker's tables.
 
     Allocation takes from the end of a list, so a batch costs one slice. Double frees are not detected in this hot path;
-    `integrity.py` finds them.
+    `integrity.py` finds them. Ids that were never taken exist as a range only: a list of a million slots has tens of
+    megabytes.
     """
 
-    __slots__ = ("_all", "_free", "_pending", "_retired", "num_pending")
+    __slots__ = ("_all", "_free", "_num_fresh", "_pending", "_retired", "num_pending")
 
-    def __init__(self, ids: Iterable[int]) -> None:
-        self._all = list(ids)
+    def __init__(self, ids: range) -> None:
+        self._all = ids
         self._retired = 0
         self.num_pending = 0
         self.reset()
 
     def reset(self) -> None:
         """Frees all ids."""
-        self._free = self._all[::-1]
+        self._free: list[int] = []
+        self._num_fresh = len(self._all)
+        """The last ids of `_all`: never taken since the reset."""
         self._pending: dict[int, list[int]] = {}
         self.num_pending = 0
 
     @property
     def num_free(self) -> int:
         """Ids that `take` can allocate now."""
-        return len(self._free)
+        return len(self._free) + self._num_fresh
 
     @property
     def num_total(self) -> int:
@@ -45,10 +46,21 @@ class DeferredFreePool:
             return []
         free = self._free
         if count > len(free):
-            return None
+            return self._take_fresh(count)
         taken = free[-count:]
         del free[-count:]
-        taken.reverse()  # ascending in a fresh pool, so that slots are neighbours
+        taken.reverse()
+        return taken
+
+    def _take_fresh(self, count: int) -> list[int] | None:
+        """All freed ids, then ids that were never taken."""
+        free = self._free
+        missing, first = count - len(free), len(self._all) - self._num_fresh
+        if missing > self._num_fresh:
+            return None
+        taken = [*reversed(free), *self._all[first : first + missing]]  # ascending, so that slots are neighbours
+        free.clear()
+        self._num_fresh -= missing
         return taken
 
     def give(self, ids: list[int], after_step: int) -> None:
@@ -82,7 +94,7 @@ class DeferredFreePool:
         return list(self._all)
 
     def free_ids(self) -> list[int]:
-        return list(self._free)
+        return [*self._all[len(self._all) - self._num_fresh :], *self._free]
 
     def pending_ids(self) -> dict[int, list[int]]:
         return {step: list(ids) for step, ids in self._pending.items()}
@@ -102,6 +114,7 @@ class DeferredFreePool:
         self._pending = pending
         self.num_pending = sum(map(len, pending.values()))
         self._free = [i for i in reversed(self._all) if i not in seen]
+        self._num_fresh = 0
 
 
 class SlotAllocator:
@@ -122,7 +135,7 @@ class SlotAllocator:
 
     @property
     def num_free(self) -> int:
-        return len(self.pages._free) * self.page_size
+        return self.pages.num_free * self.page_size
 
     @property
     def num_pending(self) -> int:

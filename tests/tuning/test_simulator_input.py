@@ -19,6 +19,7 @@ from moe_engine.tuning.gap_histogram import GapHistogram
 from moe_engine.tuning.simulator.arrivals import DAY, arrival_times
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.traces import read_trace
+from tests.tuning.plan_models import V3
 
 
 def take(times, count):
@@ -152,7 +153,7 @@ def test_simulate_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "--cost-file is missing"),
+        ([], "give either --cost-file FILE"),
         (["--cost-file", "COSTS", "--num-prompts", "-3"], "--num-prompts is -3"),
         (["--cost-file", "COSTS", "--request-rate", "0"], "--request-rate is 0"),
         (["--cost-file", "COSTS", "--request-rate", "nan"], "--request-rate is nan"),
@@ -173,3 +174,27 @@ def test_simulate_refuses(tmp_path, capsys, flags, words):
     assert main(["simulate", *given]) == 2
     message = capsys.readouterr().err
     assert words in message and "Traceback" not in message
+
+
+def test_simulate_for_other_hardware(tmp_path, capsys):
+    """Costs of the planner, from a bare config.json: more attention groups answer more requests a second."""
+    path, out = tmp_path / "config.json", tmp_path / "out.json"
+    path.write_text(json.dumps(V3))
+    found = []
+    for form in (["--tp", "8"], ["--tp", "8", "--attn-dp-size", "8", "--ep-size", "8", "--moe-a2a-backend", "auto"]):
+        flags = [
+            "--hardware",
+            "8xH200",
+            "--num-prompts",
+            "300",
+            "--random-input-len",
+            "500",
+            "--random-output-len",
+            "60",
+        ]
+        assert main(["simulate", "--model-path", str(path), *flags, *form, "--output-file", str(out)]) == 0
+        found.append(json.loads(out.read_text())["output_throughput"])
+    capsys.readouterr()
+    assert found[1] > 1.5 * found[0]
+    assert main(["simulate", "--model-path", str(path), "--hardware", "2xH200", "--tp", "8"]) == 2
+    assert "--hardware has 2" in capsys.readouterr().err

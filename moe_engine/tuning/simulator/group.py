@@ -30,6 +30,7 @@ class Group:
     Attributes:
         run_limit: decode steps that may pass before the scheduler is asked again; 0: ask it for the next step.
         run_steps: steps that have passed so, of which the scheduler does not know yet.
+        run_holds: whether the run must end when prompts may be computed.
         load_tokens: prompt and answer tokens of its requests, without those of a run.
     """
 
@@ -39,6 +40,7 @@ class Group:
         self.scheduler = Scheduler(replace(config, vocab_size=None), clock)  # answers are of made-up tokens
         self.running: dict[str, Running] = {}
         self.run_limit = self.run_steps = 0
+        self.run_holds = False
         self.load_tokens = 0
         self._run_shape = NO_STEPS
         self._acceptance = list(acceptance)
@@ -140,9 +142,14 @@ class Group:
 
     # -- runs of decode steps
 
-    def begin_run(self) -> bool:
-        """Whether decode steps can pass without the scheduler; its step in flight is the first of them."""
-        self.run_limit = decode_run_limit(self.scheduler, self._remaining)
+    def begin_run(self, hold_prefill: bool = False) -> bool:
+        """Whether decode steps can pass without the scheduler; its step in flight is the first of them.
+
+        Args:
+            hold_prefill: prompts wait for the turn of their group; the run must end with it.
+        """
+        self.run_limit = decode_run_limit(self.scheduler, self._remaining, hold_prefill)
+        self.run_holds = hold_prefill and self.scheduler.num_waiting > 0
         if self.run_limit < 1:
             self.run_limit = 0
             return False

@@ -95,7 +95,7 @@ class Replica:
         shapes: dict[int, StepShape] = {}
         prefilled = False
         for index, group in enumerate(self.groups):
-            if group.run_limit > group.run_steps:
+            if group.run_limit > group.run_steps and (hold or not group.run_holds):
                 shapes[index] = group.run_shape()
                 continue
             self._leave_run(group)
@@ -171,7 +171,7 @@ class Replica:
         elif not self.spec.exact:
             for group in self.groups:
                 if not group.run_limit and group.running:
-                    group.begin_run()
+                    group.begin_run(len(self.groups) > 1 and not self._turns.open)
 
     def _apply(self, index: int) -> None:
         """Gives a group the result of the step in flight."""
@@ -224,6 +224,8 @@ class Replica:
         if flight is None or flight.end >= until:
             return False
         runs = [group for group in self.groups if group.running]
+        if any(group.run_holds for group in runs):
+            return False  # the turn may come with any step
         steps = min((group.run_limit - group.run_steps for group in runs), default=0)
         if steps < 2:
             return False
