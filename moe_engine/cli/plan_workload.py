@@ -31,6 +31,8 @@ from moe_engine.tuning.planner.workload import Slo, Workload, parse_slo, parse_w
 OWN = ("workload", "slo", "interconnect", "concurrency", "like", "top", "plot", "weight_dtype", "mtp_acceptance")
 FORM_FLAGS = ("tp_size", "attn_dp_size", "ep_size", "moe_a2a_backend", "dp_size")
 OURS = "moe-engine"
+FITTED_CHUNK = 16384
+"""Chunk with which the other engines' constants were fitted."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -196,6 +198,8 @@ def _one(
     rows = -(-concurrency // (dp * replicas))
     ours, room = predictor.share.engine == OURS, memory.as_given()
     chunk = room.chunk if room.chunk > 0 else workload.prompt
+    if not ours and "chunked_prefill_size" not in args.given:
+        chunk = FITTED_CHUNK
     candidate = Candidate(
         form, replicas, _kv(args, predictor)[0] if "kv_cache_dtype" in args.given else predictor.share.kv, chunk, rows,
         drafts, args.model.model_path or "MODEL",
