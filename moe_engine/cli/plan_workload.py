@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, help=text, default=argparse.SUPPRESS, **options)
 
     add("--workload", "mean lengths in tokens: in=2000,out=100[,shared=512,turns=4]; starts the search", metavar="TEXT")
-    add("--slo", "limits of the medians: ttft=2s,itl=50ms", metavar="TEXT")
+    add("--slo", "limits: ttft=2s,itl=50ms (median TTFT; gap between tokens, median and mean)", metavar="TEXT")
     add("--interconnect", f"network between nodes: {', '.join(link_names())}, or a TOML file", metavar="NAME|FILE")
     add(
         "--concurrency",
@@ -210,7 +210,7 @@ def _one(
         print(f"note: {most} of {rows} requests of an attention group run at once, the others wait", file=sys.stderr)
         candidate = candidate.with_rows(max(1, most))
     prediction = predictor.predict(candidate, workload.load)
-    if (ratio := slo.missed(prediction.ttft_s, prediction.itl_s)) > 1:
+    if (ratio := slo.missed(prediction.ttft_s, prediction.itl_s, prediction.tpot_s)) > 1:
         print(f"note: --slo is missed by a factor of {ratio:.2f}", file=sys.stderr)
     refused = {candidate.text: room.refusal} if room.refusal else {}
     return Found((Plan(candidate, prediction, room),), ((candidate, prediction),), refused, 1)
