@@ -11,13 +11,10 @@ import pytest
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_file import load_model_config
-from moe_engine.parallel.topology import Topology
 from moe_engine.planning.prepare import prepare
 from moe_engine.tuning.costs.efficiency import load_efficiency
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.model_facts import model_facts
-from moe_engine.tuning.costs.of_launch import form_of, step_costs
-from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.hardware.table import parse_cluster
 from moe_engine.tuning.planner.candidate import Candidate, serve_command
 from moe_engine.tuning.planner.memory import Memory
@@ -59,20 +56,6 @@ def test_the_ledger_is_that_of_serve(folder: str, found: Found):
         assert launch.max_running_requests >= plan.candidate.rows
         assert launch.max_total_num_tokens >= plan.candidate.rows * (WORKLOAD.prompt + WORKLOAD.output)
         assert launch.context_len == 8192
-
-
-def test_the_simulators_costs_are_those_of_the_plan(folder: str):
-    """`step_costs` of a launch's topology, and the predictor's cost of the same form."""
-    topology = Topology(
-        tp_size=16, attn_dp_size=16, ep_size=16, moe_a2a_backend="deepep", moe_dense_tp_size=1, num_nodes=2
-    )
-    form = form_of(topology)
-    assert form == Form(16, 16, 16, travels=True, dense_whole=True)
-    facts, shape = model_facts(V3), StepShape(64, 64 * 3000, 0, 512, 512 * 256, 16 * 576)
-    for like in ("moe-engine", "sglang"):
-        cost = step_costs(load_model_config(folder), form, "16xH200", like=like)
-        predictor = Predictor(facts, parse_cluster("16xH200"), load_efficiency(like), "fp8")
-        assert cost.step(shape) == predictor.cost(form, load_efficiency(like).kv)[0].step(shape)
 
 
 def test_forms_that_do_not_fit_are_named_with_their_sum(found: Found):
