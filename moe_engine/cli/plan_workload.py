@@ -31,6 +31,8 @@ from moe_engine.tuning.planner.workload import Slo, Workload, parse_slo, parse_w
 
 OWN = ("workload", "slo", "interconnect", "concurrency", "like", "top", "plot", "weight_dtype", "mtp_acceptance")
 FORM_FLAGS = ("tp_size", "attn_dp_size", "ep_size", "moe_a2a_backend", "dp_size")
+FITTED_CHUNK = 16384
+"""Chunk with which the other engines' constants were fitted."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, help=text, default=argparse.SUPPRESS, **options)
 
     add("--workload", "mean lengths in tokens: in=2000,out=100[,shared=512,turns=4]; starts the search", metavar="TEXT")
-    add("--slo", "limits of the medians: ttft=2s,itl=50ms", metavar="TEXT")
+    add("--slo", "limits: ttft=2s,itl=50ms (median TTFT; gap between tokens, median and mean)", metavar="TEXT")
     add("--interconnect", f"network between nodes: {', '.join(link_names())}, or a TOML file", metavar="NAME|FILE")
     add(
         "--concurrency",
@@ -180,6 +182,8 @@ def _one(
     rows = -(-concurrency // (form.attn_dp * replicas))
     ours, room = predictor.share.engine == OURS, memory.as_given()
     chunk = room.chunk if room.chunk > 0 else workload.prompt
+    if not ours and "chunked_prefill_size" not in args.given:
+        chunk = FITTED_CHUNK
     candidate = Candidate(
         form, replicas, _kv(args, predictor)[0] if "kv_cache_dtype" in args.given else predictor.share.kv, chunk, rows,
         drafts, args.model.model_path or "MODEL",
@@ -190,7 +194,7 @@ def _one(
         print(f"note: {most} of {rows} requests of an attention group run at once, the others wait", file=sys.stderr)
         candidate = candidate.with_rows(max(1, most))
     prediction = predictor.predict(candidate, workload.load)
-    if (ratio := slo.missed(prediction.ttft_s, prediction.itl_s)) > 1:
+    if (ratio := slo.missed(prediction.ttft_s, prediction.itl_s, prediction.tpot_s)) > 1:
         print(f"note: --slo is missed by a factor of {ratio:.2f}", file=sys.stderr)
     refused = {candidate.text: room.refusal} if room.refusal else {}
     return Found((Plan(candidate, prediction, room),), ((candidate, prediction),), refused, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from benchmarks.planner_points import FOLDER
 from moe_engine.cli.main import main
 from moe_engine.tuning.hardware.table import FOLDER as HARDWARE
+from tests.examples import examples
 from tests.tuning.plan_models import V3, write
 
 DENSE = {
@@ -162,6 +164,22 @@ def test_a_model_without_experts(capsys, tmp_path: Path):
     code, _, err = run(capsys, "--model-path", folder, *ONE, "--ep-size", "8")
     assert code == 2 and "the model has no experts; drop --ep-size" in err
     assert predicted(capsys, "--model-path", folder, *ONE)["predicted"]["tpot_ms"] > 0
+
+
+def test_a_damaged_config_is_one_line(capsys, tmp_path: Path):
+    """One field of a random model is missing or has a wrong value: a prediction, or one line that names the fix."""
+    configs = [V3, *json.loads((FOLDER / "models.json").read_text()).values()]
+    for _ in range(examples(40)):
+        config = dict(random.choice(configs))
+        name = random.choice(sorted(config))
+        if random.random() < 0.3:
+            del config[name]
+        else:
+            config[name] = random.choice([None, -1, 0, 1, "x", [], {}, 3.5, True, 10**30])
+        engine = random.choice(["moe-engine", "vllm"])
+        code, _, err = run(capsys, "--model-path", write(tmp_path / "damaged", config), *ONE, "--like", engine)
+        lines = [line for line in err.splitlines() if not line.startswith("note:")]
+        assert (code, len(lines)) in ((0, 0), (2, 1)), (name, config.get(name), err)
 
 
 def test_a_file_of_a_gpu_names_its_mistakes(capsys, tmp_path: Path, model: str):

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner_points import facts_of
+from benchmarks.step_costs.hardware import Hardware
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.tensors import EMBEDDING, model_tensors
+from moe_engine.planning.hardware import GPUS
 from moe_engine.tuning.costs.all_to_all import LOW_LATENCY_TOKENS, AllToAll
 from moe_engine.tuning.costs.attention import Attention
 from moe_engine.tuning.costs.collectives import Collectives
@@ -156,3 +158,14 @@ def test_imbalance_is_that_of_drawn_popularities(ranks: int, redundant: int):
         loads.append(max(sum(popularity[r * held : (r + 1) * held]) for r in range(ranks)) / mean)
     assert expected_skew(256, form) == pytest.approx(math.fsum(loads) / len(loads), rel=0.35)
     assert expected_skew(256, replace(form, redundant=32)) < expected_skew(256, form)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_the_tables_of_gpus_agree(name: str):
+    """`plan --hardware` without a workload has a table of its own, and the launch simulation has constants."""
+    assert parse_cluster(f"8x{name}").gpu.machine(8) == GPUS[name].machine(8)
+    if name == "h200":
+        simulated, gpu = Hardware.named("H200"), parse_cluster("8xh200").gpu
+        assert simulated["peak_bytes_per_s"] == gpu.peak_bytes_per_s
+        assert {dtype: simulated["peak_flops"][dtype] for dtype in gpu.flops} == gpu.flops
+        assert simulated["memory_bytes"] == gpu.memory_bytes

@@ -97,19 +97,19 @@ def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFac
     if experts and top_k > experts:
         fields.fail("num_experts_per_tok", f"is {top_k}, above the {experts} experts")
     own_width = _first(fields, "moe_intermediate_size")
-    width = fields.integer("intermediate_size", own_width or None)
+    width = fields.integer("intermediate_size", own_width) if own_width else fields.integer("intermediate_size")
     expert = 3 * hidden * (own_width or width) if experts else 0
     shared = _first(fields, "shared_expert_intermediate_size")
     if not shared and experts:
         shared = _first(fields, "n_shared_experts", "num_shared_experts") * (own_width or width)
     dense_layers = min(layers, fields.integer("first_k_dense_replace", 0, minimum=0)) if experts else layers
     return ModelFacts(
-        name=str((raw.get("architectures") or [raw.get("model_type", "model")])[0]),
+        name=_name(raw),
         hidden=hidden,
         vocab=(vocab := fields.integer("vocab_size")),
         layers=layers,
         dense_layers=dense_layers,
-        dense=3 * hidden * (width or 0),
+        dense=3 * hidden * width,
         shared=3 * hidden * shared,
         expert=expert,
         num_experts=experts,
@@ -135,6 +135,11 @@ def stored_dtype(raw: Mapping[str, Any]) -> str:
     return "fp8"
 
 
+def _name(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures")
+    return str(names[0] if isinstance(names, list) and names else raw.get("model_type", "model"))
+
+
 def _first(fields: Fields, *names: str) -> int:
     """The first of these whole numbers that the file has, else 0."""
     return next((fields.integer(name, minimum=0) for name in names if fields.has(name)), 0)
@@ -144,7 +149,9 @@ def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts
     if fields.has("kv_lora_rank"):
         return (_latent(fields, hidden, layers),)
     kinds = fields.raw.get("layer_types") or ["full_attention"] * layers
-    window = fields.raw.get("sliding_window") or 0
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        fields.fail("layer_types", f"must be a list of {layers} names, one a layer")
+    window = fields.integer("sliding_window", 0, minimum=0)
     full = grouped = sum(kind == "full_attention" for kind in kinds)
     sliding = sum(kind == "sliding_attention" for kind in kinds)
     linear = len(kinds) - full - sliding
@@ -152,7 +159,7 @@ def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts
     if grouped:
         found.append(_grouped(fields, hidden, grouped, 0))
     if sliding:
-        found.append(_grouped(fields, hidden, sliding, int(window)))
+        found.append(_grouped(fields, hidden, sliding, window))
     if linear:
         found.append(_linear(fields, hidden, linear))
     return tuple(found)

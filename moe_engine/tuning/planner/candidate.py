@@ -23,7 +23,6 @@ class Candidate:
         kv: ``bf16`` or ``fp8``. chunk: prompt tokens of a step of one attention group.
         rows: running requests of one attention group. drafts: MTP depth.
         model_path: as in the command.
-        separate: ``prefill`` or ``decode`` for an engine of one phase.
     """
 
     form: Form
@@ -33,7 +32,6 @@ class Candidate:
     rows: int
     drafts: int = 0
     model_path: str = "MODEL"
-    separate: str = ""
 
     @property
     def gpus(self) -> int:

@@ -124,7 +124,7 @@ class Search:
                     points.append((chosen, self.predictor.predict(chosen, self.load)))
         if not points:
             raise ConfigError(_nothing_fits(refused, gpus, self.predictor.cluster.gpu_key))
-        met = [(c, p) for c, p in points if self.slo.missed(p.ttft_s, p.itl_s) <= 1]
+        met = [(c, p) for c, p in points if self._ratio(p) <= 1]
         if not met:
             raise ConfigError(self._missed(points))
         self.progress(f"{tried} configurations, checking the memory of the best")
@@ -171,11 +171,14 @@ class Search:
             raise ConfigError(_nothing_fits(refused, met[0][0].gpus, self.predictor.cluster.gpu_key))
         return tuple(plans)
 
+    def _ratio(self, prediction: Prediction) -> float:
+        return self.slo.missed(prediction.ttft_s, prediction.itl_s, prediction.tpot_s)
+
     def _missed(self, points: list[tuple[Candidate, Prediction]]) -> str:
-        candidate, nearest = min(points, key=lambda pair: self.slo.missed(pair[1].ttft_s, pair[1].itl_s))
+        candidate, nearest = min(points, key=lambda pair: self._ratio(pair[1]))
         return (
             f"--slo: no configuration of {candidate.gpus} GPUs meets it; ask for no less than the nearest, "
-            f"ttft={nearest.ttft_s:.3g}s,itl={nearest.itl_s * 1e3:.3g}ms ({candidate.text}, "
+            f"ttft={nearest.ttft_s:.3g}s,itl={max(nearest.itl_s, nearest.tpot_s) * 1e3:.3g}ms ({candidate.text}, "
             f"{candidate.concurrency} requests), or use other GPUs"
         )
 

@@ -61,7 +61,6 @@ def steady_state(
     chunk: int = 8192,
     drafts: int = 0,
     accepted: float = 0.0,
-    separate: bool = False,
     prompt_deviation: float = 1.0,
 ) -> Steady:
     """Predicts a replica.
@@ -69,7 +68,6 @@ def steady_state(
     Args:
         concurrency: running requests of the replica. chunk: prompt tokens of a step of one attention group.
         drafts, accepted: draft tokens a step verifies, and how many of them it accepts on average.
-        separate: prompts are computed by other engines.
         prompt_deviation: measured factor on the time to the first token.
     """
     rows = max(1, round(concurrency / form.attn_dp + 0.499))
@@ -79,11 +77,9 @@ def steady_state(
     decode = cost.step(StepShape(rows, context, drafts, 0, 0, everyone * queries))
     prompt_s, parts = _prompt(cost, form, load, rows, context, drafts, everyone * queries, chunk, decode.seconds)
     per_token = decode.seconds / (1 + accepted)
-    others = 0.0
-    if not separate:
-        groups = form.attn_dp
-        prompts = max(0.0, rows - 1) * groups**UNEVEN if groups > 1 else max(0.0, concurrency - 1)
-        others = share.prompt_weight * prompts * prompt_s / max(1.0, load.output)
+    groups = form.attn_dp
+    prompts = max(0.0, rows - 1) * groups**UNEVEN if groups > 1 else max(0.0, concurrency - 1)
+    others = share.prompt_weight * prompts * prompt_s / max(1.0, load.output)
     tpot = per_token + others
     waiting = share.queue * max(0.0, rows - 1) * prompt_s
     ttft = share.request_ms * 1e-3 + prompt_deviation * (0.5 * decode.seconds + prompt_s + waiting)

@@ -41,14 +41,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Slo:
-    """Upper limits of the medians, in seconds; None: any."""
+    """Upper limits in seconds: of the median TTFT, and of the gap between tokens, median and mean. None: any."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
 
-    def missed(self, ttft_s: float, itl_s: float) -> float:
+    def missed(self, ttft_s: float, itl_s: float, tpot_s: float) -> float:
         """The largest ratio of a prediction to its limit; at most 1 if all are met."""
-        ratios = [got / limit for got, limit in ((ttft_s, self.ttft_s), (itl_s, self.itl_s)) if limit]
+        pairs = ((ttft_s, self.ttft_s), (max(itl_s, tpot_s), self.itl_s))
+        ratios = [got / limit for got, limit in pairs if limit]
         return max(ratios, default=0.0)
 
 
