@@ -55,8 +55,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
     "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
     "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic"},
-    "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend"},
-    "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server"},
+    "tuning": BASE | {"models", "config", "planning", "scheduler"},
+    "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "tuning"},
+    "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server", "tuning"},
     "launch_server": {"cli"},
     "__main__": {"cli"},
     "__init__": {"frontend", "models"},
@@ -75,7 +76,7 @@ NO_TORCH_FILES = (
     "launch_server",
     "__init__",
 )
-NO_TORCH = ("structured_output", "scheduler", "tokenizer", "server", "processes", *NO_TORCH_FILES)
+NO_TORCH = ("structured_output", "scheduler", "tokenizer", "server", "processes", "tuning", *NO_TORCH_FILES)
 TORCH_IN_FUNCTIONS_ONLY = ("config", "planning", "frontend", "core", "executor", "cluster", "cli")
 MAY_IMPORT_TORCH = ("moe_engine/cli/compile_kernels/",)
 """Rooms of the packages above that are imported by one command alone."""

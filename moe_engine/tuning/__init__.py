@@ -1,0 +1,1 @@
+"""Tuning: what engines, logs and guides say about the flags of a launch. Imports no torch."""
