@@ -91,6 +91,11 @@ def _limit(s: Statistics) -> float:
     return s.launch.flag("max_running_requests") or math.inf
 
 
+def _useful_requests(s: Any) -> int:
+    """As many as wait, or as fill the KV cache, if those are fewer."""
+    return max(int(_limit(s)) + 1, int(min(s.running + s.queue, _limit(s) * ROOM / max(s.usage, 0.01))))
+
+
 def _smaller_chunk(s: Statistics) -> Change:
     chunk = s.launch.flag("chunked_prefill_size") or 8192
     return Change("--chunked-prefill-size", 4096 if chunk > 4096 else max(256, chunk // 2))
@@ -161,7 +166,11 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.room_but_waiting > OFTEN and s.running < FULL * _limit(s),
         "in {room_but_waiting:.0%} of {num_decode} decode lines requests waited with token usage below 0.9 (median "
         "{usage:.2f}, #queue-req {queue:g})",
-        "room", lambda s: Change("--schedule-conservativeness", LESS_CONSERVATIVE),
+        "room",
+        lambda s: Change(
+            "--schedule-conservativeness",
+            round(min(LESS_CONSERVATIVE, (s.launch.flag("schedule_conservativeness") or 1.0) / 2), 3),
+        ),
         "admits more requests: less of their max_new_tokens is reserved; retractions may follow", GUIDE,
     ),
     Rule(
@@ -170,7 +179,7 @@ RULES: tuple[Rule, ...] = (
         lambda s: s.room_but_waiting > OFTEN and s.running >= FULL * _limit(s),
         "{running:g} requests ran, the limit, in most of {num_decode} decode lines; #queue-req {queue:g}, token usage "
         "{usage:.2f}",
-        "room", lambda s: Change("--max-running-requests", int(2 * _limit(s))),
+        "room", lambda s: Change("--max-running-requests", _useful_requests(s)),
         "a larger batch uses the KV cache that is free: more tokens a second, each request a little slower", GUIDE,
     ),
     Rule(

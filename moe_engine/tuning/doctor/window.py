@@ -36,7 +36,7 @@ class Statistics:
         full_chunks: share of prefill lines that fill the chunk; `chunk_run`: most in succession;
             `running_at_chunks`: median of the requests running beside them.
         new_per_seq: prompt tokens computed for each sequence.
-        rank_imbalance: maximum / mean over the DP ranks of their median running requests.
+        rank_imbalance: maximum / mean over the DP ranks of their running requests.
         balancedness: of expert loads, mean / maximum over ranks, of the last 100 passes.
     """
 
@@ -97,13 +97,13 @@ class Window:
     balance: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     late: Counter[str] = field(default_factory=Counter)
-    ranks: dict[int, list[float]] = field(default_factory=dict)
-    """Running requests of the decode lines of each DP rank."""
+    ranks: dict[int, float] = field(default_factory=dict)
+    """Sum of the running requests over the decode lines of each DP rank: an idle rank writes none."""
     lines: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        return not self.num_decode and not self.num_prefill and not self.counts
+        return not (self.num_decode or self.num_prefill or self.counts or self.balance or self.late)
 
     def add(self, event: LogEvent, number: int = 0, text: str = "") -> None:
         """Takes in an event; `number` and `text` of its line, kept as evidence."""
@@ -152,7 +152,8 @@ class Window:
             if not values["cuda_graph"]:
                 self.small_without_graph += 1
                 self.lines["graph"] = line
-        self.ranks.setdefault(_group(rank), []).append(running)
+        group = _group(rank)
+        self.ranks[group] = self.ranks.get(group, 0.0) + running
 
     def _prefill(self, values: dict[str, Any], rank: str, line: tuple[int, str]) -> None:
         self.num_prefill += 1
@@ -160,13 +161,15 @@ class Window:
         self.cached_tokens += values["cached_token"]
         self.new_seqs += values.get("new_seq", 0.0)
         self.lines["prefill"] = line
+        self.ranks.setdefault(_group(rank), 0.0)
         if values.get("is_sum"):
             return  # of several batches: nothing about their chunks
         chunk = self.launch.flag("chunked_prefill_size")
         if chunk and chunk > 0 and values["new_token"] >= chunk and values.get("new_seq", 1) <= 1:
+            continued = self.launch.is_ours and self.runs[rank] > 0  # it counts among the running ones there
             self.runs[rank] += 1
             self.longest_run = max(self.runs[rank], self.longest_run)
-            self.full.append(values["running"])
+            self.full.append(values["running"] - continued)
             self.lines["chunk"] = line
         elif not chunk or values["new_token"] < chunk:
             self.runs[rank] = 0  # the end of a prompt
@@ -213,12 +216,11 @@ class Window:
         return median(values) if len(values) >= LEAST_LINES else None
 
     def _imbalance(self) -> tuple[float | None, int | None]:
-        """Maximum / mean of the ranks' medians, and the rank with the maximum. None with less than two ranks."""
-        medians = {number: median(running) for number, running in self.ranks.items() if len(running) >= LEAST_LINES}
-        if len(medians) < 2 or not sum(medians.values()):
+        """Maximum / mean of the ranks' requests, and the rank with the maximum. None with less than two ranks."""
+        if len(self.ranks) < 2 or self.num_decode < LEAST_LINES or not (total := sum(self.ranks.values())):
             return None, None
-        busiest = max(medians, key=lambda number: medians[number])
-        return medians[busiest] * len(medians) / sum(medians.values()), busiest
+        busiest = max(self.ranks, key=lambda number: self.ranks[number])
+        return self.ranks[busiest] * len(self.ranks) / total, busiest
 
 
 @lru_cache(4096)
