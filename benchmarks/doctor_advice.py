@@ -170,7 +170,7 @@ SCENARIOS = (
     ),
     Scenario(
         "drafts_do_not_pay",
-        {"--speculative-algorithm": "NGRAM", "--speculative-num-steps": 6, "--speculative-eagle-topk": 1,
+        {"--speculative-algorithm": "NEXTN", "--speculative-num-steps": 6, "--speculative-eagle-topk": 1,
          "--speculative-num-draft-tokens": 7, "--decode-log-interval": 10},
         lambda draw: requests(draw, 24, 200, 160),
         send=sampled_at_once,

@@ -164,6 +164,15 @@ def test_a_cpu_has_no_gpu_rules():
     assert not {"memory_unused", "memory_short", "no_cuda_graph"} & findings(lines).keys()
 
 
+def test_deep_drafts_must_accept_more():
+    """Six draft steps pay from 1.9 tokens on; a depth that the engine chooses is its own affair."""
+    deep = flags(speculative_num_steps=6)
+    assert "drafts_do_not_pay" in findings([deep, *decodes(accept=1.89)])
+    assert "drafts_do_not_pay" not in findings([deep, *decodes(accept=1.90)])
+    auto = flags(speculative_num_steps=6, speculation={"auto_depth": True})
+    assert "drafts_do_not_pay" not in findings([auto, *decodes(accept=1.05)])
+
+
 def test_policy_and_balance_are_not_advised_twice():
     assert "prefix_order" not in findings([flags(schedule_policy="lpm"), *CASES["prefix_order"][0]])
 

@@ -36,6 +36,8 @@ LARGEST_CHUNK = 16384
 POOR_BALANCE = 0.7
 POOR_DRAFTS = 1.3
 """Tokens a request and step, below which drafts cost more than they save."""
+DRAFT_COST = 0.15
+"""Of a draft step, with its share of the verification, in plain steps: the low end of published MTP layers."""
 UNBALANCED = 1.5
 DP_WEIGHTS = 0.5
 """Share of a GPU's memory that a whole copy of the weights may take for data parallelism to leave room for KV."""
@@ -135,6 +137,14 @@ def _drafts(s: Statistics) -> Change:
     if s.launch.is_ours and s.launch.flag("speculative_num_steps") != "auto":
         return Change("--speculative-num-steps", "auto")
     return Change("--speculative-algorithm")
+
+
+def _least_accept_len(s: Any) -> float:
+    """Tokens of a step that pay its drafts; with an automatic depth the engine measures that itself."""
+    steps = s.launch.flag("speculative_num_steps")
+    if (s.launch.flag("speculation") or {}).get("auto_depth"):
+        return 0.0
+    return max(POOR_DRAFTS, 1 + DRAFT_COST * int(steps)) if str(steps).isdigit() else POOR_DRAFTS
 
 
 def _mixed(s: Statistics) -> Change:
@@ -279,7 +289,8 @@ RULES: tuple[Rule, ...] = (
         "the last one", OURS,
     ),
     Rule(
-        "drafts_do_not_pay", f"accept len below {POOR_DRAFTS}", ("accept_len",), lambda s: s.accept_len < POOR_DRAFTS,
+        "drafts_do_not_pay", f"accept len below {POOR_DRAFTS}, or below 1 + {DRAFT_COST:g} for each draft step",
+        ("accept_len",), lambda s: s.accept_len < _least_accept_len(s),
         "median accept len {accept_len:.2f}: {num_decode} decode lines", "decode", _drafts,
         "no step verifies drafts that are rejected; auto measures it for each step", OURS,
     ),
