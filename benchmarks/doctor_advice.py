@@ -25,15 +25,16 @@ from typing import Any
 import httpx
 
 from benchmarks import report
-from benchmarks.clients import Answer, CallOptions, ask_chat, ask_native
+from benchmarks.clients import Answer, CallOptions, ask_native
 from benchmarks.datasets import BenchRequest
 from benchmarks.server_process import ServerProcess
 from benchmarks.stats import median, percentile
 
 IDS = range(300, 1200)
 """Ordinary tokens of the embedded model."""
-COUNTRIES = ("France", "Italy", "Spain", "Japan", "Peru", "Chile", "Egypt", "Kenya", "India", "Norway")
 Flags = dict[str, Any]
+RANDOM_WEIGHTS: Flags = {"--model-path": "moe_engine/demo/checkpoint", "--load-format": "dummy"}
+"""Sampled tokens are nearly uniform, and no draft is right."""
 
 
 def ids(draw: random.Random, count: int) -> list[int]:
@@ -44,11 +45,6 @@ def requests(draw: random.Random, count: int, prompt: int, output: int) -> list[
     return [BenchRequest(ids(draw, prompt), prompt, output) for _ in range(count)]
 
 
-def questions(draw: random.Random, count: int, allowed: int) -> list[BenchRequest]:
-    """Short answers to requests that ask for room for long ones."""
-    return [BenchRequest(f"What is the capital of {draw.choice(COUNTRIES)}?", 10, allowed) for _ in range(count)]
-
-
 def shared(draw: random.Random, groups: int, each: int, prefix: int, own: int, output: int) -> list[BenchRequest]:
     """Groups of prompts with a common prefix, in random order."""
     heads = [ids(draw, prefix) for _ in range(groups)]
@@ -57,25 +53,20 @@ def shared(draw: random.Random, groups: int, each: int, prefix: int, own: int, o
     return made
 
 
-async def at_once(
-    url: str, load: Sequence[BenchRequest], ask: Any = ask_native, **more: Any
-) -> tuple[list[Answer], float]:
+async def at_once(url: str, load: Sequence[BenchRequest], **more: Any) -> tuple[list[Answer], float]:
     """All requests together. Returns the answers and the seconds."""
-    options = CallOptions(url, ignore_eos=ask is ask_native, **more)
+    options = CallOptions(url, **more)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(timeout=600, limits=limits) as client:
         began = time.perf_counter()
-        answers = await asyncio.gather(*(ask(client, request, options) for request in load))
+        answers = await asyncio.gather(*(ask_native(client, request, options) for request in load))
         return list(answers), time.perf_counter() - began
 
 
-async def chats_at_once(url: str, load: Sequence[BenchRequest]) -> tuple[list[Answer], float]:
-    return await at_once(url, load, ask_chat)
-
-
-async def sampled_at_once(url: str, load: Sequence[BenchRequest]) -> tuple[list[Answer], float]:
-    """At temperature 1: the text does not repeat itself."""
-    sampling = {"temperature": 1.0, "max_new_tokens": load[0].output_len, "ignore_eos": True, "sampling_seed": 7}
+async def until_stopped(url: str, load: Sequence[BenchRequest]) -> tuple[list[Answer], float]:
+    """Sampled answers that end at one of a few tokens, long before the length that they ask room for."""
+    stops = random.Random(3).sample(IDS, 30)
+    sampling = {"temperature": 1.0, "max_new_tokens": load[0].output_len, "stop_token_ids": stops}
     return await at_once(url, load, extra_body={"sampling_params": sampling})
 
 
@@ -129,9 +120,9 @@ def replicas(flags: Flags) -> Flags:
 SCENARIOS = (
     Scenario(
         "too_conservative",
-        {"--max-total-tokens": 4096, "--schedule-conservativeness": 1.4, "--decode-log-interval": 4},
-        lambda draw: questions(draw, 200, 1500),
-        send=chats_at_once,
+        {**RANDOM_WEIGHTS, "--max-total-tokens": 4096, "--schedule-conservativeness": 1.4, "--decode-log-interval": 4},
+        lambda draw: requests(draw, 96, 32, 1500),
+        send=until_stopped,
     ),
     Scenario(
         "running_limit",
@@ -170,10 +161,10 @@ SCENARIOS = (
     ),
     Scenario(
         "drafts_do_not_pay",
-        {"--speculative-algorithm": "NEXTN", "--speculative-num-steps": 6, "--speculative-eagle-topk": 1,
+        {**RANDOM_WEIGHTS, "--speculative-algorithm": "NEXTN",
+         "--speculative-num-steps": 6, "--speculative-eagle-topk": 1,
          "--speculative-num-draft-tokens": 7, "--decode-log-interval": 10},
         lambda draw: requests(draw, 24, 200, 160),
-        send=sampled_at_once,
     ),
     Scenario(
         "dp_imbalance",
