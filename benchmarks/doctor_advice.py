@@ -132,7 +132,7 @@ SCENARIOS = (
     Scenario(
         "retractions",
         {"--max-total-tokens": 4096, "--schedule-conservativeness": 0.05, "--decode-log-interval": 10},
-        lambda draw: requests(draw, 40, 200, 400),
+        lambda draw: requests(draw, 40, 900, 200),
     ),
     Scenario(
         "prefix_order",
@@ -141,13 +141,14 @@ SCENARIOS = (
     ),
     Scenario(
         "page_size",
-        {"--page-size": 128, "--decode-log-interval": 4},
-        lambda draw: shared(draw, 4, 24, 300, 4, 8),
+        {"--page-size": 512, "--decode-log-interval": 4},
+        lambda draw: shared(draw, 4, 24, 1000, 4, 8),
         send=one_by_one,
+        metric=ttft,
     ),
     Scenario(
         "long_prompts",
-        {"--chunked-prefill-size": 128, "--decode-log-interval": 1},
+        {"--chunked-prefill-size": 32, "--decode-log-interval": 1},
         lambda draw: requests(draw, 12, 1800, 4),
         send=one_by_one,
         metric=ttft,
@@ -155,7 +156,7 @@ SCENARIOS = (
     Scenario(
         "stalled_decodes",
         {"--chunked-prefill-size": 512, "--decode-log-interval": 4},
-        lambda draw: requests(draw, 4, 32, 600) + requests(draw, 8, 1900, 2),
+        lambda draw: requests(draw, 4, 32, 1600) + requests(draw, 8, 1900, 2),
         send=beside_long_prompts,
         metric=slow_gaps,
     ),

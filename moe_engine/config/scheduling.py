@@ -24,7 +24,7 @@ class SchedulingArgs:
     workload_profile: str | None = flag(
         None,
         "Sets what tuning guides recommend for a kind of load, where no flag is given: low-latency, throughput, "
-        "long-context or multi-turn. --explain shows each choice with its reason. Left out: none.",
+        "long-context or multi-turn. `moe-engine plan` shows each choice with its reason. Left out: none.",
         choices=("low-latency", "throughput", "long-context", "multi-turn"),
     )
     schedule_conservativeness: float = flag(

@@ -173,6 +173,13 @@ def test_deep_drafts_must_accept_more():
     assert "drafts_do_not_pay" not in findings([auto, *decodes(accept=1.05)])
 
 
+def test_the_ledger_needs_no_rule_of_thumb():
+    """This engine counts the largest step before it takes memory; SGLang's fraction is a guess."""
+    for available in (2.0, 20.0):
+        lines = [f"{logs.stamp(0)} Memory ledger: 70.00 GB of 75.00 GB", startup(available), *decodes()]
+        assert not {"memory_unused", "memory_short"} & findings(lines).keys()
+
+
 def test_policy_and_balance_are_not_advised_twice():
     assert "prefix_order" not in findings([flags(schedule_policy="lpm"), *CASES["prefix_order"][0]])
 

@@ -86,7 +86,9 @@ def _fraction(s: Statistics, goal: float = FREE_GOAL_GB) -> Change:
 
 
 def _free(s: Statistics) -> float:
-    return s.launch.available_gb if s.launch.on_gpu and s.launch.available_gb is not None else FREE_GOAL_GB
+    """GB that the fraction left free. This engine's ledger has counted the largest step: no rule of thumb is better."""
+    launch = s.launch
+    return FREE_GOAL_GB if launch.is_ours or not launch.on_gpu or launch.available_gb is None else launch.available_gb
 
 
 def _limit(s: Statistics) -> float:
