@@ -125,6 +125,7 @@ def test_a_finding_is_complete(rule):
     [
         (CASES["retractions"][0], "retractions", "--schedule-conservativeness", 1.3),
         ([flags(schedule_conservativeness=2.0), *minutes(6, 5)], "retractions", "--schedule-conservativeness", 2.6),
+        ([flags(schedule_conservativeness=0.3), *minutes(6, 5)], "retractions", "--schedule-conservativeness", 1.0),
         (CASES["too_conservative"][0], "too_conservative", "--schedule-conservativeness", 0.3),
         (CASES["running_limit"][0], "running_limit", "--max-running-requests", 180),
         ([startup(), *CASES["oom_prefill"][0]], "oom_prefill", "--chunked-prefill-size", 4096),
@@ -178,6 +179,22 @@ def test_the_ledger_needs_no_rule_of_thumb():
     for available in (2.0, 20.0):
         lines = [f"{logs.stamp(0)} Memory ledger: 70.00 GB of 75.00 GB", startup(available), *decodes()]
         assert not {"memory_unused", "memory_short"} & findings(lines).keys()
+
+
+def test_long_prompts_after_the_others_ended():
+    """Chunks beside running requests count, also if most prompts come when nothing runs."""
+    beside = [prefill(s, new=8192, seqs=1, running=4) for s in range(2)]
+    alone = [prefill(3 + s, new=8192 if s % 4 else 100, seqs=1) for s in range(8)]
+    assert "stalled_decodes" in findings([startup(), *beside, *alone])
+    assert "stalled_decodes" not in findings([startup(), *beside, *alone, prefill(30)])
+
+
+def test_own_lines_count_the_prompt_itself():
+    """This engine's line counts a prompt that is continued among the running requests."""
+    own = f"{logs.stamp(0)} Memory ledger: 1 GB"
+    chunks = [prefill(s, new=8192, seqs=1, running=int(s > 0)) for s in range(6)]
+    assert "long_prompts" in findings([own, startup(), *chunks])
+    assert "stalled_decodes" in findings([startup(), *chunks])
 
 
 def test_policy_and_balance_are_not_advised_twice():

@@ -32,6 +32,8 @@ LPM_QUEUE = 128
 """Requests in the queue above which lpm is fcfs."""
 LONG_RUN = 4
 """Full chunks of one prompt that make it a long one."""
+STALLS = 0.2
+"""Share of prefill lines from which chunks beside running requests are no exception."""
 LARGEST_CHUNK = 16384
 POOR_BALANCE = 0.7
 POOR_DRAFTS = 1.3
@@ -93,6 +95,12 @@ def _free(s: Statistics) -> float:
 
 def _limit(s: Statistics) -> float:
     return s.launch.flag("max_running_requests") or math.inf
+
+
+def _more_conservative(s: Any) -> float:
+    """The default where less is set, else 1.3 times as much."""
+    current = s.launch.flag("schedule_conservativeness")
+    return 1.0 if current is not None and current < 1 else round(CONSERVATIVE * (current or 1.0), 2)
 
 
 def _useful_requests(s: Any) -> int:
@@ -198,10 +206,7 @@ RULES: tuple[Rule, ...] = (
         "retractions", "more than about one retraction a minute", ("retractions_a_minute",),
         lambda s: s.retractions_a_minute > FEW_RETRACTIONS,
         "{retractions} retractions, {retractions_a_minute:.1f} a minute", "retraction",
-        lambda s: Change(
-            "--schedule-conservativeness",
-            round(max(CONSERVATIVE, CONSERVATIVE * (s.launch.flag("schedule_conservativeness") or 1.0)), 2),
-        ),
+        lambda s: Change("--schedule-conservativeness", _more_conservative(s)),
         "reserves more for the answers of admitted requests: fewer are computed twice", GUIDE,
     ),
     Rule(
@@ -251,16 +256,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "long_prompts", f"{LONG_RUN} and more full chunks for one prompt, while no other request runs",
-        ("full_chunks", "chunk_run", "running_at_chunks"),
-        lambda s: s.full_chunks >= OFTEN and s.chunk_run >= LONG_RUN and s.running_at_chunks < 1
+        ("full_chunks", "chunk_run", "stalling_run"),
+        lambda s: s.full_chunks >= OFTEN and s.chunk_run >= LONG_RUN and s.stalling_run < 2
         and s.launch.flag("chunked_prefill_size") < LARGEST_CHUNK,
         "{full_chunks:.0%} of {num_prefill} prefill lines fill the chunk, {chunk_run} of them for one prompt", "chunk",
         _larger_chunk, "fewer steps for a long prompt: an earlier first token", GUIDE,
     ),
     Rule(
-        "stalled_decodes", "full chunks while other requests run", ("chunk_run", "running_at_chunks"),
-        lambda s: s.chunk_run >= 2 and s.running_at_chunks >= 1,
-        "{chunk_run} full chunks in succession while {running_at_chunks:g} requests ran", "chunk", _mixed,
+        "stalled_decodes", "full chunks in succession while other requests run", ("stalling_chunks", "stalling_run"),
+        lambda s: s.stalling_run >= 2 and s.stalling_chunks >= STALLS,
+        "{stalling_chunks:.0%} of {num_prefill} prefill lines fill the chunk while others run (median "
+        "{running_at_chunks:g}), up to {stalling_run} in succession",
+        "stall", _mixed,
         "running requests get a token in every step, also beside a long prompt", GUIDE,
     ),
     Rule(

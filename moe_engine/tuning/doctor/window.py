@@ -33,8 +33,9 @@ class Statistics:
         queue_empty, room_but_waiting, graph_off: shares of decode lines: empty queue; token usage below `ROOM` with a
             queue; a small batch without a CUDA graph (of those up to `MAX_SMALL_BATCH`).
         hit_rate: prompt tokens from the prefix cache / all prompt tokens.
-        full_chunks: share of prefill lines that fill the chunk; `chunk_run`: most in succession;
-            `running_at_chunks`: median of the requests running beside them.
+        full_chunks: share of prefill lines that fill the chunk with one prompt; `chunk_run`: most in succession.
+        stalling_chunks: share of prefill lines that do so while other requests run; `stalling_run`: most in succession;
+            `running_at_chunks`: median of these requests, 0 without such lines.
         new_per_seq: prompt tokens computed for each sequence.
         rank_imbalance: maximum / mean over the DP ranks of their running requests.
         balancedness: of expert loads, mean / maximum over ranks, of the last 100 passes.
@@ -59,6 +60,8 @@ class Statistics:
     new_per_seq: float | None = None
     full_chunks: float | None = None
     chunk_run: int | None = None
+    stalling_chunks: float | None = None
+    stalling_run: int | None = None
     running_at_chunks: float | None = None
     rank_imbalance: float | None = None
     busiest_rank: int | None = None
@@ -91,9 +94,13 @@ class Window:
     new_tokens: float = 0.0
     cached_tokens: float = 0.0
     new_seqs: float = 0.0
-    full: list[float] = field(default_factory=list)
+    num_full: int = 0
+    beside: list[float] = field(default_factory=list)
+    """Requests that ran beside each full chunk, where there were any."""
     runs: Counter[str] = field(default_factory=Counter)
+    stalling: Counter[str] = field(default_factory=Counter)
     longest_run: int = 0
+    longest_stall: int = 0
     balance: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     late: Counter[str] = field(default_factory=Counter)
@@ -169,10 +176,21 @@ class Window:
             continued = self.launch.is_ours and self.runs[rank] > 0  # it counts among the running ones there
             self.runs[rank] += 1
             self.longest_run = max(self.runs[rank], self.longest_run)
-            self.full.append(values["running"] - continued)
+            self.num_full += 1
             self.lines["chunk"] = line
+            self._beside(values["running"] - continued, rank, line)
         elif not chunk or values["new_token"] < chunk:
-            self.runs[rank] = 0  # the end of a prompt
+            self.runs[rank] = self.stalling[rank] = 0  # the end of a prompt
+
+    def _beside(self, running: float, rank: str, line: tuple[int, str]) -> None:
+        """A full chunk while `running` other requests run."""
+        if not running:
+            self.stalling[rank] = 0
+            return
+        self.stalling[rank] += 1
+        self.longest_stall = max(self.stalling[rank], self.longest_stall)
+        self.beside.append(running)
+        self.lines["stall"] = line
 
     def statistics(self) -> Statistics:
         seconds = None if self.began is None or self.ended is None else self.ended - self.began
@@ -197,9 +215,11 @@ class Window:
             retractions_a_minute=None if minutes is None else retractions / max(1.0, minutes),
             hit_rate=self.cached_tokens / prompt if prefill and prompt else None,
             new_per_seq=self.new_tokens / self.new_seqs if prefill and self.new_seqs else None,
-            full_chunks=len(self.full) / prefill if prefill and has_chunk else None,
+            full_chunks=self.num_full / prefill if prefill and has_chunk else None,
             chunk_run=self.longest_run if prefill and has_chunk else None,
-            running_at_chunks=median(self.full) if self.full else None,
+            stalling_chunks=len(self.beside) / prefill if prefill and has_chunk else None,
+            stalling_run=self.longest_stall if prefill and has_chunk else None,
+            running_at_chunks=median(self.beside) if self.beside else 0.0,
             rank_imbalance=imbalance,
             busiest_rank=busiest,
             balancedness=median(self.balance) if self.balance else None,
