@@ -118,9 +118,21 @@ def test_the_quick_reading_of_usual_lines_agrees(monkeypatch):
         )
         for _ in range(30)
     ]  # fmt: skip
+    lines += [
+        logs.prefill(random.randrange(10**6), new=random.randrange(9999), cached=random.randrange(999), rank="DP1 TP4")
+        for _ in range(9)
+    ]
+    own = PlanFacts(1, 2, 3, 4, 5, 6, 7, 8, 0.25, 0, False)
+    lines.append(f"{logs.stamp(9)} {own_lines.prefill_line(own)}")
     quick = [parse(line) for line in lines]
     monkeypatch.setattr(log_lines, "_USUAL_DECODE", log_lines.re.compile("(?!)"))
-    assert [parse(line) for line in lines] == quick
+    monkeypatch.setattr(log_lines, "_USUAL_PREFILL", log_lines.re.compile("(?!)"))
+    for line, event in zip(lines, quick):
+        slow = parse(line)
+        read = event.values.keys()
+        assert (slow.kind, slow.time, slow.rank) == (event.kind, event.time, event.rank)
+        assert {name: slow.values[name] for name in read} == event.values
+        assert slow.values.keys() - read <= {"pending_token", "input_throughput", "cuda_graph"}
 
 
 def test_broken_lines_are_counted():
