@@ -294,7 +294,7 @@ def _others(path: Path | None, results: list[dict[str, Any]]) -> list[dict[str, 
 def _row(result: dict[str, Any]) -> tuple[str, ...]:
     if not result["held"]:
         return result["rule"], "not provoked", "", "", "", ""
-    times = [f"{median(result[key]):.3f}" for key in ("before_s", "after_s")]
+    times = [f"{median(result[key]):.4g}" for key in ("before_s", "after_s")]
     return result["rule"], result["advice"], *times, f"{result['ratio']:.2f}", "yes" if result["holds_after"] else "no"
 
 

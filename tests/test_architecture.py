@@ -48,14 +48,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": BASE,
     "processes": {"errors"},
     "config": BASE | {"kernels", "parallel", "tokenizer"},
-    "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes"},
+    "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes", "scheduler"},
+    "tuning": BASE | MODEL | PLAN | {"processes", "scheduler", "core", "frontend"},
     "worker": BASE | MODEL,
     "core": BASE | MODEL | PLAN | {"logs", "processes", "scheduler", "worker"},
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
     "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
     "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic"},
-    "tuning": BASE | {"models", "config", "planning", "scheduler"},
     "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "tuning"},
     "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server", "tuning"},
     "launch_server": {"cli"},
@@ -115,6 +115,8 @@ MAY_NAME_ELASTIC = {
     "moe_engine/frontend/start.py",  # injects the policy
     "moe_engine/planning/resolve_elastic.py",
     "moe_engine/planning/resolve_parallel.py",
+    "moe_engine/cli/simulate.py",
+    "moe_engine/tuning/simulator/fleet.py",
 }
 
 

@@ -1,1 +1,1 @@
-"""Tuning: what engines, logs and guides say about the flags of a launch. Imports no torch."""
+"""Measurements turned into settings: planner, simulator, doctor."""
