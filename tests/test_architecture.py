@@ -56,7 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
     "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
     "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic"},
-    "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend"},
+    "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "tuning"},
     "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server", "tuning"},
     "launch_server": {"cli"},
     "__main__": {"cli"},

@@ -1,8 +1,9 @@
 """``moe-engine doctor``: reports the machine's hardware and software, which kernels run here, and problems. Imports no
-torch on machines without a GPU."""
+torch on machines without a GPU. With --log or --url: what a server's log or a running server asks to change."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -16,6 +17,7 @@ from typing import Any
 
 from moe_engine.cli import doctor_libraries
 from moe_engine.config.flags import Parser
+from moe_engine.errors import ConfigError
 from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need, cpu_device
 from moe_engine.planning.ledger import gb
@@ -26,13 +28,52 @@ USEFUL_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16",
 LEAST_FILES = 4096
 
 
+DESCRIPTION = """\
+Reports this machine's hardware and software, and which kernels run here. With --log or --url: evaluates the rules of
+the tuning guides on a log or a running server (this engine's or SGLang's), and names the flag to change."""
+EPILOG = """\
+exit code with --log and --url: 0, no rule asks for a change; 1, at least one does; 2, wrong input
+
+examples:
+  moe-engine doctor                                   this machine
+  moe-engine doctor --log server.log                  every window of five minutes of a log
+  kubectl logs POD | moe-engine doctor --log - --json
+  moe-engine doctor --log server.log --follow         prints a rule as soon as it holds; Ctrl-C ends
+  moe-engine doctor --url http://localhost:30000      the last minutes of a server"""
+
+
 def main(argv: Sequence[str], prog: str) -> int:
-    parser = Parser(prog=prog, description="Reports this machine's hardware and software, and which kernels run here.")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = _parser(prog)
     options = parser.parse_args(list(argv))
+    if options.url is not None or options.log is not None:
+        from moe_engine.cli import doctor_logs
+
+        return doctor_logs.run(options)
+    if options.follow or options.api_key is not None:
+        raise ConfigError("--follow needs --log FILE, and --api-key needs --url URL")
     found = examine()
     print(json.dumps(found, indent=2) if options.json else as_text(found))
     return 0
+
+
+def _parser(prog: str) -> Parser:
+    parser = Parser(
+        prog=prog, description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--log", metavar="FILE", help="log of a server; - reads standard input")
+    parser.add_argument("--url", metavar="URL", help="address of a running server, as http://localhost:30000")
+    parser.add_argument("--api-key", metavar="KEY", help="with --url: the server's key")
+    parser.add_argument(
+        "--window", type=float, default=300.0, metavar="SECONDS",
+        help="rules hold over windows of this length (300; 0: the whole log); with --url: the last seconds",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sample-seconds", type=float, default=15.0, metavar="SECONDS",
+        help="with --url, of a server without a history of its own (SGLang): observe it for this long (15)",
+    )  # fmt: skip
+    parser.add_argument("--follow", action="store_true", help="with --log: keep reading a file that is still written")
+    return parser
 
 
 def examine() -> dict[str, Any]:

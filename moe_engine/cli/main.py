@@ -31,7 +31,7 @@ COMMANDS = {
     ),
     "doctor": (
         "doctor:main",
-        "show memory, cores, compiler, libraries, which kernels run on this machine and why others do not",
+        "show what runs on this machine and why not; with --log FILE or --url URL: which flags a server should change",
     ),
     "cluster-check": (
         "cluster_check.command:main",

@@ -21,6 +21,12 @@ class SchedulingArgs:
         choices=("fcfs", "lpm", "dfs-weight", "lof", "random", "priority"),
         unsupported=dict.fromkeys(("routing-key", "hrrn", "shortest-prefill-first"), MORE_POLICIES),
     )
+    workload_profile: str | None = flag(
+        None,
+        "Sets what tuning guides recommend for a kind of load, where no flag is given: low-latency, throughput, "
+        "long-context or multi-turn. `moe-engine plan` shows each choice with its reason. Left out: none.",
+        choices=("low-latency", "throughput", "long-context", "multi-turn"),
+    )
     schedule_conservativeness: float = flag(
         1.0,
         "Above 1 admits fewer requests (fewer retractions when the KV cache is full), below 1 more. Scales the share "

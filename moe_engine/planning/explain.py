@@ -118,7 +118,11 @@ def explain_json(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def start_lines(config: ResolvedConfig) -> list[str]:
-    """Lines that the start logs: the memory ledger and remarks."""
-    lines = [f"Memory ledger: {gb(config.ledger.total_bytes)} of {gb(config.ledger.limit_bytes)}"]
+    """Lines that the start logs: the flags as SGLang's line has them, the memory ledger and remarks."""
+    flags = ", ".join(f"{name}={value!r}" for name, value in config.flat().items())
+    lines = [
+        f"server_args=ServerArgs({flags})",
+        f"Memory ledger: {gb(config.ledger.total_bytes)} of {gb(config.ledger.limit_bytes)}",
+    ]
     lines += [f"  {line}" for line in config.ledger.lines()]
     return lines + [f"Note: {note}" for note in config.notes]

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from moe_engine.config.args import EngineArgs
@@ -28,6 +29,7 @@ from moe_engine.planning.machine import Machine, probe_machine
 from moe_engine.planning.remarks import unread_variables
 from moe_engine.planning.resolve import ResolvedConfig, resolve
 from moe_engine.planning.resolve_lora import read_adapters
+from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others
 
 SEED_BITS = 30
@@ -59,10 +61,10 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     config_folder = folder if folder.is_dir() else folder.parent
     draft = load_draft(args)
     files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder)
-    resolved = resolve(
-        args,
-        model,
-        found,
+    resolve_once = partial(
+        resolve,
+        model=model,
+        machine=found,
         model_path=str(config_folder),
         checkpoint=sums(files, model.num_layers, model.weight_format) if files else None,
         draft=draft,
@@ -71,6 +73,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         place=place,
         dump_directory=recorder_directory(os.environ),
     )
+    resolved = resolve_profile(args, model, found.device, resolve_once)
     resolved = _with_secret(resolved)
     if files is not None:
         uses_mtp = resolved.speculation is not None and resolved.speculation.method == "nextn"

@@ -14,6 +14,7 @@ from moe_engine.server.auth import KeyCheck
 from moe_engine.server.bodies import Bodies
 from moe_engine.server.body_work import body_work
 from moe_engine.server.control_api import version
+from moe_engine.server.doctor_api import History
 from moe_engine.server.edge import EdgeCheck
 from moe_engine.server.endpoints import endpoints
 from moe_engine.server.errors import Handler, Problem, error_format_of, error_response, guarded
@@ -55,7 +56,8 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.state.server = state
     metrics = _observe(state)
-    app.state.endpoints = tuple(endpoints(state, metrics))
+    app.state.history = History()
+    app.state.endpoints = tuple(endpoints(state, metrics, app.state.history))
     for endpoint in app.state.endpoints:
         for path in endpoint.paths:
             handler = guarded(endpoint.handler, error_format_of(path))

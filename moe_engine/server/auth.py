@@ -9,10 +9,12 @@ import hmac
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moe_engine.server.errors import Problem, error_format_of, error_response
+from moe_engine.server.live_pages import wants_page
 
 FREE_PREFIXES = ("/health", "/metrics", "/ready", "/ping")
 FREE_PATHS = frozenset({"/", "/docs", "/openapi.json", "/experts"})
-"""Pages without served data. /experts prompts for the key and sends it with its requests."""
+"""Pages without served data; also /doctor where a page is asked for. /experts and /doctor prompt for the key and send
+it with their requests."""
 
 ADMIN_PATHS = frozenset(
     {"/flush_cache", "/abort_request", "/configure_logging", "/set_internal_state", "/start_profile", "/stop_profile",
@@ -46,6 +48,8 @@ class KeyCheck:
 
     def _allowed(self, scope: Scope) -> bool:
         path = scope["path"]
+        if path == "/doctor" and scope["method"] == "GET" and wants_page(_header(scope, b"accept")):
+            return True
         if scope["method"] == "OPTIONS" or path.startswith(FREE_PREFIXES) or path in FREE_PATHS:
             return True
         wanted = self._api_key
@@ -58,6 +62,10 @@ class KeyCheck:
     def _hint(self, path: str) -> str:
         which = "admin API key" if self._admin_api_key and changes_engine(path) else "API key"
         return f"Missing or wrong {which}; send the header 'Authorization: Bearer <key>'."
+
+
+def _header(scope: Scope, wanted: bytes) -> str:
+    return b",".join(value for name, value in scope["headers"] if name == wanted).decode("latin-1")
 
 
 def _keys(scope: Scope) -> list[bytes]:

@@ -13,6 +13,7 @@ from moe_engine.server import openai_answers as answers
 from moe_engine.server import responses_types as responses
 from moe_engine.server.anthropic_api import AnthropicApi
 from moe_engine.server.control_api import ControlApi
+from moe_engine.server.doctor_api import DoctorApi, History
 from moe_engine.server.embeddings_api import EmbeddingsApi
 from moe_engine.server.engine_api import EngineApi
 from moe_engine.server.experts_api import ExpertsApi
@@ -48,11 +49,11 @@ UNSUPPORTED_PATHS = (
 )  # fmt: skip
 
 
-def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]:
+def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> Iterator[Endpoint]:
     chat, completions, api = ChatApi(state), CompletionsApi(state), NativeApi(state)
     control, parse, experts, pages = ControlApi(state), ParseApi(state), ExpertsApi(state), PagesApi(state, metrics)
     engine, messages, created = EngineApi(state), AnthropicApi(state), ResponsesApi(state, state.responses)
-    vectors, scoring = EmbeddingsApi(state), ScoringApi(state)
+    vectors, scoring, doctor = EmbeddingsApi(state), ScoringApi(state), DoctorApi(state, history)
     # fmt: off
     yield Endpoint("/v1/chat/completions", chat.chat_completions, "POST", answers.ChatCompletion,
                    body=ChatRequest, event=answers.ChatChunk)
@@ -113,6 +114,7 @@ def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]
     yield Endpoint("/stop_profile", engine.stop_profile, "GET POST", str, TEXT)
     yield Endpoint("/experts", experts.page, answer=str, media=HTML)
     yield Endpoint("/experts/data", experts.data, answer=native.ExpertView)
+    yield Endpoint("/doctor", doctor.doctor, answer=native.DoctorReport, query=native.DoctorQuery)
     yield Endpoint("/metrics", pages.measured, answer=str, media=TEXT)
     yield Endpoint("/", pages.root, answer=native.Root)
     yield Endpoint("/openapi.json", pages.description, answer=native.OpenAPI)

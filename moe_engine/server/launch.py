@@ -29,6 +29,7 @@ from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.planning.resolve_parallel import NodeRankError
 from moe_engine.server.listen import bind, url_host
 from moe_engine.server.tls import check_certificate
+from moe_engine.tuning.doctor.memory_costs import LedgerCosts
 
 if TYPE_CHECKING:
     from moe_engine.frontend.client import CoreClient
@@ -140,7 +141,10 @@ async def _serve(
     for core in cores:
         core.on_death(replica_died, asyncio.get_running_loop())
     watchdog = asyncio.create_task(_watch(client, config.server.watchdog_timeout))
-    watchdog.add_done_callback(_report_failure)
+    watchdog.add_done_callback(partial(_report_failure, "The watchdog failed: stalled steps are no longer detected"))
+    app.state.history.costs = LedgerCosts(config.args, config.machine)
+    samples = asyncio.create_task(app.state.history.watch(app.state.server))
+    samples.add_done_callback(partial(_report_failure, "/doctor failed: it takes no samples any more"))
 
     async def ready(host: str, port: int) -> None:
         logger.info("%s", logs.READY_LINE)
@@ -159,6 +163,7 @@ async def _serve(
         stop=switch,
     )
     watchdog.cancel()
+    samples.cancel()
     app.state.server.bodies.close()
     app.state.server.frontend.close()
     if client.cause_of_death() is not None:
@@ -172,9 +177,9 @@ def _certificate(config: ResolvedConfig) -> tuple[str, str | None] | None:
     return None if server.ssl_certfile is None else (server.ssl_certfile, server.ssl_keyfile)
 
 
-def _report_failure(task: asyncio.Task[None]) -> None:
+def _report_failure(message: str, task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.critical("The watchdog failed: stalled steps are no longer detected", exc_info=error)
+        logger.critical("%s", message, exc_info=error)
 
 
 async def _watch(client: CoreClient, timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""Pages that show the running engine: `GET /` in a browser, and `GET /experts`. Imports no torch."""
+"""Pages that show the running engine: `GET /` and `GET /doctor` in a browser, and `GET /experts`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 HEADERS = {"content-security-policy": POLICY, "cache-control": "no-cache"}
 
 
+def wants_page(accept: str) -> bool:
+    """Whether a client asks for a page rather than its data: browsers do."""
+    return "text/html" in accept
+
+
 @lru_cache
 def page(name: str) -> str:
-    """A whole HTML document: status_page or experts_live."""
+    """A whole HTML document: status_page, experts_live or doctor_page."""
     return resources.files(__package__).joinpath(f"{name}.html").read_text(encoding="utf-8")

@@ -155,6 +155,10 @@ class LoadsQuery(Struct):
     format: Annotated[str, Meta(pattern="^json$")] = "json"
 
 
+class DoctorQuery(Struct):
+    minutes: Annotated[float, Meta(gt=0, le=10)] = 5.0
+
+
 # -- answers
 
 
@@ -333,6 +337,38 @@ ExpertView = TypedDict(
         "pass": int,
     },
 )
+
+
+class DoctorFinding(TypedDict):
+    """A rule that holds: evidence, the flag to change, its memory."""
+
+    name: str
+    severity: str
+    condition: str
+    evidence: str
+    line_number: int | None
+    line: str | None
+    flag: str
+    value: Any
+    effect: str
+    memory: str | None
+    memory_bytes: int | None
+    source: str
+    windows: list[int]
+
+
+class DoctorReport(TypedDict):
+    source: str
+    engine: str
+    num_lines: int
+    num_batches: int
+    num_broken: int
+    num_windows: int
+    num_rules: int
+    healthy: bool
+    findings: list[DoctorFinding]
+    without_facts: list[str]
+    text: str
 
 
 class Root(TypedDict):

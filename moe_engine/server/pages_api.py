@@ -10,7 +10,7 @@ from moe_engine.errors import InputError
 from moe_engine.sampling_checks import parse_sampling
 from moe_engine.server.control_api import internal_states, version
 from moe_engine.server.http_io import json_response
-from moe_engine.server.live_pages import HEADERS, page
+from moe_engine.server.live_pages import HEADERS, page, wants_page
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.native_types import Root
 from moe_engine.server.openai_answers import ModelCard, ModelList
@@ -58,7 +58,7 @@ class PagesApi:
 
     async def root(self, request: Request) -> Response:
         """List of endpoints, for browsers a page: state, chat, JSON schemas."""
-        if "text/html" in request.headers.get("accept", ""):
+        if wants_page(request.headers.get("accept", "")):
             return Response(page("status_page"), media_type=HTML, headers={**HEADERS, "vary": "accept"})
         paths = sorted({path for endpoint in request.app.state.endpoints for path in endpoint.shown_paths})
         answer: Root = {"server": "moe-engine", "docs": "/docs", "endpoints": paths}

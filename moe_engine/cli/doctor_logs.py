@@ -1,0 +1,190 @@
+"""``moe-engine doctor --log FILE`` and ``--url URL``: the rules of the tuning guides on a log or a running server."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from tqdm import tqdm
+
+from moe_engine.errors import ConfigError
+from moe_engine.tuning.doctor.diagnosis import Diagnosis
+from moe_engine.tuning.doctor.launch import Launch
+from moe_engine.tuning.doctor.live import LiveServer, launch_of, sample
+from moe_engine.tuning.doctor.log_reader import LogReader, progress_lines
+from moe_engine.tuning.doctor.memory_costs import ReportedCosts
+from moe_engine.tuning.doctor.report import Report, make_report, text_of
+from moe_engine.tuning.doctor.window import Window
+
+FOLLOW_SECONDS = 0.5
+SHOW_SECONDS = 5.0
+
+
+def run(options: Namespace) -> int:
+    """The command with --log or --url. Returns 0 if no rule asks for a change, else 1.
+
+    Raises:
+        ConfigError: the log or the server cannot be read, or options contradict each other.
+    """
+    _check(options)
+    if options.url is not None:
+        return _of_server(options)
+    if options.follow:
+        return _follow(options.log, options.window)
+    report = _of_log(options.log, options.window)
+    _show(report, options.json)
+    return report.exit_code
+
+
+def _check(options: Namespace) -> None:
+    if options.url is not None and options.log is not None:
+        raise ConfigError("--url and --log: give one of the two")
+    if options.window < 0:
+        raise ConfigError(f"--window {options.window:g}: must be seconds, or 0 for the whole log")
+    if options.follow and (options.log is None or options.log == "-" or options.json):
+        raise ConfigError("--follow belongs to --log FILE, without --json; a pipe is followed until it ends anyway")
+    if options.api_key is not None and options.url is None:
+        raise ConfigError("--api-key belongs to --url")
+
+
+def _show(report: Report, as_json: bool) -> None:
+    print(json.dumps(report.as_json(), indent=2) if as_json else report.as_text())
+
+
+# -- logs
+
+
+def _of_log(path: str, window: float) -> Report:
+    reader = _reader(window)
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size if path != "-" else 0
+        with tqdm(total=size or None, unit="B", unit_scale=True, desc="Reading", disable=_no_bar(), leave=False) as bar:
+            reader.read(progress_lines(file, bar.update))
+    reader.finish()
+    return _report(path, reader)
+
+
+def _reader(window: float) -> LogReader:
+    launch = Launch()
+    return LogReader(Diagnosis(ReportedCosts(launch)), window, launch)
+
+
+def _report(path: str, reader: LogReader) -> Report:
+    source = "standard input" if path == "-" else path
+    report = make_report(
+        source,
+        reader.launch.engine,
+        reader.diagnosis,
+        num_lines=reader.num_lines,
+        num_batches=reader.num_batches,
+        num_broken=reader.num_broken,
+    )
+    if not reader.num_batches and not any(finding.severity == "error" for finding in report.findings):
+        broken = f" ({reader.num_broken} are cut off)" if reader.num_broken else ""
+        raise ConfigError(
+            f"--log {path}: {reader.num_lines} lines, and no 'Decode batch' or 'Prefill batch' line among them{broken};"
+            " give the output of the server itself, at --log-level info, after it has served requests"
+        )
+    return report
+
+
+def _open(path: str) -> BinaryIO:
+    if path == "-":
+        return sys.stdin.buffer
+    try:
+        return Path(path).open("rb")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--log {path}: no such file; give the file with the server's output, or - for standard input"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"--log {path}: cannot be read ({error.strerror}); give a file with a log") from None
+
+
+def _no_bar() -> bool:
+    return not sys.stderr.isatty()
+
+
+def _follow(path: str, window: float) -> int:
+    """Prints each rule when it first holds in a window, until Ctrl-C."""
+    reader = _reader(window)
+    shown: set[str] = set()
+    last = time.monotonic()
+    try:
+        for line in _growing(path):
+            if line is not None:
+                reader.line(line)
+            if time.monotonic() - last > SHOW_SECONDS or line is None:
+                last = time.monotonic()
+                _show_new(reader, shown)
+    except KeyboardInterrupt:
+        reader.finish()
+        _show(_report(path, reader), as_json=False)
+    return int(bool(shown))
+
+
+def _show_new(reader: LogReader, shown: set[str]) -> None:
+    for finding in reader.current().findings():
+        if finding.name not in shown:
+            shown.add(finding.name)
+            print("\n".join(text_of(finding)), end="\n\n", flush=True)
+
+
+def _growing(path: str) -> Iterator[str | None]:
+    """Lines of a file that is still written, also after it was rotated or cut; None whenever its end is reached."""
+    file, rest = _open(path), b""
+    while True:
+        if raw := file.readline():
+            rest += raw
+            if rest.endswith(b"\n"):
+                yield rest.decode("utf-8", "replace")
+                rest = b""
+            continue
+        yield None
+        time.sleep(FOLLOW_SECONDS)
+        try:
+            now = os.stat(path)
+        except OSError:  # between two files of a rotation
+            continue
+        if now.st_ino != os.fstat(file.fileno()).st_ino:
+            file.close()
+            file, rest = _open(path), b""
+        elif now.st_size < file.tell():
+            file.seek(0, io.SEEK_SET)
+
+
+# -- servers
+
+
+def _of_server(options: Namespace) -> int:
+    server = LiveServer(options.url, options.api_key)
+    try:
+        info = server.server_info()
+        if launch_of(info).is_ours and (found := server.doctor(options.window / 60)) is not None:
+            print(json.dumps(found, indent=2) if options.json else found["text"])
+            return int(not found["healthy"])
+        report = _sampled(server, options.sample_seconds)
+    finally:
+        server.close()
+    _show(report, options.json)
+    return report.exit_code
+
+
+def _sampled(server: LiveServer, seconds: float) -> Report:
+    launch, events = sample(server, seconds)
+    diagnosis, window = Diagnosis(ReportedCosts(launch)), Window(launch, of_log=False)
+    total = max(1, round(seconds))
+    with tqdm(total=total, unit="s", desc="Sampling", disable=_no_bar(), leave=False) as bar:
+        began = time.monotonic()
+        for event in events:
+            window.add(event)
+            bar.update(min(total, int(time.monotonic() - began)) - bar.n)
+    diagnosis.add(window.statistics())
+    return make_report(server.url, launch.engine, diagnosis, num_batches=window.num_decode)

@@ -1,0 +1,271 @@
+"""One line of a server's log -> an event. Reads the formats of SGLang 0.4 to 0.5.23 and of this engine.
+
+The prefix of a line has a time and the ranks: ``[2025-08-11 17:17:03 DP0 TP0]``. Container runtimes and log collectors
+put times of their own before it; lines of old releases have a clock time only, and some logs have none.
+"""
+
+from __future__ import annotations
+
+import ast
+import calendar
+import math
+import re
+from datetime import UTC, datetime
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal[
+    "prefill", "decode", "retraction", "startup", "server_args", "weights", "kv_cache", "balance", "late", "jit",
+    "out_of_memory", "ready", "ledger",
+]  # fmt: skip
+
+
+class LogEvent(NamedTuple):
+    """What a line reports. `time`: seconds, of which only differences count; None: the line has no time. `rank`: its
+    words in order (``DP1 TP4``). `values`: by kind, see `VALUES` and the functions below."""
+
+    kind: Kind
+    time: float | None
+    rank: str
+    values: dict[str, Any]
+
+
+class BrokenLine(ValueError):
+    """The line starts as a known one, and is cut off or damaged."""
+
+
+VALUES = {
+    "#running-req": "running",
+    "#token": "tokens",
+    "#full token": "tokens",
+    "token usage": "usage",
+    "full token usage": "usage",
+    "swa token usage": "usage",
+    "mamba usage": "usage",
+    "accept len": "accept_len",
+    "accept rate": "accept_rate",
+    "cuda graph": "cuda_graph",
+    "cpu graph": "cuda_graph",
+    "npu graph": "cuda_graph",
+    "gen throughput (token/s)": "throughput",
+    "input throughput (token/s)": "input_throughput",
+    "#queue-req": "queue",
+    "#new-seq": "new_seq",
+    "#new-token": "new_token",
+    "#cached-token": "cached_token",
+    "#retracted-req": "retracted",
+    "#pending-token": "pending_token",
+}
+"""Value of a batch line by its name in the log. A pool of a kind of layers counts as the KV cache: the fullest does."""
+WORDS = {"True": 1.0, "False": 0.0}
+REQUIRED = {
+    "decode": frozenset(("running", "usage", "queue")),
+    "prefill": frozenset(("running", "usage", "queue", "new_token", "cached_token")),
+}
+
+_STAMP = r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d"
+_TAGS = r"((?: [A-Z][A-Z_]*\d+)*)"
+_BRACKET = re.compile(rf"\[(?:({_STAMP})(?:[.,](\d+))?|(\d\d:\d\d:\d\d)){_TAGS}\]")
+_ANY_STAMP = re.compile(rf"({_STAMP})(?:[.,](\d+))?")
+_SYSLOG = re.compile(r"\b(Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec) +(\d{1,2}) (\d\d):(\d\d):(\d\d)\b")
+_PREFIX_CHARS = 200
+_MONTHS = {name: number for number, name in enumerate(calendar.month_abbr) if name}
+
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_USUAL_DECODE = re.compile(
+    rf"\[({_STAMP}){_TAGS}\] Decode batch[.,] #running-req: {_NUMBER}, #token: {_NUMBER}, token usage: {_NUMBER}, "
+    rf"(?:accept len: {_NUMBER}, )?cuda graph: (True|False), gen throughput \(token/s\): {_NUMBER}, "
+    rf"#queue-req: {_NUMBER},?\s*\Z"
+)
+_USUAL_PREFILL = re.compile(
+    rf"\[({_STAMP}){_TAGS}\] Prefill batch[.,] #new-seq: {_NUMBER}, #new-token: {_NUMBER}, #cached-token: {_NUMBER}, "
+    rf"token usage: {_NUMBER}, #running-req: {_NUMBER}, #queue-req: {_NUMBER}(?:,\s*|, #pending-token: {_NUMBER}, "
+    rf"cuda graph: (?:True|False), input throughput \(token/s\): {_NUMBER}\s*)\Z"
+)
+"""Nearly all lines of a log, in one match: several times as fast as reading name by name."""
+_PAIR = re.compile(r"([#A-Za-z][\w# -]*?(?: \([\w/ ]+\))?): ([^\s,]+)")
+_BATCH = re.compile(r"(Decode|Prefill) batch")
+_CUT_OFF = re.compile(r"[.,]?\s*(?:\[\d*\]?,?\s*)?(?:#.*)?\s*", re.S)
+_RETRACT = re.compile(
+    r"(?:KV cache pool is full\. Retract requests|Decode out of memory happened)\. #retracted_reqs: (\d+)"
+    r"(?:.*#new_token_ratio: ([\d.]+) -> ([\d.]+))?"
+)
+_STARTUP = re.compile(r"\b(\w+)=(-?[\d.]+)")
+_BALANCE = re.compile(r"(\w+)_balancedness=([\d.]+)")
+_WEIGHTS = re.compile(r"avail mem=([\d.]+) GB(?:, mem usage=([\d.]+) GB)?")
+_KV = re.compile(r"dtype: (?:torch\.)?(\w+), #tokens: (\d+), (.*)")
+_SIZE = re.compile(r"size: ([\d.]+) GB")
+_LATE = re.compile(r"(\S.*?) is late: (.*)")
+_WHOLE_NUMBER = re.compile(r"-?\d+")
+_JIT = ("after READY:", "DeepGEMM JIT", "Entering DeepGEMM JIT", "DeepGEMM warmup")
+_OOM = ("out of memory", "OutOfMemoryError", "CUDA OOM")
+PREFILL_WORDS = ("prefill", "Prefill", "forward_extend", "alloc_for_extend", "alloc_token_slots")
+DECODE_WORDS = ("decode", "Decode", "alloc_for_decode")
+
+
+def parse(line: str) -> LogEvent | None:
+    """The event of a line; None for lines that report nothing the rules use.
+
+    Raises:
+        BrokenLine: cut off or damaged.
+    """
+    if (usual := _USUAL_DECODE.match(line)) is not None:
+        return _usual_decode(usual)
+    if (usual := _USUAL_PREFILL.match(line)) is not None:
+        return _usual_prefill(usual)
+    if (found := _BATCH.search(line)) is not None and "#running-req" in line:
+        return _batch(line, found)
+    if found is not None and _CUT_OFF.fullmatch(line, found.end()):
+        raise BrokenLine("values are missing")
+    return _other(line)
+
+
+def split_glued(line: str) -> list[str]:
+    """The lines of several processes that wrote into one, without line breaks between them."""
+    starts = [found.start() for found in _BRACKET.finditer(line)]
+    return [line[start:end] for start, end in zip([0, *starts[1:]], [*starts[1:], len(line)])]
+
+
+def _usual_decode(found: re.Match[str]) -> LogEvent:
+    stamp, rank, running, tokens, usage, accept_len, graph, throughput, queue = found.groups()
+    values = {
+        "running": float(running),
+        "tokens": float(tokens),
+        "usage": float(usage),
+        "cuda_graph": WORDS[graph],
+        "throughput": float(throughput),
+        "queue": float(queue),
+    }
+    if accept_len is not None:
+        values["accept_len"] = float(accept_len)
+    return LogEvent("decode", _seconds(stamp), rank.strip(), values)
+
+
+def _usual_prefill(found: re.Match[str]) -> LogEvent:
+    names = "new_seq", "new_token", "cached_token", "usage", "running", "queue"
+    values = {name: float(text) for name, text in zip(names, found.groups()[2:8])}
+    return LogEvent("prefill", _seconds(found[1]), found[2].strip(), values)
+
+
+def _batch(line: str, found: re.Match[str]) -> LogEvent:
+    kind: Kind = "decode" if found[1] == "Decode" else "prefill"
+    values: dict[str, Any] = {}
+    for name, text in _PAIR.findall(line, found.end()):
+        if (key := VALUES.get(name)) is None:
+            continue
+        try:
+            value = WORDS[text] if text in WORDS else float(text)
+        except ValueError:
+            raise BrokenLine(f"{name}: {text}") from None
+        if not 0.0 <= value < math.inf:
+            raise BrokenLine(f"{name}: {text}")
+        values[key] = max(value, values[key]) if key == "usage" and key in values else value
+    if not REQUIRED[kind] <= values.keys():
+        raise BrokenLine("values are missing")
+    moment, rank = _prefix(line)
+    return LogEvent(kind, moment, rank, values)
+
+
+def _other(line: str) -> LogEvent | None:
+    kind: Kind
+    values: dict[str, Any]
+    if "#retracted_reqs" in line and (found := _RETRACT.search(line)):
+        ratio = {"ratio": float(found[3].rstrip("."))} if found[3] else {}
+        kind, values = "retraction", {"retracted": int(found[1]), **ratio}
+    elif "max_total_num_tokens=" in line and "server_args=" not in line:
+        kind, values = "startup", _startup(line)
+    elif "server_args=" in line:
+        kind, values = "server_args", server_args(line[line.index("server_args=") + len("server_args=") :])
+    elif "Load weight" in line and (found := _WEIGHTS.search(line)):
+        kind, values = "weights", {"available": float(found[1]), "used": float(found[2]) if found[2] else None}
+    elif "KV Cache is allocated" in line and (found := _KV.search(line)):
+        size = sum(map(float, _SIZE.findall(found[3])))
+        kind, values = "kv_cache", {"dtype": found[1], "tokens": int(found[2]), "gb": size}
+    elif "_balancedness=" in line:
+        kind, values = "balance", {name: float(value) for name, value in _BALANCE.findall(line)}
+    elif " is late: " in line and (found := _LATE.search(line.rpartition("] ")[2])):
+        kind, values = "late", {"rank": found[1], "where": found[2].strip()}
+    elif any(word in line for word in _OOM):
+        kind, values = "out_of_memory", {"phase": phase_of(line)}
+    elif "fired up and ready to roll" in line:
+        kind, values = "ready", {}
+    elif any(word in line for word in _JIT):
+        kind, values = "jit", {}
+    elif "Memory ledger: " in line:
+        kind, values = "ledger", {}
+    else:
+        return None
+    moment, rank = _prefix(line)
+    return LogEvent(kind, moment, rank, values)
+
+
+def phase_of(line: str) -> str | None:
+    """``prefill`` or ``decode``, by the names of functions and words in a line of a traceback; None: neither."""
+    if any(word in line for word in PREFILL_WORDS):
+        return "prefill"
+    return "decode" if any(word in line for word in DECODE_WORDS) else None
+
+
+def _startup(line: str) -> dict[str, Any]:
+    try:
+        return {
+            name: int(text) if _WHOLE_NUMBER.fullmatch(text) else float(text) for name, text in _STARTUP.findall(line)
+        }
+    except ValueError as error:
+        raise BrokenLine(str(error)) from None
+
+
+def server_args(text: str) -> dict[str, Any]:
+    """The flags of ``ServerArgs(name=value, ...)`` or of a JSON-like dict; values that are no literals are left out.
+
+    Raises:
+        BrokenLine: cut off.
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise BrokenLine("server_args cannot be read") from None
+    if isinstance(tree, ast.Call):
+        pairs: list[tuple[str | None, ast.expr]] = [(word.arg, word.value) for word in tree.keywords]
+    elif isinstance(tree, ast.Dict):
+        pairs = [(_literal(key), value) for key, value in zip(tree.keys, tree.values) if key is not None]
+    else:
+        raise BrokenLine("server_args cannot be read")
+    return {name: _literal(value) for name, value in pairs if isinstance(name, str)}
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def _prefix(line: str) -> tuple[float | None, str]:
+    """Time and ranks."""
+    head = line[:_PREFIX_CHARS]
+    if (found := _BRACKET.search(head)) is not None:
+        stamp, fraction, clock, tags = found.groups()
+        moment = _seconds(stamp) if stamp else _clock_seconds(clock)
+        return (moment + float(f"0.{fraction}") if fraction and moment is not None else moment), tags.strip()
+    if (found := _ANY_STAMP.search(head)) is not None:
+        moment = _seconds(found[1])
+        return (moment + float(f"0.{found[2]}") if found[2] and moment is not None else moment), ""
+    if (found := _SYSLOG.search(head)) is not None:
+        day = _MONTHS[found[1]] * 31 + int(found[2])
+        return day * 86400.0 + int(found[3]) * 3600 + int(found[4]) * 60 + int(found[5]), ""
+    return None, ""
+
+
+@lru_cache(1024)
+def _seconds(stamp: str) -> float | None:
+    try:
+        return datetime.fromisoformat(stamp).replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
+
+
+@lru_cache(1024)
+def _clock_seconds(clock: str) -> float:
+    hours, minutes, seconds = map(int, clock.split(":"))
+    return hours * 3600.0 + minutes * 60 + seconds

@@ -1,0 +1,136 @@
+"""A log as a stream: lines -> events -> windows -> a diagnosis. Memory does not grow with the log."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from moe_engine.tuning.doctor.diagnosis import Diagnosis
+from moe_engine.tuning.doctor.launch import Launch
+from moe_engine.tuning.doctor.log_lines import BrokenLine, LogEvent, parse, phase_of, split_glued
+from moe_engine.tuning.doctor.window import Window
+
+DAY = 86400.0
+REMEMBERED = 60
+"""Lines before an out-of-memory error that are searched for its phase: a traceback names the functions."""
+MAX_LINE = 65536
+"""Characters of a line that are read; a server_args line has some thousands."""
+
+
+@dataclass
+class LogReader:
+    """Feeds a diagnosis, a window of `window_seconds` after another; 0: the whole log is one window.
+
+    Attributes:
+        num_lines, num_broken, num_batches: lines read; known lines that were cut off or damaged; batch lines.
+    """
+
+    diagnosis: Diagnosis
+    window_seconds: float = 300.0
+    launch: Launch = field(default_factory=Launch)
+    num_lines: int = 0
+    num_broken: int = 0
+    num_batches: int = 0
+    _window: Window = field(init=False)
+    _before: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _last_phase: str | None = None
+    _last_time: float | None = None
+    _leaders: dict[str, str] = field(default_factory=dict)
+    _days: float = 0.0
+    _oom_line: int = -REMEMBERED
+
+    def __post_init__(self) -> None:
+        self._window = Window(self.launch)
+
+    def read(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.line(line)
+
+    def line(self, line: str) -> None:
+        """Takes in a line of the log."""
+        self.num_lines += 1
+        line = line[:MAX_LINE]
+        parts = split_glued(line) if line.count("batch") > 1 else (line,)
+        for part in parts:
+            try:
+                event = parse(part)
+            except BrokenLine:
+                self.num_broken += 1
+                continue
+            if event is not None:
+                self._event(event, part)
+        self._before.append(line)
+
+    def end_window(self) -> None:
+        """Evaluates what has been read since the last window."""
+        if not self._window.is_empty:
+            self.diagnosis.add(self._window.statistics())
+        self._window = Window(self.launch)
+
+    finish = end_window
+
+    def current(self) -> Diagnosis:
+        """A diagnosis of the window that is not complete yet."""
+        diagnosis = Diagnosis(self.diagnosis.costs)
+        if not self._window.is_empty:
+            diagnosis.add(self._window.statistics())
+        return diagnosis
+
+    def _event(self, event: LogEvent, line: str) -> None:
+        event = self._in_order(event)
+        if event.kind in ("decode", "prefill"):
+            if self._is_repeated(event):
+                return
+            self.num_batches += 1
+            self._last_phase = event.kind
+        elif event.kind == "out_of_memory":
+            if self.num_lines - self._oom_line < REMEMBERED:
+                return  # the lines of one traceback
+            self._oom_line = self.num_lines
+            event.values["phase"] = event.values["phase"] or self._phase()
+        began = self._window.began
+        ended = began is not None and event.time is not None and event.time - began >= self.window_seconds
+        if ended and self.window_seconds:
+            self.end_window()
+        self.launch.take(event)
+        self._window.add(event, self.num_lines, line)
+
+    def _phase(self) -> str | None:
+        """Of an out-of-memory error: by the functions in the traceback above it, else by the last batch."""
+        found = (phase_of(line) for line in reversed(self._before) if line.startswith((" ", "\t")))
+        return next((phase for phase in found if phase), None) or self._last_phase
+
+    def _is_repeated(self, event: LogEvent) -> bool:
+        """A batch that another rank of the same attention group has reported too: the first rank counts."""
+        return self._leaders.setdefault(_group(event.rank), event.rank) != event.rank
+
+    def _in_order(self, event: LogEvent) -> LogEvent:
+        """Clock times without a date start again at midnight."""
+        if event.time is None or event.time >= DAY:
+            return event
+        moment = event.time + self._days
+        if self._last_time is not None and moment < self._last_time - DAY / 2:
+            self._days += DAY
+            moment += DAY
+        self._last_time = moment
+        return event._replace(time=moment)
+
+
+@lru_cache(4096)
+def _group(rank: str) -> str:
+    return " ".join(word for word in rank.split() if word.startswith(("DP", "PP")))
+
+
+def progress_lines(file: Iterable[bytes], report: Callable[[int], None] | None = None) -> Iterator[str]:
+    """Decoded lines of a binary file; bytes that are not UTF-8 are replaced. `report`: gets the bytes of each step."""
+    size = 0
+    for number, raw in enumerate(file, 1):
+        size += len(raw)
+        if report is not None and number % 4096 == 0:
+            report(size)
+            size = 0
+        yield raw.decode("utf-8", "replace")
+    if report is not None:
+        report(size)

@@ -1,0 +1,101 @@
+"""A diagnosis as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from moe_engine.tuning.doctor.diagnosis import Diagnosis, Finding, worst
+from moe_engine.tuning.doctor.rules import RULES
+
+MAX_LINE = 160
+
+
+@dataclass(frozen=True)
+class Report:
+    """
+    Attributes:
+        source: what was read, for the first line.
+        without_facts: rules that could not be evaluated.
+    """
+
+    source: str
+    engine: str
+    findings: tuple[Finding, ...]
+    without_facts: tuple[str, ...]
+    num_lines: int = 0
+    num_batches: int = 0
+    num_broken: int = 0
+    num_windows: int = 0
+
+    @property
+    def exit_code(self) -> int:
+        return worst(self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **{name: value for name, value in asdict(self).items() if name not in ("findings", "without_facts")},
+            "num_rules": len(RULES),
+            "healthy": not self.exit_code,
+            "findings": [asdict(finding) for finding in self.findings],
+            "without_facts": list(self.without_facts),
+        }
+
+    def as_text(self) -> str:
+        lines = [f"{self.source}: {_counts(self)}"]
+        for finding in self.findings:
+            lines += ["", *text_of(finding)]
+        held = {finding.name for finding in self.findings}
+        good = [rule.name for rule in RULES if rule.name not in held and rule.name not in self.without_facts]
+        lines += ["", f"in order: {', '.join(good) or 'nothing'}"]
+        if self.without_facts:
+            lines.append(f"not evaluated, for lack of lines about it: {', '.join(self.without_facts)}")
+        return "\n".join(lines)
+
+
+def make_report(source: str, engine: str, diagnosis: Diagnosis, **counts: int) -> Report:
+    return Report(
+        source,
+        engine,
+        tuple(diagnosis.findings()),
+        tuple(diagnosis.without_facts()),
+        num_windows=diagnosis.num_windows,
+        **counts,
+    )
+
+
+def _counts(report: Report) -> str:
+    parts = []
+    if report.num_lines:
+        broken = f", {report.num_broken} broken ones skipped" if report.num_broken else ""
+        parts.append(f"{report.num_lines} lines{broken}, {report.num_batches} of batches")
+    parts.append(f"{report.num_windows} {'window' if report.num_windows == 1 else 'windows'}")
+    asking = sum(finding.severity != "info" for finding in report.findings)
+    parts.append(f"{asking} of {len(RULES)} rules ask for a change" if asking else "no rule asks for a change")
+    return ", ".join(parts)
+
+
+def change_of(finding: Finding) -> str:
+    """``--flag value``; words for a flag to leave out, and for advice without a flag."""
+    if not finding.flag:
+        return finding.effect
+    if finding.value is None:
+        return f"leave out {finding.flag}"
+    return finding.flag if finding.value is True else f"{finding.flag} {finding.value}"
+
+
+def text_of(finding: Finding) -> Sequence[str]:
+    count, of = finding.windows
+    windows = f" (in {count} of {of} windows)" if of > 1 else ""
+    lines = [f"{finding.severity.upper()} {finding.name}: {finding.condition}{windows}"]
+    lines.append(f"  found    {finding.evidence}")
+    if finding.line:
+        number = f"line {finding.line_number}: " if finding.line_number else ""
+        lines.append(f"           {number}{finding.line[:MAX_LINE]}")
+    lines.append(f"  change   {change_of(finding)}")
+    if finding.flag:
+        lines.append(f"  effect   {finding.effect}")
+    if finding.memory:
+        lines.append(f"  memory   {finding.memory}")
+    return [*lines, f"  source   {finding.source}"]

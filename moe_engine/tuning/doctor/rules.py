@@ -1,0 +1,319 @@
+"""The rules of the tuning guides: one table. `RULES` is evaluated by `diagnosis`.
+
+A rule's texts are templates over `Statistics` (as ``{usage:.2f}``); `change` gives the flag's new value.
+Sources: SGLang's guide "Hyperparameter Tuning" (guide), measurements of this engine and published incidents (ours).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moe_engine.tuning.doctor.window import MAX_SMALL_BATCH, ROOM, Statistics
+
+GUIDE = "SGLang, Hyperparameter Tuning"
+OURS = "moe-engine, docs/tuning.md"
+
+MAX_QUEUE = 2000
+OFTEN = 0.5
+"""Share of lines from which "frequently" of the guide is meant."""
+FEW_RETRACTIONS = 1.0
+"""A minute; the guide accepts about one."""
+MIN_FREE_GB, MAX_FREE_GB = 5.0, 8.0
+FREE_GOAL_GB = 6.5
+CONSERVATIVE, LESS_CONSERVATIVE = 1.3, 0.3
+FULL = 0.95
+SHARED_PREFIXES = 0.1
+"""Hit rate from which the requests share prefixes at all."""
+GOOD_HIT_RATE = 0.8
+LPM_QUEUE = 128
+"""Requests in the queue above which lpm is fcfs."""
+LONG_RUN = 4
+"""Full chunks of one prompt that make it a long one."""
+STALLS = 0.2
+"""Share of prefill lines from which chunks beside running requests are no exception."""
+LARGEST_CHUNK = 16384
+POOR_BALANCE = 0.7
+POOR_DRAFTS = 1.3
+"""Tokens a request and step, below which drafts cost more than they save."""
+DRAFT_COST = 0.15
+"""Of a draft step, with its share of the verification, in plain steps: the low end of published MTP layers."""
+UNBALANCED = 1.5
+DP_WEIGHTS = 0.5
+"""Share of a GPU's memory that a whole copy of the weights may take for data parallelism to leave room for KV."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A flag's new value. `value` None: leave the flag out; `flag` "": no flag, `effect` has the deed."""
+
+    flag: str
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """
+    Args:
+        needs: fields of `Statistics` without which the rule cannot be evaluated.
+        holds: the guide's condition, of `Statistics` in which these fields are known.
+        evidence: template over the statistics.
+        line: key in `Statistics.lines` of a line that shows it.
+        change: the flag and its value.
+        effect: what the change will do.
+        severity: ``info`` does not count for the exit code.
+    """
+
+    name: str
+    condition: str
+    needs: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    evidence: str
+    line: str
+    change: Callable[[Statistics], Change]
+    effect: str
+    source: str
+    severity: Literal["info", "warning", "error"] = "warning"
+
+
+def _fraction(s: Statistics, goal: float = FREE_GOAL_GB) -> Change:
+    """--mem-fraction-static that leaves `goal` GB."""
+    current, total = s.launch.flag("mem_fraction_static"), s.launch.total_gb
+    spare = (s.launch.available_gb or 0.0) - goal
+    if current is None or not total:
+        return Change("--mem-fraction-static", "0.01 higher, repeatedly" if spare > 0 else "0.01 lower, repeatedly")
+    return Change("--mem-fraction-static", round(math.floor((current + spare / total) * 100) / 100, 2))
+
+
+def _free(s: Statistics) -> float:
+    """GB that the fraction left free. This engine's ledger has counted the largest step: no rule of thumb is better."""
+    launch = s.launch
+    return FREE_GOAL_GB if launch.is_ours or not launch.on_gpu or launch.available_gb is None else launch.available_gb
+
+
+def _limit(s: Statistics) -> float:
+    return s.launch.flag("max_running_requests") or math.inf
+
+
+def _more_conservative(s: Any) -> float:
+    """The default where less is set, else 1.3 times as much."""
+    current = s.launch.flag("schedule_conservativeness")
+    return 1.0 if current is not None and current < 1 else round(CONSERVATIVE * (current or 1.0), 2)
+
+
+def _useful_requests(s: Any) -> int:
+    """As many as wait, or as fill the KV cache, if those are fewer."""
+    return max(int(_limit(s)) + 1, int(min(s.running + s.queue, _limit(s) * ROOM / max(s.usage, 0.01))))
+
+
+def _smaller_chunk(s: Statistics) -> Change:
+    chunk = s.launch.flag("chunked_prefill_size") or 8192
+    return Change("--chunked-prefill-size", 4096 if chunk > 4096 else max(256, chunk // 2))
+
+
+def _larger_chunk(s: Statistics) -> Change:
+    return Change("--chunked-prefill-size", min(LARGEST_CHUNK, 2 * s.launch.flag("chunked_prefill_size")))
+
+
+def _graphs(s: Statistics) -> Change:
+    if s.launch.flag("disable_cuda_graph"):
+        return Change("--disable-cuda-graph")
+    flag = "--cuda-graph-max-bs-decode" if s.launch.is_ours else "--cuda-graph-max-bs"
+    return Change(flag, min(MAX_SMALL_BATCH, 1 << math.ceil(math.log2(max(1.0, s.max_running or 1.0)))))
+
+
+def _data_parallel(s: Statistics) -> Change:
+    return Change("--dp-size", s.launch.flag("tp_size"))
+
+
+def _fits_twice(s: Statistics) -> bool:
+    """Tensor parallelism splits weights that one GPU could hold beside its KV cache."""
+    launch = s.launch
+    width, copies = launch.flag("tp_size") or 1, launch.flag("dp_size") or 1
+    if width < 2 or copies > 1 or not launch.weights_gb or not launch.total_gb:
+        return False
+    return launch.weights_gb * width <= DP_WEIGHTS * launch.total_gb
+
+
+def _balance(s: Statistics) -> Change:
+    if s.launch.flag("enable_eplb"):
+        return Change("--ep-num-redundant-experts", (s.launch.flag("ep_num_redundant_experts") or 0) + 32)
+    return Change("--enable-eplb", True)
+
+
+def _drafts(s: Statistics) -> Change:
+    if s.launch.is_ours and s.launch.flag("speculative_num_steps") != "auto":
+        return Change("--speculative-num-steps", "auto")
+    return Change("--speculative-algorithm")
+
+
+def _least_accept_len(s: Any) -> float:
+    """Tokens of a step that pay its drafts; with an automatic depth the engine measures that itself."""
+    steps = s.launch.flag("speculative_num_steps")
+    if (s.launch.flag("speculation") or {}).get("auto_depth"):
+        return 0.0
+    return max(POOR_DRAFTS, 1 + DRAFT_COST * int(steps)) if str(steps).isdigit() else POOR_DRAFTS
+
+
+def _mixed(s: Statistics) -> Change:
+    return _smaller_chunk(s) if s.launch.flag("enable_mixed_chunk") else Change("--enable-mixed-chunk", True)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "queue_empty", "#queue-req is nearly always 0, few requests run and the KV cache is half empty",
+        ("queue_empty", "usage", "running"),
+        lambda s: s.queue_empty >= 0.95 and s.usage < 0.5 and s.running < 0.5 * _limit(s),
+        "#queue-req was 0 in {queue_empty:.0%} of {num_decode} decode lines, {running:g} requests ran, token usage "
+        "{usage:.2f}",
+        "decode", lambda s: Change(""),
+        "send more requests at once: the server has room, and a larger batch raises throughput; nothing to do for "
+        "latency", GUIDE, "info",
+    ),
+    Rule(
+        "queue_long", f"#queue-req is above {MAX_QUEUE}", ("queue",),
+        lambda s: s.queue > MAX_QUEUE,
+        "median #queue-req {queue:g} in {num_decode} decode lines", "queue",
+        lambda s: Change("--max-queued-requests", MAX_QUEUE),
+        "further requests get status 503 at once instead of waiting, and scheduling gets cheaper; more replicas serve "
+        "them", GUIDE,
+    ),
+    Rule(
+        "too_conservative", f"token usage below {ROOM} while requests wait, and not for lack of running requests",
+        ("room_but_waiting", "running", "usage"),
+        lambda s: s.room_but_waiting > OFTEN and s.running < FULL * _limit(s),
+        "in {room_but_waiting:.0%} of {num_decode} decode lines requests waited with token usage below 0.9 (median "
+        "{usage:.2f}, #queue-req {queue:g})",
+        "room",
+        lambda s: Change(
+            "--schedule-conservativeness",
+            round(min(LESS_CONSERVATIVE, (s.launch.flag("schedule_conservativeness") or 1.0) / 2), 3),
+        ),
+        "admits more requests: less of their max_new_tokens is reserved; retractions may follow", GUIDE,
+    ),
+    Rule(
+        "running_limit", f"token usage below {ROOM} while requests wait, at --max-running-requests",
+        ("room_but_waiting", "running", "usage"),
+        lambda s: s.room_but_waiting > OFTEN and s.running >= FULL * _limit(s),
+        "{running:g} requests ran, the limit, in most of {num_decode} decode lines; #queue-req {queue:g}, token usage "
+        "{usage:.2f}",
+        "room", lambda s: Change("--max-running-requests", _useful_requests(s)),
+        "a larger batch uses the KV cache that is free: more tokens a second, each request a little slower", GUIDE,
+    ),
+    Rule(
+        "retractions", "more than about one retraction a minute", ("retractions_a_minute",),
+        lambda s: s.retractions_a_minute > FEW_RETRACTIONS,
+        "{retractions} retractions, {retractions_a_minute:.1f} a minute", "retraction",
+        lambda s: Change("--schedule-conservativeness", _more_conservative(s)),
+        "reserves more for the answers of admitted requests: fewer are computed twice", GUIDE,
+    ),
+    Rule(
+        "memory_unused", f"available_gpu_mem above {MAX_FREE_GB:g} GB", ("launch.available_gb",),
+        lambda s: _free(s) > MAX_FREE_GB,
+        "available_gpu_mem={launch.available_gb:.2f} GB at the start", "",
+        _fraction, "the KV cache gets the memory that is left over", GUIDE,
+    ),
+    Rule(
+        "memory_short", f"available_gpu_mem below {MIN_FREE_GB:g} GB", ("launch.available_gb",),
+        lambda s: _free(s) < MIN_FREE_GB,
+        "available_gpu_mem={launch.available_gb:.2f} GB at the start", "",
+        _fraction, "leaves memory for activations and CUDA graphs: no out-of-memory errors later", GUIDE,
+    ),
+    Rule(
+        "oom_prefill", "out of memory in prefill", ("oom_prefill",), lambda s: s.oom_prefill > 0,
+        "{oom_prefill} out-of-memory errors in prefill", "oom_prefill", _smaller_chunk,
+        "smaller activations; long prompts take more steps", GUIDE, "error",
+    ),
+    Rule(
+        "oom_decode", "out of memory in decode", ("oom_decode",), lambda s: s.oom_decode > 0,
+        "{oom_decode} out-of-memory errors in decode", "oom_decode",
+        lambda s: Change("--max-running-requests", max(1, int(0.75 * (s.max_running or min(_limit(s), 256))))),
+        "fewer requests at once: less memory for a step", GUIDE, "error",
+    ),
+    Rule(
+        "no_cuda_graph", f"cuda graph: False in batches of up to {MAX_SMALL_BATCH} requests", ("graph_off",),
+        lambda s: s.launch.on_gpu and s.graph_off >= OFTEN,
+        "cuda graph: False in {graph_off:.0%} of the decode lines with at most 512 requests (up to {max_running:g})",
+        "graph", _graphs, "steps are replayed: the host no longer launches every kernel", GUIDE,
+    ),
+    Rule(
+        "prefix_order", f"cache hit rate {SHARED_PREFIXES:.0%} to {GOOD_HIT_RATE:.0%} with a queue and fcfs",
+        ("hit_rate", "queue"),
+        lambda s: SHARED_PREFIXES <= s.hit_rate < GOOD_HIT_RATE and 1 <= s.queue <= LPM_QUEUE
+        and s.launch.flag("schedule_policy") in (None, "fcfs"),
+        "{hit_rate:.0%} of the prompt tokens were cached, #queue-req {queue:g}, order of arrival", "prefill",
+        lambda s: Change("--schedule-policy", "lpm"),
+        "requests with a cached prefix come first, before it is evicted", GUIDE,
+    ),
+    Rule(
+        "page_size", "pages are larger than the part of a prompt that is not cached", ("new_per_seq", "hit_rate"),
+        lambda s: (s.launch.flag("page_size") or 1) > max(1.0, s.new_per_seq) and s.hit_rate >= SHARED_PREFIXES,
+        "{new_per_seq:.0f} prompt tokens were computed for each sequence, hit rate {hit_rate:.0%}", "prefill",
+        lambda s: Change("--page-size", 1),
+        "prefixes are shared to the token, not to the page", OURS,
+    ),
+    Rule(
+        "long_prompts", f"{LONG_RUN} and more full chunks for one prompt, while no other request runs",
+        ("full_chunks", "chunk_run", "stalling_run"),
+        lambda s: s.full_chunks >= OFTEN and s.chunk_run >= LONG_RUN and s.stalling_run < 2
+        and s.launch.flag("chunked_prefill_size") < LARGEST_CHUNK,
+        "{full_chunks:.0%} of {num_prefill} prefill lines fill the chunk, {chunk_run} of them for one prompt", "chunk",
+        _larger_chunk, "fewer steps for a long prompt: an earlier first token", GUIDE,
+    ),
+    Rule(
+        "stalled_decodes", "full chunks in succession while other requests run", ("stalling_chunks", "stalling_run"),
+        lambda s: s.stalling_run >= 2 and s.stalling_chunks >= STALLS,
+        "{stalling_chunks:.0%} of {num_prefill} prefill lines fill the chunk while others run (median "
+        "{running_at_chunks:g}), up to {stalling_run} in succession",
+        "stall", _mixed,
+        "running requests get a token in every step, also beside a long prompt", GUIDE,
+    ),
+    Rule(
+        "tp_or_dp", "tensor parallelism over weights that fit one GPU twice, while requests wait",
+        ("queue", "launch.weights_gb", "launch.total_gb"), lambda s: s.queue >= 1 and _fits_twice(s),
+        "{launch.weights_gb:.1f} GB of weights a GPU of {launch.total_gb:.0f} GB, #queue-req {queue:g}", "queue",
+        _data_parallel, "each GPU serves its own requests, without all-reduce (--tp-size 1; --enable-dp-attention for "
+        "models with MLA that need all GPUs)", GUIDE,
+    ),
+    Rule(
+        "kv_dtype", f"token usage above {ROOM} with 16-bit KV, while requests wait or are retracted",
+        ("usage", "queue"),
+        lambda s: s.usage > ROOM and (s.queue >= 1 or s.retractions > 0) and bool(s.launch.has_16_bit_kv),
+        "token usage {usage:.2f}, #queue-req {queue:g}, {retractions} retractions, KV cache in 16 bits", "queue",
+        lambda s: Change("--kv-cache-dtype", "fp8_e4m3"),
+        "nearly twice the tokens in the same memory; check the answers' quality at long contexts", GUIDE,
+    ),
+    Rule(
+        "expert_imbalance", f"balancedness of the experts below {POOR_BALANCE}", ("balancedness",),
+        lambda s: s.balancedness < POOR_BALANCE,
+        "balancedness {balancedness:.2f} over 100 passes: the busiest rank has 1/{balancedness:.2f} of the mean",
+        "balance", _balance, "copies of busy experts move to idle ranks; every step waits for the busiest one", OURS,
+    ),
+    Rule(
+        "late_ranks", "a rank is late", ("late",), lambda s: s.late > 0,
+        "{late} reports, most of {late_rank}", "late", lambda s: Change(""),
+        "look at that machine (clock rate, other processes, its link; moe-engine cluster-check): all ranks wait for "
+        "the last one", OURS,
+    ),
+    Rule(
+        "drafts_do_not_pay", f"accept len below {POOR_DRAFTS}, or below 1 + {DRAFT_COST:g} for each draft step",
+        ("accept_len",), lambda s: s.accept_len < _least_accept_len(s),
+        "median accept len {accept_len:.2f}: {num_decode} decode lines", "decode", _drafts,
+        "no step verifies drafts that are rejected; auto measures it for each step", OURS,
+    ),
+    Rule(
+        "dp_imbalance", f"the busiest DP rank has more than {UNBALANCED:g} times the mean",
+        ("rank_imbalance", "busiest_rank"), lambda s: s.rank_imbalance > UNBALANCED,
+        "DP{busiest_rank} runs {rank_imbalance:.1f} times the mean of the ranks", "decode",
+        lambda s: Change("--load-balance-method", "total_tokens"),
+        "new requests go to the rank with the fewest tokens; ranks with attention groups wait for the fullest", OURS,
+    ),
+    Rule(
+        "jit_after_ready", "kernels are compiled after READY", ("jit",), lambda s: s.jit > 0,
+        "{jit} compilations after READY", "jit", lambda s: Change(""),
+        "compile ahead of time: `moe-engine compile` (SGLang: `python3 -m sglang.compile_deep_gemm`); requests then "
+        "never wait for a compiler", OURS,
+    ),
+)  # fmt: skip

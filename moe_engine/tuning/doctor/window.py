@@ -1,0 +1,249 @@
+"""Statistics of the batch lines and events of a time window, for the rules."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import lru_cache
+from statistics import median
+from typing import Any
+
+from moe_engine.tuning.doctor.launch import Launch
+from moe_engine.tuning.doctor.log_lines import LogEvent
+
+ROOM = 0.9
+"""Token usage below which the KV cache has room: the guide's limit of good utilization."""
+MAX_SMALL_BATCH = 512
+"""Requests of a decode step up to which a CUDA graph is worth its memory (guide: 512 to 768)."""
+LEAST_LINES = 5
+"""Batch lines of a kind below which shares and medians say nothing."""
+MEDIANS = ("queue", "running", "usage", "throughput", "accept_len")
+_DP = re.compile(r"DP(\d+)")
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """A window. None: the log has nothing about it, or less than `LEAST_LINES` lines.
+
+    Attributes:
+        minutes: length; None: lines without times.
+        queue, running, usage, throughput, accept_len: medians of decode lines (sums over DP ranks are not formed: a
+            line is one rank's).
+        queue_empty, room_but_waiting, graph_off: shares of decode lines: empty queue; token usage below `ROOM` with a
+            queue; a small batch without a CUDA graph (of those up to `MAX_SMALL_BATCH`).
+        hit_rate: prompt tokens from the prefix cache / all prompt tokens.
+        full_chunks: share of prefill lines that fill the chunk with one prompt; `chunk_run`: most in succession.
+        stalling_chunks: share of prefill lines that do so while other requests run; `stalling_run`: most in succession;
+            `running_at_chunks`: median of these requests, 0 without such lines.
+        new_per_seq: prompt tokens computed for each sequence.
+        rank_imbalance: maximum / mean over the DP ranks of their running requests.
+        balancedness: of expert loads, mean / maximum over ranks, of the last 100 passes.
+    """
+
+    launch: Launch
+    num_decode: int = 0
+    num_prefill: int = 0
+    minutes: float | None = None
+    queue: float | None = None
+    queue_empty: float | None = None
+    running: float | None = None
+    max_running: float | None = None
+    usage: float | None = None
+    room_but_waiting: float | None = None
+    graph_off: float | None = None
+    throughput: float | None = None
+    accept_len: float | None = None
+    retractions: int = 0
+    retractions_a_minute: float | None = None
+    hit_rate: float | None = None
+    new_per_seq: float | None = None
+    full_chunks: float | None = None
+    chunk_run: int | None = None
+    stalling_chunks: float | None = None
+    stalling_run: int | None = None
+    running_at_chunks: float | None = None
+    rank_imbalance: float | None = None
+    busiest_rank: int | None = None
+    balancedness: float | None = None
+    late: int | None = None
+    late_rank: str | None = None
+    jit: int = 0
+    oom_prefill: int | None = None
+    oom_decode: int | None = None
+    lines: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """A line of the log for each kind of evidence: (number, text)."""
+
+
+@dataclass
+class Window:
+    """Collects events; `statistics` ends it."""
+
+    launch: Launch
+    of_log: bool = True
+    """Of a log; False: of samples of a server, which report no single chunk, no late rank and no failure."""
+    began: float | None = None
+    ended: float | None = None
+    decode: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in MEDIANS})
+    num_decode: int = 0
+    num_prefill: int = 0
+    waiting_with_room: int = 0
+    queue_empty: int = 0
+    small: int = 0
+    small_without_graph: int = 0
+    new_tokens: float = 0.0
+    cached_tokens: float = 0.0
+    new_seqs: float = 0.0
+    num_full: int = 0
+    beside: list[float] = field(default_factory=list)
+    """Requests that ran beside each full chunk, where there were any."""
+    runs: Counter[str] = field(default_factory=Counter)
+    stalling: Counter[str] = field(default_factory=Counter)
+    longest_run: int = 0
+    longest_stall: int = 0
+    balance: list[float] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    late: Counter[str] = field(default_factory=Counter)
+    ranks: dict[int, float] = field(default_factory=dict)
+    """Sum of the running requests over the decode lines of each DP rank: an idle rank writes none."""
+    lines: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.num_decode or self.num_prefill or self.counts or self.balance or self.late)
+
+    def add(self, event: LogEvent, number: int = 0, text: str = "") -> None:
+        """Takes in an event; `number` and `text` of its line, kept as evidence."""
+        if event.time is not None:
+            self.began = event.time if self.began is None else min(self.began, event.time)
+            self.ended = event.time if self.ended is None else max(self.ended, event.time)
+        values = event.values
+        line = number, text
+        if event.kind == "decode":
+            self._decode(values, event.rank, line)
+        elif event.kind == "prefill":
+            self._prefill(values, event.rank, line)
+        elif event.kind == "retraction":
+            self.counts["retractions"] += 1
+            self.lines["retraction"] = line
+        elif event.kind == "balance":
+            if (value := values.get("last_100_average", values.get("current_pass"))) is not None:
+                self.balance.append(value)
+                self.lines["balance"] = line
+        elif event.kind == "late":
+            self.late[values["rank"]] += 1
+            self.lines["late"] = line
+        elif event.kind == "out_of_memory":
+            key = f"oom_{values['phase'] or 'prefill'}"
+            self.counts[key] += 1
+            self.lines[key] = line
+        elif event.kind == "jit" and self.launch.ready:
+            self.counts["jit"] += 1
+            self.lines["jit"] = line
+
+    def _decode(self, values: dict[str, Any], rank: str, line: tuple[int, str]) -> None:
+        self.num_decode += 1
+        for name, kept in self.decode.items():
+            if name in values:
+                kept.append(values[name])
+        running, queue = values["running"], values["queue"]
+        self.queue_empty += queue == 0
+        self.lines["decode"] = line
+        if queue:
+            self.lines["queue"] = line
+            if values["usage"] < ROOM:
+                self.waiting_with_room += 1
+                self.lines["room"] = line
+        if "cuda_graph" in values and 0 < running <= MAX_SMALL_BATCH:
+            self.small += 1
+            if not values["cuda_graph"]:
+                self.small_without_graph += 1
+                self.lines["graph"] = line
+        group = _group(rank)
+        self.ranks[group] = self.ranks.get(group, 0.0) + running
+
+    def _prefill(self, values: dict[str, Any], rank: str, line: tuple[int, str]) -> None:
+        self.num_prefill += 1
+        self.new_tokens += values["new_token"]
+        self.cached_tokens += values["cached_token"]
+        self.new_seqs += values.get("new_seq", 0.0)
+        self.lines["prefill"] = line
+        self.ranks.setdefault(_group(rank), 0.0)
+        if values.get("is_sum"):
+            return  # of several batches: nothing about their chunks
+        chunk = self.launch.flag("chunked_prefill_size")
+        if chunk and chunk > 0 and values["new_token"] >= chunk and values.get("new_seq", 1) <= 1:
+            continued = self.launch.is_ours and self.runs[rank] > 0  # it counts among the running ones there
+            self.runs[rank] += 1
+            self.longest_run = max(self.runs[rank], self.longest_run)
+            self.num_full += 1
+            self.lines["chunk"] = line
+            self._beside(values["running"] - continued, rank, line)
+        elif not chunk or values["new_token"] < chunk:
+            self.runs[rank] = self.stalling[rank] = 0  # the end of a prompt
+
+    def _beside(self, running: float, rank: str, line: tuple[int, str]) -> None:
+        """A full chunk while `running` other requests run."""
+        if not running:
+            self.stalling[rank] = 0
+            return
+        self.stalling[rank] += 1
+        self.longest_stall = max(self.stalling[rank], self.longest_stall)
+        self.beside.append(running)
+        self.lines["stall"] = line
+
+    def statistics(self) -> Statistics:
+        seconds = None if self.began is None or self.ended is None else self.ended - self.began
+        minutes = None if seconds is None else seconds / 60
+        retractions = self.counts["retractions"]
+        decode = self.num_decode if self.num_decode >= LEAST_LINES else 0
+        prefill = self.num_prefill if self.num_prefill >= LEAST_LINES else 0
+        prompt = self.new_tokens + self.cached_tokens
+        imbalance, busiest = self._imbalance()
+        has_chunk = self.of_log and self.launch.flag("chunked_prefill_size") is not None
+        return Statistics(
+            self.launch,
+            num_decode=self.num_decode,
+            num_prefill=self.num_prefill,
+            minutes=minutes,
+            **{name: self._median(name) for name in MEDIANS},
+            max_running=max(self.decode["running"]) if decode else None,
+            queue_empty=self.queue_empty / decode if decode else None,
+            room_but_waiting=self.waiting_with_room / decode if decode else None,
+            graph_off=self.small_without_graph / self.small if self.small >= LEAST_LINES else None,
+            retractions=retractions,
+            retractions_a_minute=None if minutes is None else retractions / max(1.0, minutes),
+            hit_rate=self.cached_tokens / prompt if prefill and prompt else None,
+            new_per_seq=self.new_tokens / self.new_seqs if prefill and self.new_seqs else None,
+            full_chunks=self.num_full / prefill if prefill and has_chunk else None,
+            chunk_run=self.longest_run if prefill and has_chunk else None,
+            stalling_chunks=len(self.beside) / prefill if prefill and has_chunk else None,
+            stalling_run=self.longest_stall if prefill and has_chunk else None,
+            running_at_chunks=median(self.beside) if self.beside else 0.0,
+            rank_imbalance=imbalance,
+            busiest_rank=busiest,
+            balancedness=median(self.balance) if self.balance else None,
+            late=self.late.total() if self.of_log else None,
+            late_rank=self.late.most_common(1)[0][0] if self.late else None,
+            jit=self.counts["jit"],
+            oom_prefill=self.counts["oom_prefill"] if self.of_log else None,
+            oom_decode=self.counts["oom_decode"] if self.of_log else None,
+            lines={key: (number, text.strip()) for key, (number, text) in self.lines.items()},
+        )
+
+    def _median(self, name: str) -> float | None:
+        values = self.decode.get(name, ())
+        return median(values) if len(values) >= LEAST_LINES else None
+
+    def _imbalance(self) -> tuple[float | None, int | None]:
+        """Maximum / mean of the ranks' requests, and the rank with the maximum. None with less than two ranks."""
+        if len(self.ranks) < 2 or self.num_decode < LEAST_LINES or not (total := sum(self.ranks.values())):
+            return None, None
+        busiest = max(self.ranks, key=lambda number: self.ranks[number])
+        return self.ranks[busiest] * len(self.ranks) / total, busiest
+
+
+@lru_cache(4096)
+def _group(rank: str) -> int:
+    found = _DP.search(rank)
+    return int(found[1]) if found else 0

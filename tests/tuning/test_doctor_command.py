@@ -1,0 +1,254 @@
+"""``moe-engine doctor --log`` and ``--url``: output, exit codes, wrong input."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import httpx
+import pytest
+
+from moe_engine.cli import doctor_logs
+from moe_engine.cli.main import main
+from moe_engine.errors import ConfigError
+from moe_engine.tuning.doctor.live import LiveServer, Sampler, sample
+from moe_engine.tuning.doctor.window import Window
+from tests.free_port import free_port
+from tests.tuning import logs
+from tests.tuning.logs import decode, decodes, flags, retraction
+
+GOOD = [logs.startup(), *decodes(running=300, usage=0.95, queue=200)]
+BAD = [*GOOD, *[retraction(25) for _ in range(6)]]
+
+
+@pytest.fixture
+def log(tmp_path):
+    def write(lines, name="server.log"):
+        path = tmp_path / name
+        path.write_text("".join(f"{line}\n" for line in lines))
+        return str(path)
+
+    return write
+
+
+def test_exit_code_and_text(log, capsys):
+    assert main(["doctor", "--log", log(GOOD)]) == 0
+    assert "no rule asks for a change" in capsys.readouterr().out
+    path = log(BAD)
+    assert main(["doctor", "--log", path]) == 1
+    text = capsys.readouterr().out
+    assert "WARNING retractions" in text and "--schedule-conservativeness 1.3" in text
+    assert f"line {len(BAD)}: {BAD[-1]}"[:60] in text and "6 retractions, 6.0 a minute" in text
+
+
+def test_an_empty_queue_is_no_error_of_the_server(log, capsys):
+    assert main(["doctor", "--log", log([logs.startup(), *decodes(running=1, usage=0.1, queue=0)])]) == 0
+    assert "INFO queue_empty" in capsys.readouterr().out
+
+
+def test_json(log, capsys):
+    assert main(["doctor", "--log", log([*BAD, BAD[1][:70]]), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["healthy"], found["num_broken"], found["num_batches"]) == (False, 1, 20)
+    (finding,) = found["findings"]
+    assert (finding["name"], finding["flag"], finding["value"]) == ("retractions", "--schedule-conservativeness", 1.3)
+    assert finding["line"] == BAD[-1] and "tp_or_dp" in found["without_facts"]
+
+
+def test_standard_input(monkeypatch, capsys):
+    data = "".join(f"{line}\n" for line in BAD).encode() + b"\xff\xfe broken bytes\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert main(["doctor", "--log", "-"]) == 1
+    assert capsys.readouterr().out.startswith("standard input: 28 lines")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--log", "/nowhere/server.log"], "no such file"),
+        (["--log", "/"], "cannot be read"),
+        (["--log", "FILE", "--url", "x"], "give one of the two"),
+        (["--log", "FILE", "--window", "-1"], "--window -1: must be seconds"),
+        (["--log", "-", "--follow"], "--follow belongs to --log FILE"),
+        (["--follow"], "--follow needs --log FILE"),
+        (["--log", "FILE", "--api-key", "k"], "--api-key belongs to --url"),
+        (["--api-key", "k"], "--api-key needs --url"),
+        (["--url", "http://localhost:port"], "not an address"),
+    ],
+)
+def test_wrong_words(words, message, log, capsys):
+    words = [log(GOOD) if word == "FILE" else word for word in words]
+    assert main(["doctor", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_log_of_something_else(log, capsys):
+    assert main(["doctor", "--log", log(["INFO hello", decode(1)[:70]])]) == 2
+    error = capsys.readouterr().err
+    assert "2 lines, and no 'Decode batch' or 'Prefill batch' line among them (1 are cut off); give" in error
+    assert error.count("\n") == 1
+
+
+def test_a_log_that_ends_before_the_first_batch(log, capsys):
+    """The server ran out of memory while it captured graphs: there is no batch, and there is advice."""
+    lines = [logs.startup(), "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB"]
+    assert main(["doctor", "--log", log(lines)]) == 1
+    assert "oom_prefill" in capsys.readouterr().out
+
+
+def test_follow(log):
+    path = log(GOOD)
+    command = [sys.executable, "-m", "moe_engine.cli.main", "doctor", "--log", path, "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            text = "".join(f"{line}\n" for line in BAD[len(GOOD) :])
+            with open(path, "a") as file:  # in two pieces, cut in the middle of a line
+                file.write(text[:150])
+                file.flush()
+                file.write(text[150:])
+            first = next(line for line in process.stdout if "retractions" in line)
+        finally:
+            process.send_signal(signal.SIGINT)
+            rest = process.stdout.read()
+            code = process.wait(20)
+    assert first.startswith("WARNING retractions") and "1 of 21 rules ask for a change" in rest
+    assert code == 1
+
+
+def test_growing_file_is_read_after_a_rotation(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor_logs, "FOLLOW_SECONDS", 0.0)
+    path = tmp_path / "log"
+    path.write_text("one\ntw")
+    lines = doctor_logs._growing(str(path))
+    assert [next(lines), next(lines)] == ["one\n", None]
+    with path.open("a") as file:
+        file.write("o\n")
+    assert next(lines) == "two\n"
+    path.rename(tmp_path / "log.1")
+    path.write_text("three\n")
+    assert [next(lines), next(lines)] == [None, "three\n"]
+    path.write_text("4\n")  # cut and written again
+    assert [next(lines), next(lines)] == [None, "4\n"]
+
+
+# -- servers
+
+INFO = {"model_path": "/nowhere", "tp_size": 1, "max_running_requests": 64, "schedule_policy": "fcfs",
+        "internal_states": [{"memory_usage": {"weight": 10.0, "kvcache": 20.0, "token_capacity": 1000}}]}  # fmt: skip
+PAGE = """\
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{model_name="m",tp_rank="0"} 12.0
+# TYPE sglang:num_queue_reqs gauge
+sglang:num_queue_reqs{model_name="m",tp_rank="0"} %d
+# TYPE sglang:token_usage gauge
+sglang:token_usage{model_name="m",tp_rank="0"} 0.4
+# TYPE sglang:num_retracted_requests counter
+sglang:num_retracted_requests_total{model_name="m",tp_rank="0"} %d
+"""
+
+
+def sglang(metrics: bool, key: str | None = None):
+    """SGLang's endpoints, whose queue and retractions grow with every call."""
+    calls = {"n": 0}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        calls["n"] += 1
+        if key and request.headers.get("authorization") != f"Bearer {key}":
+            return httpx.Response(401)
+        if request.url.path in ("/server_info", "/get_server_info"):
+            return httpx.Response(200, json=INFO)
+        if request.url.path.rstrip("/") == "/metrics" and metrics:
+            return httpx.Response(200, text=PAGE % (calls["n"], 2 * calls["n"]))
+        if request.url.path == "/get_load":
+            return httpx.Response(200, json=[{"dp_rank": 0, "num_reqs": 70, "num_waiting_reqs": 6, "num_tokens": 400}])
+        return httpx.Response(404)
+
+    return httpx.MockTransport(answer)
+
+
+@pytest.mark.parametrize("metrics", [True, False])
+def test_samples_of_sglang(metrics):
+    server = LiveServer("http://test", transport=sglang(metrics))
+    assert server.doctor(5) is None
+    ticks = iter(range(0, 1000, 2))
+    launch, events = sample(server, 20, clock=lambda: float(next(ticks)), sleep=lambda seconds: None)
+    window = Window(launch, of_log=False)
+    for event in events:
+        window.add(event)
+    found = window.statistics()
+    assert launch.kv_tokens == 1000 and launch.flag("max_running_requests") == 64
+    assert found.running == (12 if metrics else 64)
+    assert found.usage == 0.4 and found.room_but_waiting == 1.0
+    assert (found.retractions > 0) == metrics and found.oom_decode is None
+
+
+def test_keys_and_strangers():
+    with pytest.raises(ConfigError, match=r"refuses the key \(401\); give its own with --api-key"):
+        LiveServer("http://test", "wrong", transport=sglang(True, "k")).server_info()
+    assert LiveServer("http://test", "k", transport=sglang(True, "k")).server_info() == INFO
+    stranger = httpx.MockTransport(lambda request: httpx.Response(404))
+    with pytest.raises(ConfigError, match="not a server of moe-engine or SGLang"):
+        LiveServer("http://test", transport=stranger).server_info()
+
+
+def test_unreachable(capsys):
+    assert main(["doctor", "--url", f"127.0.0.1:{free_port()}"]) == 2
+    error = capsys.readouterr().err
+    assert "no server answers" in error and "check host and port" in error and error.count("\n") == 1
+
+
+def test_counters_that_start_again_are_no_growth():
+    sampler = Sampler(logs.read(GOOD).launch)
+    totals = [5.0, 9.0, 1.0, 2.0]
+    grown = [sum(1 for _ in sampler.counted({"retractions": value}, "DP0", 0.0)) for value in totals]
+    assert grown == [0, 4, 0, 1]
+
+
+@contextmanager
+def web(body: bytes):
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+
+
+def test_a_web_server_is_named(capsys):
+    with web(b"<html>hello</html>") as url:
+        assert main(["doctor", "--url", url]) == 2
+    assert "not a server of moe-engine or SGLang" in capsys.readouterr().err
+
+
+def test_costs_are_the_ledgers(log, capsys):
+    """Of a log that names a model here: the difference of two ledgers that `plan` prints."""
+    from moe_engine.demo import CHECKPOINT_DIR
+
+    lines = [flags(model_path=str(CHECKPOINT_DIR), device="cpu", chunked_prefill_size=256), logs.startup(
+        chunked_prefill_size=256), *[logs.prefill(s, new=256, seqs=1) for s in range(6)]]  # fmt: skip
+    assert main(["doctor", "--log", log(lines), "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    rows = []
+    for chunk in ("256", str(finding["value"])):
+        main(["plan", "--model-path", str(CHECKPOINT_DIR), "--chunked-prefill-size", chunk, "--json"])
+        rows.append({row["name"]: row["num_bytes"] for row in json.loads(capsys.readouterr().out)["memory"]["rows"]})
+    changed = {name: rows[1][name] - rows[0][name] for name in rows[0] if rows[0][name] != rows[1][name]}
+    assert finding["name"] == "long_prompts" and changed
+    assert finding["memory_bytes"] == sum(changed.values()) and all(name in finding["memory"] for name in changed)

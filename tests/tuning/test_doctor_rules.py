@@ -1,0 +1,216 @@
+"""For each rule of the doctor a log that shows it, and one just on the other side of its threshold."""
+
+from __future__ import annotations
+
+import pytest
+
+from moe_engine.tuning.doctor.rules import RULES
+from tests.tuning import logs
+from tests.tuning.logs import decode, decodes, findings, flags, kv_cache, prefill, ready, retraction, startup, weights
+
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79.10 GiB in total"
+EXTEND = '  File "/sglang/srt/model_executor/model_runner.py", line 2001, in forward_extend'
+DECODE = '  File "/sglang/srt/model_executor/model_runner.py", line 1950, in forward_decode'
+FULL = [prefill(second, new=8192, seqs=1) for second in range(8)]
+
+
+def minutes(count: int, of: int) -> list[str]:
+    """`count` retractions in `of` minutes of decodes."""
+    lines = [decode(second) for second in range(0, 60 * of + 1, 10)]
+    return [*lines[:3], *[retraction(30) for _ in range(count)], *lines[3:]]
+
+
+def balance(value: float) -> list[str]:
+    return [
+        f"{logs.stamp(second)} [Expert Balancedness] forward_pass_id={second} current_pass_balancedness=0.100 "
+        f"last_10_average_balancedness=0.900 last_100_average_balancedness={value:.03f} "
+        "last_1000_average_balancedness=0.900 gpu_physical_count_sum=1000"
+        for second in range(6)
+    ]
+
+
+def of_ranks(first: int, second: int) -> list[str]:
+    """Interleaved decode lines of two attention groups."""
+    running = {"DP0 TP0": first, "DP1 TP4": second}
+    return [decode(moment, running=count, rank=rank) for moment in range(8) for rank, count in running.items()]
+
+
+Case = tuple[list[str], list[str]]
+CASES: dict[str, Case] = {
+    "queue_empty": (
+        [startup(), *decodes(running=20, usage=0.2, queue=0)],
+        [startup(), *decodes(18, running=20, usage=0.2, queue=0), *decodes(2, running=20, usage=0.2, queue=1)],
+    ),
+    "queue_long": (decodes(queue=2001), decodes(queue=2000)),
+    "too_conservative": (
+        [*decodes(11, usage=0.89, queue=1), *decodes(9, usage=0.9, queue=1)],
+        [*decodes(10, usage=0.89, queue=1), *decodes(10, usage=0.9, queue=1)],
+    ),
+    "running_limit": (
+        [startup(max_running_requests=100), *decodes(running=95, usage=0.5)],
+        [startup(max_running_requests=100), *decodes(running=94, usage=0.5)],
+    ),
+    "retractions": (minutes(6, of=5), minutes(5, of=5)),
+    "memory_unused": ([startup(8.01), *decodes()], [startup(8.0), *decodes()]),
+    "memory_short": ([startup(4.99), *decodes()], [startup(5.0), *decodes()]),
+    "oom_prefill": ([*decodes(), "Traceback:", EXTEND, OOM], [*decodes(), "Traceback:", DECODE, OOM]),
+    "oom_decode": (
+        [*decodes(), f"{logs.stamp(30)} Decode out of memory. Try to lower your batch size."],
+        [*decodes(), f"{logs.stamp(30)} Prefill out of memory. Try to lower your batch size."],
+    ),
+    "no_cuda_graph": (
+        [*decodes(10, graph=False), *decodes(10)],
+        [*decodes(9, graph=False), *decodes(11)],
+    ),
+    "prefix_order": (
+        [*decodes(queue=128), *[prefill(second, new=900, cached=100) for second in range(6)]],
+        [*decodes(queue=128), *[prefill(second, new=901, cached=100) for second in range(6)]],
+    ),
+    "page_size": (
+        [flags(page_size=64), *[prefill(second, new=63, cached=640, seqs=1) for second in range(6)]],
+        [flags(page_size=64), *[prefill(second, new=64, cached=640, seqs=1) for second in range(6)]],
+    ),
+    "long_prompts": ([startup(), *FULL[:4], prefill(9)], [startup(), *FULL[:3], prefill(8), prefill(9)]),
+    "stalled_decodes": (
+        [startup(), *[prefill(s, new=8192, seqs=1, running=5) for s in range(2)], *[prefill(s) for s in range(3)]],
+        [startup(), *[prefill(s, new=8191, seqs=1, running=5) for s in range(2)], *[prefill(s) for s in range(3)]],
+    ),
+    "tp_or_dp": (
+        [flags(tp_size=4, dp_size=1), *weights(9.87), *decodes(queue=1)],
+        [flags(tp_size=4, dp_size=1), *weights(9.88), *decodes(queue=1)],
+    ),
+    "kv_dtype": (
+        [kv_cache(), *decodes(usage=0.91, queue=1)],
+        [kv_cache(), *decodes(usage=0.90, queue=1)],
+    ),
+    "expert_imbalance": (balance(0.699), balance(0.7)),
+    "late_ranks": (
+        [*decodes(), f"{logs.stamp(30)} rank 3 on node1 is late: step 812, layer 4, dispatch, 2.3 s"],
+        [*decodes(), f"{logs.stamp(30)} Every rank is slow: step 812, layer 4, dispatch, 2.3 s"],
+    ),
+    "drafts_do_not_pay": (decodes(accept=1.29), decodes(accept=1.30)),
+    "dp_imbalance": (of_ranks(76, 24), of_ranks(75, 25)),
+    "jit_after_ready": (
+        [ready(), *decodes(), f"{logs.stamp(40)} silu was compiled (3.10 s) after READY: warm-up did not launch it"],
+        [f"{logs.stamp(0)} DeepGEMM warmup: 100%", ready(), *decodes()],
+    ),
+}  # fmt: skip
+
+
+def test_every_rule_has_a_case():
+    assert list(CASES) == [rule.name for rule in RULES]
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_rule_holds_and_just_does_not(rule):
+    shown, below = CASES[rule]
+    assert rule in findings(shown)
+    assert rule not in findings(below)
+
+
+@pytest.mark.parametrize("rule", CASES)
+def test_a_finding_is_complete(rule):
+    (declared,) = (one for one in RULES if one.name == rule)
+    shown = CASES[rule][0]
+    finding = findings(shown)[rule]
+    assert finding.source and finding.effect and "?" not in finding.evidence
+    if declared.line:
+        assert finding.line == shown[finding.line_number - 1].strip()
+    if finding.flag:
+        assert finding.flag.startswith("--") and finding.memory
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule", "flag", "value"),
+    [
+        (CASES["retractions"][0], "retractions", "--schedule-conservativeness", 1.3),
+        ([flags(schedule_conservativeness=2.0), *minutes(6, 5)], "retractions", "--schedule-conservativeness", 2.6),
+        ([flags(schedule_conservativeness=0.3), *minutes(6, 5)], "retractions", "--schedule-conservativeness", 1.0),
+        (CASES["too_conservative"][0], "too_conservative", "--schedule-conservativeness", 0.3),
+        (CASES["running_limit"][0], "running_limit", "--max-running-requests", 180),
+        ([startup(), *CASES["oom_prefill"][0]], "oom_prefill", "--chunked-prefill-size", 4096),
+        ([startup(chunked_prefill_size=4096), *CASES["oom_prefill"][0]], "oom_prefill", "--chunked-prefill-size", 2048),
+        (CASES["oom_decode"][0], "oom_decode", "--max-running-requests", 75),
+        ([startup(), *FULL[:4], prefill(9)], "long_prompts", "--chunked-prefill-size", 16384),
+        (CASES["no_cuda_graph"][0], "no_cuda_graph", "--cuda-graph-max-bs", 128),
+        ([flags(disable_cuda_graph=True), *decodes(graph=False)], "no_cuda_graph", "--disable-cuda-graph", None),
+        ([flags(enable_mixed_chunk=True), *CASES["stalled_decodes"][0]], "stalled_decodes", "--chunked-prefill-size",
+         4096),
+        ([flags(enable_eplb=True), *balance(0.5)], "expert_imbalance", "--ep-num-redundant-experts", 32),
+        (CASES["drafts_do_not_pay"][0], "drafts_do_not_pay", "--speculative-algorithm", None),
+        ([f"{logs.stamp(0)} Memory ledger: 1 GB", *decodes(accept=1.1)], "drafts_do_not_pay",
+         "--speculative-num-steps", "auto"),
+    ],
+)  # fmt: skip
+def test_changes(lines, rule, flag, value):
+    finding = findings(lines)[rule]
+    assert (finding.flag, finding.value) == (flag, value)
+
+
+def test_memory_fraction_leaves_what_the_guide_asks_for():
+    """13.5 GB are free at 0.85 of 79 GB: 7 GB more for the KV cache leave the guide's 5 to 8 GB."""
+    lines = [flags(mem_fraction_static=0.85), *weights(30.0), kv_cache(), startup(13.5), *decodes()]
+    finding = findings(lines)["memory_unused"]
+    more = (finding.value - 0.85) * 79
+    assert 5 <= 13.5 - more <= 8
+    assert finding.memory_bytes == pytest.approx(more * 2**30, rel=1e-6)
+    per_token = 40.0 * 2**30 / 665690
+    assert f"{int(finding.memory_bytes / per_token)} tokens more" in finding.memory
+    lower = findings([flags(mem_fraction_static=0.95), *weights(30.0), startup(2.0), *decodes()])["memory_short"]
+    assert 5 <= 2.0 - (lower.value - 0.95) * 79 <= 8
+
+
+def test_a_cpu_has_no_gpu_rules():
+    lines = [flags(device="cpu"), startup(22.0), *decodes(graph=False)]
+    assert not {"memory_unused", "memory_short", "no_cuda_graph"} & findings(lines).keys()
+
+
+def test_deep_drafts_must_accept_more():
+    """Six draft steps pay from 1.9 tokens on; a depth that the engine chooses is its own affair."""
+    deep = flags(speculative_num_steps=6)
+    assert "drafts_do_not_pay" in findings([deep, *decodes(accept=1.89)])
+    assert "drafts_do_not_pay" not in findings([deep, *decodes(accept=1.90)])
+    auto = flags(speculative_num_steps=6, speculation={"auto_depth": True})
+    assert "drafts_do_not_pay" not in findings([auto, *decodes(accept=1.05)])
+
+
+def test_the_ledger_needs_no_rule_of_thumb():
+    """This engine counts the largest step before it takes memory; SGLang's fraction is a guess."""
+    for available in (2.0, 20.0):
+        lines = [f"{logs.stamp(0)} Memory ledger: 70.00 GB of 75.00 GB", startup(available), *decodes()]
+        assert not {"memory_unused", "memory_short"} & findings(lines).keys()
+
+
+def test_long_prompts_after_the_others_ended():
+    """Chunks beside running requests count, also if most prompts come when nothing runs."""
+    beside = [prefill(s, new=8192, seqs=1, running=4) for s in range(2)]
+    alone = [prefill(3 + s, new=8192 if s % 4 else 100, seqs=1) for s in range(8)]
+    assert "stalled_decodes" in findings([startup(), *beside, *alone])
+    assert "stalled_decodes" not in findings([startup(), *beside, *alone, prefill(30)])
+
+
+def test_own_lines_count_the_prompt_itself():
+    """This engine's line counts a prompt that is continued among the running requests."""
+    own = f"{logs.stamp(0)} Memory ledger: 1 GB"
+    chunks = [prefill(s, new=8192, seqs=1, running=int(s > 0)) for s in range(6)]
+    assert "long_prompts" in findings([own, startup(), *chunks])
+    assert "stalled_decodes" in findings([startup(), *chunks])
+
+
+def test_policy_and_balance_are_not_advised_twice():
+    assert "prefix_order" not in findings([flags(schedule_policy="lpm"), *CASES["prefix_order"][0]])
+
+
+def test_windows():
+    """A rule that held in one of three windows says so, with that window's evidence."""
+    lines = [*decodes(), *[decode(400 + s, queue=3000) for s in range(20)], *[decode(800 + s) for s in range(20)]]
+    finding = findings(lines, window=300)["queue_long"]
+    assert finding.windows == (1, 3) and "3000" in finding.evidence
+    assert "queue_long" not in findings(lines, window=0)
+
+
+def test_without_times_no_rate_is_claimed():
+    bare = [line.partition("] ")[2] for line in minutes(600, of=5)]
+    reader = logs.read(bare)
+    assert "retractions" in reader.diagnosis.without_facts()
+    assert reader.num_batches == len(bare) - 600
