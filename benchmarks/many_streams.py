@@ -43,7 +43,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def flags_of(streams: int, tokens: int) -> dict[str, int]:
+def flags_of(streams: int, tokens: int) -> dict[str, Any]:
     slots = streams * (PROMPT_TOKENS + tokens + 16) + PROMPT_TOKENS + SLOW_TOKENS
     return {"max_running_requests": streams + 1, "max_total_tokens": slots, "context_length": 1024}
 
