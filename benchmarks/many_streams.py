@@ -21,8 +21,8 @@ import psutil
 
 from benchmarks import report
 from benchmarks.server_process import ServerProcess
-from benchmarks.stats import median, percentile, spread
 from moe_engine import Engine
+from moe_engine.tuning.stats import median, percentile, spread
 
 PROMPT_TOKENS = 16
 VOCABULARY = range(100, 1200)
