@@ -21,6 +21,7 @@ from moe_engine.tuning.costs.form import WEIGHT_BYTES, Form
 from moe_engine.tuning.costs.model_facts import ModelFacts, model_facts
 from moe_engine.tuning.hardware.table import Cluster, gpu_names, link_names, parse_cluster
 from moe_engine.tuning.planner.candidate import Candidate
+from moe_engine.tuning.planner.given_form import OURS, given_form
 from moe_engine.tuning.planner.memory import EstimatedMemory, Memory, RoomOf
 from moe_engine.tuning.planner.plot import check_plot, plot_front
 from moe_engine.tuning.planner.predict import Predictor
@@ -30,7 +31,6 @@ from moe_engine.tuning.planner.workload import Slo, Workload, parse_slo, parse_w
 
 OWN = ("workload", "slo", "interconnect", "concurrency", "like", "top", "plot", "weight_dtype", "mtp_acceptance")
 FORM_FLAGS = ("tp_size", "attn_dp_size", "ep_size", "moe_a2a_backend", "dp_size")
-OURS = "moe-engine"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -175,25 +175,9 @@ def _one(
     predictor: Predictor, memory: RoomOf, args: EngineArgs, workload: Workload, slo: Slo, concurrency: int
 ) -> Found:
     """The form of the flags, predicted as it is."""
-    parallel, cluster = args.parallel, predictor.cluster
-    dp = parallel.attn_dp_size
-    if parallel.tp_size % dp or parallel.tp_size % parallel.ep_size:
-        raise ConfigError(
-            f"--tp-size {parallel.tp_size}: --attn-dp-size {dp} and --ep-size {parallel.ep_size} must divide it"
-        )
-    travels = parallel.moe_a2a_backend != "none" or (dp > 1 and parallel.ep_size > 1 and predictor.share.engine != OURS)
-    form = Form(
-        parallel.tp_size, dp, parallel.ep_size, travels, args.experts.ep_num_redundant_experts,
-        parallel.enable_two_batch_overlap, parallel.moe_dense_tp_size == 1 or travels,
-    )  # fmt: skip
-    replicas = max(1, parallel.dp_size)
-    if form.ranks * replicas > cluster.num_gpus:
-        raise ConfigError(
-            f"--tp-size {form.ranks} x --dp-size {replicas} needs {form.ranks * replicas} GPUs, --hardware has "
-            f"{cluster.num_gpus}"
-        )
+    form, replicas = given_form(args, predictor.cluster, predictor.share.engine)
     drafts = int(args.speculative.speculative_num_steps or 0) if args.speculative.speculative_algorithm else 0
-    rows = -(-concurrency // (dp * replicas))
+    rows = -(-concurrency // (form.attn_dp * replicas))
     ours, room = predictor.share.engine == OURS, memory.as_given()
     chunk = room.chunk if room.chunk > 0 else workload.prompt
     candidate = Candidate(

@@ -8,16 +8,27 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
+from moe_engine.models.config_fields import merge, read_json
+from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.checkpoint import locate
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.planning.scheduler_limits import scheduler_config
 from moe_engine.tuning import datasets, serving_report
+from moe_engine.tuning.costs.efficiency import load_efficiency
 from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
+from moe_engine.tuning.costs.model_facts import model_facts
+from moe_engine.tuning.costs.step_cost import StepCostModel
+from moe_engine.tuning.hardware.table import parse_cluster
+from moe_engine.tuning.planner.given_form import OURS, given_form
+from moe_engine.tuning.planner.memory import resolve_for
+from moe_engine.tuning.planner.predict import Predictor
 from moe_engine.tuning.simulator import report
 from moe_engine.tuning.simulator.agents import Agents, AgentShape
 from moe_engine.tuning.simulator.arrivals import NAMES, arrival_times
@@ -33,10 +44,13 @@ examples:
   moe-engine simulate --cost-file costs.json --request-rate 4 --num-prompts 500 \\
       --random-input-len 256 --random-output-len 64
   moe-engine simulate --cost-file costs.json --dataset-name agentic --num-prompts 400
+  moe-engine simulate --model-path config.json --hardware 8xH200 --tp 8 --attn-dp-size 8 --ep-size 8 --request-rate 20
   moe-engine simulate --cost-file costs.json --dataset-name trace --dataset-path conversation_trace.jsonl
 
 Accepts all flags of `moe-engine serve`: they are the deployment."""
 DESCRIPTION = "Simulates a deployment: the production scheduler on a simulated clock, with measured step costs."
+DRAFT_ACCEPTANCE = 0.8
+"""Of a draft after accepted ones, where nothing was measured; as the planner's."""
 OWN_NAMES = ("agentic", "trace")
 
 
@@ -48,11 +62,10 @@ def main(argv: Sequence[str], prog: str) -> int:
         return 0
     args = EngineArgs.from_kwargs(**parse_flags(build_parser(prog, description="", epilog=""), rest))
     _check(own)
-    config = prepare(args)
-    costs = CostFile.load(own.cost_file)
-    spec = _fleet(own, config, costs)
+    config, source = _source(own, args)
+    spec = _fleet(own, config, source)
     workload = _workload(own, config)
-    fleet = Fleet(spec, workload, answer_seconds=costs.answer_seconds, seed=own.seed)
+    fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed)
     began = time.perf_counter()
     with report.progress(workload.total, not own.disable_tqdm) as advance:
         outcome = fleet.run(advance, interval=own.sample_seconds)
@@ -78,6 +91,9 @@ def _own_parser() -> Parser:
     parser = Parser(add_help=False, allow_abbrev=False)
     costs = parser.add_argument_group("costs")
     costs.add_argument("--cost-file", metavar="FILE", help="step costs that `moe-engine calibrate` measured")
+    costs.add_argument("--hardware", metavar="[Nx]GPU", help="step costs of `moe-engine plan`: 16xH200, or a TOML file")
+    costs.add_argument("--interconnect", metavar="NAME|FILE", help="with --hardware: network between nodes")
+    costs.add_argument("--like", metavar="ENGINE", default=OURS, help="with --hardware: efficiency of this engine")
     costs.add_argument("--acceptance", metavar="RATE,...", help="chance that a draft at each position is accepted")
     costs.add_argument(
         "--expert-skew", type=float, default=1.0, help="load of the busiest rank's experts over the mean"
@@ -120,8 +136,11 @@ def _own_parser() -> Parser:
 
 def _check(own: argparse.Namespace) -> None:
     """Refuses impossible values, before anything is read."""
-    if not own.cost_file:
-        raise ConfigError("--cost-file is missing: `moe-engine calibrate --output FILE` measures this machine")
+    if (own.cost_file is None) == (own.hardware is None):
+        raise ConfigError(
+            "give either --cost-file FILE, which `moe-engine calibrate --output FILE` measures on this machine, or "
+            "--hardware, for instance --hardware 8xH200"
+        )
     least = {
         "num_prompts": 1, "random_input_len": 1, "random_output_len": 1,
         "gsp_num_groups": 1, "gsp_prompts_per_group": 1,
@@ -146,12 +165,40 @@ def _goodput(own: argparse.Namespace) -> dict[str, float]:
         raise ConfigError(str(error)) from None
 
 
-def _fleet(own: argparse.Namespace, config: ResolvedConfig, costs: CostFile) -> FleetSpec:
+@dataclass(frozen=True)
+class _Source:
+    """Where the seconds come from."""
+
+    costs: StepCostModel
+    answer_seconds: float
+    acceptance: tuple[float, ...]
+
+
+def _source(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig, _Source]:
+    """The launch, and its costs: of a cost file for this machine, or the planner's for another one."""
+    if own.hardware is None:
+        file = CostFile.load(own.cost_file)
+        return prepare(args), _Source(MeasuredCosts(file), file.answer_seconds, file.acceptance)
+    cluster = parse_cluster(own.hardware, own.interconnect)
+    share = load_efficiency(own.like)
+    form = given_form(args, cluster, share.engine)[0]
+    folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
+    overrides = json.loads(args.model.json_model_override_args)
+    config = resolve_for(args, load_model_config(folder, overrides), cluster)
+    path = str(folder if folder.suffix == ".json" else folder / "config.json")
+    facts = model_facts(merge(read_json(Path(path)), overrides), path)
+    kv = "fp8" if config.kv_cache_dtype.startswith("fp8") else "bf16"
+    costs = Predictor(facts, cluster, share, facts.stored_dtype).cost(form, kv)[0]
+    drafts = config.speculation.num_steps if config.speculation is not None else 0
+    return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts)
+
+
+def _fleet(own: argparse.Namespace, config: ResolvedConfig, source: _Source) -> FleetSpec:
     parallel = config.args.parallel
     topology = config.parallel.topology
     groups = topology.attn_dp_size
     num_ranks = topology.tp_size * parallel.dp_size
-    acceptance = costs.acceptance
+    acceptance = source.acceptance
     if own.acceptance:
         try:
             acceptance = tuple(float(rate) for rate in own.acceptance.split(","))
@@ -161,7 +208,7 @@ def _fleet(own: argparse.Namespace, config: ResolvedConfig, costs: CostFile) -> 
             raise ConfigError(f"--acceptance {own.acceptance}: write rates between 0 and 1, as in 0.8,0.6")
     replica = ReplicaSpec(
         scheduler_config(config),
-        MeasuredCosts(costs),
+        source.costs,
         groups,
         overlap=not config.scheduling.disable_overlap_schedule,
         acceptance=acceptance,
@@ -200,7 +247,10 @@ def _workload(own: argparse.Namespace, config: ResolvedConfig) -> Workload:
 def _dataset(own: argparse.Namespace, config: ResolvedConfig, times: Iterator[float]) -> Fixed:
     """A request set of bench serving, with its times."""
     try:
-        vocabulary = datasets.Vocabulary.from_path(config.tokenizer_path)
+        path = Path(config.tokenizer_path)
+        vocabulary = datasets.Vocabulary.from_path(
+            path if path.is_dir() or path.name == "tokenizer.json" else path.parent
+        )
     except FileNotFoundError as error:
         if own.dataset_name == "sharegpt":
             raise ConfigError(f"--dataset-name sharegpt: {error}") from None

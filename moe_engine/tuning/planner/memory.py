@@ -10,7 +10,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import MoeEngineError
 from moe_engine.models.config import ModelConfig
 from moe_engine.planning.ledger import MemoryLedger, gb
-from moe_engine.planning.resolve import resolve
+from moe_engine.planning.resolve import ResolvedConfig, resolve
 from moe_engine.tuning.costs.form import KV_BYTES, WEIGHT_BYTES, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import Cluster
@@ -46,6 +46,15 @@ class RoomOf(Protocol):
         """Of the user's own flags."""
 
 
+def resolve_for(args: EngineArgs, model: ModelConfig, cluster: Cluster) -> ResolvedConfig:
+    """`resolve` for the first node of another machine. Raises as `resolve`."""
+    args = args.replace(device="cuda")
+    nodes = -(-args.parallel.tp_size // cluster.gpu.gpus_per_node)
+    if nodes > 1 and "nnodes" not in args.given:
+        args = args.replace(nnodes=nodes, dist_init_addr=LEADER)
+    return resolve(args, model, cluster.gpu.machine())
+
+
 class Memory:
     """Ledgers of candidates by their flags; each is computed once."""
 
@@ -68,13 +77,10 @@ class Memory:
 
     def _room(self, flags: dict[str, Any]) -> Room:
         try:
-            args = self._given.replace(**flags, device="cuda")
-            nodes = -(-args.parallel.tp_size // self._cluster.gpu.gpus_per_node)
-            if nodes > 1 and "nnodes" not in args.given:
-                args = args.replace(nnodes=nodes, dist_init_addr=LEADER)
-            config = resolve(args, self._model, self._cluster.gpu.machine())
+            config = resolve_for(self._given.replace(**flags), self._model, self._cluster)
         except MoeEngineError as error:
             return Room(refusal=str(error))
+        args = config.args
         values = args.flat()
         first = ("model_path", *(name for name in flags if name != "model_path"))
         names = (*first, *sorted(args.given - {*first, "device"}))
