@@ -19,6 +19,16 @@ def _buckets(what: str) -> Any:
     )
 
 
+def _token_buckets(what: str) -> Any:
+    return flag(
+        None,
+        f"Buckets of the histogram of {what}: `custom N N ...`, `tse MIDDLE BASE COUNT` (the distances from the middle "
+        "are powers of the base) or `default`, also if left out.",
+        many=True,
+        metavar="RULE",
+    )
+
+
 @dataclass(frozen=True)
 class LoggingArgs:
     log_level: str = flag(
@@ -47,4 +57,16 @@ class LoggingArgs:
     bucket_time_to_first_token: str | None = _buckets("time to the first token")
     bucket_inter_token_latency: str | None = _buckets("time between tokens")
     bucket_e2e_request_latency: str | None = _buckets("time of whole requests")
+    prompt_tokens_buckets: str | None = _token_buckets("prompt lengths")
+    generation_tokens_buckets: str | None = _token_buckets("output lengths")
+    enable_request_time_stats_logging: bool = flag(
+        False, "Log a line with the times of each request: queue, prefill, decode, first token, between tokens."
+    )
+    enable_trace: bool = flag(False, "Export OpenTelemetry traces of requests; needs the extra trace.")
+    otlp_traces_endpoint: str = flag(
+        "localhost:4318",
+        "OTLP/HTTP endpoint of the collector of --enable-trace: HOST:PORT or a URL. SGLang's default, port 4317, is "
+        "that of gRPC.",
+        metavar="ADDRESS",
+    )
     decode_log_interval: int = flag(40, "Decode steps between two `Decode batch` lines.", metavar="STEPS")

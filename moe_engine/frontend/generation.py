@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.frontend.logprob_format import Columns, LogprobFormat, extend, num_tokens
+from moe_engine.frontend.request_times import meta_times
 from moe_engine.tokenizer.assembler import TextAssembler
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import SamplingParams
@@ -208,10 +209,7 @@ class Generation:
             "cached_tokens": self.cached_tokens,
             "queue_time": self.queue_time,
         }
-        if self.finished_at is not None:
-            meta["e2e_latency"] = self.finished_at - self.received_at
-            if self.first_token_at is not None:
-                meta["first_token_latency"] = self.first_token_at - self.received_at
+        meta |= meta_times(self)
         if self.request.routed_dp_rank is not None:
             meta["dp_rank"] = self.request.routed_dp_rank
         if self.speculation is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import CallError, EngineClient, GroupAnswers, values_of
 
@@ -32,6 +30,8 @@ async def read_weight(client: EngineClient, name: str, truncate_size: int) -> li
 
 
 def _joined(name: str, ranks: list[dict[str, Any]]) -> Any:
+    import numpy as np  # not with the server's modules: its import takes a part of the launch
+
     shape = ranks[0]["shape"]
     values = np.full(int(np.prod(shape)), np.nan, dtype=np.float32)
     found = np.zeros(values.shape, dtype=bool)

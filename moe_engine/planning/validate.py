@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.buckets import token_buckets
 from moe_engine.config.field import option_of
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.custom_logit_processor import NO_DILL
@@ -169,6 +170,37 @@ def _buckets(args: EngineArgs) -> Iterator[str]:
         if not bounds or bounds[0] <= 0 or any(a >= b for a, b in pairwise(bounds)) or not math.isfinite(bounds[-1]):
             yield f"{option} {given}: must be rising numbers above 0, for instance {option} 0.1 0.5 1"
 
+    for name in ("prompt_tokens_buckets", "generation_tokens_buckets"):
+        rule = getattr(args.logging, name)
+        try:
+            token_buckets(rule or "default")
+        except ValueError as error:
+            yield f"{option_of(name)} {rule}: {error}"
+
+
+def _tracing(args: EngineArgs) -> Iterator[str]:
+    flags = args.logging
+    if not flags.enable_trace:
+        return
+    if not all(_installed(name) for name in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")):
+        yield "--enable-trace: OpenTelemetry is not installed; pip install '.[trace]'"
+    address = flags.otlp_traces_endpoint
+    scheme, separator, rest = address.rpartition("://")
+    if (separator and scheme not in ("http", "https")) or not rest.partition("/")[0]:
+        yield f"--otlp-traces-endpoint {address}: must be HOST:PORT or an http(s) URL, for instance localhost:4318"
+    elif rest.partition("/")[0].endswith(":4317"):
+        yield (
+            f"--otlp-traces-endpoint {address}: traces are sent by OTLP over HTTP, and 4317 is the port of OTLP over "
+            "gRPC; give the collector's HTTP port, usually 4318"
+        )
+
+
+def _installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
+
 
 def _front_end(args: EngineArgs) -> Iterator[str]:
     model, server = args.model, args.server
@@ -194,6 +226,7 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
     if root and (not root.startswith("/") or root.endswith("/")):
         yield f"--fastapi-root-path {root}: must begin with / and not end with it, for instance /engine"
     yield from _buckets(args)
+    yield from _tracing(args)
     if server.enable_custom_logit_processor and find_spec("dill") is None:
         yield f"--enable-custom-logit-processor: {NO_DILL}"
     if server.grammar_backend == "xgrammar":

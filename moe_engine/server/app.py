@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -20,7 +22,7 @@ from moe_engine.server.endpoints import endpoints
 from moe_engine.server.errors import Handler, Problem, error_format_of, error_response, guarded
 from moe_engine.server.metrics import Buckets, Metrics
 from moe_engine.server.metrics_http import StatusCount
-from moe_engine.server.observers import Observers, RequestLog
+from moe_engine.server.observers import Observers, RequestLog, RequestTimeLog
 from moe_engine.server.request_ids import RequestIds
 from moe_engine.server.responses_store import ResponseStore
 from moe_engine.server.settings import ServerSettings
@@ -28,6 +30,9 @@ from moe_engine.server.state import ServerState
 from moe_engine.server.text_processes import TextProcesses, TextSpec
 from moe_engine.tokenizer.chat_template import ChatTemplate, load_chat_template
 from moe_engine.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from moe_engine.server.tracing import Tracing
 
 
 class _EndpointRoute(Route):
@@ -55,7 +60,9 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     # the endpoints read requests themselves, so FastAPI has no schema of them; its page loads scripts from the internet
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     app.state.server = state
-    metrics = _observe(state)
+    tracing = _open_tracing(state)
+    app.state.tracing = tracing
+    metrics = _observe(state, tracing)
     app.state.history = History()
     app.state.endpoints = tuple(endpoints(state, metrics, app.state.history))
     for endpoint in app.state.endpoints:
@@ -72,6 +79,10 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
     )
     if metrics is not None:
         app.add_middleware(StatusCount, metrics=metrics)
+    if tracing is not None:
+        from moe_engine.server.tracing import TraceRequests
+
+        app.add_middleware(TraceRequests, tracing=tracing)
     app.add_middleware(RequestIds, root_path=keys.fastapi_root_path)
     return app
 
@@ -96,12 +107,26 @@ def make_template(settings: ServerSettings, tokenizer: Tokenizer | None) -> Chat
     return load_chat_template(settings.args.model.chat_template, tokenizer.chat_template, tokenizer.special_tokens)
 
 
-def _observe(state: ServerState) -> Metrics | None:
+def _open_tracing(state: ServerState) -> Tracing | None:
+    """None without `--enable-trace`: OpenTelemetry is imported only with it."""
+    flags = state.settings.args.logging
+    if not flags.enable_trace:
+        return None
+    from moe_engine.server.tracing import Tracing
+
+    return Tracing.over_http(flags.otlp_traces_endpoint, state.model_name, version())
+
+
+def _observe(state: ServerState, tracing: Tracing | None) -> Metrics | None:
     """Adds the observers of the settings to the front end."""
     observers: list[Observer] = [state.frontend.observer] if state.frontend.observer else []
     flags = state.settings.args.logging
     if flags.log_requests:
         observers.append(RequestLog(flags.log_requests_level))
+    if flags.enable_request_time_stats_logging:
+        observers.append(RequestTimeLog())
+    if tracing is not None:
+        observers.append(tracing)
     metrics = None
     if flags.enable_metrics:
         metrics = Metrics(state.model_name, state.client.info, version(), Buckets.of(flags))

@@ -29,6 +29,7 @@ from moe_engine.server.errors import RemoteProblemError
 from moe_engine.server.http_io import Body, PartsResponse, cancel_on_disconnect
 from moe_engine.server.text_frames import Kind
 from moe_engine.server.text_processes import TextProcesses
+from moe_engine.server.trace_context import mark_body_read
 
 PROCESS_BYTES = 2**19
 """Larger bodies are sent to a process. Decoding this many bytes holds the GIL for at most 15 ms."""
@@ -86,6 +87,7 @@ class Bodies:
     async def _run(self, request: Request, name: str) -> Plan | Response:
         body = Body(request, self._max_bytes)
         begun = await body.read(self._max_bytes if self._processes is None else PROCESS_BYTES)
+        mark_body_read()
         if not body.is_complete:
             return await self._run_large(request, body, begun, name)
         if len(begun) <= THREAD_CHARS:

@@ -64,11 +64,11 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/v1/rerank", scoring.rerank, "POST PUT", list[answers.Ranked], body=RerankRequest)
     yield Endpoint("/v1/classify", scoring.classify, "POST", answers.ClassList, body=ClassifyRequest)
     yield Endpoint("/v1/responses", created.create, "POST", responses.ResponseObject,
-                   body=responses.ResponsesRequest, event=responses.ResponseEvent)
+                   body=responses.ResponsesRequest, event=responses.ResponseEvent, names_events=True)
     yield Endpoint("/v1/responses/{response_id}", created.retrieve, answer=responses.ResponseObject)
     yield Endpoint("/v1/responses/{response_id}", created.delete, "DELETE", responses.DeletedResponse)
     yield Endpoint("/v1/messages", messages.messages, "POST", anthropic.AnthropicMessage,
-                   body=anthropic.MessagesRequest, event=anthropic.StreamEvent)
+                   body=anthropic.MessagesRequest, event=anthropic.StreamEvent, names_events=True)
     yield Endpoint("/v1/messages/count_tokens", messages.count_tokens, "POST", anthropic.TokenCount,
                    body=anthropic.CountRequest)
     yield Endpoint("/v1/models", pages.models, answer=answers.ModelList)
@@ -98,16 +98,17 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/stop_expert_distribution_record", experts.stop, "GET POST", str, TEXT)
     yield Endpoint("/dump_expert_distribution_record", experts.dump, "GET POST", str, TEXT)
     yield Endpoint("/update_weights_from_disk", engine.update_weights, "POST", native.WeightsUpdated,
-                   body=native.UpdateWeightsRequest)
+                   body=native.UpdateWeightsRequest, refuses_so=True)
     yield Endpoint("/update_weights_from_tensor", engine.update_tensors, "POST", native.WeightsUpdated,
-                   body=native.UpdateTensorsRequest)
+                   body=native.UpdateTensorsRequest, refuses_so=True)
     yield Endpoint("/update_weight_version", engine.update_version, "POST", native.WeightVersionUpdated,
                    body=native.WeightVersionRequest)
     yield Endpoint("/get_weights_by_name", engine.weights_by_name, "GET POST", list[Any],
                    query=native.WeightQuery, body=native.WeightRequest)
-    yield Endpoint("/load_lora_adapter", engine.load_lora, "POST", native.LoraChanged, body=native.LoadLoraRequest)
+    yield Endpoint("/load_lora_adapter", engine.load_lora, "POST", native.LoraChanged,
+                   body=native.LoadLoraRequest, refuses_so=True)
     yield Endpoint("/unload_lora_adapter", engine.unload_lora, "POST", native.LoraChanged,
-                   body=native.UnloadLoraRequest)
+                   body=native.UnloadLoraRequest, refuses_so=True)
     yield Endpoint("/pause_generation", engine.pause, "POST", native.Paused, body=native.PauseRequest)
     yield Endpoint("/continue_generation", engine.resume, "POST", native.Continued, body=native.ContinueRequest)
     yield Endpoint("/start_profile", engine.start_profile, "GET POST", str, TEXT, body=native.ProfileRequest)

@@ -166,6 +166,8 @@ async def _serve(
     samples.cancel()
     app.state.server.bodies.close()
     app.state.server.frontend.close()
+    if app.state.tracing is not None:
+        await asyncio.to_thread(app.state.tracing.close)
     if client.cause_of_death() is not None:
         return ENGINE_DIED
     await client.shutdown()

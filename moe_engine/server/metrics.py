@@ -9,6 +9,7 @@ from typing import Any
 
 import prometheus_client as prom
 
+from moe_engine.config.buckets import token_buckets
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.frontend.client_api import EngineClient, EngineInfo
 from moe_engine.frontend.generation import Generation
@@ -23,11 +24,13 @@ _TOKENS = (10, 30, 60, 100, 200, 400, 700, 1000, 1500, 2000, 3000, 5000, 8000, 1
 
 @dataclass(frozen=True)
 class Buckets:
-    """Upper bounds of the buckets of latencies, seconds."""
+    """Upper bounds of the buckets: of latencies in seconds, of prompt and output lengths in tokens."""
 
     ttft: tuple[float, ...] = _TTFT
     itl: tuple[float, ...] = _ITL
     e2e: tuple[float, ...] = _E2E
+    prompt_sizes: tuple[float, ...] = _TOKENS
+    output_sizes: tuple[float, ...] = _TOKENS
 
     @classmethod
     def of(cls, flags: LoggingArgs) -> Buckets:
@@ -36,7 +39,11 @@ class Buckets:
             "itl": flags.bucket_inter_token_latency,
             "e2e": flags.bucket_e2e_request_latency,
         }
-        return cls(**{name: tuple(map(float, words.split())) for name, words in given.items() if words is not None})
+        found = {name: tuple(map(float, words.split())) for name, words in given.items() if words is not None}
+        rules = {"prompt_sizes": flags.prompt_tokens_buckets, "output_sizes": flags.generation_tokens_buckets}
+        for name, rule in rules.items():
+            found[name] = (token_buckets(rule) if rule is not None else None) or _TOKENS
+        return cls(**found)
 
 
 _GAUGES = {
@@ -126,8 +133,8 @@ class Metrics:
         self._itl = self._histogram("inter_token_latency_seconds", "Time between tokens.", buckets.itl)
         self._e2e = self._histogram("e2e_request_latency_seconds", "Time of a whole request.", buckets.e2e)
         self._queue = self._histogram("queue_time_seconds", "Time spent waiting.", _QUEUE)
-        self._prompt_sizes = self._histogram("prompt_tokens_histogram", "Prompt lengths.", _TOKENS)
-        self._output_sizes = self._histogram("generation_tokens_histogram", "Output lengths.", _TOKENS)
+        self._prompt_sizes = self._histogram("prompt_tokens_histogram", "Prompt lengths.", buckets.prompt_sizes)
+        self._output_sizes = self._histogram("generation_tokens_histogram", "Output lengths.", buckets.output_sizes)
         self._totals = {name: self._counter(name, text) for name, (_, text) in _TOTALS_FROM_STATE.items()}
         self._seen = dict.fromkeys(_TOTALS_FROM_STATE, 0)
         self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES.items()}

@@ -203,6 +203,11 @@ class MetaInfo(TypedDict):
     queue_time: float
     e2e_latency: NotRequired[float]
     first_token_latency: NotRequired[float]
+    request_received_ts: NotRequired[float]
+    request_finished_ts: NotRequired[float]
+    forward_entry_time: NotRequired[float]
+    prefill_finished_time: NotRequired[float]
+    decode_throughput: NotRequired[float]
     dp_rank: NotRequired[int]
     spec_verify_ct: NotRequired[int]
     spec_accept_length: NotRequired[float]

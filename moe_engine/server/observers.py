@@ -10,6 +10,7 @@ import msgspec
 from moe_engine.custom_logit_processor import described
 from moe_engine.frontend.frontend import Observer
 from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.request_times import durations
 from moe_engine.server.request_ids import request_id
 from moe_engine.types import SamplingParams
 
@@ -69,6 +70,28 @@ class RequestLog:
         if text is None or self._level >= 3 or len(text) <= PARTIAL_CHARS:
             return text
         return text[:PARTIAL_CHARS] + " ..."
+
+
+class RequestTimeLog:
+    """`--enable-request-time-stats-logging`: a line with the times of each sequence at its end."""
+
+    def received(self, generation: Generation) -> None:
+        pass
+
+    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
+        pass
+
+    def finished(self, generation: Generation) -> None:
+        finish = generation.finish
+        facts: dict[str, Any] = {
+            "input_len": len(generation.prompt_ids),
+            "output_len": len(generation.output_ids),
+            "cached_len": generation.cached_tokens,
+            "finish_reason": None if finish is None else finish["type"],
+        }
+        facts |= {name: f"{1000 * seconds:.2f}ms" for name, seconds in durations(generation).items()}
+        words = ", ".join(f"{name}={value}" for name, value in facts.items())
+        logger.info("Req Time Stats(rid=%s): %s", generation.rid, words)
 
 
 def _parameters(sampling: SamplingParams) -> dict[str, Any]:

@@ -39,6 +39,8 @@ class ToolWish:
             return given
         if not (self.required or strict or given is not None):
             return given
+        if self.required and given is not None and _is_format_of_text(given):
+            given = None  # there is no text
         where = "tool_choice" if self.required else "tools" if strict or given is None else given.where
         if given is not None and (self.required or given.kind != "json_schema"):
             if not self.required and not strict:
@@ -80,6 +82,11 @@ def tool_wish(req: ChatRequest, tools: list[dict[str, Any]], form: str | None) -
         )
         raise InputError(words, field="tool_choice")
     return ToolWish(tools, called, required=True, several=several and name is None)
+
+
+def _is_format_of_text(given: Constraint) -> bool:
+    """Whether it is a JSON `response_format`, or `format` of `text`: unlike `json_schema`, of answers without calls."""
+    return given.where.startswith("response_format") and given.kind == "json_schema"
 
 
 def _name(choice: dict[str, Any]) -> str:

@@ -36,6 +36,8 @@ class Endpoint:
         media: media type of the whole answer.
         body: type of the request's body, or None.
         event: type of an event's data, if the answer may be a stream.
+        names_events: the events of the stream have names; otherwise the last one is [DONE].
+        refuses_so: an answer with status 400 may have the type `answer` too (its `success` is false).
         query: type of the query, or None.
         available: False: answers 501 and is not described.
     """
@@ -47,6 +49,8 @@ class Endpoint:
     media: str = JSON
     body: Any = None
     event: Any = None
+    names_events: bool = False
+    refuses_so: bool = False
     query: Any = None
     available: bool = True
     aliases: tuple[str, ...] = ()
@@ -118,18 +122,32 @@ def _operation(
     if endpoint.answer is not None:
         ok["content"] = {endpoint.media: {"schema": schemas[endpoint.answer]}}
     if endpoint.event is not None:
-        ok["description"] = "With stream: events, whose data has this schema, or that of an error, or is [DONE]"
-        ok["content"]["text/event-stream"] = {"schema": {"anyOf": [schemas[endpoint.event], stream_error]}}
+        ok["description"] = "With stream: events"
+        event = _event([schemas[endpoint.event], stream_error], names=endpoint.names_events)
+        ok["content"]["text/event-stream"] = {"itemSchema": event}
     operation: dict[str, Any] = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", path)]),
         "summary": endpoint.summary,
         "responses": {"200": ok, "default": {"description": "Failure", "content": {JSON: {"schema": error}}}},
     }
+    if endpoint.refuses_so:
+        content = {JSON: {"schema": {"anyOf": [schemas[endpoint.answer], error]}}}
+        operation["responses"]["400"] = {"description": "Refused", "content": content}
     if parameters:
         operation["parameters"] = parameters
     if endpoint.body is not None and method.lower() != "get":
         operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[endpoint.body]}}}
     return operation
+
+
+def _event(kinds: list[Any], *, names: bool) -> dict[str, Any]:
+    """An event of a stream: as OpenAPI 3.2 and FastAPI describe it, with the JSON of `data` as one of `kinds`."""
+    data = {"type": "string", "contentMediaType": JSON, "contentSchema": {"anyOf": kinds}}
+    if names:
+        fields, required = {"event": {"type": "string"}, "data": data}, ["event", "data"]
+    else:
+        fields, required = {"data": {"anyOf": [data, {"const": "[DONE]"}]}}, ["data"]
+    return {"type": "object", "properties": fields, "required": required}
 
 
 _PAGE = """<!doctype html>
@@ -178,9 +196,17 @@ def _cells(methods: dict[str, Any]) -> Iterator[str]:
     yield "<br>".join(f"{p['name']}: {_type(p['schema'])}" for p in queries)
     for part in (operation.get("requestBody", {}), operation["responses"]["200"]):
         yield "<br>".join(
-            _type(content["schema"]) + ("" if kind == JSON else f" ({kind})")
+            _type(_shown(content)) + ("" if kind == JSON else f" ({kind})")
             for kind, content in part.get("content", {}).items()
         )
+
+
+def _shown(content: dict[str, Any]) -> Any:
+    """The schema of the content; of a stream that of an event's JSON."""
+    if "itemSchema" not in content:
+        return content["schema"]
+    data = content["itemSchema"]["properties"]["data"]
+    return data.get("anyOf", [data])[0]["contentSchema"]
 
 
 def _fields(schema: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,32 @@ def test_the_request_log_has_the_id(caplog: pytest.LogCaptureFixture):
         post(FakeClient(), "/generate", {"text": "a"}, headers={ID: "trace-2"}, log_requests=True)
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("Receive")]
     assert "'x_request_id': 'trace-2'" in line
+
+
+def test_times_of_a_request(caplog: pytest.LogCaptureFixture):
+    """The log line and `meta_info` agree; the client's own clock bounds them."""
+    client = FakeClient()
+    client.delay = 0.01
+    before = time.time()
+    with caplog.at_level(logging.INFO, "moe_engine.server"):
+        answer = post(client, "/generate", {"text": "a b"}, enable_request_time_stats_logging=True).json()
+    meta, after = answer["meta_info"], time.time()
+    (line,) = [record.getMessage() for record in caplog.records if "Req Time Stats" in record.getMessage()]
+    assert f"rid={meta['id']}" in line
+    facts = dict(word.split("=") for word in line.partition("): ")[2].split(", "))
+    assert (int(facts["input_len"]), int(facts["output_len"])) == (meta["prompt_tokens"], meta["completion_tokens"])
+    times = {name: float(value.removesuffix("ms")) / 1000 for name, value in facts.items() if value.endswith("ms")}
+    assert times["queue_duration"] == meta["queue_time"] == 0.25
+    assert times["e2e_latency"] == pytest.approx(meta["e2e_latency"], abs=1e-4)
+    assert times["time_to_first_token"] == pytest.approx(meta["first_token_latency"], abs=1e-4)
+    whole = times["time_to_first_token"] + times["decode_duration"]
+    assert whole == pytest.approx(meta["e2e_latency"], abs=1e-3)
+    later = meta["completion_tokens"] - 1
+    assert times["decode_duration"] == pytest.approx(later / meta["decode_throughput"], abs=1e-4)
+    assert times["inter_token_latency"] == pytest.approx(1 / meta["decode_throughput"], abs=1e-4)
+    order = ("request_received_ts", "forward_entry_time", "prefill_finished_time", "request_finished_ts")
+    found = [meta[name] for name in order]
+    assert found == sorted(found) and before - 0.01 < found[0] and found[-1] < after + 0.01
 
 
 def test_advice_to_retry():
@@ -119,6 +146,12 @@ def test_wrong_certificates(certificate: tuple[str, str], tmp_path: Path):
         ({"bucket_e2e_request_latency": "0 1"}, "above 0"),
         ({"bucket_e2e_request_latency": "1 nan"}, "rising"),
         ({"bucket_e2e_request_latency": ""}, "rising"),
+        ({"prompt_tokens_buckets": "linear 1 2"}, "--prompt-tokens-buckets linear 1 2: not a rule"),
+        ({"prompt_tokens_buckets": "custom 2 2"}, "rising numbers above 0"),
+        ({"prompt_tokens_buckets": "custom 1 x"}, "custom takes numbers"),
+        ({"generation_tokens_buckets": "tse 5 1 4"}, "a base above 1"),
+        ({"generation_tokens_buckets": "tse 5 2"}, "a middle above 0"),
+        ({"generation_tokens_buckets": "tse 5 2 inf"}, "finite"),
     ],
 )
 def test_wrong_flags(flags: dict[str, Any], words: str):
@@ -127,7 +160,12 @@ def test_wrong_flags(flags: dict[str, Any], words: str):
 
 
 def test_buckets():
-    flags = {"bucket_time_to_first_token": "0.5 2.5", "bucket_e2e_request_latency": "7"}
+    flags = {
+        "bucket_time_to_first_token": "0.5 2.5",
+        "bucket_e2e_request_latency": "7",
+        "prompt_tokens_buckets": "custom 2 8",
+        "generation_tokens_buckets": "tse 10 4 4",
+    }
     check(EngineArgs.from_kwargs(**flags))
     text = get(FakeClient(), "/metrics", enable_metrics=True, **flags).text
 
@@ -143,3 +181,5 @@ def test_buckets():
     assert bounds("time_to_first_token_seconds") == ["0.5", "2.5", "+Inf"]
     assert bounds("e2e_request_latency_seconds") == ["7.0", "+Inf"]
     assert len(bounds("inter_token_latency_seconds")) == 21
+    assert bounds("prompt_tokens_histogram") == ["2.0", "8.0", "+Inf"]
+    assert bounds("generation_tokens_histogram") == ["0.0", "6.0", "10.0", "14.0", "26.0", "+Inf"]

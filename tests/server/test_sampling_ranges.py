@@ -17,6 +17,7 @@ OUTSIDE = [
     ("top_k", "0"),
     ("min_p", "2"),
     ("repetition_penalty", "0"),
+    ("repetition_penalty", "5e-324"),
     ("frequency_penalty", "9"),
     ("presence_penalty", "-3"),
     ("n", "1.5"),

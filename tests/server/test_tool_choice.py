@@ -64,6 +64,14 @@ def test_constraints(body: dict[str, Any], where: str, schemas: dict[str, Any], 
     assert calls.get("content") == (CITY if "response_format" in body else None)
 
 
+def test_the_format_of_the_text_is_idle_beside_enforced_calls() -> None:
+    """Clients such as instructor send both to /v1/responses."""
+    body = {"tools": [WEATHER], "tool_choice": "required"}
+    alone = constraint_of(body)
+    for given in (FORMAT, {"type": "json_object"}):
+        assert constraint_of(body | {"response_format": given}) == alone is not None
+
+
 def test_free_requests_have_no_constraint() -> None:
     assert constraint_of({"tools": [WEATHER, NOW]}) is None
     assert constraint_of({"tools": [WEATHER], "parallel_tool_calls": False}) is None
@@ -83,7 +91,7 @@ def test_reasoning_comes_first() -> None:
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": "required", "regex": "a"}, "regex", "tool_choice and regex"),
-    ({"tool_choice": "required", "response_format": FORMAT}, "response_format.json_schema.schema", "tool_choice and"),
+    ({"tool_choice": "required", "json_schema": CITY}, "json_schema", "tool_choice and json_schema"),
     ({"tools": [STRICT], "regex": "a"}, "regex", "tools and regex"),
     ({"tool_choice": "required", "min_tokens": 3}, "min_tokens", "does not go together with tool_choice"),
     ({"tool_choice": "required", "tools": [NOW, NOW]}, "tools[1].function.name", "defined twice"),

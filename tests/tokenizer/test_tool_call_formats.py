@@ -151,6 +151,8 @@ NO_CALLS = [
     ("qwen3_coder", "<tool_call>\n<functio=f>\n</tool_call>"),
     ("qwen25", '<tool_call>{"nam": "f", "arguments": "a": 1}</tool_call>'),
     ("mistral", '[TOOL_CALLS] [{"nam": "f", "arguments": {}}] b'),
+    ("mistral", "a[TOOL_CALLS]g[CALL_ID]xyz[AR"),
+    ("minimax-m2", '<minimax:tool_call><invoke name=""></minimax:tool_call>'),
 ]
 
 

@@ -72,10 +72,10 @@ def _objects(reader: CallReader, before: str, separator: str) -> Wait[bool]:
 def _named(reader: CallReader, before: str) -> Wait[None]:
     head: list[str] = []
     marker = yield from reader.until((MISTRAL_ARGUMENTS, MISTRAL_ID, "{"), head.append)
-    if marker == MISTRAL_ID:
-        call_id: list[str] = []
-        marker = yield from reader.until((MISTRAL_ARGUMENTS, "{"), call_id.append)
     name = "".join(head).strip()
+    if marker == MISTRAL_ID:
+        head.append(marker)
+        marker = yield from reader.until((MISTRAL_ARGUMENTS, "{"), head.append)
     if not marker or not name or any(char.isspace() for char in name):
         reader.plain(MISTRAL_BEGIN + before + "".join(head) + marker)
         return

@@ -54,6 +54,7 @@ class TaggedFormat:
             yield from self._call(reader)
             return
         block = self.begin  # shown unless a call follows
+        any_call = False
         while True:
             between: list[str] = []
             marker = yield from reader.until((self.call_begin, self.end), between.append)
@@ -61,22 +62,22 @@ class TaggedFormat:
             if block and (marker != self.call_begin or text.strip()):
                 reader.plain(block + text)
                 block, text = "", ""
-                if marker != self.call_begin:
-                    reader.plain(marker)
             reader.plain_unless_space(text)
             if marker != self.call_begin:
+                reader.plain("" if any_call else marker)
                 return
-            yield from self._call(reader, block + text if block else "")
+            if (yield from self._call(reader, block + text if block else "")):
+                any_call = True
             block = ""
 
-    def _call(self, reader: CallReader, before: str = "") -> Wait[None]:
-        """`before` is shown if there is no call."""
+    def _call(self, reader: CallReader, before: str = "") -> Wait[bool]:
+        """`before` is shown if there is no call. False: there is none."""
         head: list[str] = []
         marker = yield from reader.until(self.name_ends, head.append)
         name = "".join(head).strip()
         if not marker or not name:
             reader.plain(before + (self.call_begin or self.begin) + "".join(head) + marker)
-            return
+            return False
         if marker != self.name_ends[0]:
             reader.unread(marker)
         reader.open(name)
@@ -88,8 +89,9 @@ class TaggedFormat:
                 if (yield from reader.until((self.call_end,), behind.append)):
                     reader.close()
                 reader.plain_unless_space("".join(behind))
-                return
+                return True
         yield from self._parameters(reader, (reader.functions or {}).get(name))
+        return True
 
     def _parameters(self, reader: CallReader, schema: Any) -> Wait[None]:
         before = "{"
