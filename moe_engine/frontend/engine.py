@@ -28,6 +28,7 @@ from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.encoding import EncodeRequest, encode_input
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
+from moe_engine.frontend.group_updates import GROUP, GROUP_SECONDS, GroupUpdates, Trainer
 from moe_engine.frontend.pausing import PauseMode, Pausing
 from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.served_adapters import AdapterChange
@@ -83,6 +84,7 @@ class Engine:
             self.info: EngineInfo = wait_ready(self._cores)
             self._frontend: Frontend = self._run(self._open(tokenizer))
             self._updates = WeightUpdates(self._frontend)
+            self._groups = GroupUpdates(self._frontend, self._updates)
         except BaseException:
             self._closed = True
             stop_cores(self._cores)
@@ -264,6 +266,48 @@ class Engine:
             lambda files: files.add_tensors(named_tensors), weight_version, abort=abort_all_requests
         )
         done = self._run(updated)
+        return done.success, done.message
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = GROUP,
+        backend: str = "nccl",
+        *,
+        timeout: float = GROUP_SECONDS,
+    ) -> tuple[bool, str]:
+        """Joins every rank to a group with a trainer, as `/init_weights_update_group`: success, and a message."""
+        trainer = Trainer(master_address, master_port, rank_offset, world_size, group_name, backend)
+        done = self._run(self._groups.init(trainer, timeout))
+        return done.success, done.message
+
+    def destroy_weights_update_group(self, group_name: str = GROUP) -> tuple[bool, str]:
+        """Ends the membership, as `/destroy_weights_update_group`: success, and a message."""
+        done = self._run(self._groups.destroy(group_name))
+        return done.success, done.message
+
+    def update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str = GROUP,
+        flush_cache: bool = True,
+        *,
+        weight_version: str | None = None,
+        abort_all_requests: bool = False,
+        timeout: float = GROUP_SECONDS,
+    ) -> tuple[bool, str]:
+        """Replaces weights by tensors that the trainer broadcasts, as `/update_weights_from_distributed`: success, and
+        a message. `flush_cache`: False is accepted, and the prefix cache is flushed all the same."""
+        update = self._groups.update(
+            names, [str(dtype) for dtype in dtypes], shapes, group_name, weight_version,
+            abort=abort_all_requests, seconds=timeout,
+        )  # fmt: skip
+        done = self._run(update)
         return done.success, done.message
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:

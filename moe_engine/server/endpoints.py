@@ -34,10 +34,10 @@ from moe_engine.server.parse_api import ParseApi
 from moe_engine.server.responses_api import ResponsesApi
 from moe_engine.server.scoring_api import ScoringApi
 from moe_engine.server.state import ServerState
+from moe_engine.server.trainer_api import TrainerApi
 
 UNSUPPORTED_PATHS = (
-    "/update_weights", "/update_weights_from_distributed",
-    "/update_weights_from_ipc", "/init_weights_update_group", "/destroy_weights_update_group",
+    "/update_weights", "/update_weights_from_ipc",
     "/begin_weight_update", "/end_weight_update", "/weights_checker",
     "/release_memory_occupation", "/resume_memory_occupation",
     "/open_session", "/close_session",
@@ -52,7 +52,7 @@ def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]
     chat, completions, api = ChatApi(state), CompletionsApi(state), NativeApi(state)
     control, parse, experts, pages = ControlApi(state), ParseApi(state), ExpertsApi(state), PagesApi(state, metrics)
     engine, messages, created = EngineApi(state), AnthropicApi(state), ResponsesApi(state, state.responses)
-    vectors, scoring = EmbeddingsApi(state), ScoringApi(state)
+    vectors, scoring, trainer = EmbeddingsApi(state), ScoringApi(state), TrainerApi(state, engine.updates)
     # fmt: off
     yield Endpoint("/v1/chat/completions", chat.chat_completions, "POST", answers.ChatCompletion,
                    body=ChatRequest, event=answers.ChatChunk)
@@ -100,6 +100,12 @@ def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]
                    body=native.UpdateWeightsRequest)
     yield Endpoint("/update_weights_from_tensor", engine.update_tensors, "POST", native.WeightsUpdated,
                    body=native.UpdateTensorsRequest)
+    yield Endpoint("/init_weights_update_group", trainer.init_group, "POST", native.GroupChanged,
+                   body=native.InitGroupRequest)
+    yield Endpoint("/destroy_weights_update_group", trainer.destroy_group, "POST", native.GroupChanged,
+                   body=native.DestroyGroupRequest)
+    yield Endpoint("/update_weights_from_distributed", trainer.update_weights, "POST", native.WeightsUpdated,
+                   body=native.ReceiveWeightsRequest)
     yield Endpoint("/update_weight_version", engine.update_version, "POST", native.WeightVersionUpdated,
                    body=native.WeightVersionRequest)
     yield Endpoint("/get_weights_by_name", engine.weights_by_name, "GET POST", list[Any],

@@ -41,7 +41,7 @@ class EngineApi:
     def __init__(self, state: ServerState) -> None:
         self._frontend = state.frontend
         self._profiling = Profiling(state.client)
-        self._updates = WeightUpdates(state.frontend)
+        self.updates = WeightUpdates(state.frontend)
         self._pausing = Pausing(state.frontend)
         self._adapters = state.frontend.adapters
 
@@ -57,7 +57,7 @@ class EngineApi:
             message = "flush_cache: false would continue prompts cached with other weights; leave it out"
             raise InputError(message, field="flush_cache")
         abort = bool(asked.abort_all_requests)
-        updated = self._updates.update(asked.model_path, asked.load_format, asked.weight_version, abort=abort)
+        updated = self.updates.update(asked.model_path, asked.load_format, asked.weight_version, abort=abort)
         done = await asyncio.shield(asyncio.ensure_future(updated))  # continues if the client disconnects
         return _updated(done)
 
@@ -68,7 +68,7 @@ class EngineApi:
         or end as in /update_weights_from_disk. Pickles are refused.
         """
         asked = await read_weights_body(request, UpdateTensorsRequest)
-        updated = self._updates.update_tensors(
+        updated = self.updates.update_tensors(
             lambda files: files.add_serialized(asked.serialized_named_tensors),
             asked.weight_version,
             abort=bool(asked.abort_all_requests),

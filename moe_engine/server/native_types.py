@@ -52,6 +52,38 @@ class UpdateTensorsRequest(Struct):
     torch_empty_cache: bool | None = None
 
 
+class InitGroupRequest(Struct):
+    """A torch.distributed group whose rank 0 is a trainer; the engine's ranks begin at `rank_offset`."""
+
+    master_address: Annotated[str, Meta(min_length=1)]
+    master_port: Annotated[int, Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, Meta(ge=1)]
+    world_size: Annotated[int, Meta(ge=2)]
+    group_name: Annotated[str, Meta(min_length=1, max_length=256)] = "weight_update_group"
+    backend: Literal["nccl", "gloo"] = "nccl"
+    timeout: Annotated[float, Meta(gt=0, le=86400, description="seconds for all members to come")] = 300
+
+
+class DestroyGroupRequest(Struct):
+    group_name: Annotated[str, Meta(min_length=1, max_length=256)] = "weight_update_group"
+
+
+class ReceiveWeightsRequest(Struct):
+    """Whole tensors under the names of the checkpoint, in the order in which rank 0 of the group broadcasts them.
+    `dtypes`: torch's names."""
+
+    names: Annotated[list[str], Meta(min_length=1)]
+    dtypes: list[str]
+    shapes: list[list[Annotated[int, Meta(ge=0)]]]
+    group_name: Annotated[str, Meta(min_length=1, max_length=256)] = "weight_update_group"
+    load_format: Literal["auto"] | None = None
+    flush_cache: Annotated[bool | None, Meta(description="the prefix cache is flushed in any case")] = None
+    weight_version: str | None = None
+    abort_all_requests: bool | None = None
+    torch_empty_cache: bool | None = None
+    timeout: Annotated[float, Meta(gt=0, le=86400, description="seconds for all tensors to arrive")] = 300
+
+
 class WeightVersionRequest(Struct):
     """`abort_all_requests`: running requests end; else their answers keep the version that they began with."""
 
@@ -162,6 +194,11 @@ class WeightsUpdated(TypedDict):
     success: bool
     message: str
     num_paused_requests: int
+
+
+class GroupChanged(TypedDict):
+    success: bool
+    message: str
 
 
 class LoraChanged(TypedDict):

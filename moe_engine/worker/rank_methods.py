@@ -13,6 +13,7 @@ from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.lora_adapters import AdapterArgs, AdapterId, LoraAdapters
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.profiler import ProfileArgs, Profiler
+from moe_engine.worker.weight_groups import GroupName, JoinArgs, ReceiveArgs
 from moe_engine.worker.weight_read import ReadArgs
 from moe_engine.worker.weight_update import CheckpointArgs, TensorArgs, WeightUpdate
 
@@ -52,6 +53,13 @@ def _weight_methods(weights: WeightUpdate) -> dict[str, RankMethod]:
         "stage_weights": RankMethod(weights.stage, CheckpointArgs),
         "check_tensors": RankMethod(weights.check_tensors, TensorArgs),
         "stage_tensors": RankMethod(weights.stage_tensors, TensorArgs),
+        "check_received": RankMethod(weights.check_received, ReceiveArgs),
+        "stage_received": RankMethod(weights.stage_received, GroupName),
+        "list_groups": RankMethod(lambda _: weights.groups.facts()),
+        "join_group": RankMethod(weights.groups.join, JoinArgs),
+        "leave_group": RankMethod(weights.groups.leave, GroupName),
+        "receive_tensors": RankMethod(weights.groups.receive, ReceiveArgs),
+        "group_state": RankMethod(weights.groups.state, GroupName),
         "read_weight": RankMethod(weights.reading.read, ReadArgs),
         "commit_weights": RankMethod(lambda _: weights.commit()),
         "discard_weights": RankMethod(lambda _: weights.discard()),

@@ -54,6 +54,10 @@ class Ranks(FakeClient):
         values = {
             "check_weights": CHECKED,
             "check_tensors": CHECKED,
+            "check_received": CHECKED,
+            "list_groups": {"world_size": 2, "groups": []},
+            "group_state": {"busy": False, "error": ""},
+            "leave_group": True,
             "read_weight": self.weight,
             "start_profile": found.get("prefix"),
             "stop_profile": "a",
@@ -288,6 +292,31 @@ def test_a_profile_starts_on_all_ranks_or_none() -> None:
 def test_profile_options_that_are_refused(body: dict[str, Any]) -> None:
     response = post(Ranks(), "/start_profile", body)
     assert response.status_code == 400 and next(iter(body)) in response.json()["error"]["message"]
+
+
+def test_groups_of_trainers() -> None:
+    """The calls on the ranks, and what a failure leaves."""
+    group = {"master_address": "127.0.0.1", "master_port": 29555, "rank_offset": 1, "world_size": 3}
+    tensors = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]}
+    client = Ranks()
+    assert post(client, "/init_weights_update_group", group).json() == {
+        "success": True, "message": "Succeeded to initialize the weights update group weight_update_group.",
+    }  # fmt: skip
+    answer = post(client, "/update_weights_from_distributed", {**tensors, "weight_version": "7"})
+    assert answer.json()["message"] == "Succeeded to update model weights from the group weight_update_group."
+    assert post(client, "/destroy_weights_update_group", {}).json()["success"]
+    order = "list_groups join_group group_state check_received receive_tensors group_state is_idle stage_received"
+    assert client.called[:8] == order.split() and client.called[-2:] == ["commit_weights", "leave_group"]
+    for method in ("check_received", "stage_received"):
+        failing = Ranks(**{method: "out of order"})
+        answer = post(failing, "/update_weights_from_distributed", tensors)
+        assert answer.status_code == 400 and "was destroyed, init it again" in answer.json()["message"]
+        assert failing.called[-1] == "leave_group" and "commit_weights" not in failing.called
+    failing = Ranks(join_group="no")
+    assert post(failing, "/init_weights_update_group", group).status_code == 400
+    assert failing.called == ["list_groups", "join_group", "leave_group"]
+    for wrong in ({"rank_offset": 0}, {"world_size": 2}, {"backend": "mpi"}, {"timeout": 0}):
+        assert post(Ranks(), "/init_weights_update_group", {**group, **wrong}).status_code == 400, wrong
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
