@@ -29,6 +29,7 @@ from moe_engine.frontend.encoding import EncodeRequest, encode_input
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
 from moe_engine.frontend.group_updates import GROUP, GROUP_SECONDS, GroupUpdates, Trainer
+from moe_engine.frontend.memory_release import MemoryReleases
 from moe_engine.frontend.pausing import PauseMode, Pausing
 from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.served_adapters import AdapterChange
@@ -84,6 +85,7 @@ class Engine:
             self.info: EngineInfo = wait_ready(self._cores)
             self._frontend: Frontend = self._run(self._open(tokenizer))
             self._updates = WeightUpdates(self._frontend)
+            self._memory = MemoryReleases(self._frontend, self._updates)
             self._groups = GroupUpdates(self._frontend, self._updates)
         except BaseException:
             self._closed = True
@@ -236,6 +238,20 @@ class Engine:
     def continue_generation(self) -> None:
         """Continues after `pause_generation`."""
         self._run(Pausing(self._frontend).resume())
+
+    def release_memory_occupation(self, tags: list[str] | None = None) -> tuple[bool, str]:
+        """Gives memory of weights and KV cache back, as `/release_memory_occupation`: success, and a message.
+
+        Raises:
+            InputError: without `enable_memory_saver=True`, or an unknown tag.
+        """
+        done = self._run(self._memory.release(tags))
+        return done.success, done.message
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> tuple[bool, str]:
+        """Takes it again, as `/resume_memory_occupation`: success, and a message."""
+        done = self._run(self._memory.resume(tags))
+        return done.success, done.message
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterChange:
         """Loads a LoRA adapter, as `/load_lora_adapter`: `success`, `message` and the loaded `adapters`."""

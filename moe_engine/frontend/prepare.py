@@ -67,6 +67,7 @@ class FrontendSettings:
     """Max prompt tokens of one request, counting each copy: about 40 bytes each in the engine core. None: no limit."""
     enable_custom_logit_processor: bool = False
     """Whether requests may bring code that changes their logits."""
+    enable_memory_saver: bool = False
     random_seed: int = 0
     """Seed of the generator that draws seeds for requests without one."""
     grammars: GrammarSettings = field(default_factory=GrammarSettings)

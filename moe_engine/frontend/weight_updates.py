@@ -110,8 +110,8 @@ class WeightUpdates:
             change = Change("check_tensors", "stage_tensors", args, self._frontend.weights.model_path, done)
             return await self.alone(self.apply(change, version, abort))
 
-    async def alone(self, work: Coroutine[Any, Any, Updated]) -> Updated:
-        """The result of an update that runs without another; its errors as a message.
+    async def alone(self, work: Coroutine[Any, Any, Updated], failed: str = "the weights were not updated") -> Updated:
+        """The result of an update that runs without another; its errors as a message behind `failed`.
 
         Raises:
             EngineDeadError: no scheduler is alive.
@@ -125,9 +125,9 @@ class WeightUpdates:
         except EngineDeadError as error:
             if not self._client.health().alive:
                 raise
-            return Updated(False, f"the weights were not updated: {error}")
+            return Updated(False, f"{failed}: {error}")
         except MoeEngineError as error:
-            return Updated(False, f"the weights were not updated: {error}")
+            return Updated(False, f"{failed}: {error}")
         finally:
             self._running = False
 
@@ -143,7 +143,7 @@ class WeightUpdates:
                 if drain is None:
                     await client.call("pause", retract=True)  # their KV is of the old weights
                 else:
-                    await self._wait_idle()
+                    await self.wait_idle()
                 await self._stage(change)
                 await self._commit()
                 weights.replace(change.model_path, version)
@@ -159,7 +159,7 @@ class WeightUpdates:
     def _abort(self) -> None:
         self._frontend.abort(all=True, reason="Aborted by a weight update")
 
-    async def _wait_idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Until the schedulers have ended what the front end has: steps in flight, aborted requests."""
         deadline = time.monotonic() + IDLE_SECONDS
         while not all(await self._client.call("is_idle")):

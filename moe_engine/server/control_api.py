@@ -104,6 +104,7 @@ class ControlApi:
                     "last_gen_throughput": throughput,
                     "alive_dp_ranks": [rank for rank, health in enumerate(healths) if health.alive],
                     "lost_dp_ranks": {str(rank): health.dead for rank, health in enumerate(healths) if health.dead},
+                    "released_memory": sorted(self._state.frontend.released),
                     "internal_states": [{**s, "memory_usage": self._memory()} for s in internal],
                     "startup_time": self._state.started_at,
                     "version": version(),

@@ -39,7 +39,6 @@ from moe_engine.server.trainer_api import TrainerApi
 UNSUPPORTED_PATHS = (
     "/update_weights", "/update_weights_from_ipc",
     "/begin_weight_update", "/end_weight_update", "/weights_checker",
-    "/release_memory_occupation", "/resume_memory_occupation",
     "/open_session", "/close_session",
     "/configure_logging", "/set_internal_state",
     "/slow_down", "/freeze_gc", "/generate_from_file", "/clear_hicache_storage_backend", "/vertex_generate",
@@ -51,8 +50,8 @@ UNSUPPORTED_PATHS = (
 def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]:
     chat, completions, api = ChatApi(state), CompletionsApi(state), NativeApi(state)
     control, parse, experts, pages = ControlApi(state), ParseApi(state), ExpertsApi(state), PagesApi(state, metrics)
-    engine, messages, created = EngineApi(state), AnthropicApi(state), ResponsesApi(state, state.responses)
-    vectors, scoring, trainer = EmbeddingsApi(state), ScoringApi(state), TrainerApi(state, engine.updates)
+    messages, created = AnthropicApi(state), ResponsesApi(state, state.responses)
+    vectors, scoring = EmbeddingsApi(state), ScoringApi(state)
     # fmt: off
     yield Endpoint("/v1/chat/completions", chat.chat_completions, "POST", answers.ChatCompletion,
                    body=ChatRequest, event=answers.ChatChunk)
@@ -96,6 +95,22 @@ def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]
     yield Endpoint("/start_expert_distribution_record", experts.start, "GET POST", str, TEXT)
     yield Endpoint("/stop_expert_distribution_record", experts.stop, "GET POST", str, TEXT)
     yield Endpoint("/dump_expert_distribution_record", experts.dump, "GET POST", str, TEXT)
+    yield from _of_engine(EngineApi(state), state)
+    yield Endpoint("/experts", experts.page, answer=str, media=HTML)
+    yield Endpoint("/experts/data", experts.data, answer=native.ExpertView)
+    yield Endpoint("/metrics", pages.measured, answer=str, media=TEXT)
+    yield Endpoint("/", pages.root, answer=native.Root)
+    yield Endpoint("/openapi.json", pages.description, answer=native.OpenAPI)
+    yield Endpoint("/docs", pages.docs, answer=str, media=HTML)
+    # fmt: on
+    for path in UNSUPPORTED_PATHS:
+        yield Endpoint(path, control.not_implemented, "GET POST PUT", available=False)
+
+
+def _of_engine(engine: EngineApi, state: ServerState) -> Iterator[Endpoint]:
+    """Endpoints that call every scheduler or rank."""
+    trainer = TrainerApi(state, engine.updates)
+    # fmt: off
     yield Endpoint("/update_weights_from_disk", engine.update_weights, "POST", native.WeightsUpdated,
                    body=native.UpdateWeightsRequest)
     yield Endpoint("/update_weights_from_tensor", engine.update_tensors, "POST", native.WeightsUpdated,
@@ -115,14 +130,10 @@ def endpoints(state: ServerState, metrics: Metrics | None) -> Iterator[Endpoint]
                    body=native.UnloadLoraRequest)
     yield Endpoint("/pause_generation", engine.pause, "POST", native.Paused, body=native.PauseRequest)
     yield Endpoint("/continue_generation", engine.resume, "POST", native.Continued, body=native.ContinueRequest)
+    yield Endpoint("/release_memory_occupation", engine.release_memory, "GET POST", native.MemoryChanged,
+                   body=native.MemoryRequest)
+    yield Endpoint("/resume_memory_occupation", engine.resume_memory, "GET POST", native.MemoryChanged,
+                   body=native.MemoryRequest)
     yield Endpoint("/start_profile", engine.start_profile, "GET POST", str, TEXT, body=native.ProfileRequest)
     yield Endpoint("/stop_profile", engine.stop_profile, "GET POST", str, TEXT)
-    yield Endpoint("/experts", experts.page, answer=str, media=HTML)
-    yield Endpoint("/experts/data", experts.data, answer=native.ExpertView)
-    yield Endpoint("/metrics", pages.measured, answer=str, media=TEXT)
-    yield Endpoint("/", pages.root, answer=native.Root)
-    yield Endpoint("/openapi.json", pages.description, answer=native.OpenAPI)
-    yield Endpoint("/docs", pages.docs, answer=str, media=HTML)
     # fmt: on
-    for path in UNSUPPORTED_PATHS:
-        yield Endpoint(path, control.not_implemented, "GET POST PUT", available=False)

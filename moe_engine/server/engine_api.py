@@ -9,6 +9,7 @@ from fastapi import Request, Response
 from msgspec import Struct
 
 from moe_engine.errors import InputError
+from moe_engine.frontend.memory_release import MemoryReleases
 from moe_engine.frontend.pausing import Pausing
 from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.served_adapters import AdapterChange
@@ -20,6 +21,8 @@ from moe_engine.server.native_types import (
     ContinueRequest,
     LoadLoraRequest,
     LoraChanged,
+    MemoryChanged,
+    MemoryRequest,
     Paused,
     PauseRequest,
     ProfileRequest,
@@ -43,6 +46,7 @@ class EngineApi:
         self._profiling = Profiling(state.client)
         self.updates = WeightUpdates(state.frontend)
         self._pausing = Pausing(state.frontend)
+        self._memory = MemoryReleases(state.frontend, self.updates)
         self._adapters = state.frontend.adapters
 
     async def update_weights(self, request: Request) -> Response:
@@ -129,6 +133,25 @@ class EngineApi:
         message = "Generation continued successfully." if was_paused else "Generation was not paused."
         answer: Continued = {"status": "ok", "message": message}
         return json_response(answer)
+
+    async def release_memory(self, request: Request) -> Response:
+        """Gives the memory of weights and KV cache back to the system, until /resume_memory_occupation.
+
+        Needs --enable-memory-saver, and an idle engine or paused generation. Requests get 503 meanwhile.
+        """
+        asked = await _read_or_default(request, MemoryRequest)
+        return self._memory_changed(await asyncio.shield(asyncio.ensure_future(self._memory.release(asked.tags))))
+
+    async def resume_memory(self, request: Request) -> Response:
+        """Takes the memory again: the weights are as before, the KV cache is empty."""
+        asked = await _read_or_default(request, MemoryRequest)
+        return self._memory_changed(await asyncio.shield(asyncio.ensure_future(self._memory.resume(asked.tags))))
+
+    def _memory_changed(self, done: Updated) -> Response:
+        answer: MemoryChanged = {
+            "success": done.success, "message": done.message, "released": sorted(self._frontend.released),
+        }  # fmt: skip
+        return json_response(answer, 200 if done.success else 400)
 
     async def start_profile(self, request: Request) -> Response:
         """Starts a trace of every rank by torch's profiler.

@@ -139,6 +139,12 @@ class UnloadLoraRequest(Struct):
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
+class MemoryRequest(Struct):
+    """`tags`: "kv_cache", "weights"; null: both."""
+
+    tags: list[str] | None = None
+
+
 class ProfileRequest(Struct):
     """`output_dir`: default $SGLANG_TORCH_PROFILER_DIR, or the system's temporary folder."""
 
@@ -199,6 +205,14 @@ class WeightsUpdated(TypedDict):
 class GroupChanged(TypedDict):
     success: bool
     message: str
+
+
+class MemoryChanged(TypedDict):
+    """`released`: what is given back now."""
+
+    success: bool
+    message: str
+    released: list[str]
 
 
 class LoraChanged(TypedDict):
@@ -320,6 +334,7 @@ class ServerInfo(TypedDict):
     last_gen_throughput: float
     alive_dp_ranks: list[int]
     lost_dp_ranks: dict[str, str]
+    released_memory: list[str]
     internal_states: list[dict[str, Any]]
     startup_time: float
     version: str

@@ -207,11 +207,19 @@ class WeightUpdate:
         """Drops staged weights, if any."""
         self._staged = None
 
-    def _begin(self) -> None:
-        """Before new weights are staged: experts stay where they are."""
-        self._staged = None
+    def refuse(self, reason: str | None) -> None:
+        """Weights are neither replaced nor read from now on; None: they are again."""
+        self.refusal = self.reading.refusal = reason
+
+    def settle(self) -> None:
+        """Experts stay where they are until the next pass."""
         if self._experts.balance is not None:
             self._experts.balance.settle()
+
+    def _begin(self) -> None:
+        """Before new weights are staged."""
+        self._staged = None
+        self.settle()
 
     def _parts(self) -> list[Part]:
         return parts_of(self._runner)

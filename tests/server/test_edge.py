@@ -53,6 +53,8 @@ def test_what_changes_the_engine():
         "/init_weights_update_group",
         "/load_lora_adapter",
         "/pause_generation",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
         "/start_expert_distribution_record",
         "/start_profile",
         "/stop_expert_distribution_record",

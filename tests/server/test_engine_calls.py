@@ -58,6 +58,7 @@ class Ranks(FakeClient):
             "list_groups": {"world_size": 2, "groups": []},
             "group_state": {"busy": False, "error": ""},
             "leave_group": True,
+            "release_memory": {"kv_cache": 100},
             "read_weight": self.weight,
             "start_profile": found.get("prefix"),
             "stop_profile": "a",
@@ -317,6 +318,27 @@ def test_groups_of_trainers() -> None:
     assert failing.called == ["list_groups", "join_group", "leave_group"]
     for wrong in ({"rank_offset": 0}, {"world_size": 2}, {"backend": "mpi"}, {"timeout": 0}):
         assert post(Ranks(), "/init_weights_update_group", {**group, **wrong}).status_code == 400, wrong
+
+
+def test_requests_while_memory_is_released() -> None:
+    client = Ranks()
+
+    async def session(http: httpx.AsyncClient) -> None:
+        released = (await http.post("/release_memory_occupation", json={"tags": ["kv_cache"]})).json()
+        assert released["success"] and released["released"] == ["kv_cache"]
+        refused = await http.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and "/resume_memory_occupation" in refused.json()["error"]["message"]
+        assert (await http.get("/health_generate")).status_code == 503
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/server_info")).json()["released_memory"] == ["kv_cache"]
+        assert (await http.post("/resume_memory_occupation")).json()["released"] == []
+        assert (await http.post("/generate", json={"text": "x"})).status_code == 200
+
+    talk(client, session, enable_memory_saver=True)
+    assert post(client, "/release_memory_occupation", {}).status_code == 400
+    failing = Ranks(release_memory="no")
+    answer = post(failing, "/release_memory_occupation", {}, enable_memory_saver=True)
+    assert answer.status_code == 400 and answer.json()["released"] == [] and failing.called[-1] == "resume_memory"
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
