@@ -141,6 +141,7 @@ def engine_info(config: ResolvedConfig, worker: Worker) -> EngineInfo:
         model_type=model.model_type,
         architectures=(model.architecture,),
         vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
         pooling=model.pooling,
         weight_bytes=found.weight_bytes,

@@ -87,6 +87,8 @@ def _obstacles(
         yield "LoRA adapters are not available yet with it; leave out --enable-lora and --lora-paths"
     if args.memory.enable_memory_saver:
         yield "a recovery reads weights that may be released; leave out --enable-memory-saver"
+    if args.server.enable_return_hidden_states:
+        yield "a request that changes its rank would repeat hidden states; leave out --enable-return-hidden-states"
     if topology.cuts_dense:
         yield "dense layers are sharded over all ranks; give --moe-dense-tp-size 1"
     if not topology.enable_dp_lm_head:

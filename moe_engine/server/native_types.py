@@ -251,6 +251,8 @@ class MetaInfo(TypedDict):
     e2e_latency: NotRequired[float]
     first_token_latency: NotRequired[float]
     dp_rank: NotRequired[int]
+    hidden_states: NotRequired[list[Any]]
+    """At the end: of the prompt, [tokens][width]; then [width] for each output token but the last."""
     spec_verify_ct: NotRequired[int]
     spec_accept_length: NotRequired[float]
     spec_accept_rate: NotRequired[float]
