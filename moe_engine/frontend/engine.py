@@ -32,6 +32,7 @@ from moe_engine.frontend.group_updates import GROUP, GROUP_SECONDS, GroupUpdates
 from moe_engine.frontend.memory_release import MemoryReleases
 from moe_engine.frontend.pausing import PauseMode, Pausing
 from moe_engine.frontend.profiling import Profiling
+from moe_engine.frontend.run_settings import RunSettingsOfAll
 from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.frontend.weight_reads import read_weight
@@ -85,6 +86,7 @@ class Engine:
             self.info: EngineInfo = wait_ready(self._cores)
             self._frontend: Frontend = self._run(self._open(tokenizer))
             self._updates = WeightUpdates(self._frontend)
+            self._settings = RunSettingsOfAll(self._frontend.client)
             self._memory = MemoryReleases(self._frontend, self._updates)
             self._groups = GroupUpdates(self._frontend, self._updates)
         except BaseException:
@@ -252,6 +254,18 @@ class Engine:
         """Takes it again, as `/resume_memory_occupation`: success, and a message."""
         done = self._run(self._memory.resume(tags))
         return done.success, done.message
+
+    def set_internal_state(self, **server_args: Any) -> list[dict[str, Any]]:
+        """Changes settings of the schedulers, as `/set_internal_state`: the values in force, by scheduler.
+
+        Raises:
+            InputError: names the setting that cannot have the value; nothing has changed.
+        """
+        return self._run(self._settings.set(server_args))
+
+    def get_internal_state(self) -> list[dict[str, Any]]:
+        """The settings that can change, as `/get_internal_state`: `values` and `bounds`, by scheduler."""
+        return self._run(self._settings.get())
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterChange:
         """Loads a LoRA adapter, as `/load_lora_adapter`: `success`, `message` and the loaded `adapters`."""

@@ -40,7 +40,7 @@ UNSUPPORTED_PATHS = (
     "/update_weights", "/update_weights_from_ipc",
     "/begin_weight_update", "/end_weight_update", "/weights_checker",
     "/open_session", "/close_session",
-    "/configure_logging", "/set_internal_state",
+    "/configure_logging",
     "/slow_down", "/freeze_gc", "/generate_from_file", "/clear_hicache_storage_backend", "/vertex_generate",
     "/invocations",
     "/v1/audio/transcriptions", "/v1/files", "/v1/batches",
@@ -134,6 +134,8 @@ def _of_engine(engine: EngineApi, state: ServerState) -> Iterator[Endpoint]:
                    body=native.MemoryRequest)
     yield Endpoint("/resume_memory_occupation", engine.resume_memory, "GET POST", native.MemoryChanged,
                    body=native.MemoryRequest)
+    yield Endpoint("/set_internal_state", engine.set_state, "POST", native.StateSet, body=native.SetStateRequest)
+    yield Endpoint("/get_internal_state", engine.get_state, "GET", list[native.StateShown])
     yield Endpoint("/start_profile", engine.start_profile, "GET POST", str, TEXT, body=native.ProfileRequest)
     yield Endpoint("/stop_profile", engine.stop_profile, "GET POST", str, TEXT)
     # fmt: on

@@ -12,6 +12,7 @@ from moe_engine.errors import InputError
 from moe_engine.frontend.memory_release import MemoryReleases
 from moe_engine.frontend.pausing import Pausing
 from moe_engine.frontend.profiling import Profiling
+from moe_engine.frontend.run_settings import RunSettingsOfAll
 from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.weight_reads import read_weight
 from moe_engine.frontend.weight_updates import Updated, WeightUpdates
@@ -26,6 +27,8 @@ from moe_engine.server.native_types import (
     Paused,
     PauseRequest,
     ProfileRequest,
+    SetStateRequest,
+    StateSet,
     UnloadLoraRequest,
     UpdateTensorsRequest,
     UpdateWeightsRequest,
@@ -47,6 +50,7 @@ class EngineApi:
         self.updates = WeightUpdates(state.frontend)
         self._pausing = Pausing(state.frontend)
         self._memory = MemoryReleases(state.frontend, self.updates)
+        self._settings = RunSettingsOfAll(state.client)
         self._adapters = state.frontend.adapters
 
     async def update_weights(self, request: Request) -> Response:
@@ -152,6 +156,17 @@ class EngineApi:
             "success": done.success, "message": done.message, "released": sorted(self._frontend.released),
         }  # fmt: skip
         return json_response(answer, 200 if done.success else 400)
+
+    async def set_state(self, request: Request) -> Response:
+        """Changes settings of the schedulers while they run: all of the body's, or none with status 400."""
+        asked = await read_small(request, SetStateRequest)
+        values = await self._settings.set(asked.server_args)
+        answer: StateSet = {"updated": True, "server_args": values[0]}
+        return json_response(answer)
+
+    async def get_state(self, request: Request) -> Response:
+        """The settings of each scheduler that can change while it runs, with their bounds."""
+        return json_response(await self._settings.get())
 
     async def start_profile(self, request: Request) -> Response:
         """Starts a trace of every rank by torch's profiler.

@@ -139,6 +139,12 @@ class UnloadLoraRequest(Struct):
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
 
 
+class SetStateRequest(Struct):
+    """`server_args`: value by flag, of each scheduler; /get_internal_state has the flags with their bounds."""
+
+    server_args: dict[str, Any]
+
+
 class MemoryRequest(Struct):
     """`tags`: "kv_cache", "weights"; null: both."""
 
@@ -205,6 +211,20 @@ class WeightsUpdated(TypedDict):
 class GroupChanged(TypedDict):
     success: bool
     message: str
+
+
+class StateSet(TypedDict):
+    """`server_args`: the values in force, of the first scheduler."""
+
+    updated: bool
+    server_args: dict[str, Any]
+
+
+class StateShown(TypedDict):
+    """By scheduler. `bounds`: least and largest value of each setting."""
+
+    values: dict[str, Any]
+    bounds: dict[str, list[float | None]]
 
 
 class MemoryChanged(TypedDict):

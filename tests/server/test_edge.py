@@ -55,6 +55,7 @@ def test_what_changes_the_engine():
         "/pause_generation",
         "/release_memory_occupation",
         "/resume_memory_occupation",
+        "/set_internal_state",
         "/start_expert_distribution_record",
         "/start_profile",
         "/stop_expert_distribution_record",

@@ -341,6 +341,27 @@ def test_requests_while_memory_is_released() -> None:
     assert answer.status_code == 400 and answer.json()["released"] == [] and failing.called[-1] == "resume_memory"
 
 
+def test_settings_change_on_all_schedulers_or_on_none() -> None:
+    calls: list[dict[str, Any]] = []
+
+    class Schedulers(Ranks):
+        async def call(self, method: str, **args: Any) -> list[Any]:
+            calls.append(args)
+            if method == "settings":
+                return [{"values": {"a": 1}, "bounds": {"a": [1, None]}}]
+            refused = {"refused": "server_args.a: at most 3"}
+            return [{"values": {"a": 2}}, refused if args["changes"] == {"a": 4} else {"values": {"a": 2}}]
+
+    answer = post(Schedulers(), "/set_internal_state", {"server_args": {"a": 2}})
+    assert answer.json() == {"updated": True, "server_args": {"a": 2}}
+    assert calls == [{"changes": {"a": 2}, "check_only": check} for check in (True, False)]
+    calls.clear()
+    refused = post(Schedulers(), "/set_internal_state", {"server_args": {"a": 4}})
+    assert refused.status_code == 400 and "server_args.a: at most 3" in refused.json()["error"]["message"]
+    assert [call["check_only"] for call in calls] == [True]
+    assert get(Schedulers(), "/get_internal_state").json() == [{"values": {"a": 1}, "bounds": {"a": [1, None]}}]
+
+
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 def test_pauses_reach_every_scheduler(mode: str) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
