@@ -31,12 +31,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.report import add_result_options, table, write_result
-from benchmarks.stats import median
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.parallel.collectives import DistributedGroup, SingleRank
 from moe_engine.parallel.dispatch.build import Groups, build
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Mode
 from moe_engine.parallel.dispatch.tables import ROWS, DispatchChoice
+from moe_engine.tuning.stats import median
 
 BACKENDS = ("all_to_all", "shared_memory")
 MODES: tuple[Mode, ...] = ("normal", "low_latency")

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.stats import median, percentile
 from benchmarks.stub_model import stub_runner
 from moe_engine.core import messages
 from moe_engine.core.loop import EngineCore
@@ -33,6 +32,7 @@ from moe_engine.kernels.registry import select
 from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.tuning.stats import median, percentile
 from moe_engine.worker.worker import Worker
 
 TARGET_MS = 1.0

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.stats import median
 from benchmarks.step_work import MachineLimits
+from moe_engine.tuning.stats import median
 
 READ_MIB = 700
 GEMM_SIZE = 4096

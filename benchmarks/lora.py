@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import checkpoints, report
-from benchmarks.stats import median
 from moe_engine import Engine
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.lora_adapter import CONFIG_FILE, WEIGHTS_FILE, linear_shapes
+from moe_engine.tuning.stats import median
 
 TARGET = 0.7
 WAYS = ("without", "base", "adapters")

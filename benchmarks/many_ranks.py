@@ -17,9 +17,9 @@ import time
 from typing import Any
 
 from benchmarks import checkpoints, report
-from benchmarks.stats import median
 from moe_engine import Engine
 from moe_engine.core.dp_sync import DPSync, StepExchange
+from moe_engine.tuning.stats import median
 from moe_engine.types import StepFacts, StepPlan
 
 FORMS: dict[str, dict[str, Any]] = {

@@ -15,12 +15,12 @@ import time
 from typing import Any
 
 from benchmarks import report
-from benchmarks.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
-from benchmarks.serving_report import WIDTH, row
 from moe_engine import Engine
 from moe_engine.config.args import build_parser
 from moe_engine.config.flags import parse_flags
 from moe_engine.errors import ConfigError, MoeEngineError
+from moe_engine.tuning.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
+from moe_engine.tuning.serving_report import WIDTH, row
 
 WARMUP_REQUESTS = 16
 WARMUP_LEN = 16

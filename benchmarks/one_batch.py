@@ -19,14 +19,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import report
-from benchmarks.datasets import Vocabulary
-from benchmarks.stats import median
 from benchmarks.step_driver import BatchDriver, create_worker
 from benchmarks.step_work import MachineLimits, ModelWork
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.tuning.datasets import Vocabulary
+from moe_engine.tuning.stats import median
 
 FIRST_DECODES_SHOWN = 5
 WARMUP_OUTPUT_LEN = 8

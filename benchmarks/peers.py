@@ -17,8 +17,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from benchmarks.stats import mean, median
 from benchmarks.workloads import Workload
+from moe_engine.tuning.stats import mean, median
 
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 ATTENTIONS = ("sdpa", "eager")

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import QUIET_LOAD, RESULTS
-from benchmarks.stats import median
 from benchmarks.workloads import WORKLOADS
+from moe_engine.tuning.stats import median
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCK = re.compile(r"(<!-- figures: (\w+)((?: [\w.+-]+)+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)

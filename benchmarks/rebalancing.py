@@ -11,8 +11,8 @@ import argparse
 from typing import Any
 
 from benchmarks import checkpoints, report
-from benchmarks.stats import median
 from moe_engine import Engine
+from moe_engine.tuning.stats import median
 
 TARGET = 0.05
 

@@ -19,11 +19,11 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import checkpoints, report
-from benchmarks.stats import median
 from benchmarks.step_driver import BatchDriver, create_worker
 from moe_engine.config.args import EngineArgs
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.tuning.stats import median
 
 TARGETS = {"off": 0.01, "on": 0.05}
 COMPARED = {"again": "without", "off": "without", "on": "off"}

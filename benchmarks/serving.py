@@ -25,9 +25,10 @@ from typing import Any
 
 import httpx
 
-from benchmarks import report, serving_report
+from benchmarks import report
 from benchmarks.clients import BACKENDS, DEFAULT_PORTS, Answer, CallOptions
-from benchmarks.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
+from moe_engine.tuning import serving_report
+from moe_engine.tuning.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
 
 REQUEST_TIMEOUT_SECONDS = 6 * 3600
 RECORDED_OPTIONS = (

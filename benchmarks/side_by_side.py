@@ -26,9 +26,9 @@ from benchmarks import report
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint
 from benchmarks.limits import MeasuredLimits, Ruler, combine, limits_table
 from benchmarks.peers import EngineSide, Run, TransformersSide, agreement, float32_agreement
-from benchmarks.stats import median, spread
 from benchmarks.step_work import ModelWork
 from benchmarks.workloads import TARGETS, WORKLOADS, Target, Workload
+from moe_engine.tuning.stats import median, spread
 
 KV_TOKENS = 32768
 """KV pool of the engine: fits every workload, small compared to the weights."""

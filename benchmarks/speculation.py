@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.checkpoints import SHAPES
 from benchmarks.speculation_subjects import SUBJECTS, Subject, make_subject
-from benchmarks.stats import median, spread
+from moe_engine.tuning.stats import median, spread
 
 KV_TOKENS = 16384
 """KV pool of each engine: fits every request, small compared to the weights."""

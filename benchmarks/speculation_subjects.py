@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from benchmarks.datasets import Vocabulary
+from moe_engine.tuning.datasets import Vocabulary
 
 SUBJECTS = ("embedded", "agreeing", "random")
 MIN_REQUESTS = 4

@@ -17,7 +17,7 @@ import httpx
 
 from benchmarks import report
 from benchmarks.server_process import READY_LINE, ServerProcess
-from benchmarks.stats import median, spread
+from moe_engine.tuning.stats import median, spread
 
 TARGET_SECONDS = 6.0
 MARKS = (

@@ -217,6 +217,11 @@ class ModelConfig:
     """Of a model that is served for vectors; None: for text."""
     raw: Mapping[str, Any] | None = None
 
+    @cached_property
+    def known_sizes(self) -> dict[Any, int]:
+        """Sums over the model's tensors that were computed before, by their arguments (`models.sizes`)."""
+        return {}
+
     @property
     def context_length(self) -> int:
         """Max sequence length."""

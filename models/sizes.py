@@ -59,7 +59,10 @@ NGRAM_INDEX_BYTES, NGRAM_HOST_BYTES = 8, 40
 
 def num_parameters(config: ModelConfig, include_mtp: bool = False) -> int:
     """Unique parameters; the tied head and MTP's copies of embedding and head count once."""
-    return sum(spec.num_elements * spec.copies for spec in model_tensors(config, include_mtp))
+    if (key := ("parameters", include_mtp)) not in config.known_sizes:
+        counts = (spec.num_elements * spec.copies for spec in model_tensors(config, include_mtp))
+        config.known_sizes[key] = sum(counts)
+    return config.known_sizes[key]
 
 
 def weight_bytes(
@@ -72,6 +75,20 @@ def weight_bytes(
 ) -> int:
     """Weight bytes of one rank: activation dtype; norms, router and the rotary table (one for all layers) in float32;
     kv_b in both forms. For kernels that keep one copy (the reference rows), and projections of layers in `format`."""
+    key = ("weights", dtype_bytes, include_mtp, topology, redundant_experts, format)
+    if key not in config.known_sizes:  # a search over forms asks for the same sums many times
+        config.known_sizes[key] = _weight_bytes(config, dtype_bytes, include_mtp, topology, redundant_experts, format)
+    return config.known_sizes[key]
+
+
+def _weight_bytes(
+    config: ModelConfig,
+    dtype_bytes: int,
+    include_mtp: bool,
+    topology: Topology,
+    redundant_experts: int,
+    format: WeightFormat,
+) -> int:
     plain = wide = 0
     kept = Fraction(0)
     for spec in model_tensors(config, include_mtp):

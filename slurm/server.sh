@@ -5,10 +5,11 @@
 : "${RANKS_PER_NODE:=${SLURM_GPUS_ON_NODE:-1}}"
 
 # start_server FLAGS...: the layout of DeepSeek models over all ranks, then the user's flags, of which the last wins.
+# LAYOUT=flags: the user's flags alone, as `moe-engine plan --workload` prints them.
 # `moe-engine serve` reads the node ranks from the step's environment.
 start_server() {
   local ranks=$((SLURM_JOB_NUM_NODES * RANKS_PER_NODE)) layout=()
-  if ((ranks > 1)); then
+  if ((ranks > 1)) && [ "${LAYOUT:-}" != flags ]; then
     layout=(--tp-size "$ranks" --attn-dp-size "$ranks" --ep-size "$ranks" --moe-a2a-backend auto
       --moe-dense-tp-size 1 --enable-dp-lm-head)
   fi

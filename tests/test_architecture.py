@@ -48,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": BASE,
     "processes": {"errors"},
     "config": BASE | {"kernels", "parallel", "tokenizer"},
-    "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes"},
+    "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes", "scheduler"},
+    "tuning": BASE | MODEL | PLAN | {"processes", "scheduler", "core", "frontend"},
     "worker": BASE | MODEL | {"processes"},
     "core": BASE | MODEL | PLAN | {"logs", "processes", "scheduler", "worker"},
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
@@ -56,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
     "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic"},
     "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend"},
-    "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server"},
+    "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server", "tuning"},
     "launch_server": {"cli"},
     "__main__": {"cli"},
     "__init__": {"frontend", "models"},
@@ -75,7 +76,7 @@ NO_TORCH_FILES = (
     "launch_server",
     "__init__",
 )
-NO_TORCH = ("structured_output", "scheduler", "tokenizer", "server", "processes", *NO_TORCH_FILES)
+NO_TORCH = ("structured_output", "scheduler", "tokenizer", "server", "processes", "tuning", *NO_TORCH_FILES)
 TORCH_IN_FUNCTIONS_ONLY = ("config", "planning", "frontend", "core", "executor", "cluster", "cli")
 MAY_IMPORT_TORCH = ("moe_engine/cli/compile_kernels/",)
 """Rooms of the packages above that are imported by one command alone."""
@@ -115,6 +116,8 @@ MAY_NAME_ELASTIC = {
     "moe_engine/frontend/start.py",  # injects the policy
     "moe_engine/planning/resolve_elastic.py",
     "moe_engine/planning/resolve_parallel.py",
+    "moe_engine/cli/simulate.py",
+    "moe_engine/tuning/simulator/fleet.py",
 }
 
 

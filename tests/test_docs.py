@@ -33,6 +33,7 @@ SOURCES = (
     "slurm",
     "moe_engine/cli",
     "moe_engine/demo",
+    "moe_engine/tuning",
 )
 OTHERS = {
     "--nodes", "--gres", "--requeue", "--no-requeue", "--no-kill", "--signal", "--pty", "--ntasks-per-node",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.stats import median
+from moe_engine.tuning.stats import median
 
 FLUSH_BYTES = 512 << 20
 COPY_BYTES = 1 << 30

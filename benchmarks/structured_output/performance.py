@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.stats import median, percentile
 from moe_engine.frontend.engine import Engine
+from moe_engine.tuning.stats import median, percentile
 
 STREAMS = 32
 ENUM_SIZE = 5_000

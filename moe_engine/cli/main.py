@@ -21,6 +21,14 @@ COMMANDS = {
         "serve:plan",
         "show what `serve` would do with the same flags (all values with reasons, memory, kernels); starts nothing",
     ),
+    "calibrate": (
+        "calibrate:main",
+        "measure the step costs of a launch on this machine, for `simulate` and `plan`",
+    ),
+    "simulate": (
+        "simulate:main",
+        "simulate a launch under load: the real scheduler with measured step costs; starts nothing",
+    ),
     "doctor": (
         "doctor:main",
         "show memory, cores, compiler, libraries, which kernels run on this machine and why others do not",

@@ -28,6 +28,7 @@ examples:
   moe-engine plan                                         the model embedded in this package
   moe-engine plan --model-path /models/V2-Lite --tp 2 --ep 2
   moe-engine plan --config serve.yaml --json              machine-readable
+  moe-engine plan --model-path config.json --hardware 16xH200 --workload in=2000,out=100 --slo ttft=2s,itl=50ms
 
 Accepts all flags of `moe-engine serve`."""
 
@@ -57,7 +58,13 @@ def plan(argv: Sequence[str], prog: str) -> int:
         "--hardware", metavar="[Nx]GPU", help="plan for GPUs of another machine: h200, or 8xH200 for eight"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    from moe_engine.cli import plan_workload
+
+    plan_workload.add_flags(parser)
     values = parse_flags(parser, argv)
+    if own := plan_workload.take_flags(values):
+        hardware, as_json = values.pop("hardware"), values.pop("json", False)
+        return plan_workload.plan_workload(own, _engine_args(values), hardware, as_json)
     as_json, machine = values.pop("json", False), _machine(values)
     return _explain(_engine_args(values), as_json, machine)
 

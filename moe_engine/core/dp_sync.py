@@ -133,11 +133,17 @@ class PrefillTurns:
 
     def after(self, groups: tuple[StepFacts, ...]) -> None:
         """Decides for the step after one with these facts."""
-        waiting = sum(bool(facts.num_waiting) for facts in groups)
-        prefilled = any(facts.prefills for facts in groups)
+        self.after_counts(
+            len(groups),
+            sum(bool(facts.num_waiting) for facts in groups),
+            any(facts.prefills for facts in groups),
+            any(facts.num_running for facts in groups),
+        )
+
+    def after_counts(self, num_groups: int, waiting: int, prefilled: bool, decodes: bool) -> None:
+        """`after`, by the groups with waiting prompts, whether a group had prompts, and whether a group decodes."""
         self._held = 0 if prefilled or not waiting else self._held + 1
-        none_decodes = not any(facts.num_running for facts in groups)
-        self.open = none_decodes or 2 * waiting >= len(groups) or self._held >= self._patience
+        self.open = not decodes or 2 * waiting >= num_groups or self._held >= self._patience
 
 
 class DPSync:

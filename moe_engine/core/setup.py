@@ -20,7 +20,7 @@ from moe_engine.core.step_reporter import StepReporter
 from moe_engine.planning.ledger import GRAPHS_ROW
 from moe_engine.planning.machine import available_gb
 from moe_engine.planning.resolve import ResolvedConfig
-from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.planning.scheduler_limits import scheduler_config
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.structured_output.backend import GrammarBackend, GrammarSettings
 from moe_engine.structured_output.compiler import GrammarCompiler
@@ -116,20 +116,6 @@ def _first_half(flags: ParallelArgs, plan: StepPlan) -> int:
         return 0
     cut = find_cut(plan, flags.tbo_token_distribution_threshold)
     return cut.num_tokens if cut is not None else 0
-
-
-def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
-    """The scheduler's part of the configuration."""
-    flags = config.scheduling
-    return config.select(
-        SchedulerConfig,
-        num_slots=config.max_total_num_tokens,
-        max_rows=config.max_running_requests,
-        max_step_tokens=config.limits.num_tokens,
-        policy=flags.schedule_policy,
-        priority_preemption_threshold=flags.priority_scheduling_preemption_threshold,
-        vocab_size=config.model.vocab_size,
-    )
 
 
 def engine_info(config: ResolvedConfig, worker: Worker) -> EngineInfo:

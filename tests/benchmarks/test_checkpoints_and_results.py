@@ -12,12 +12,12 @@ from safetensors import safe_open
 
 from benchmarks import report, side_by_side, startup
 from benchmarks.checkpoints import SHAPES, ensure_checkpoint, parse_overrides
-from benchmarks.datasets import Vocabulary
 from benchmarks.limits import MeasuredLimits
 from benchmarks.peers import Run, agreement
 from benchmarks.step_driver import BatchDriver
 from benchmarks.step_work import ModelWork
 from benchmarks.workloads import TARGETS, WORKLOADS
+from moe_engine.tuning.datasets import Vocabulary
 from moe_engine.types import StepPlan, StepResult
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import serving
 from benchmarks.clients import BACKENDS, CallOptions
-from benchmarks.datasets import BenchRequest
+from moe_engine.tuning.datasets import BenchRequest
 
 
 def sse(*chunks: dict) -> bytes:

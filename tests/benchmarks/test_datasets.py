@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from benchmarks import datasets
-from benchmarks.datasets import Vocabulary
+from moe_engine.tuning import datasets
+from moe_engine.tuning.datasets import Vocabulary
 
 WORDS = {word: i + 10 for i, word in enumerate("abcdefgh")}
 

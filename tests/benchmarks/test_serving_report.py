@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks import serving_report
-from benchmarks.clients import Answer
-from benchmarks.stats import median, percentile, spread, std
+from moe_engine.tuning import serving_report
+from moe_engine.tuning.answer import Answer
+from moe_engine.tuning.stats import median, percentile, spread, std
 
 
 @pytest.mark.parametrize("q", [0, 25, 50, 90, 95, 99, 100])

@@ -106,6 +106,9 @@ CASES = [
     "cluster-check --nnodes 2 --dist-init-addr x", "cluster-check --nnodes 2 --dist-init-addr localhost:99999",
     "cluster-check --node-rank 5", "cluster-check --join-timeout -1", "cluster-check --engine-timeout nan",
     "compile", "compile --gpu unheard-of --output {files}/out", "compile --output {files}/out --tp 3",
+    "calibrate", "calibrate --output {files}/missing/x", "calibrate --output {files}/out --tp 3", "calibrate x",
+    "simulate", "simulate --cost-file {files}/missing", "simulate --cost-file {files}/text",
+    "simulate --cost-file {files}/text --num-prompts x", "simulate --cost-file {files}/folder", "simulate x",
     "bench unheard-of", "unheard-of", "--unheard-of", "plan --json-model-override-args {deep}",
 ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Metrics, table and chart of a serving run; names and rows are bench_serving's.
 
-No command of its own; used by `benchmarks.serving`.
+Used by `benchmarks.serving` and `moe-engine simulate`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients import Answer
-from benchmarks.stats import mean, median, percentile, std
+from moe_engine.tuning.answer import Answer
+from moe_engine.tuning.gap_histogram import GapHistogram
+from moe_engine.tuning.stats import mean, median, percentile, std
 
 WIDTH = 50
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
@@ -77,8 +78,13 @@ def figures(
     goodput: dict[str, float] | None = None,
     retokenized: int | None = None,
     accept_length: float | None = None,
+    gaps: GapHistogram | None = None,
 ) -> dict[str, Any]:
-    """The metrics of a run of `duration` seconds. Failed requests count only in ``failed``."""
+    """The metrics of a run of `duration` seconds. Failed requests count only in ``failed``.
+
+    Args:
+        gaps: the gaps between tokens, of answers whose `itl` is empty.
+    """
     done = [answer for answer in answers if answer.success]
     inputs, outputs = sum(a.prompt_len for a in done), sum(a.output_len for a in done)
     values: dict[str, Any] = {
@@ -102,7 +108,11 @@ def figures(
     values |= distribution("e2e_latency", [a.latency for a in done])
     values |= distribution("ttft", [a.ttft for a in done])
     values |= distribution("tpot", [a.tpot for a in done if a.tpot is not None])
-    values |= distribution("itl", [gap for a in done for gap in a.itl])
+    if gaps is None:
+        values |= distribution("itl", [gap for a in done for gap in a.itl])
+    else:
+        values |= gaps.distribution("itl")
+        values["max_output_tokens_per_s"] = gaps.peak_tokens
     if goodput:
         values["request_goodput"] = sum(is_good(a, goodput) for a in done) / duration
         values["goodput_limits_ms"] = goodput

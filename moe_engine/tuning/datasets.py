@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -59,10 +59,12 @@ class Vocabulary:
         )
 
 
-def add_dataset_arguments(parser: argparse.ArgumentParser, *, default_name: str = "sharegpt") -> None:
+def add_dataset_arguments(
+    parser: argparse.ArgumentParser, *, default_name: str = "sharegpt", more_names: Sequence[str] = ()
+) -> None:
     """bench_serving's options of the request set, with its defaults."""
     group = parser.add_argument_group("dataset")
-    group.add_argument("--dataset-name", default=default_name, choices=DATASETS)
+    group.add_argument("--dataset-name", default=default_name, choices=(*DATASETS, *more_names))
     group.add_argument(
         "--dataset-path", default="", help="ShareGPT JSON file (sharegpt; optional text source of random)"
     )
@@ -125,11 +127,25 @@ def random_requests(
     text_source: str = "",
 ) -> list[BenchRequest]:
     """Token ids of random lengths: from the text of a ShareGPT file if given, random ones otherwise."""
+    lengths = input_len, output_len, range_ratio
+    return list(iter_random_requests(count, *lengths, vocabulary, rng, text_source=text_source))
+
+
+def iter_random_requests(
+    count: int,
+    input_len: int,
+    output_len: int,
+    range_ratio: float,
+    vocabulary: Vocabulary,
+    rng: random.Random,
+    *,
+    text_source: str = "",
+) -> Iterator[BenchRequest]:
+    """`random_requests`, one by one."""
     if not 0 <= range_ratio <= 1:
         raise ValueError(f"--random-range-ratio is {range_ratio}; it must be in [0, 1]")
     texts = [question for question, _ in _conversations(text_source)] if text_source else []
     rng.shuffle(texts)
-    requests = []
     for index in range(count):
         want = sample_length(input_len, range_ratio, rng)
         if texts:
@@ -137,8 +153,7 @@ def random_requests(
             ids = (ids * -(-want // len(ids)))[:want]
         else:
             ids = rng.choices(vocabulary.plain_ids, k=want)
-        requests.append(BenchRequest(ids, want, sample_length(output_len, range_ratio, rng)))
-    return requests
+        yield BenchRequest(ids, want, sample_length(output_len, range_ratio, rng))
 
 
 def generated_shared_prefix(

@@ -1,0 +1,208 @@
+"""Fits the planner's constants of each engine to measured points, and judges them on points left out.
+
+    python -m benchmarks.planner_fit                 fit on all points of benchmarks/planner_points, write the constants
+    python -m benchmarks.planner_fit --halves 5      fit on random halves, judge on the others; writes nothing
+    python -m benchmarks.planner_fit --groups 5      the same with whole (model, GPU, engine) groups left out
+
+Levenberg-Marquardt in logarithms with a prior on every constant and a robust loss: some rows use MTP and do not say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.planner_points import Point, read_points
+from moe_engine.tuning.costs.efficiency import FOLDER, Efficiency, deviation_keys
+from moe_engine.tuning.costs.form import precision_of
+from moe_engine.tuning.costs.roofline import RooflineCost
+from moe_engine.tuning.hardware.table import parse_cluster
+from moe_engine.tuning.planner.steady import Load, steady_state
+
+PRIOR = {
+    "hbm": (0.7, 0.2), "experts_hbm": (0.6, 0.3), "flops": (0.5, 0.3), "attention_hbm": (0.6, 0.3),
+    "layer_us": (25, 0.7), "prefill_layer_us": (40, 0.8), "step_us": (500, 1.0), "row_us": (5, 1.0),
+    "message": (1.5, 0.5), "token_ns": (3, 0.7), "prompt_weight": (1, 0.4), "queue": (0.3, 1.0),
+    "request_ms": (15, 0.8),
+}  # fmt: skip
+"""Constants with their prior: median, and standard deviation of the logarithm."""
+
+MOST = {"hbm": 0.92, "experts_hbm": 0.92, "attention_hbm": 0.92, "flops": 0.85}
+KV = {"trtllm": "fp8"}
+SPREAD = 0.15
+"""Relative error beyond which a point counts linearly."""
+
+TTFT_WEIGHT = 0.25
+SHRINK = (4.0, 3.0, 2.0)
+"""Points that a deviation needs for half of its size, coarse to fine."""
+
+Residuals = np.ndarray  # [points, 2]: log(predicted / measured) of TPOT and TTFT
+
+
+def share_of(engine: str, x: np.ndarray) -> Efficiency:
+    """The constants of logarithms beside the prior."""
+    values: dict[str, Any] = {name: PRIOR[name][0] * math.exp(each) for name, each in zip(PRIOR, x)}
+    values = {name: min(value, MOST.get(name, value)) for name, value in values.items()}
+    return Efficiency(engine, kv=KV.get(engine, "bf16"), **values)
+
+
+def keys_of(point: Point) -> tuple[str, ...]:
+    return deviation_keys(point.facts, precision_of(point.dtype), point.gpu, point.form)
+
+
+def residuals(points: Sequence[Point], share: Efficiency) -> Residuals:
+    found = []
+    for point in points:
+        keys = keys_of(point)
+        cost = RooflineCost(
+            point.facts, point.form, precision_of(point.dtype, share.kv), parse_cluster(f"8x{point.gpu}"), share,
+            share.deviation(keys),
+        )  # fmt: skip
+        load = Load(point.prompt, point.prompt, point.output)
+        state = steady_state(
+            cost, point.form, load, point.concurrency, share, 16384, prompt_deviation=share.deviation(keys, prompt=True)
+        )
+        found.append((math.log(state.tpot_s * 1e3 / point.tpot_ms), math.log(state.ttft_s * 1e3 / point.ttft_ms)))
+    return np.array(found)
+
+
+def fit(points: Sequence[Point], engine: str) -> Efficiency:
+    """Constants, then deviations of models, GPUs and forms from them."""
+    x = _minimise(lambda x: residuals(points, share_of(engine, x)))
+    share = share_of(engine, x)
+    tpot = _deviations(points, residuals(points, share)[:, 0])
+    share = _with(share, tpot, {})
+    return _with(share, tpot, _deviations(points, residuals(points, share)[:, 1]))
+
+
+def _with(share: Efficiency, tpot: dict[str, float], ttft: dict[str, float]) -> Efficiency:
+    return Efficiency(**{**vars(share), "deviations": tpot, "prompt_deviations": ttft})
+
+
+def _deviations(points: Sequence[Point], errors: np.ndarray) -> dict[str, float]:
+    """Factors by key, each of what the coarser ones leave: the median, shrunk by the number of points."""
+    left, found = errors.copy(), {}
+    for level, shrink in enumerate(SHRINK):
+        members = defaultdict(list)
+        for i, point in enumerate(points):
+            members[keys_of(point)[level]].append(i)
+        for key, chosen in members.items():
+            settings = len({points[i].setting for i in chosen})  # repeated runs of a setting count once
+            factor = -float(np.median(left[chosen])) * settings / (settings + shrink)
+            left[chosen] += factor
+            if abs(factor) > 0.005:
+                found[key] = round(math.exp(factor), 4)
+    return found
+
+
+def _minimise(errors: Callable[[np.ndarray], Residuals], rounds: int = 15) -> np.ndarray:
+    x, damping = np.zeros(len(PRIOR)), 1.0
+    prior = 2 * SPREAD**2 / np.array([sd for _, sd in PRIOR.values()]) ** 2
+    scale = np.array([1.0, TTFT_WEIGHT])
+
+    def loss(r: Residuals, x: np.ndarray) -> float:
+        return float((2 * SPREAD**2 * (np.sqrt(1 + (r / SPREAD) ** 2) - 1) * scale).sum() + (prior * x * x).sum())
+
+    found = errors(x)
+    best = loss(found, x)
+    for _ in range(rounds):
+        slopes = np.array([((errors(x + 0.02 * row) - found) / 0.02).ravel() for row in np.eye(len(x))])
+        weights = (scale / np.sqrt(1 + (found / SPREAD) ** 2)).ravel()
+        normal = (slopes * weights) @ slopes.T + np.diag(prior)
+        gradient = (slopes * weights) @ found.ravel() + prior * x
+        before = best
+        for _ in range(5):
+            step = -np.linalg.solve(normal + damping * np.diag(np.diag(normal)), gradient)
+            trial = x + np.clip(step, -0.7, 0.7)
+            tried = errors(trial)
+            if (value := loss(tried, trial)) < best:
+                x, found, best, damping = trial, tried, value, max(damping / 4, 1e-3)
+                break
+            damping *= 4
+        if before - best < 1e-4 * before:
+            return x
+    return x
+
+
+def summary(name: str, errors: Residuals) -> str:
+    """A row of the report: relative errors, median and 90th percentile."""
+    e = np.abs(np.exp(errors) - 1)
+    tpot, ttft = e[:, 0], e[:, 1]
+    return (
+        f"{name:<58} {len(e):>5}  TPOT {np.median(tpot):6.1%} {np.quantile(tpot, 0.9):7.1%}"
+        f"  TTFT {np.median(ttft):6.1%} {np.quantile(ttft, 0.9):7.1%}"
+    )
+
+
+def judge(points: Sequence[Point], rounds: int, whole_groups: bool) -> list[str]:
+    """Fits on one part and judges on the other, `rounds` times with other draws; a report by model, GPU and engine."""
+    lines, groups = [], defaultdict(list)
+    for seed in range(rounds):
+        draw, everything = random.Random(seed), []
+        for engine in sorted({point.engine for point in points}):
+            own = [point for point in points if point.engine == engine]
+            fitted, judged = _split(own, draw, whole_groups)
+            errors = residuals(judged, fit(fitted, engine))
+            everything.append(errors)
+            for point, each in zip(judged, errors):
+                groups[f"{point.engine} {point.model} {point.gpu} {point.dtype}"].append(each)
+                groups[point.engine].append(each)
+        lines.append(summary(f"draw {seed}, all held-out points", np.concatenate(everything)))
+    return lines + [summary(name, np.array(groups[name])) for name in sorted(groups)]
+
+
+def _split(points: Sequence[Point], draw: random.Random, whole_groups: bool) -> tuple[list[Point], list[Point]]:
+    """Halves by setting, so that repeated runs of a setting stay together; or by (model, GPU)."""
+    names = sorted({(point.model, point.gpu) if whole_groups else point.setting for point in points})
+    chosen = set(draw.sample(names, len(names) // 2))
+    parts: tuple[list[Point], list[Point]] = ([], [])
+    for point in points:
+        parts[((point.model, point.gpu) if whole_groups else point.setting) not in chosen].append(point)
+    return parts
+
+
+def toml_of(share: Efficiency, count: int) -> str:
+    """The constants as a file of `moe_engine/tuning/data`."""
+    lines = [
+        f"# Constants of {share.engine}: see moe_engine/tuning/costs/efficiency.py for units.",
+        "[source]",
+        f'points = "{count} end-to-end points of aiconfigurator-core 0.12.0 (Apache-2.0)"',
+        f'date = "{datetime.date.today()}"',
+        'command = "python -m benchmarks.planner_fit"',
+        "",
+        "[constants]",
+        *(f"{name} = {getattr(share, name):.4g}" for name in PRIOR),
+        f'kv = "{share.kv}"',
+    ]
+    for table in ("deviations", "prompt_deviations"):
+        lines += ["", f"[{table}]", *(f'"{key}" = {value}' for key, value in sorted(getattr(share, table).items()))]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--points", type=Path, help="a CSV with the columns of benchmarks/planner_points/one_pool.csv")
+    parser.add_argument("--halves", type=int, default=0, help="number of random halves to judge on")
+    parser.add_argument("--groups", type=int, default=0, help="the same with whole groups left out")
+    args = parser.parse_args()
+    points = read_points(args.points) if args.points else read_points()
+    if args.halves or args.groups:
+        print("\n".join(judge(points, args.halves or args.groups, bool(args.groups))))
+        return
+    for engine in sorted({point.engine for point in points}):
+        own = [point for point in points if point.engine == engine]
+        share = fit(own, engine)
+        (FOLDER / f"{engine}.toml").write_text(toml_of(share, len(own)))
+        print(summary(f"{engine}, fitted points", residuals(own, share)))
+
+
+if __name__ == "__main__":
+    main()

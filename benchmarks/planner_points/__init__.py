@@ -1,0 +1,90 @@
+"""Measured end-to-end points of MoE models, for `benchmarks.planner_fit`; see NOTICE."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from moe_engine.tuning.costs.form import Form
+from moe_engine.tuning.costs.model_facts import ModelFacts, model_facts
+
+FOLDER = Path(__file__).parent
+GPUS = {"h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300"}
+ALIASES = {
+    "nvidia/DeepSeek-R1-NVFP4": "deepseek-ai/DeepSeek-R1",
+    "nvidia/DeepSeek-V3.1-NVFP4": "deepseek-ai/DeepSeek-V3",
+    "nvidia/Qwen3-32B-NVFP4": "Qwen/Qwen3-32B",
+}
+UNIFORM = 0.9
+"""Mean of lengths drawn between 0.8 and 1.0 of the nominal length, as InferenceX does."""
+
+NODE_GPUS = 8
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured point of one pool. Lengths are means in tokens."""
+
+    engine: str
+    model: str
+    gpu: str
+    dtype: str
+    form: Form
+    prompt: float
+    output: float
+    concurrency: float
+    ttft_ms: float
+    tpot_ms: float
+    setting: tuple[str, ...]
+
+    @property
+    def facts(self) -> ModelFacts:
+        return facts_of(self.model)
+
+
+@lru_cache
+def facts_of(model: str) -> ModelFacts:
+    configs = json.loads((FOLDER / "models.json").read_text())
+    return model_facts(configs[ALIASES.get(model, model)], model)
+
+
+def read_points(path: Path = FOLDER / "one_pool.csv") -> list[Point]:
+    """The points of a file with the columns of aiconfigurator's table."""
+    with path.open() as file:
+        return [_point(row) for row in csv.DictReader(file)]
+
+
+def _point(row: Mapping[str, Any]) -> Point:
+    sizes = (int(float(row[name] or 1)) for name in ("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size"))
+    form = form_of(*sizes, row["system"])
+    mean = UNIFORM if row["silicon_data_source"] else 1.0
+    names = ("model_path", "system", "backend", "precision", "isl", "osl", "concurrency")
+    return Point(
+        engine=row["backend"],
+        model=row["model_path"],
+        gpu=GPUS.get(row["system"], row["system"]),
+        dtype=row["precision"],
+        form=form,
+        prompt=float(row["isl"]) * mean,
+        output=float(row["osl"]) * mean,
+        concurrency=float(row["concurrency"]),
+        ttft_ms=float(row["silicon_ttft_ms"]),
+        tpot_ms=float(row["silicon_tpot_ms"]),
+        setting=(*(row[name] for name in names), str(form)),
+    )
+
+
+def form_of(tp: int, dp: int, moe_tp: int, ep: int, system: str) -> Form:
+    """The ranks of a row.
+
+    16 ranks of 8-GPU nodes without a network are 4 ranks with EP 4, whose product the table has taken twice.
+    """
+    ranks = max(tp * dp, moe_tp * ep)
+    if ranks == 16 and system in GPUS:
+        ranks, dp, ep = 4, min(dp, 4), 4
+    return Form(ranks, dp, ep if ranks % ep == 0 else 1, travels=dp > 1 and ep > 1)

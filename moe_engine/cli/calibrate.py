@@ -1,0 +1,162 @@
+"""``moe-engine calibrate``: starts a server with the given flags, measures its step costs and writes a cost file."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from moe_engine.config.args import EngineArgs, build_parser
+from moe_engine.config.flags import Parser, parse_flags
+from moe_engine.errors import ConfigError, MoeEngineError
+from moe_engine.planning.ledger import WEIGHT_ROWS
+from moe_engine.planning.prepare import prepare
+from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.tuning.calibration import Limits, Probes
+from moe_engine.tuning.costs.measured import CostFile
+from moe_engine.tuning.datasets import Vocabulary
+
+DESCRIPTION = "Starts a server with the given flags, measures its step costs, writes a cost file and stops the server."
+EPILOG = """\
+examples:
+  moe-engine calibrate --output costs.json                            the model embedded in this package
+  moe-engine calibrate --model-path /models/V2-Lite --tp 2 --output costs.json
+
+Nothing else should compute on the machine meanwhile. Accepts all flags of `moe-engine serve`."""
+START_SECONDS = 1800
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    own_parser = Parser(add_help=False, allow_abbrev=False)
+    own_parser.add_argument("--output", metavar="FILE", help="where the cost file goes (required)")
+    own, rest = own_parser.parse_known_args(list(argv))
+    parser = build_parser(prog, description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("--output", metavar="FILE", help="where the cost file goes (required)")
+    values = parse_flags(parser, rest)
+    values.pop("output", None)
+    args = EngineArgs.from_kwargs(**values)
+    if not own.output:
+        raise ConfigError("--output is missing: the file that `moe-engine simulate --cost-file` takes")
+    target = Path(own.output)
+    if not target.resolve().parent.is_dir():
+        raise ConfigError(f"--output {own.output}: its folder does not exist")
+    if args.parallel.nnodes > 1:
+        raise ConfigError("--nnodes: calibrate measures a server on one machine; run it on the first node alone")
+    config = prepare(args)
+    costs = _measure(rest, config)
+    costs = replace(costs, launch=_launch(config), machine=_machine(config))
+    target.write_text(costs.to_json(), encoding="utf-8")
+    print(f"wrote {own.output}\n{_summary(costs)}")
+    return 0
+
+
+def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
+    port = _free_port()
+    command = [sys.executable, "-m", "moe_engine", "serve", *flags, "--host", "127.0.0.1", "--port", str(port)]
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait(server, url, log)
+            info = httpx.get(f"{url}/server_info", timeout=60).json()
+            costs = asyncio.run(Probes(url, _limits(config)).run(_say))
+        finally:
+            server.terminate()
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+    return replace(costs, ledger=_ledger(config, info))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _say(text: str) -> None:
+    print(f"measuring: {text}", file=sys.stderr)
+
+
+def _wait(server: subprocess.Popen[bytes], url: str, log: Any) -> None:
+    """Until the server answers."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            log.seek(0)
+            last = log.read().decode(errors="replace").strip().splitlines()[-3:]
+            raise MoeEngineError(f"the server ended with code {server.returncode}: {' '.join(last)}")
+        try:
+            if httpx.get(f"{url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            time.sleep(0.2)
+    raise MoeEngineError(f"the server was not ready after {START_SECONDS} s")
+
+
+def _limits(config: ResolvedConfig) -> Limits:
+    speculation = config.speculation
+    if speculation is not None and speculation.auto_depth:
+        raise ConfigError(
+            "--speculative-num-steps auto: calibrate measures one depth; give a number, for instance "
+            f"--speculative-num-steps {speculation.num_steps}"
+        )
+    try:
+        vocab: Sequence[int] = Vocabulary.from_path(config.tokenizer_path).plain_ids
+    except FileNotFoundError:
+        vocab = range(1, config.model.vocab_size)
+    chunk = config.chunked_prefill_size
+    return Limits(
+        max_running=config.max_running_requests,
+        max_input=config.max_req_input_len,
+        pool=config.max_total_num_tokens,
+        chunk=chunk if chunk > 0 else config.max_req_input_len,
+        vocab=vocab,
+        drafts=speculation.num_steps if speculation is not None else 0,
+        num_groups=config.parallel.topology.attn_dp_size * config.args.parallel.dp_size,
+    )
+
+
+def _ledger(config: ResolvedConfig, info: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Bytes of the first rank: what the ledger predicted, and what was allocated."""
+    state = (info.get("internal_states") or [{}])[0]
+    weights = sum(config.ledger.bytes_of(name) for name in WEIGHT_ROWS)
+    found = {"weights": {"predicted": weights, "allocated": int(state.get("weight_bytes", 0))}}
+    kv_bytes = config.ledger.bytes_per_token * (config.max_total_num_tokens + config.page_size)
+    return found | {"kv cache": {"predicted": kv_bytes, "allocated": int(state.get("kv_bytes", 0))}}
+
+
+def _launch(config: ResolvedConfig) -> dict[str, Any]:
+    values = config.flat()
+    return {name: values[name] for name in sorted(config.args.given) if isinstance(values.get(name), (str, int, float))}
+
+
+def _machine(config: ResolvedConfig) -> dict[str, Any]:
+    machine = config.machine
+    return {"device": machine.device_name, "cores": machine.cores}
+
+
+def _summary(costs: CostFile) -> str:
+    (drafts, curve), *_ = costs.decode.items()
+    rows = ", ".join(f"{int(n)}: {s * 1e3:.2f} ms" for n, s in zip(curve.counts, curve.seconds))
+    prompts = ", ".join(f"{int(n)}: {s * 1e3:.2f} ms" for n, s in zip(costs.prefill.counts, costs.prefill.seconds))
+    lines = [
+        f"decode step{f' with {drafts} drafts' if drafts else ''}, by requests: {rows}",
+        f"prefill step, by tokens: {prompts}",
+        f"a context token of a decode: {costs.context_second * 1e9:.1f} ns; a pair of a prefill: "
+        f"{costs.pair_second * 1e9:.2f} ns; an answer outside the steps: {costs.answer_seconds * 1e3:.2f} ms",
+    ]
+    for name, sizes in costs.ledger.items():
+        lines.append(f"{name}: predicted {sizes['predicted']} bytes, allocated {sizes['allocated']}")
+    return "\n".join(lines)

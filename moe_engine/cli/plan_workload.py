@@ -1,0 +1,213 @@
+"""``moe-engine plan --workload``: searches the forms of parallelism for hardware that need not be here, or predicts the
+one that the flags name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError, MoeEngineError
+from moe_engine.models.config_fields import merge, read_json
+from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.checkpoint import locate
+from moe_engine.tuning.costs.efficiency import engines, load_efficiency
+from moe_engine.tuning.costs.form import WEIGHT_BYTES, Form
+from moe_engine.tuning.costs.model_facts import ModelFacts, model_facts
+from moe_engine.tuning.hardware.table import Cluster, gpu_names, link_names, parse_cluster
+from moe_engine.tuning.planner.candidate import Candidate
+from moe_engine.tuning.planner.given_form import OURS, given_form
+from moe_engine.tuning.planner.memory import EstimatedMemory, Memory, RoomOf
+from moe_engine.tuning.planner.plot import check_plot, plot_front
+from moe_engine.tuning.planner.predict import Predictor
+from moe_engine.tuning.planner.report import json_of, text_of
+from moe_engine.tuning.planner.search import Found, Plan, Search
+from moe_engine.tuning.planner.workload import Slo, Workload, parse_slo, parse_workload
+
+OWN = ("workload", "slo", "interconnect", "concurrency", "like", "top", "plot", "weight_dtype", "mtp_acceptance")
+FORM_FLAGS = ("tp_size", "attn_dp_size", "ep_size", "moe_a2a_backend", "dp_size")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The planner's flags beside those of `serve`."""
+    group = parser.add_argument_group("planning for a workload (with --hardware)")
+
+    def add(name: str, text: str, **options: Any) -> None:
+        group.add_argument(name, help=text, default=argparse.SUPPRESS, **options)
+
+    add("--workload", "mean lengths in tokens: in=2000,out=100[,shared=512,turns=4]; starts the search", metavar="TEXT")
+    add("--slo", "limits of the medians: ttft=2s,itl=50ms", metavar="TEXT")
+    add("--interconnect", f"network between nodes: {', '.join(link_names())}, or a TOML file", metavar="NAME|FILE")
+    add(
+        "--concurrency",
+        "requests at once; with a form given by flags (--tp-size ...) only that is predicted",
+        metavar="N",
+    )
+    add("--like", f"take the efficiency of an engine: {', '.join(engines())} (default: {OURS})", metavar="ENGINE")
+    add("--top", "number of plans to print (default: 3)", metavar="N")
+    add("--plot", "draw the Pareto front (needs matplotlib)", metavar="FILE.svg|png")
+    add(
+        "--weight-dtype",
+        f"dtype of the experts, if not that of config.json: {', '.join(WEIGHT_BYTES)}",
+        metavar="DTYPE",
+    )
+    add("--mtp-acceptance", "chance that a draft token is accepted after accepted ones (default: 0.8)", metavar="P")
+
+
+def take_flags(values: dict[str, Any]) -> dict[str, Any]:
+    """Removes the planner's flags from those of `serve`, and returns them. Raises ConfigError: one is missing."""
+    own = {name: values.pop(name) for name in OWN if name in values}
+    if own and "workload" not in own:
+        name = next(iter(own)).replace("_", "-")
+        raise ConfigError(f"--{name} belongs to --workload; add --workload in=2000,out=100")
+    if own and values.get("hardware") is None:
+        raise ConfigError(f"--workload needs --hardware, as in --hardware 16xH200; known: {', '.join(gpu_names())}")
+    return own
+
+
+def plan_workload(own: Mapping[str, Any], args: EngineArgs, hardware: str, as_json: bool) -> int:
+    """Prints plans. Raises ConfigError as the parts do."""
+    workload, slo = parse_workload(own["workload"]), parse_slo(own.get("slo"))
+    cluster = parse_cluster(hardware, own.get("interconnect"))
+    concurrency = _count(own, "concurrency", None)
+    top = _count(own, "top", 3)
+    plot = Path(own["plot"]) if "plot" in own else None
+    if plot is not None:
+        check_plot(plot)
+    predictor, memory = _predictor(own, args, cluster)
+    given = args.given & set(FORM_FLAGS)
+    if given and concurrency is not None:
+        found = _one(predictor, memory, args, workload, slo, concurrency)
+    else:
+        progress = _Progress()
+        search = Search(
+            predictor, memory, workload, slo, _kv(args, predictor), concurrency, _filter(args), progress.show
+        )
+        found = search.run(cluster.num_gpus, args.model.model_path or "MODEL", top or 3)
+        progress.done()
+    if plot is not None:
+        title = f"{args.model.model_path} on {hardware}, {workload.text}"
+        plot_front(found.front, title, plot)
+    print(json.dumps(json_of(found, cluster), indent=2) if as_json else text_of(found, cluster))
+    return 0
+
+
+def _predictor(own: Mapping[str, Any], args: EngineArgs, cluster: Cluster) -> tuple[Predictor, RoomOf]:
+    like = own.get("like", OURS)
+    share = load_efficiency(like)
+    folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
+    overrides = json.loads(args.model.json_model_override_args)
+    file = folder if folder.suffix == ".json" else folder / "config.json"
+    facts = model_facts(merge(read_json(file), overrides), str(file))
+    dtype = own.get("weight_dtype", facts.stored_dtype)
+    if dtype not in WEIGHT_BYTES:
+        raise ConfigError(f"--weight-dtype {dtype}: use one of {', '.join(WEIGHT_BYTES)}")
+    _check_experts(args, facts, str(file))
+    predictor = Predictor(facts, cluster, share, dtype, _acceptance(own))
+    try:
+        memory: RoomOf = Memory(load_model_config(folder, overrides), cluster, args)
+    except MoeEngineError:
+        if like == OURS:
+            raise
+        memory = EstimatedMemory(facts, cluster, dtype)
+        print(f"note: {OURS} does not serve this model; memory is estimated as for {like}", file=sys.stderr)
+    return predictor, memory
+
+
+def _check_experts(args: EngineArgs, facts: ModelFacts, file: str) -> None:
+    if not facts.num_experts and (args.parallel.ep_size > 1 or args.parallel.moe_a2a_backend != "none"):
+        raise ConfigError(f"{file}: the model has no experts; drop --ep-size and --moe-a2a-backend")
+
+
+def _acceptance(own: Mapping[str, Any]) -> float:
+    text = own.get("mtp_acceptance", "0.8")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ConfigError(f"--mtp-acceptance {text}: give a share between 0 and 1, as 0.8")
+    return value
+
+
+def _count(own: Mapping[str, Any], name: str, default: int | None) -> int | None:
+    if name not in own:
+        return default
+    try:
+        value = int(own[name])
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ConfigError(f"--{name} {own[name]}: give a whole number above 0")
+    return value
+
+
+def _kv(args: EngineArgs, predictor: Predictor) -> tuple[str, ...]:
+    """KV dtypes to try: what the user asked for, else both."""
+    asked = args.memory.kv_cache_dtype
+    if "kv_cache_dtype" in args.given and asked != "auto":
+        return ("fp8",) if asked.startswith("fp8") else ("bf16",)
+    return ("bf16", "fp8") if predictor.share.engine == OURS else (predictor.share.kv,)
+
+
+def _filter(args: EngineArgs) -> Any:
+    """Forms that the given flags allow."""
+    parallel, given = args.parallel, args.given
+
+    def kept(form: Form) -> bool:
+        asked = {
+            "tp_size": form.ranks == parallel.tp_size,
+            "attn_dp_size": form.attn_dp == parallel.attn_dp_size,
+            "ep_size": form.ep == parallel.ep_size,
+            "moe_a2a_backend": form.travels == (parallel.moe_a2a_backend != "none"),
+        }
+        return all(same for name, same in asked.items() if name in given)
+
+    return kept
+
+
+def _one(
+    predictor: Predictor, memory: RoomOf, args: EngineArgs, workload: Workload, slo: Slo, concurrency: int
+) -> Found:
+    """The form of the flags, predicted as it is."""
+    form, replicas = given_form(args, predictor.cluster, predictor.share.engine)
+    drafts = int(args.speculative.speculative_num_steps or 0) if args.speculative.speculative_algorithm else 0
+    rows = -(-concurrency // (form.attn_dp * replicas))
+    ours, room = predictor.share.engine == OURS, memory.as_given()
+    chunk = room.chunk if room.chunk > 0 else workload.prompt
+    candidate = Candidate(
+        form, replicas, _kv(args, predictor)[0] if "kv_cache_dtype" in args.given else predictor.share.kv, chunk, rows,
+        drafts, args.model.model_path or "MODEL",
+    )  # fmt: skip
+    if room.refusal and ours:
+        raise ConfigError(room.refusal)
+    if ours and (most := min(room.running, int(room.tokens / workload.load.held))) < rows:
+        print(f"note: {most} of {rows} requests of an attention group run at once, the others wait", file=sys.stderr)
+        candidate = candidate.with_rows(max(1, most))
+    prediction = predictor.predict(candidate, workload.load)
+    if (ratio := slo.missed(prediction.ttft_s, prediction.itl_s)) > 1:
+        print(f"note: --slo is missed by a factor of {ratio:.2f}", file=sys.stderr)
+    refused = {candidate.text: room.refusal} if room.refusal else {}
+    return Found((Plan(candidate, prediction, room),), ((candidate, prediction),), refused, 1)
+
+
+class _Progress:
+    """One line on stderr: rewritten on a terminal, else only the last."""
+
+    def __init__(self) -> None:
+        self._start, self._last = time.monotonic(), ""
+
+    def show(self, text: str) -> None:
+        self._last = text
+        if sys.stderr.isatty():
+            print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
+
+    def done(self) -> None:
+        if sys.stderr.isatty():
+            print("\r" + " " * 78 + "\r", end="", file=sys.stderr, flush=True)
+        print(f"{self._last}: done in {time.monotonic() - self._start:.1f} s", file=sys.stderr)

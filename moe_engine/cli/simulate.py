@@ -1,0 +1,276 @@
+"""``moe-engine simulate``: the production scheduler on a simulated clock, over a trace or generated traffic."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_engine.config.args import EngineArgs, build_parser
+from moe_engine.config.flags import Parser, parse_flags
+from moe_engine.errors import ConfigError
+from moe_engine.models.config_fields import merge, read_json
+from moe_engine.models.config_file import load_model_config
+from moe_engine.planning.checkpoint import locate
+from moe_engine.planning.prepare import prepare
+from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.scheduler_limits import scheduler_config
+from moe_engine.tuning import datasets, serving_report
+from moe_engine.tuning.costs.efficiency import load_efficiency
+from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
+from moe_engine.tuning.costs.model_facts import model_facts
+from moe_engine.tuning.costs.step_cost import StepCostModel
+from moe_engine.tuning.hardware.table import parse_cluster
+from moe_engine.tuning.planner.given_form import OURS, given_form
+from moe_engine.tuning.planner.memory import resolve_for
+from moe_engine.tuning.planner.predict import Predictor
+from moe_engine.tuning.simulator import report
+from moe_engine.tuning.simulator.agents import Agents, AgentShape
+from moe_engine.tuning.simulator.arrivals import NAMES, arrival_times
+from moe_engine.tuning.simulator.faults import Fault
+from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
+from moe_engine.tuning.simulator.replica import ReplicaSpec
+from moe_engine.tuning.simulator.traces import read_trace
+from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Workload
+
+EPILOG = """\
+examples:
+  moe-engine calibrate --output costs.json                    measure this machine
+  moe-engine simulate --cost-file costs.json --request-rate 4 --num-prompts 500 \\
+      --random-input-len 256 --random-output-len 64
+  moe-engine simulate --cost-file costs.json --dataset-name agentic --num-prompts 400
+  moe-engine simulate --model-path config.json --hardware 8xH200 --tp 8 --attn-dp-size 8 --ep-size 8 --request-rate 20
+  moe-engine simulate --cost-file costs.json --dataset-name trace --dataset-path conversation_trace.jsonl
+
+Accepts all flags of `moe-engine serve`: they are the deployment."""
+DESCRIPTION = "Simulates a deployment: the production scheduler on a simulated clock, with measured step costs."
+DRAFT_ACCEPTANCE = 0.8
+"""Of a draft after accepted ones, where nothing was measured; as the planner's."""
+OWN_NAMES = ("agentic", "trace")
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    own_parser = _own_parser()
+    own, rest = own_parser.parse_known_args(list(argv))
+    if {"-h", "--help"} & set(rest):
+        print(_help(prog))
+        return 0
+    args = EngineArgs.from_kwargs(**parse_flags(build_parser(prog, description="", epilog=""), rest))
+    _check(own)
+    config, source = _source(own, args)
+    spec = _fleet(own, config, source)
+    workload = _workload(own, config)
+    fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed)
+    began = time.perf_counter()
+    with report.progress(workload.total, not own.disable_tqdm) as advance:
+        outcome = fleet.run(advance, interval=own.sample_seconds)
+    values = report.figures(outcome, _goodput(own), time.perf_counter() - began)
+    rate, limit = own.request_rate, own.max_concurrency
+    print(serving_report.result_table(values, backend="simulated", request_rate=rate, max_concurrency=limit))
+    print(report.remarks(values, outcome))
+    if own.output_file:
+        record = {name: str(value) if isinstance(value, Path) else value for name, value in vars(own).items()}
+        Path(own.output_file).write_text(json.dumps(record | values, indent=1) + "\n", encoding="utf-8")
+    if own.plot:
+        report.draw(outcome, own.plot, config.max_total_num_tokens * spec.num_replicas * spec.replica.num_groups)
+    return 1 if values["failed"] else 0
+
+
+def _help(prog: str) -> str:
+    own = _own_parser().format_help().partition("\n\n")[2]
+    flags = build_parser(prog, description="", epilog=EPILOG).format_help().partition("\n\n")[2]
+    return f"usage: {prog} [options] [flags of moe-engine serve]\n\n{DESCRIPTION}\n\n{own}\n{flags}"
+
+
+def _own_parser() -> Parser:
+    parser = Parser(add_help=False, allow_abbrev=False)
+    costs = parser.add_argument_group("costs")
+    costs.add_argument("--cost-file", metavar="FILE", help="step costs that `moe-engine calibrate` measured")
+    costs.add_argument("--hardware", metavar="[Nx]GPU", help="step costs of `moe-engine plan`: 16xH200, or a TOML file")
+    costs.add_argument("--interconnect", metavar="NAME|FILE", help="with --hardware: network between nodes")
+    costs.add_argument("--like", metavar="ENGINE", default=OURS, help="with --hardware: efficiency of this engine")
+    costs.add_argument("--acceptance", metavar="RATE,...", help="chance that a draft at each position is accepted")
+    costs.add_argument(
+        "--expert-skew", type=float, default=1.0, help="load of the busiest rank's experts over the mean"
+    )
+    datasets.add_dataset_arguments(parser, default_name="random", more_names=OWN_NAMES)
+    agents = parser.add_argument_group("agentic dataset: sessions of several turns, with pauses for tools")
+    for option, default, text in (
+        ("--agent-turns", AgentShape.turns, "turns of a session"),
+        ("--agent-system-len", AgentShape.system_len, "tokens of a system prompt"),
+        ("--agent-input-len", AgentShape.input_len, "new tokens of a turn"),
+        ("--agent-output-len", AgentShape.output_len, "tokens of an answer"),
+        ("--agent-groups", AgentShape.groups, "different system prompts"),
+    ):
+        agents.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")
+    agents.add_argument("--agent-pause", type=float, default=AgentShape.pause, help="mean seconds between turns")
+    load = parser.add_argument_group("load")
+    load.add_argument(
+        "--request-rate", type=float, default=math.inf, help="requests (sessions) per second; inf: at once"
+    )
+    load.add_argument("--arrivals", choices=NAMES, default="poisson", help="times between requests (default: poisson)")
+    load.add_argument(
+        "--burstiness", type=float, default=1.0, help="of gamma arrivals: below 1 is burstier than Poisson"
+    )
+    load.add_argument("--max-concurrency", type=int, help="max concurrent requests")
+    faults = parser.add_argument_group("faults")
+    faults.add_argument("--fail", action="append", default=[], metavar="rank=N@t=SECONDSs", help="a rank is lost then")
+    faults.add_argument("--recovery-seconds", type=float, default=3.0, help="pause after a loss, with --elastic-ep")
+    faults.add_argument("--restart-seconds", type=float, default=120.0, help="no service after a loss, without it")
+    output = parser.add_argument_group("output")
+    output.add_argument("--goodput", nargs="+", metavar="METRIC:MS", help="ttft:MS tpot:MS e2el:MS; all must be met")
+    output.add_argument("--output-file", metavar="FILE.json", help="write the figures, keys as of bench serving")
+    output.add_argument("--plot", metavar="FILE.png", help="draw load, KV usage and throughput over time")
+    output.add_argument(
+        "--sample-seconds", type=float, default=1.0, help="simulated seconds between points of the plot"
+    )
+    output.add_argument("--exact", action="store_true", help="plan every step, also where nothing changes; slow")
+    output.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    return parser
+
+
+def _check(own: argparse.Namespace) -> None:
+    """Refuses impossible values, before anything is read."""
+    if (own.cost_file is None) == (own.hardware is None):
+        raise ConfigError(
+            "give either --cost-file FILE, which `moe-engine calibrate --output FILE` measures on this machine, or "
+            "--hardware, for instance --hardware 8xH200"
+        )
+    least = {
+        "num_prompts": 1, "random_input_len": 1, "random_output_len": 1,
+        "gsp_num_groups": 1, "gsp_prompts_per_group": 1,
+        "agent_turns": 1, "agent_groups": 1, "agent_input_len": 1, "agent_output_len": 1, "agent_system_len": 0,
+        "agent_pause": 0, "recovery_seconds": 0, "restart_seconds": 0, "expert_skew": 1, "max_concurrency": 1,
+    }  # fmt: skip
+    for name, bound in least.items():
+        value = getattr(own, name)
+        if value is not None and not bound <= value < 1e12:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; it must be at least {bound}")
+    for name in ("request_rate", "burstiness", "sample_seconds"):
+        if not getattr(own, name) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(own, name):g}; it must be above 0")
+    if own.arrivals != "poisson" and math.isinf(own.request_rate):
+        raise ConfigError(f"--arrivals {own.arrivals} needs a finite --request-rate")
+
+
+def _goodput(own: argparse.Namespace) -> dict[str, float]:
+    try:
+        return serving_report.parse_goodput(own.goodput)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where the seconds come from."""
+
+    costs: StepCostModel
+    answer_seconds: float
+    acceptance: tuple[float, ...]
+
+
+def _source(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig, _Source]:
+    """The launch, and its costs: of a cost file for this machine, or the planner's for another one."""
+    if own.hardware is None:
+        file = CostFile.load(own.cost_file)
+        return prepare(args), _Source(MeasuredCosts(file), file.answer_seconds, file.acceptance)
+    cluster = parse_cluster(own.hardware, own.interconnect)
+    share = load_efficiency(own.like)
+    form = given_form(args, cluster, share.engine)[0]
+    folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
+    overrides = json.loads(args.model.json_model_override_args)
+    config = resolve_for(args, load_model_config(folder, overrides), cluster)
+    path = str(folder if folder.suffix == ".json" else folder / "config.json")
+    facts = model_facts(merge(read_json(Path(path)), overrides), path)
+    kv = "fp8" if config.kv_cache_dtype.startswith("fp8") else "bf16"
+    costs = Predictor(facts, cluster, share, facts.stored_dtype).cost(form, kv)[0]
+    drafts = config.speculation.num_steps if config.speculation is not None else 0
+    return config, _Source(costs, share.request_ms * 1e-3, (DRAFT_ACCEPTANCE,) * drafts)
+
+
+def _fleet(own: argparse.Namespace, config: ResolvedConfig, source: _Source) -> FleetSpec:
+    parallel = config.args.parallel
+    topology = config.parallel.topology
+    groups = topology.attn_dp_size
+    num_ranks = topology.tp_size * parallel.dp_size
+    acceptance = source.acceptance
+    if own.acceptance:
+        try:
+            acceptance = tuple(float(rate) for rate in own.acceptance.split(","))
+        except ValueError:
+            acceptance = (-1.0,)
+        if not all(0 <= rate <= 1 for rate in acceptance):
+            raise ConfigError(f"--acceptance {own.acceptance}: write rates between 0 and 1, as in 0.8,0.6")
+    replica = ReplicaSpec(
+        scheduler_config(config),
+        source.costs,
+        groups,
+        overlap=not config.scheduling.disable_overlap_schedule,
+        acceptance=acceptance,
+        expert_skew=own.expert_skew,
+        exact=own.exact,
+    )
+    return FleetSpec(
+        replica,
+        parallel.dp_size,
+        parallel.load_balance_method,
+        faults=tuple(Fault.parse(text, num_ranks) for text in own.fail),
+        recovery_seconds=own.recovery_seconds,
+        restart_seconds=own.restart_seconds,
+        elastic=parallel.elastic_ep,
+    )
+
+
+def _workload(own: argparse.Namespace, config: ResolvedConfig) -> Workload:
+    """The requests of the options."""
+    times = arrival_times(own.arrivals, own.request_rate, random.Random(own.seed), burstiness=own.burstiness)
+    workload: Workload
+    if own.dataset_name == "agentic":
+        shape = AgentShape(
+            own.agent_turns, own.agent_system_len, own.agent_input_len, own.agent_output_len, own.agent_pause,
+            own.agent_groups,
+        )  # fmt: skip
+        workload = Agents(shape, times, max(own.num_prompts // own.agent_turns, 1), own.seed)
+    elif own.dataset_name == "trace":
+        arrivals = read_trace(own.dataset_path, own.num_prompts)
+        workload = Fixed(sorted(arrivals, key=lambda arrival: arrival.seconds), len(arrivals))
+    else:
+        workload = _dataset(own, config, times)
+    return Limited(workload, own.max_concurrency) if own.max_concurrency else workload
+
+
+def _dataset(own: argparse.Namespace, config: ResolvedConfig, times: Iterator[float]) -> Fixed:
+    """A request set of bench serving, with its times."""
+    try:
+        path = Path(config.tokenizer_path)
+        vocabulary = datasets.Vocabulary.from_path(
+            path if path.is_dir() or path.name == "tokenizer.json" else path.parent
+        )
+    except FileNotFoundError as error:
+        if own.dataset_name == "sharegpt":
+            raise ConfigError(f"--dataset-name sharegpt: {error}") from None
+        vocabulary = datasets.Vocabulary(lambda text: [], lambda ids: "", list(range(1, config.model.vocab_size)))
+    requests: Iterable[datasets.BenchRequest]
+    try:
+        if own.dataset_name.startswith("random") and not own.dataset_path:
+            shape = own.random_input_len, own.random_output_len, own.random_range_ratio
+            requests = datasets.iter_random_requests(own.num_prompts, *shape, vocabulary, random.Random(own.seed))
+            total = own.num_prompts
+        else:
+            requests = datasets.make_dataset(own, vocabulary)
+            total = len(requests)
+        if not 0 <= own.random_range_ratio <= 1:
+            raise ValueError(f"--random-range-ratio is {own.random_range_ratio}; it must be in [0, 1]")
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+    return Fixed((_arrival(request, seconds, vocabulary.encode) for request, seconds in zip(requests, times)), total)
+
+
+def _arrival(request: datasets.BenchRequest, seconds: float, encode: Callable[[str], list[int]]) -> Arrival:
+    prompt = request.prompt
+    return Arrival(seconds, encode(prompt) if isinstance(prompt, str) else prompt, request.output_len)

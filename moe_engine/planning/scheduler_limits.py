@@ -1,0 +1,20 @@
+"""The scheduler's part of a resolved configuration."""
+
+from __future__ import annotations
+
+from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.scheduler.config import SchedulerConfig
+
+
+def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
+    """The scheduler's part of the configuration."""
+    flags = config.scheduling
+    return config.select(
+        SchedulerConfig,
+        num_slots=config.max_total_num_tokens,
+        max_rows=config.max_running_requests,
+        max_step_tokens=config.limits.num_tokens,
+        policy=flags.schedule_policy,
+        priority_preemption_threshold=flags.priority_scheduling_preemption_threshold,
+        vocab_size=config.model.vocab_size,
+    )

@@ -1,0 +1,77 @@
+"""Several decode steps of a scheduler at once, while nothing else can happen: no request ends, joins or is retracted.
+
+A simulation spends most of its steps so. The result is that of as many calls of `Scheduler.schedule` and
+`Scheduler.update` (tests/scheduler/test_decode_run.py compares them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moe_engine.errors import MoeEngineError
+from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.types import Request
+
+
+def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int]) -> int:
+    """Decode steps that `run_decodes` may take now; 0 if the next plan may be another one.
+
+    Args:
+        remaining: tokens until a request ends by its content, beyond its `output_ids`.
+    """
+    table, flights = scheduler.table, scheduler._in_flight
+    decodes = table.decodes
+    if len(flights) != 1 or not decodes or scheduler.speculator is not None or scheduler._connector is not None:
+        return 0
+    record, kv_cache = flights[0], scheduler.kv_cache
+    busy = table.chunked is not None or table.aborting or scheduler._suspects or scheduler._preempting
+    if busy or record.prefilled or scheduler._to_cache or kv_cache.window_room is not None:
+        return 0
+    if record.sampled != decodes or (table.queue and kv_cache.slots.num_pending):
+        return 0
+    limit = min(min(remaining(r), r.max_new_tokens - len(r.output_ids) - 1) for r in decodes) - 1
+    if table.queue:
+        limit = min(limit, _steps_without_admission(scheduler))
+    page = kv_cache.page_size
+    pages = (kv_cache.slots.num_free + kv_cache.tree.num_evictable) // page // len(decodes)
+    return max(min(limit, pages * page - page + 1), 0)
+
+
+def run_decodes(scheduler: Scheduler, steps: int, first_token: Callable[[Request], int]) -> None:
+    """Plans `steps` decode steps, and applies the results of as many, the oldest of them in flight already.
+
+    Args:
+        first_token: of the next tokens of a request, which are numbered upwards.
+    """
+    table, kv_cache = scheduler.table, scheduler.kv_cache
+    record, decodes = scheduler._in_flight[0], table.decodes
+    kv_cache.retire(record.number + steps - 1)
+    if not kv_cache.make_room(kv_cache.decode_need(decodes, steps)):
+        raise MoeEngineError(f"no room for {steps} decode steps; ask decode_run_limit first")
+    for request in decodes:
+        slots = kv_cache.slots.alloc(steps, request.slots[-1], len(request.slots))
+        assert slots is not None
+        request.slots += slots
+        token = first_token(request)
+        request.output_ids.extend(range(token, token + steps))
+        request.num_computed += steps
+    table.row_writes.clear()
+    table.finished_rows.clear()
+    record.number += steps
+    kv_cache.step += steps
+    scheduler.totals.generated_tokens += steps * len(decodes)
+    scheduler._decode_steps += steps
+    scheduler._prefills_in_a_row = 0
+    ratio = scheduler.ratio
+    for _ in range(steps):
+        if ratio.value <= ratio.lowest:
+            break
+        ratio.decay()
+
+
+def _steps_without_admission(scheduler: Scheduler) -> int:
+    """Decode steps until waiting requests are looked at again."""
+    until = scheduler._retry_at
+    if scheduler.table.num_released == scheduler._released_at_pause:
+        until = max(until, scheduler._paused_until)
+    return until - scheduler._decode_steps

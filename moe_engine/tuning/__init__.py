@@ -1,0 +1,1 @@
+"""Measurements turned into settings: planner, simulator, doctor."""

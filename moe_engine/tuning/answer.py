@@ -1,0 +1,27 @@
+"""What a client, or a simulated one, measured of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Answer:
+    """Result of a request. Times in seconds; `ttft` 0 if no token arrived. `started` is on the monotonic clock."""
+
+    prompt_len: int
+    output_len: int = 0
+    success: bool = False
+    error: str = ""
+    text: str = ""
+    ttft: float = 0.0
+    latency: float = 0.0
+    itl: list[float] = field(default_factory=list)
+    started: float = 0.0
+    cached_tokens: int = 0
+    accept_length: float | None = None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds per token after the first; None for answers of one token."""
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else None

@@ -1,0 +1,49 @@
+"""Seconds of expert dispatch and combine: latency, and the bytes of the slower of NVLink and network."""
+
+from __future__ import annotations
+
+from moe_engine.tuning.costs.form import Form
+from moe_engine.tuning.costs.model_facts import ModelFacts
+from moe_engine.tuning.hardware.table import Cluster
+
+DISPATCH_BYTES, COMBINE_BYTES = 1.03, 2.0
+"""Of a channel: FP8 with scales, and bf16."""
+
+NEAR_SHARE = 0.55
+"""Of NVLink that dispatch reaches (aiconfigurator-core 0.12.0, deepep_h200_sxm: 213 to 295 of 450 GB/s)."""
+
+LOW_LATENCY_TOKENS = 512
+"""Above, the normal mode sends a row once to each node (DeepEP README)."""
+
+NEAR_US, FAR_US, NORMAL_US = 26.0, 22.0, 58.0
+"""Latency of dispatch + combine of one token on a node, of more nodes beside it, and of the normal mode beside it."""
+
+
+class AllToAll:
+    """Dispatch and combine of all MoE layers."""
+
+    def __init__(self, model: ModelFacts, form: Form, cluster: Cluster) -> None:
+        self.active = form.travels and form.ep > 1
+        if not self.active:
+            return
+        row = model.hidden * (DISPATCH_BYTES + COMBINE_BYTES)
+        domains = max(1.0, form.ranks / cluster.domain_size)
+        copies = model.top_k * (form.ranks - 1) / form.ranks
+        far_copies = model.top_k * (1 - 1 / domains)
+        near = row * (copies - far_copies) / (cluster.gpu.link_bytes_per_s * NEAR_SHARE)
+        self.low_s = max(near, row * far_copies / cluster.link.bytes_per_s)
+        hit = (domains - 1) * (1 - (1 - 1 / domains) ** model.top_k) if domains > 1 else 0.0
+        self.normal_s = max(near + row * hit / cluster.gpu.link_bytes_per_s, row * hit / cluster.link.bytes_per_s)
+        latency = NEAR_US * (3.0 / max(3.0, cluster.gpu.link_latency_us)) + (domains > 1) * FAR_US
+        self.latency_s = latency * 1e-6
+        self.normal_latency_s = NORMAL_US * 1e-6
+        self.layers = model.moe_layers
+
+    def seconds(self, tokens: int, skew: float) -> float:
+        """tokens: that this rank sends."""
+        if not self.active:
+            return 0.0
+        low = tokens * self.low_s
+        if tokens > LOW_LATENCY_TOKENS:
+            low = self.normal_latency_s + tokens * self.normal_s
+        return self.layers * (self.latency_s + low * skew)

@@ -1,0 +1,88 @@
+"""What share of the hardware an engine reaches, and its own times: fitted by `benchmarks.planner_fit`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
+
+from moe_engine.errors import ConfigError
+from moe_engine.tuning.costs.form import Form, Precision
+from moe_engine.tuning.costs.model_facts import ModelFacts
+
+FOLDER = Path(__file__).parents[1] / "data"
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Constants of one engine.
+
+    Attributes:
+        hbm, experts_hbm, attention_hbm: share of peak bandwidth of projections, routed experts and KV.
+        flops, attention_flops: share of the peak rate of large products and of attention.
+        layer_us: of one layer besides its bytes and operations: launches, gaps, small kernels.
+        prefill_layer_us: more of it in a step with prompts, which runs without a graph.
+        step_us, row_us: of a step on the host that the device waits for, and of one request in it.
+        message: factor on the latency of collectives. link: share of a link's bandwidth.
+        token_ns: of one prompt token in one layer besides products, per 1,000 channels: norms, routing, permutation.
+        prompt_weight: seconds that a decode loses for a second of others' prompts.
+        queue: share of the others' prompts that a new prompt waits for in a closed loop.
+        request_ms: of a request outside steps.
+        kv: dtype of the KV cache unless a launch says otherwise.
+        deviations: factor on the time of a step by `deviation_keys`, where it was measured.
+        prompt_deviations: the same for the time to the first token.
+    """
+
+    engine: str
+    hbm: float = 0.75
+    experts_hbm: float = 0.7
+    attention_hbm: float = 0.6
+    flops: float = 0.55
+    attention_flops: float = 0.45
+    layer_us: float = 30.0
+    prefill_layer_us: float = 40.0
+    step_us: float = 500.0
+    row_us: float = 5.0
+    message: float = 1.0
+    link: float = 0.6
+    token_ns: float = 3.0
+    prompt_weight: float = 1.0
+    queue: float = 0.3
+    request_ms: float = 10.0
+    kv: str = "bf16"
+    deviations: Mapping[str, float] = field(default_factory=dict)
+    prompt_deviations: Mapping[str, float] = field(default_factory=dict)
+
+    def deviation(self, keys: tuple[str, ...], prompt: bool = False) -> float:
+        """The product of the factors that are known."""
+        table, found = self.prompt_deviations if prompt else self.deviations, 1.0
+        for key in keys:
+            found *= table.get(key, 1.0)
+        return found
+
+
+def deviation_keys(model: ModelFacts, precision: Precision, gpu: str, form: Form, kind: str = "") -> tuple[str, ...]:
+    """Names of what a measured point has in common with another, coarse to fine: model and dtype, GPU, form."""
+    coarse = f"{kind}{model.key} {precision.experts}"
+    return coarse, f"{coarse} {gpu}", f"{coarse} {gpu} {form.ranks}/dp{form.attn_dp}/ep{form.ep}"
+
+
+def engines() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+@lru_cache
+def load_efficiency(engine: str) -> Efficiency:
+    """The constants of an engine.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    if engine not in engines():
+        raise ConfigError(f"--like {engine}: must be one of {', '.join(engines())}")
+    raw = tomllib.loads((FOLDER / f"{engine}.toml").read_text())
+    names = {item.name for item in fields(Efficiency)}
+    values = raw["constants"] | {name: raw.get(name, {}) for name in ("deviations", "prompt_deviations")}
+    return Efficiency(engine=engine, **{name: value for name, value in values.items() if name in names})

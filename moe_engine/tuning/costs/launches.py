@@ -1,0 +1,16 @@
+"""Seconds of a step that neither bytes nor operations explain: launches, gaps, small kernels."""
+
+from __future__ import annotations
+
+from moe_engine.tuning.costs.efficiency import Efficiency
+from moe_engine.tuning.costs.model_facts import ModelFacts
+from moe_engine.tuning.costs.step_cost import StepShape
+
+
+class Launches:
+    def __init__(self, model: ModelFacts, share: Efficiency) -> None:
+        self.decode_s = model.layers * share.layer_us * 1e-6
+        self.prefill_s = model.layers * share.prefill_layer_us * 1e-6
+
+    def seconds(self, shape: StepShape) -> float:
+        return self.decode_s + (self.prefill_s if shape.prefill_tokens else 0.0)

@@ -1,0 +1,124 @@
+"""Step costs of a cost file, which `moe-engine calibrate` measures on a running server."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.tuning.costs.step_cost import StepCost, StepShape
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds at measured counts, ascending; linear in between, and beyond the last two."""
+
+    counts: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, count: float) -> float:
+        counts, seconds = self.counts, self.seconds
+        if len(counts) == 1 or count <= counts[0]:
+            return seconds[0]
+        above = min(max(bisect_left(counts, count), 1), len(counts) - 1)
+        x0, x1, y0, y1 = counts[above - 1], counts[above], seconds[above - 1], seconds[above]
+        return max(y0 + (count - x0) * (y1 - y0) / (x1 - x0), 0.0)
+
+
+@dataclass(frozen=True)
+class CostFile:
+    """Measured costs of one launch. Seconds.
+
+    Attributes:
+        decode: step seconds over the number of requests, by drafts each; short contexts.
+        context_second: of each context token of a decoding request, beyond `context_base` a request.
+        prefill: step seconds over the number of prompt tokens, without a cached prefix.
+        pair_second: of each pair of a prompt token with a cached token.
+        answer_seconds: of an answer outside the engine's steps: HTTP, tokenization, detokenization.
+        acceptance: chance that a draft at each position is accepted if those before it are.
+        launch: flags of the server that was measured.
+        ledger: bytes by row: predicted and allocated.
+    """
+
+    decode: dict[int, Curve]
+    prefill: Curve
+    context_second: float = 0.0
+    context_base: float = 0.0
+    pair_second: float = 0.0
+    answer_seconds: float = 0.0
+    acceptance: tuple[float, ...] = ()
+    launch: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
+    ledger: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def load(cls, path: str) -> CostFile:
+        """Raises ConfigError: no cost file, or of another version."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--cost-file {path}: cannot read it: {error.strerror}") from None
+        except ValueError as error:
+            raise ConfigError(f"--cost-file {path}: not JSON: {error}") from None
+        if not isinstance(values, dict) or values.pop("version", None) != VERSION:
+            raise ConfigError(f"--cost-file {path}: not a cost file; `moe-engine calibrate --output {path}` writes one")
+        try:
+            values["decode"] = {int(drafts): _curve(curve) for drafts, curve in values["decode"].items()}
+            values["prefill"] = _curve(values["prefill"])
+            values["acceptance"] = tuple(map(float, values.get("acceptance", ())))
+            return cls(**values)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"--cost-file {path}: damaged: {error}; run `moe-engine calibrate` again") from None
+
+
+def _curve(values: dict[str, Any]) -> Curve:
+    counts, seconds = tuple(map(float, values["counts"])), tuple(map(float, values["seconds"]))
+    if not counts or len(counts) != len(seconds) or list(counts) != sorted(set(counts)) or min(seconds) <= 0:
+        raise ValueError("counts must ascend, with positive seconds for each")
+    return Curve(counts, seconds)
+
+
+class MeasuredCosts:
+    """`StepCostModel` of a cost file."""
+
+    def __init__(self, file: CostFile) -> None:
+        self._file = file
+        self._depths = sorted(file.decode)
+        self._least = min(file.prefill.seconds[0], file.decode[self._depths[0]].seconds[0])
+
+    def step(self, shape: StepShape) -> StepCost:
+        """A step with prompts and decodes costs both, without the fixed part of one of them."""
+        parts: dict[str, float] = {}
+        if shape.decode_rows:
+            parts["decode"] = self._decode(shape)
+        if shape.prefill_tokens:
+            own = shape.prefill_tokens * (shape.prefill_tokens + 1) // 2
+            cached = max(shape.prefill_pairs - own, 0)
+            parts["prefill"] = self._file.prefill.at(shape.prefill_tokens) + cached * self._file.pair_second
+        if not parts:
+            return StepCost(self._least, {"host": self._least})
+        seconds = sum(parts.values()) - (self._least if len(parts) > 1 else 0.0)
+        return StepCost(max(seconds, self._least), parts)
+
+    def _decode(self, shape: StepShape) -> float:
+        file, rows = self._file, shape.decode_rows
+        context = max(shape.decode_context - rows * file.context_base, 0.0)
+        return self._of_depth(shape.drafts, rows) + context * file.context_second
+
+    def _of_depth(self, drafts: int, rows: int) -> float:
+        """Linear between the measured depths."""
+        depths = self._depths
+        if drafts in self._file.decode or len(depths) == 1:
+            return self._file.decode.get(drafts, self._file.decode[depths[0]]).at(rows)
+        above = min(max(bisect_left(depths, drafts), 1), len(depths) - 1)
+        low, high = depths[above - 1], depths[above]
+        y0, y1 = self._file.decode[low].at(rows), self._file.decode[high].at(rows)
+        return max(y0 + (drafts - low) * (y1 - y0) / (high - low), 0.0)

@@ -1,0 +1,214 @@
+"""What the cost of a step depends on in a model: counts of weights, KV and operations, from config.json.
+
+Works for models that this engine does not serve (Gated DeltaNet layers, sliding windows, sparse attention), because
+the planner also predicts other engines. Legend: weights are elements, not bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.models.config_fields import Fields, text_fields
+
+CACHED_STATE_BYTES = 4
+"""Of a number in the state of a linear-attention layer: float32."""
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """Equal attention layers.
+
+    Attributes:
+        layers: their number. sharded, replicated: weights of one layer that an attention group splits, or that each
+            of its ranks has.
+        kv_width: cached numbers of a token, of which `kv_heads` ranks hold different parts (1: all the same, MLA).
+        decode_flops, prefill_flops: operations of a (query token, context token) pair over all heads.
+        limit: context tokens that a query reads at most (window, or the top-k of sparse attention); 0: all.
+        keeps: tokens whose KV stays cached; 0: all.
+        index_flops, index_width: of the indexer that chooses the tokens of sparse attention.
+        state_numbers: of a request, for layers without KV.
+    """
+
+    layers: int
+    sharded: int
+    replicated: int
+    kv_width: int = 0
+    kv_heads: int = 1
+    decode_flops: float = 0.0
+    prefill_flops: float = 0.0
+    limit: int = 0
+    keeps: int = 0
+    index_flops: float = 0.0
+    index_width: int = 0
+    state_numbers: int = 0
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model as the cost files see it. `expert` is one routed expert of one layer; the other weights are of one layer
+    of their kind, `head` of the whole model."""
+
+    name: str
+    hidden: int
+    vocab: int
+    layers: int
+    dense_layers: int
+    dense: int
+    shared: int
+    expert: int
+    num_experts: int
+    top_k: int
+    head: int
+    attention: tuple[AttentionFacts, ...]
+    stored_dtype: str
+    num_heads: int
+    mtp_layers: int = 0
+
+    @property
+    def key(self) -> str:
+        """Names the model by its sizes, which survive renamed checkpoints: ``61x7168x256``."""
+        return f"{self.layers}x{self.hidden}x{self.num_experts}"
+
+    @property
+    def moe_layers(self) -> int:
+        return self.layers - self.dense_layers
+
+    @property
+    def num_parameters(self) -> int:
+        """Of projections, experts and the head; norms, biases and the embedding are left out."""
+        attention = sum(group.layers * (group.sharded + group.replicated) for group in self.attention)
+        moe = self.moe_layers * (self.num_experts * (self.expert + self.hidden) + self.shared)
+        return attention + self.dense_layers * self.dense + moe + self.head
+
+
+def model_facts(raw: Mapping[str, Any], source: str = "config.json") -> ModelFacts:
+    """From the fields of config.json.
+
+    Raises:
+        ConfigError: a field is missing or has another type.
+    """
+    fields = Fields(text_fields(raw), source)
+    hidden, layers = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    experts = _first(fields, "n_routed_experts", "num_experts", "num_local_experts")
+    top_k = _first(fields, "num_experts_per_tok", "experts_per_token", "top_k_experts") if experts else 0
+    if experts and top_k > experts:
+        fields.fail("num_experts_per_tok", f"is {top_k}, above the {experts} experts")
+    own_width = _first(fields, "moe_intermediate_size")
+    width = fields.integer("intermediate_size", own_width or None)
+    expert = 3 * hidden * (own_width or width) if experts else 0
+    shared = _first(fields, "shared_expert_intermediate_size")
+    if not shared and experts:
+        shared = _first(fields, "n_shared_experts", "num_shared_experts") * (own_width or width)
+    dense_layers = min(layers, fields.integer("first_k_dense_replace", 0, minimum=0)) if experts else layers
+    return ModelFacts(
+        name=str((raw.get("architectures") or [raw.get("model_type", "model")])[0]),
+        hidden=hidden,
+        vocab=(vocab := fields.integer("vocab_size")),
+        layers=layers,
+        dense_layers=dense_layers,
+        dense=3 * hidden * (width or 0),
+        shared=3 * hidden * shared,
+        expert=expert,
+        num_experts=experts,
+        top_k=top_k,
+        head=vocab * hidden,
+        attention=_attention(fields, hidden, layers),
+        stored_dtype=stored_dtype(raw),
+        num_heads=fields.integer("num_attention_heads"),
+        mtp_layers=fields.integer("num_nextn_predict_layers", 0, minimum=0),
+    )
+
+
+def stored_dtype(raw: Mapping[str, Any]) -> str:
+    """``bf16``, ``fp8``, ``fp4`` or ``int4``: how the routed experts (or all projections) are stored."""
+    quantization = raw.get("quantization_config") or text_fields(raw).get("quantization_config") or {}
+    text = str(quantization).lower()
+    if not quantization:
+        return "bf16"
+    if "nvfp4" in text or "mxfp4" in text or "fp4" in text:
+        return "fp4"
+    if "'num_bits': 4" in text or "int4" in text or "awq" in text or "gptq" in text:
+        return "int4"
+    return "fp8"
+
+
+def _first(fields: Fields, *names: str) -> int:
+    """The first of these whole numbers that the file has, else 0."""
+    return next((fields.integer(name, minimum=0) for name in names if fields.has(name)), 0)
+
+
+def _attention(fields: Fields, hidden: int, layers: int) -> tuple[AttentionFacts, ...]:
+    if fields.has("kv_lora_rank"):
+        return (_latent(fields, hidden, layers),)
+    kinds = fields.raw.get("layer_types") or ["full_attention"] * layers
+    window = fields.raw.get("sliding_window") or 0
+    full = grouped = sum(kind == "full_attention" for kind in kinds)
+    sliding = sum(kind == "sliding_attention" for kind in kinds)
+    linear = len(kinds) - full - sliding
+    found = []
+    if grouped:
+        found.append(_grouped(fields, hidden, grouped, 0))
+    if sliding:
+        found.append(_grouped(fields, hidden, sliding, int(window)))
+    if linear:
+        found.append(_linear(fields, hidden, linear))
+    return tuple(found)
+
+
+def _latent(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
+    heads, latent = fields.integer("num_attention_heads"), fields.integer("kv_lora_rank")
+    query, nope = fields.integer("q_lora_rank", None), fields.integer("qk_nope_head_dim")
+    rope, value = fields.integer("qk_rope_head_dim"), fields.integer("v_head_dim")
+    limit, index = _first(fields, "index_topk"), _first(fields, "index_head_dim")
+    index_heads = _first(fields, "index_n_heads")
+    key = nope + rope
+    indexer = index * (hidden + index_heads * (query or hidden)) if limit else 0
+    sharded = heads * key * (query or hidden) + latent * heads * (nope + value) + heads * value * hidden
+    return AttentionFacts(
+        layers=layers,
+        sharded=sharded,
+        replicated=hidden * (latent + rope) + (hidden * query if query else 0) + indexer,
+        kv_width=latent + rope,
+        decode_flops=2.0 * heads * (2 * latent + rope),
+        prefill_flops=2.0 * heads * (key + value),
+        limit=limit,
+        index_flops=2.0 * index * index_heads if limit else 0.0,
+        index_width=index if limit else 0,
+    )
+
+
+def _grouped(fields: Fields, hidden: int, layers: int, window: int) -> AttentionFacts:
+    heads = fields.integer("num_attention_heads")
+    groups = fields.integer("num_key_value_heads", heads)
+    width = fields.integer("head_dim", hidden // heads)
+    gate = heads * width * hidden if fields.raw.get("attn_output_gate") else 0
+    flops = 4.0 * heads * width
+    return AttentionFacts(
+        layers=layers,
+        sharded=hidden * width * (2 * heads + 2 * groups) + gate,
+        replicated=0,
+        kv_width=2 * groups * width,
+        kv_heads=groups,
+        decode_flops=flops,
+        prefill_flops=flops,
+        limit=window,
+        keeps=window,
+    )
+
+
+def _linear(fields: Fields, hidden: int, layers: int) -> AttentionFacts:
+    """Layers with a state of fixed size (Gated DeltaNet): key heads x key width, value heads x value width."""
+    if not fields.has("linear_num_value_heads"):
+        raise ConfigError(f"{fields.source}: layer_types has layers that the planner does not know; remove them")
+    keys = fields.integer("linear_num_key_heads") * fields.integer("linear_key_head_dim")
+    heads, width = fields.integer("linear_num_value_heads"), fields.integer("linear_value_head_dim")
+    values = heads * width
+    return AttentionFacts(
+        layers=layers,
+        sharded=hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden,
+        replicated=0,
+        state_numbers=values * fields.integer("linear_key_head_dim"),
+    )

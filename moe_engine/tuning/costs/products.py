@@ -1,0 +1,58 @@
+"""Seconds of the projections, experts and head of a step: weights read once, or operations."""
+
+from __future__ import annotations
+
+from moe_engine.tuning.costs.efficiency import Efficiency
+from moe_engine.tuning.costs.form import WEIGHT_BYTES, Form, Precision
+from moe_engine.tuning.costs.model_facts import ModelFacts
+from moe_engine.tuning.hardware.table import GpuFacts
+
+COMPUTED = {"bf16": "bf16", "int4": "bf16", "fp8": "fp8", "fp4": "fp4"}
+"""Units that multiply weights of a dtype."""
+
+
+class Products:
+    """(seconds of bytes, seconds of operations) of each part of a step, on one rank."""
+
+    def __init__(self, model: ModelFacts, form: Form, precision: Precision, gpu: GpuFacts, share: Efficiency) -> None:
+        tp = form.attn_tp
+        whole = form.dense_whole or form.travels
+        cut = 1 if whole else form.ranks
+        attention = sum(each.layers * (each.sharded / tp + each.replicated) for each in model.attention)
+        beside = model.dense_layers * model.dense / cut + model.moe_layers * model.shared / cut
+        router = model.moe_layers * model.num_experts * model.hidden
+        other, bandwidth = WEIGHT_BYTES[precision.other], gpu.peak_bytes_per_s
+        rate = gpu.rate(COMPUTED[precision.other]) * share.flops
+        self.own_bytes_s = attention * other / (bandwidth * share.hbm)
+        self.own_flops_s = 2 * attention / rate  # of a token of this attention group
+        self.shared_bytes_s = (beside * other + router * 2) / (bandwidth * share.hbm)
+        self.shared_flops_s = 2 * (beside + router / (form.ranks if form.travels else 1)) / rate
+        self.everyone = not whole
+        head_cut = tp if form.attn_dp > 1 else form.ranks
+        self.head_bytes_s = 2 * model.head / head_cut / (bandwidth * share.hbm)
+        self.head_flops_s = 2 * model.head / head_cut / (gpu.rate("bf16") * share.flops)
+        self.num_experts, self.top_k = model.num_experts, model.top_k
+        self.unused = 1 - model.top_k / model.num_experts if model.num_experts else 1.0
+        local = (model.num_experts + form.redundant) / form.ep
+        held = model.moe_layers * model.expert / form.moe_tp
+        self.experts_bytes_s = local * held * WEIGHT_BYTES[precision.experts] / (bandwidth * share.experts_hbm)
+        peak = gpu.rate(COMPUTED[precision.experts]) * share.flops
+        self.experts_flops_s = 2 * model.top_k / form.ep * held / peak  # of a token of the expert-parallel group
+        self.token_s = model.layers * share.token_ns * 1e-12 * model.hidden * _NOMINAL / bandwidth
+
+    def parts(self, tokens: int, logits: int, everyone: int, skew: float) -> tuple[tuple[float, float], ...]:
+        """tokens, everyone: of this attention group, and of all of them. logits: rows that the head computes."""
+        shared = everyone if self.everyone else tokens
+        found = [
+            (self.own_bytes_s, self.own_flops_s * tokens),
+            (self.shared_bytes_s, self.shared_flops_s * shared),
+            (self.head_bytes_s, self.head_flops_s * logits),
+        ]
+        if self.num_experts:
+            touched = 1.0 - self.unused**everyone
+            found.append((self.experts_bytes_s * touched, self.experts_flops_s * everyone * skew))
+        return tuple(found)
+
+
+_NOMINAL = 4.8e12
+"""Bandwidth for which `token_ns` holds: small kernels are bound by bytes."""

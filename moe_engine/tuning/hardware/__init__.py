@@ -1,0 +1,1 @@
+"""Hardware as data: one TOML file a GPU (`gpus/`) and a network (`links/`)."""

@@ -1,0 +1,161 @@
+"""GPUs and interconnects by name or by file. A user's own file has the fields of those beside this module."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from moe_engine.errors import ConfigError
+from moe_engine.planning.hardware import GPU
+from moe_engine.planning.machine import Machine
+
+FOLDER = Path(__file__).parent
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """A GPU by its data sheet: bytes, seconds and dense operations; rates of one direction.
+
+    Attributes:
+        flops: peak operations a second by dtype: ``bf16``, ``fp8``, ``fp4``.
+        link_bytes_per_s, link_latency_us: to another GPU of the node.
+        domain_size: GPUs that reach each other by NVLink.
+        network: the interconnect between domains unless another is asked for.
+        relative_flops: share of the peak that large products reach, over that of an H100.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    peak_bytes_per_s: float
+    sustained_share: float
+    nvlink: bool
+    link_bytes_per_s: float
+    link_latency_us: float
+    gpus_per_node: int
+    domain_size: int
+    network: str
+    relative_flops: float
+    graph_node_us: float
+    eager_launch_us: float
+    flops: Mapping[str, float]
+
+    def rate(self, dtype: str) -> float:
+        """Operations a second; a dtype without units of its own runs in the next wider one. The peak of the data sheet,
+        unless products reach another share of it than on an H100."""
+        order = ("fp4", "fp8", "bf16")
+        wider = order[order.index(dtype) :] if dtype in order else ("bf16",)
+        return self.relative_flops * next(self.flops[each] for each in wider if each in self.flops)
+
+    def machine(self, count: int | None = None) -> Machine:
+        """A host with `count` of these GPUs, for `resolve`."""
+        return GPU(self.name, self.capability, self.memory_bytes, self.nvlink).machine(count)
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    """The network between nodes: bytes a second of one GPU and direction, and the latency of a message.
+
+    `domain_size`: GPUs in a domain of this network's own (NVLink of a rack); 0: that of the GPU.
+    """
+
+    bytes_per_s: float
+    latency_us: float
+    domain_size: int = 0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind and their network."""
+
+    gpu: GpuFacts
+    link: LinkFacts
+    num_gpus: int
+    gpu_key: str
+    link_key: str
+
+    @property
+    def domain_size(self) -> int:
+        """GPUs that reach each other by NVLink."""
+        return self.link.domain_size or self.gpu.domain_size
+
+
+def gpu_names() -> list[str]:
+    return sorted(path.stem for path in (FOLDER / "gpus").glob("*.toml"))
+
+
+def link_names() -> list[str]:
+    return sorted(path.stem for path in (FOLDER / "links").glob("*.toml"))
+
+
+def parse_cluster(hardware: str, interconnect: str | None = None) -> Cluster:
+    """``16xH200`` or ``16x/path/gpu.toml``, and the name or file of a network.
+
+    Raises:
+        ConfigError: an unknown name, a file that cannot be read, no number of GPUs.
+    """
+    found = re.fullmatch(r"(?:(\d+)\s*x\s*)?(\S+)", hardware.strip(), re.IGNORECASE)
+    if found is None or found[1] == "0":
+        raise ConfigError(f"--hardware {hardware!r}: give a number of GPUs and their name, as in 16xH200")
+    name = found[2]
+    if name.endswith(".toml"):
+        gpu = _read(Path(name), GpuFacts, "--hardware")
+    elif name.lower() in gpu_names():
+        name = name.lower()
+        gpu = _built_in("gpus", name, GpuFacts)
+    else:
+        raise ConfigError(
+            f"--hardware {hardware}: unknown GPU {name}; use one of {', '.join(gpu_names())}, or a TOML file with "
+            "the fields of those in moe_engine/tuning/hardware/gpus"
+        )
+    link_key = interconnect or gpu.network
+    return Cluster(gpu, parse_link(link_key), int(found[1] or 1), name, link_key)
+
+
+def parse_link(name: str) -> LinkFacts:
+    """A network by name or file. Raises ConfigError."""
+    if name.endswith(".toml"):
+        return _read(Path(name), LinkFacts, "--interconnect")
+    if name not in link_names():
+        raise ConfigError(
+            f"--interconnect {name}: use one of {', '.join(link_names())}, or a TOML file with "
+            "bytes_per_s and latency_us"
+        )
+    return _built_in("links", name, LinkFacts)
+
+
+@lru_cache
+def _built_in(folder: str, name: str, kind: type[T]) -> T:
+    return _read(FOLDER / folder / f"{name}.toml", kind, "")
+
+
+def _read(path: Path, kind: type[T], flag: str) -> T:
+    try:
+        raw = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{flag} {path}: cannot be read as TOML ({error})") from None
+    names = {item.name: item for item in fields(kind)}  # type: ignore[arg-type]
+    required = {"bytes_per_s", "latency_us"} if kind is LinkFacts else set(names)
+    if missing := sorted(required - raw.keys()):
+        raise ConfigError(f"{flag} {path}: {missing[0]} is missing; {kind.__name__} has {', '.join(names)}")
+    if extra := sorted(raw.keys() - names.keys()):
+        raise ConfigError(f"{flag} {path}: unknown field {extra[0]}; the fields are {', '.join(names)}")
+    return kind(**{name: _value(path, flag, name, value) for name, value in raw.items()})
+
+
+def _value(path: Path, flag: str, name: str, value: Any) -> Any:
+    """A checked value: every number is positive."""
+    if isinstance(value, list):
+        return tuple(value)
+    for number in value.values() if isinstance(value, dict) else [value]:
+        if isinstance(number, int | float) and not isinstance(number, bool) and number <= 0 and name != "domain_size":
+            raise ConfigError(f"{flag} {path}: {name} must be above 0, found {number}")
+    if name == "flops" and (not isinstance(value, dict) or "bf16" not in value):
+        raise ConfigError(f"{flag} {path}: flops needs bf16, as [flops] bf16 = 9.89e14")
+    return value

@@ -1,0 +1,123 @@
+"""The memory ledger of a candidate: `planning.resolve` decides, the very code that `serve` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import MoeEngineError
+from moe_engine.models.config import ModelConfig
+from moe_engine.planning.ledger import MemoryLedger, gb
+from moe_engine.planning.resolve import ResolvedConfig, resolve
+from moe_engine.tuning.costs.form import KV_BYTES, WEIGHT_BYTES, precision_of
+from moe_engine.tuning.costs.model_facts import ModelFacts
+from moe_engine.tuning.hardware.table import Cluster
+from moe_engine.tuning.planner.candidate import LEADER, Candidate
+
+
+@dataclass(frozen=True)
+class Room:
+    """What `serve` would do with a candidate: the ledger of a rank, or the refusal with its sum.
+
+    Attributes:
+        tokens: KV slots of an attention group. running: requests that a launch admits, of one attention group.
+        ledger: None: refused, or an estimate for a model that this engine does not serve.
+        refusal: empty if it fits.
+    """
+
+    tokens: int = 0
+    running: int = 0
+    ledger: MemoryLedger | None = None
+    refusal: str = ""
+    chunk: int = 8192
+    """Prompt tokens of a step of an attention group; -1: any number."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Of the launch, by field name: the user's and the candidate's."""
+
+
+class RoomOf(Protocol):
+    """Says what room a candidate has."""
+
+    def of(self, candidate: Candidate) -> Room: ...
+
+    def as_given(self) -> Room:
+        """Of the user's own flags."""
+
+
+def resolve_for(args: EngineArgs, model: ModelConfig, cluster: Cluster) -> ResolvedConfig:
+    """`resolve` for the first node of another machine. Raises as `resolve`."""
+    args = args.replace(device="cuda")
+    nodes = -(-args.parallel.tp_size // cluster.gpu.gpus_per_node)
+    if nodes > 1 and "nnodes" not in args.given:
+        args = args.replace(nnodes=nodes, dist_init_addr=LEADER)
+    return resolve(args, model, cluster.gpu.machine())
+
+
+class Memory:
+    """Ledgers of candidates by their flags; each is computed once."""
+
+    def __init__(self, model: ModelConfig, cluster: Cluster, given: EngineArgs) -> None:
+        self._model, self._cluster, self._given = model, cluster, given
+        self._found: dict[Candidate, Room] = {}
+
+    def of(self, candidate: Candidate) -> Room:
+        if candidate not in self._found:
+            self._found[candidate] = self._resolve(candidate)
+        return self._found[candidate]
+
+    def _resolve(self, candidate: Candidate) -> Room:
+        flags = candidate.flags(self._cluster)
+        fixed = {name: value for name, value in flags.items() if name not in self._given.given or name == "model_path"}
+        return self._room(fixed)
+
+    def as_given(self) -> Room:
+        return self._room({})
+
+    def _room(self, flags: dict[str, Any]) -> Room:
+        try:
+            config = resolve_for(self._given.replace(**flags), self._model, self._cluster)
+        except MoeEngineError as error:
+            return Room(refusal=str(error))
+        args = config.args
+        values = args.flat()
+        first = ("model_path", *(name for name in flags if name != "model_path"))
+        names = (*first, *sorted(args.given - {*first, "device"}))
+        return Room(
+            config.max_total_num_tokens, config.max_running_requests, config.ledger, "", config.chunked_prefill_size,
+            {name: values[name] for name in names if values[name] not in (None, False)},
+        )  # fmt: skip
+
+
+ESTIMATED_SHARE = 0.88
+"""Of the memory that other engines leave to weights and KV."""
+
+MOST_RUNNING = 4096
+
+
+class EstimatedMemory:
+    """For models that this engine does not serve, whose ledger therefore does not exist: weights and KV alone."""
+
+    def __init__(self, facts: ModelFacts, cluster: Cluster, dtype: str) -> None:
+        self._facts, self._limit, self._dtype = facts, cluster.gpu.memory_bytes * ESTIMATED_SHARE, dtype
+
+    def of(self, candidate: Candidate) -> Room:
+        facts, form = self._facts, candidate.form
+        precision = precision_of(self._dtype, candidate.kv)
+        experts = facts.moe_layers * (facts.num_experts + form.redundant) * facts.expert / form.ranks
+        attention = sum(each.layers * (each.sharded / form.attn_tp + each.replicated) for each in facts.attention)
+        beside = facts.dense_layers * facts.dense + facts.moe_layers * facts.shared + 2 * facts.head
+        other = attention + beside / (1 if form.dense_whole else form.ranks)
+        weights = experts * WEIGHT_BYTES[precision.experts] + other * WEIGHT_BYTES[precision.other]
+        widths = (
+            each.layers * each.kv_width / min(form.attn_tp, each.kv_heads) for each in facts.attention if not each.keeps
+        )
+        per_token = sum(widths) * KV_BYTES[precision.kv]
+        left = self._limit - weights
+        if left < per_token:
+            return Room(refusal=f"weights {gb(weights)} (estimate), but {gb(self._limit)} of a GPU are left for them")
+        return Room(int(left / per_token), MOST_RUNNING)
+
+    def as_given(self) -> Room:
+        return Room(MOST_RUNNING, MOST_RUNNING)

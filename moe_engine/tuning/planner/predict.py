@@ -1,0 +1,110 @@
+"""What a candidate does under a workload: rates, latencies, and what binds them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_engine.tuning.costs.efficiency import Efficiency, deviation_keys
+from moe_engine.tuning.costs.form import Form, precision_of
+from moe_engine.tuning.costs.model_facts import ModelFacts
+from moe_engine.tuning.costs.roofline import RooflineCost
+from moe_engine.tuning.hardware.table import Cluster
+from moe_engine.tuning.planner.candidate import Candidate
+from moe_engine.tuning.planner.steady import Load, Steady, steady_state
+
+TAIL = 4.6
+"""The 99th percentile of an exponential waiting time over its mean."""
+
+RARE = 0.01
+NAMES = {
+    "hbm": "HBM bytes", "flops": "FLOPs", "all_to_all": "all-to-all", "all_reduce": "all-reduce",
+    "launches": "launches", "host": "host",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds and tokens a second of all replicas. `binds`: share of a decode step and of a prompt by resource."""
+
+    ttft_s: float
+    ttft_p99_s: float
+    tpot_s: float
+    itl_s: float
+    itl_p99_s: float
+    output_per_s: float
+    input_per_s: float
+    gpus: int
+    decode_binds: Mapping[str, float]
+    prompt_binds: Mapping[str, float]
+
+    @property
+    def output_per_gpu(self) -> float:
+        return self.output_per_s / self.gpus
+
+
+class Predictor:
+    """Predictions for one model on one cluster, with the constants of one engine.
+
+    Args:
+        acceptance: chance that a draft token is accepted if those before it were.
+        dtype: of the experts' weights.
+    """
+
+    def __init__(
+        self, facts: ModelFacts, cluster: Cluster, share: Efficiency, dtype: str, acceptance: float = 0.8
+    ) -> None:
+        self.facts, self.cluster, self.share, self.dtype, self.acceptance = facts, cluster, share, dtype, acceptance
+        self._costs: dict[tuple[Form, str], tuple[RooflineCost, float]] = {}
+
+    def cost(self, form: Form, kv: str) -> tuple[RooflineCost, float]:
+        """The cost model of a form, and the measured factor on times to the first token."""
+        key = (form, kv)
+        if key not in self._costs:
+            precision = precision_of(self.dtype, kv)
+            plain = dataclasses.replace(form, redundant=0, overlap=False)
+            keys = deviation_keys(self.facts, precision, self.cluster.gpu_key, plain)
+            model = RooflineCost(self.facts, form, precision, self.cluster, self.share, self.share.deviation(keys))
+            self._costs[key] = model, self.share.deviation(keys, prompt=True)
+        return self._costs[key]
+
+    def accepted(self, drafts: int) -> float:
+        """Mean accepted draft tokens of a step."""
+        return sum(self.acceptance**place for place in range(1, drafts + 1))
+
+    def predict(self, candidate: Candidate, load: Load) -> Prediction:
+        form = candidate.form
+        cost, late = self.cost(form, candidate.kv)
+        state = steady_state(
+            cost, form, load, candidate.rows * form.attn_dp, self.share, candidate.chunk, candidate.drafts,
+            self.accepted(candidate.drafts), separate=candidate.separate == "decode", prompt_deviation=late,
+        )  # fmt: skip
+        return _prediction(state, candidate, load, self.accepted(candidate.drafts), self.share)
+
+
+def _prediction(state: Steady, candidate: Candidate, load: Load, accepted: float, share: Efficiency) -> Prediction:
+    itl = state.step_s / (1 + accepted)
+    chunks = max(1.0, load.computed / candidate.chunk)
+    step_with_prompt = state.step_s + state.prompt_s / chunks
+    mixed = state.busy * state.tpot_s * load.output / max(1e-9, step_with_prompt) / max(1.0, load.output)
+    waiting = max(0.0, state.ttft_s - share.request_ms * 1e-3 - state.prompt_s)
+    output = state.output_per_s * candidate.replicas
+    return Prediction(
+        ttft_s=state.ttft_s,
+        ttft_p99_s=state.ttft_s + (TAIL - 1) * waiting,
+        tpot_s=state.tpot_s,
+        itl_s=itl if mixed < 0.5 else step_with_prompt,
+        itl_p99_s=step_with_prompt if mixed > RARE else state.step_s,
+        output_per_s=output,
+        input_per_s=output * load.computed / load.output,
+        gpus=candidate.gpus,
+        decode_binds=_shares(state.decode_parts),
+        prompt_binds=_shares(state.prompt_parts),
+    )
+
+
+def _shares(parts: Mapping[str, float]) -> dict[str, float]:
+    """Largest first."""
+    total = sum(parts.values()) or 1.0
+    return dict(sorted(((name, value / total) for name, value in parts.items()), key=lambda pair: -pair[1]))

@@ -1,0 +1,118 @@
+"""The steady state of one replica under a fixed number of concurrent requests (closed loop).
+
+A request's tokens wait for the decode steps of its batch and for the prompts that the others bring meanwhile: each of
+the N requests computes one prompt while N - 1 others pass. Legend: N concurrency of a replica, n rows of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moe_engine.tuning.costs.efficiency import Efficiency
+from moe_engine.tuning.costs.form import Form
+from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
+
+UNEVEN = 0.5
+"""Exponent of the attention groups with which their prompts delay each other: 0 if all prefill in the same steps, 1 if
+never."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of a workload: mean computed prompt tokens (prefix hits left out), prompt tokens and output tokens."""
+
+    computed: float
+    prompt: float
+    output: float
+
+    @property
+    def held(self) -> float:
+        """KV slots of a request when it ends."""
+        return self.prompt + self.output
+
+
+@dataclass(frozen=True)
+class Steady:
+    """Of one replica: seconds to the first token (mean, without its own transfer), between tokens, output tokens a
+    second, and what a decode step and a prompt consist of.
+
+    Attributes:
+        step_s: of a decode step alone. prompt_s: that a prompt adds to the steps it is in.
+        busy: share of the time in which prompts are computed.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    output_per_s: float
+    step_s: float
+    prompt_s: float
+    busy: float
+    decode_parts: Mapping[str, float]
+    prompt_parts: Mapping[str, float]
+
+
+def steady_state(
+    cost: StepCostModel,
+    form: Form,
+    load: Load,
+    concurrency: float,
+    share: Efficiency,
+    chunk: int = 8192,
+    drafts: int = 0,
+    accepted: float = 0.0,
+    separate: bool = False,
+    prompt_deviation: float = 1.0,
+) -> Steady:
+    """Predicts a replica.
+
+    Args:
+        concurrency: running requests of the replica. chunk: prompt tokens of a step of one attention group.
+        drafts, accepted: draft tokens a step verifies, and how many of them it accepts on average.
+        separate: prompts are computed by other engines.
+        prompt_deviation: measured factor on the time to the first token.
+    """
+    rows = max(1, round(concurrency / form.attn_dp + 0.499))
+    everyone = max(1, round(concurrency))
+    context = round(rows * (load.prompt + load.output / 2))
+    queries = 1 + drafts
+    decode = cost.step(StepShape(rows, context, drafts, 0, 0, everyone * queries))
+    prompt_s, parts = _prompt(cost, form, load, rows, context, drafts, everyone * queries, chunk, decode.seconds)
+    per_token = decode.seconds / (1 + accepted)
+    others = 0.0
+    if not separate:
+        groups = form.attn_dp
+        prompts = max(0.0, rows - 1) * groups**UNEVEN if groups > 1 else max(0.0, concurrency - 1)
+        others = share.prompt_weight * prompts * prompt_s / max(1.0, load.output)
+    tpot = per_token + others
+    waiting = share.queue * max(0.0, rows - 1) * prompt_s
+    ttft = share.request_ms * 1e-3 + prompt_deviation * (0.5 * decode.seconds + prompt_s + waiting)
+    cycle = ttft + tpot * max(0.0, load.output - 1)
+    return Steady(
+        ttft,
+        tpot,
+        concurrency * load.output / cycle,
+        decode.seconds,
+        prompt_s,
+        others / tpot,
+        decode.by_resource,
+        parts,
+    )
+
+
+def _prompt(
+    cost: StepCostModel, form: Form, load: Load, rows: int, context: int, drafts: int, everyone: int, chunk: int,
+    decode_s: float,
+) -> tuple[float, Mapping[str, float]]:  # fmt: skip
+    """Seconds that one prompt adds to the steps in which it is computed beside the decodes, and their resources."""
+    left, before, seconds = max(1, round(load.computed)), round(load.prompt - load.computed), 0.0
+    parts: dict[str, float] = {}
+    while left > 0:
+        tokens = min(left, chunk)
+        pairs = tokens * before + tokens * (tokens + 1) // 2
+        step = cost.step(StepShape(rows, context, drafts, tokens, pairs, everyone + tokens))
+        seconds += step.seconds - decode_s
+        for name, value in step.by_resource.items():
+            parts[name] = parts.get(name, 0.0) + value
+        left, before = left - tokens, before + tokens
+    return seconds, parts

@@ -1,0 +1,61 @@
+"""What the clients of a simulation see: times of requests and tokens, cached tokens, retractions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_engine.tuning.answer import Answer
+from moe_engine.tuning.gap_histogram import GapHistogram
+from moe_engine.tuning.simulator.workload import Arrival
+
+
+@dataclass(slots=True)
+class Running:
+    """A request in the engine. `last`: when its newest token arrived; `first`: the first one."""
+
+    arrival: Arrival
+    first: float = 0.0
+    last: float = 0.0
+    group: int = -1
+
+
+@dataclass
+class Recorder:
+    """Collects answers and gaps. Seconds are those of the simulated clock."""
+
+    answer_seconds: float = 0.0
+    """Added to every time to first token: HTTP, tokenization and detokenization, outside the engine's steps."""
+    answers: list[Answer] = field(default_factory=list)
+    gaps: GapHistogram = field(default_factory=GapHistogram)
+    ended_at: float = 0.0
+    retractions: int = 0
+    refused: list[str] = field(default_factory=list)
+
+    def tokens(self, running: Running, count: int, now: float) -> None:
+        """`count` tokens of a request have arrived."""
+        if running.first:
+            self.gaps.add((now - running.last) / count, count)
+        else:
+            running.first = now
+            if count > 1:
+                self.gaps.add(0.0, count - 1)
+        running.last = now
+        self.gaps.add_tokens(now, count)
+
+    def end(self, running: Running, now: float, *, cached_tokens: int, retractions: int) -> None:
+        """The answer to a request is complete."""
+        arrival = running.arrival
+        answer = Answer(len(arrival.prompt_ids), arrival.output_len, success=True, started=arrival.seconds)
+        answer.ttft = running.first - arrival.seconds + self.answer_seconds
+        answer.latency = now - arrival.seconds + self.answer_seconds
+        answer.cached_tokens = cached_tokens
+        self.answers.append(answer)
+        self.retractions += retractions
+        self.ended_at = max(self.ended_at, now + self.answer_seconds)
+
+    def fail(self, running: Running, now: float, reason: str) -> None:
+        """A request ended without its answer."""
+        arrival = running.arrival
+        self.answers.append(Answer(len(arrival.prompt_ids), error=reason, started=arrival.seconds))
+        self.refused.append(reason)
+        self.ended_at = max(self.ended_at, now)

@@ -1,0 +1,111 @@
+"""Recorded arrivals: a JSONL file of requests, or a trace in Mooncake's format.
+
+A line of Mooncake's has ``timestamp`` (milliseconds), ``input_length``, ``output_length`` and ``hash_ids``, one for
+each 512 tokens of the prompt: equal ids are equal text. A line of ours has ``arrival`` (seconds), ``input_len``,
+``output_len`` and, optionally, ``max_tokens`` and ``prefix_len`` with ``prefix_id``: requests with the same id share so
+many tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.tuning.simulator.workload import Arrival, Numbers
+
+MOONCAKE_BLOCK = 512
+"""Tokens of a block with an entry of ``hash_ids`` (the published traces)."""
+MAX_LINE = 1 << 24
+BLOCKS_FROM = 1 << 50
+PREFIXES_FROM = 1 << 55
+
+
+def read_trace(path: str, limit: int | None = None) -> list[Arrival]:
+    """The requests of a trace, in either format.
+
+    Raises:
+        ConfigError: no such file, or a line that is not a request, with its number.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            numbers = Numbers()
+            found = [
+                _arrival(path, number, line, numbers) for number, line in _lines(file, limit) if line and line != "[]"
+            ]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise ConfigError(f"--dataset-path {path}: cannot read it: {reason}") from None
+    if not found:
+        raise ConfigError(f"--dataset-path {path}: has no request")
+    first = min(arrival.seconds for arrival in found)
+    for arrival in found:
+        arrival.seconds -= first
+    return found
+
+
+def _lines(file: Any, limit: int | None) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(file, 1):
+        if limit is not None and number > limit:
+            return
+        yield number, line.strip()
+
+
+def _arrival(path: str, number: int, line: str, numbers: Numbers) -> Arrival:
+    where = f"--dataset-path {path}, line {number}"
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        raise ConfigError(f"{where}: not JSON: {line[:60]}") from None
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where}: must be an object with timestamp, input_length and output_length")
+    try:
+        return _mooncake(entry, numbers) if "timestamp" in entry else _own(entry, numbers)
+    except KeyError as error:
+        raise ConfigError(f"{where}: {error.args[0]} is missing") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _count(entry: dict[str, Any], name: str, least: int = 1) -> int:
+    value = entry[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    return value
+
+
+def _seconds(entry: dict[str, Any], name: str) -> float:
+    value = entry[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
+        raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
+    return float(value)
+
+
+def _mooncake(entry: dict[str, Any], numbers: Numbers) -> Arrival:
+    length = _count(entry, "input_length")
+    prompt: list[int] = []
+    for block in entry.get("hash_ids") or []:
+        first = BLOCKS_FROM + int(block) * MOONCAKE_BLOCK
+        prompt += range(first, first + MOONCAKE_BLOCK)
+    del prompt[length:]
+    prompt += _unique(numbers, length - len(prompt))
+    return Arrival(_seconds(entry, "timestamp") / 1000, prompt, _count(entry, "output_length"))
+
+
+def _own(entry: dict[str, Any], numbers: Numbers) -> Arrival:
+    length, shared = _count(entry, "input_len"), 0
+    prompt: list[int] = []
+    if entry.get("prefix_len"):
+        shared = min(_count(entry, "prefix_len"), length)
+        first = PREFIXES_FROM + (_count(entry, "prefix_id", 0) << 32)
+        prompt += range(first, first + shared)
+    prompt += _unique(numbers, length - shared)
+    allowed = _count(entry, "max_tokens") if "max_tokens" in entry else 0
+    return Arrival(_seconds(entry, "arrival"), prompt, _count(entry, "output_len"), allowed)
+
+
+def _unique(numbers: Numbers, count: int) -> range:
+    first = numbers.take(count)
+    return range(first, first + count)

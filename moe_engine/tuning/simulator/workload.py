@@ -1,0 +1,91 @@
+"""Requests of a simulation: when they arrive, what they share, how long the answers are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+FIRST_TOKEN = 1 << 20
+"""Tokens of answers and of text that occurs once are numbered from here on, so that only copied text matches the prefix
+cache. Smaller tokens are those of a dataset."""
+
+
+class Numbers:
+    """Hands out runs of token ids that occur nowhere else."""
+
+    def __init__(self, first: int = FIRST_TOKEN) -> None:
+        self._next = first
+
+    def take(self, count: int) -> int:
+        """The first of `count` new ids."""
+        first = self._next
+        self._next += count
+        return first
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A request. `seconds`: its arrival on the simulated clock; `output_len`: tokens of its answer.
+
+    `max_tokens` is what the client allows (at least `output_len`; the scheduler sees this limit only). `answer_ids` is
+    the number of its first answer token, drawn by the simulation. `conversation` identifies the turns of a dialogue.
+    """
+
+    seconds: float
+    prompt_ids: list[int]
+    output_len: int
+    max_tokens: int = 0
+    conversation: int = -1
+    turn: int = 0
+    answer_ids: int = 0
+
+    def __post_init__(self) -> None:
+        self.max_tokens = max(self.max_tokens, self.output_len)
+
+
+class Workload(Protocol):
+    """Arrivals in order of time; those that depend on answers are added while the simulation runs."""
+
+    total: int
+    """Requests in all."""
+
+    def first(self) -> Iterator[Arrival]:
+        """Arrivals that depend on no answer, in order of time."""
+
+    def after(self, arrival: Arrival, finished: float) -> Arrival | None:
+        """The request that follows the answer to another one, e.g. the next turn; None: none."""
+
+
+class Fixed:
+    """Requests with known times, in order; drawn one by one, because the prompts of a day need much memory."""
+
+    def __init__(self, arrivals: Iterable[Arrival], total: int) -> None:
+        self._arrivals, self.total = arrivals, total
+
+    def first(self) -> Iterator[Arrival]:
+        return iter(self._arrivals)
+
+    def after(self, arrival: Arrival, finished: float) -> Arrival | None:
+        return None
+
+
+class Limited:
+    """At most `concurrency` requests at once, as `--max-concurrency` of a load generator: a further request is sent
+    when an answer has ended, not before its time."""
+
+    def __init__(self, inner: Workload, concurrency: int) -> None:
+        self._inner, self.total = inner, inner.total
+        self._concurrency = concurrency
+        self._rest = inner.first()
+        self._next: Arrival | None = None
+
+    def first(self) -> Iterator[Arrival]:
+        yield from itertools.islice(self._rest, self._concurrency)
+
+    def after(self, arrival: Arrival, finished: float) -> Arrival | None:
+        follower = self._inner.after(arrival, finished) or next(self._rest, None)
+        if follower is not None:
+            follower.seconds = max(follower.seconds, finished)
+        return follower

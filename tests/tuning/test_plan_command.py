@@ -1,0 +1,178 @@
+"""`moe-engine plan --workload` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner_points import FOLDER
+from moe_engine.cli.main import main
+from moe_engine.tuning.hardware.table import FOLDER as HARDWARE
+from tests.tuning.plan_models import V3, write
+
+DENSE = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 512, "num_hidden_layers": 4,
+    "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 1000,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000, "tie_word_embeddings": False,
+    "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 1,
+}  # fmt: skip
+ONE = ["--hardware", "8xH200", "--workload", "in=2000,out=200", "--tp-size", "8", "--concurrency", "16"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A bare config.json."""
+    return write(tmp_path / "v3", V3) + "/config.json"
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    code = main(["plan", *argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def predicted(capsys, *argv: str) -> dict:
+    code, out, err = run(capsys, *argv, "--json")
+    assert code == 0, err
+    return json.loads(out)["plans"][0]
+
+
+def test_a_form_of_the_flags_is_predicted_alone(capsys, model: str):
+    plan = predicted(capsys, "--model-path", model, *ONE, "--context-length", "8192")
+    assert plan["form"]["ranks"] == 8 and plan["concurrency"] == 16
+    values = plan["predicted"]
+    assert values["output_tokens_per_second_per_gpu"] == pytest.approx(values["output_tokens_per_second"] / 8)
+    assert values["tpot_ms"] >= values["itl_ms"] > 0 and values["ttft_p99_ms"] >= values["ttft_ms"] > 0
+    for phase in ("decode", "prefill"):
+        assert sum(values["binds"][phase].values()) == pytest.approx(1)
+    assert plan["command"] == f"moe-engine serve --model-path {model} --context-length 8192 --tp-size 8"
+    assert plan["memory"]["total_bytes"] <= plan["memory"]["limit_bytes"]
+
+
+def test_the_text_says_what_binds_and_how_to_start(capsys, model: str):
+    code, out, err = run(
+        capsys, "--model-path", model, "--hardware", "8xH200", "--workload", "in=2000,out=200", "--top", "1",
+        "--context-length", "8192", "--slo", "itl=50ms",
+    )  # fmt: skip
+    assert code == 0, err
+    for words in (
+        "bound by",
+        "tok/s a GPU",
+        "KV cache",
+        "moe-engine serve --model-path",
+        "sbatch --nodes=1",
+        "do not fit",
+    ):
+        assert words in out
+    assert "configurations" in err
+
+
+def test_an_engine_changes_the_efficiency(capsys, model: str):
+    times = {
+        engine: predicted(capsys, "--model-path", model, *ONE, "--like", engine)["predicted"]["tpot_ms"]
+        for engine in ("moe-engine", "sglang", "vllm", "trtllm")
+    }
+    assert len(set(times.values())) == 4
+
+
+def test_another_network_and_gpu_of_a_file(capsys, tmp_path: Path, model: str):
+    slow = tmp_path / "slow.toml"
+    slow.write_text("bytes_per_s = 5e9\nlatency_us = 50\n")
+    gpu = tmp_path / "gpu.toml"
+    gpu.write_text((HARDWARE / "gpus" / "h200.toml").read_text().replace("4.8e+12", "9.6e+12"))
+    wide = ["--workload", "in=2000,out=200", "--tp-size", "16", "--attn-dp-size", "16", "--ep-size", "16"]
+    wide += ["--moe-a2a-backend", "auto", "--concurrency", "256", "--model-path", model]
+    known = predicted(capsys, "--hardware", "16xH200", *wide)["predicted"]["tpot_ms"]
+    far = predicted(capsys, "--hardware", "16xH200", "--interconnect", str(slow), *wide)["predicted"]["tpot_ms"]
+    fast = predicted(capsys, "--hardware", f"16x{gpu}", *wide)["predicted"]["tpot_ms"]
+    assert fast < known < far
+
+
+def test_models_of_other_engines(capsys, tmp_path: Path):
+    configs = json.loads((FOLDER / "models.json").read_text())
+    folder = write(tmp_path / "oss", configs["openai/gpt-oss-120b"])
+    code, out, err = run(capsys, "--model-path", folder, *ONE, "--weight-dtype", "fp4", "--like", "vllm", "--json")
+    plan = json.loads(out)["plans"][0]
+    assert code == 0 and "estimated" in err
+    assert "command" not in plan and plan["predicted"]["tpot_ms"] > 0
+    code, _, err = run(capsys, "--model-path", folder, *ONE)
+    assert code == 2 and "not supported" in err and "Traceback" not in err
+
+
+def test_a_picture(capsys, tmp_path: Path, model: str):
+    pytest.importorskip("matplotlib")
+    for name in ("front.svg", "front.png"):
+        code, _, err = run(capsys, "--model-path", model, *ONE, "--plot", str(tmp_path / name))
+        assert code == 0, err
+    assert b"<svg" in (tmp_path / "front.svg").read_bytes()
+    assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_workload_the_command_is_the_old_one(capsys, model: str):
+    code, out, _ = run(capsys, "--model-path", str(Path(model).parent), "--hardware", "8xH200", "--tp-size", "8",
+                       "--load-format", "dummy")  # fmt: skip
+    assert code == 0 and "kernels:" in out and "memory:" in out
+
+
+BASE = ["--hardware", "8xH200", "--workload", "in=2000,out=200"]
+WRONG = [
+    (["--hardware", "8xH300", "--workload", "in=1,out=1"], r"unknown GPU H300; use one of .*h200"),
+    (["--hardware", "0xH200", "--workload", "in=1,out=1"], r"give a number of GPUs"),
+    (["--workload", "in=1,out=1"], r"--workload needs --hardware"),
+    (["--hardware", "8xH200", "--slo", "itl=1s"], r"--slo belongs to --workload"),
+    (["--hardware", "8xH200", "--workload", "in=-5,out=1"], r"in=-5: must be between 1"),
+    (["--hardware", "8xH200", "--workload", "in=5,out=0"], r"out=0: must be between 1"),
+    (["--hardware", "8xH200", "--workload", "in=5"], r"out= is missing"),
+    (["--hardware", "8xH200", "--workload", "in=5,outs=6"], r"unknown name outs \(did you mean out\?\)"),
+    (["--hardware", "8xH200", "--workload", "in=5,in=6,out=1"], r"in is given twice"),
+    (["--hardware", "8xH200", "--workload", "in=x,out=1"], r"in=x: give a number of tokens"),
+    ([*BASE, "--slo", "itl=5"], r"itl=5: give a time above 0 with its unit"),
+    ([*BASE, "--slo", "itl=-5ms"], r"itl=-5ms: give a time above 0"),
+    ([*BASE, "--slo", "itl=1us"], r"--slo: no configuration of 8 GPUs meets it"),
+    ([*BASE, "--interconnect", "wet string"], r"--interconnect wet string: use one of ib400"),
+    ([*BASE, "--interconnect", "none.toml"], r"none.toml: cannot be read as TOML"),
+    ([*BASE, "--like", "ollama"], r"--like ollama: must be one of"),
+    ([*BASE, "--concurrency", "0"], r"--concurrency 0: give a whole number above 0"),
+    ([*BASE, "--top", "many"], r"--top many: give a whole number"),
+    ([*BASE, "--plot", "front.gif"], r"must end in .svg or .png"),
+    ([*BASE, "--plot", "no/such/front.svg"], r"no such folder"),
+    ([*BASE, "--weight-dtype", "fp6"], r"--weight-dtype fp6: use one of"),
+    ([*BASE, "--mtp-acceptance", "2"], r"--mtp-acceptance 2: give a share"),
+    ([*BASE, "--tp-size", "16", "--concurrency", "4"], r"needs 16 GPUs, --hardware has 8"),
+    ([*BASE, "--tp-size", "4", "--concurrency", "4"], r"weights 158.48 GB"),
+    ([*BASE, "--tp-size", "8", "--attn-dp-size", "3", "--concurrency", "4"], r"must divide it"),
+]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"), WRONG, ids=lambda value: " ".join(value[2:]) if isinstance(value, list) else ""
+)
+def test_wrong_input_is_one_line_with_the_fix(capsys, model: str, argv: list[str], message: str):
+    code, out, err = run(capsys, "--model-path", model, *argv)
+    assert code == 2 and not out
+    assert len(err.strip().splitlines()) == 1
+    assert re.search(message, err), err
+
+
+def test_a_model_without_experts(capsys, tmp_path: Path):
+    folder = write(tmp_path / "dense", DENSE)
+    code, _, err = run(capsys, "--model-path", folder, *ONE, "--ep-size", "8")
+    assert code == 2 and "the model has no experts; drop --ep-size" in err
+    assert predicted(capsys, "--model-path", folder, *ONE)["predicted"]["tpot_ms"] > 0
+
+
+def test_a_file_of_a_gpu_names_its_mistakes(capsys, tmp_path: Path, model: str):
+    good = (HARDWARE / "gpus" / "h200.toml").read_text()
+    for text, message in (
+        (good.replace("memory_bytes", "memory_byte"), "memory_bytes is missing"),
+        (good + "\n[extra]\na = 1\n", "unknown field extra"),
+        (good.replace("4.8e+12", "-1.0"), "peak_bytes_per_s must be above 0"),
+        (good.replace("bf16 =", "bf17 ="), "flops needs bf16"),
+    ):
+        file = tmp_path / "gpu.toml"
+        file.write_text(text)
+        code, _, err = run(capsys, "--model-path", model, "--hardware", f"8x{file}", "--workload", "in=1,out=1")
+        assert code == 2 and message in err, err

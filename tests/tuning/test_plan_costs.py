@@ -1,0 +1,158 @@
+"""Step costs of the planner against parameter counts, published totals, measured kernels and a simulated load."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.planner_points import facts_of
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.tensors import EMBEDDING, model_tensors
+from moe_engine.tuning.costs.all_to_all import LOW_LATENCY_TOKENS, AllToAll
+from moe_engine.tuning.costs.attention import Attention
+from moe_engine.tuning.costs.collectives import Collectives
+from moe_engine.tuning.costs.efficiency import Efficiency, load_efficiency
+from moe_engine.tuning.costs.form import Form, Precision
+from moe_engine.tuning.costs.imbalance import SPREAD, expected_skew
+from moe_engine.tuning.costs.model_facts import model_facts
+from moe_engine.tuning.costs.roofline import RooflineCost
+from moe_engine.tuning.costs.step_cost import StepShape
+from moe_engine.tuning.hardware.table import gpu_names, parse_cluster
+from tests.tuning.plan_models import V3, small_deepseek, small_grouped, write
+
+FP8 = Precision("fp8", "fp8")
+
+
+@pytest.mark.parametrize("draw", [small_deepseek, small_grouped])
+def test_parameters_are_those_of_the_models_tensors(draw, tmp_path: Path):
+    for number in range(4):
+        raw = draw()
+        config = load_model_config(write(tmp_path / str(number), raw))
+        counted = sum(
+            spec.num_elements * spec.copies
+            for spec in model_tensors(config)
+            if len(spec.shape) == 2 and spec.name != EMBEDDING
+        )
+        assert model_facts(raw).num_parameters == counted, raw
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [
+        ("deepseek-ai/DeepSeek-V3", 671), ("moonshotai/Kimi-K2.5", 1026), ("Qwen/Qwen3-235B-A22B-FP8", 235),
+        ("Qwen/Qwen3.5-397B-A17B", 397), ("MiniMaxAI/MiniMax-M2.5", 229), ("openai/gpt-oss-120b", 117),
+        ("zhipuai/GLM-5", 744), ("Qwen/Qwen3-32B", 32.8),
+    ],
+)  # fmt: skip
+def test_parameters_of_released_models(model: str, billions: float):
+    facts = facts_of(model)
+    assert (facts.num_parameters + facts.head) / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+def random_shape(groups: int) -> StepShape:
+    rows, tokens = random.randint(0, 300), random.choice([0, random.randint(1, 16384)])
+    context = rows * random.randint(1, 8000)
+    drafts = random.randint(0, 3)
+    own = rows * (1 + drafts) + tokens
+    return StepShape(rows, context, drafts, tokens, tokens * (tokens + 1) // 2, own * groups)
+
+
+FORMS = [
+    Form(1), Form(8), Form(8, ep=8), Form(8, 8, 8), Form(16, 16, 16, True), Form(16, 4, 16, True, 16, True),
+    Form(32, 32, 32, True, 32, True, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_more_work_takes_longer_and_resources_add_up(form: Form):
+    share = load_efficiency(random.choice(["moe-engine", "sglang", "vllm", "trtllm"]))
+    cluster = parse_cluster(f"{form.ranks}x{random.choice(gpu_names())}")
+    cost = RooflineCost(model_facts(V3), form, FP8, cluster, share, random.uniform(0.7, 1.4))
+    for _ in range(20):
+        shape = random_shape(form.attn_dp)
+        step = cost.step(shape)
+        assert step.seconds == pytest.approx(sum(step.by_resource.values()))
+        assert all(part >= 0 for part in step.by_resource.values())
+        assert set(step.by_resource) == {"hbm", "flops", "all_to_all", "all_reduce", "launches", "host"}
+        more = 1 + shape.drafts
+        sent = -(-(shape.decode_rows * more + shape.prefill_tokens) // form.attn_tp)
+        if form.travels and sent <= LOW_LATENCY_TOKENS < sent + 8 * more:
+            continue  # the normal mode of dispatch begins here
+        longer = replace(
+            shape, decode_rows=shape.decode_rows + 8, decode_context=shape.decode_context + 8 * 4096,
+            global_tokens=shape.global_tokens + 8 * more * form.attn_dp,
+        )  # fmt: skip
+        assert cost.step(longer).seconds > step.seconds
+        assert cost.step(replace(shape, expert_skew=5.0)).seconds >= step.seconds
+
+
+def test_a_faster_gpu_is_never_slower():
+    facts, share, form = model_facts(V3), Efficiency("any"), Form(8)
+    costs = [RooflineCost(facts, form, FP8, parse_cluster(f"8x{name}"), share) for name in ("h100", "h200", "b200")]
+    for _ in range(20):
+        shape = random_shape(1)
+        seconds = [cost.step(shape).seconds for cost in costs]
+        assert seconds == sorted(seconds, reverse=True)
+
+
+# aiconfigurator-core 0.12.0, deepep_h200_sxm_ll: dispatch + combine in us of a layer, 256 experts, top-8, 7168 channels
+DEEPEP = [(1, 8, 16.05 + 14.37), (1, 128, 39.83 + 72.38), (2, 128, 102.1 + 186.17), (2, 256, 183.03 + 337.47),
+          (4, 128, 142.97 + 263.27), (8, 128, 166.77 + 304.73), (8, 256, 301.13 + 579.53)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "tokens", "measured"), DEEPEP)
+def test_dispatch_and_combine_are_those_measured(nodes: int, tokens: int, measured: float):
+    ranks = 8 * nodes
+    exchange = AllToAll(model_facts(V3), Form(ranks, ranks, ranks, True), parse_cluster(f"{ranks}xh200"))
+    assert exchange.seconds(tokens, 1.0) / 58 * 1e6 == pytest.approx(measured, rel=0.3)
+
+
+# aiconfigurator-core 0.12.0, allreduce_h200_sglang in a graph: GPUs, elements of 2 bytes, us
+ALL_REDUCE = [(2, 65536, 3.12), (4, 65536, 4.30), (8, 65536, 6.70), (8, 1048576, 19.31), (8, 8388608, 107.6)]
+
+
+@pytest.mark.parametrize(("ranks", "elements", "measured"), ALL_REDUCE)
+def test_all_reduces_are_those_measured(ranks: int, elements: int, measured: float):
+    facts = model_facts(V3)
+    collectives = Collectives(
+        facts, Form(ranks), parse_cluster(f"{ranks}xh200"), Efficiency("any", message=1, link=0.6)
+    )
+    a_layer = collectives.seconds(elements // facts.hidden, elements // facts.hidden) / facts.layers / 2
+    assert a_layer * 1e6 == pytest.approx(measured, rel=0.35)
+
+
+def test_attention_takes_the_time_of_flash_mla():
+    """FlashMLA on H800: 660 TFLOPS with 128 heads, 128 requests of 4,096 tokens: 2 x 128 x (576 + 512) a pair."""
+    share = Efficiency("any", attention_flops=660 / 989, attention_hbm=0.9)
+    attention = Attention(model_facts(V3), Form(1), FP8, parse_cluster("1xh800").gpu, share)
+    flops_s = attention.seconds(StepShape(128, 128 * 4096, 0, 0, 0, 128))[1]
+    assert flops_s / 61 == pytest.approx(2 * 128 * (576 + 512) * 128 * 4096 / 660e12, rel=1e-3)
+
+
+def test_sparse_attention_and_windows_bound_what_a_token_reads():
+    for model, limit in (("zhipuai/GLM-5", 2048), ("openai/gpt-oss-120b", 128)):
+        groups = [each for each in facts_of(model).attention if each.limit]
+        assert [each.limit for each in groups] == [limit]
+        facts = replace(
+            facts_of(model), attention=tuple(replace(each, index_width=0, index_flops=0.0) for each in groups)
+        )
+        attention = Attention(facts, Form(1), FP8, parse_cluster("1xh200").gpu, Efficiency("any"))
+        short, long = (attention.seconds(StepShape(4, 4 * length, 0, 0, 0, 4)) for length in (limit, 50 * limit))
+        assert short == pytest.approx(long)
+
+
+@pytest.mark.parametrize(("ranks", "redundant"), [(8, 0), (32, 0), (64, 0)])
+def test_imbalance_is_that_of_drawn_popularities(ranks: int, redundant: int):
+    """The mean over layers of the busiest rank's load, for log-normal popularities with this spread."""
+    form, sigma = Form(ranks, ranks, ranks, True, redundant), math.sqrt(math.log(1 + SPREAD**2))
+    held, loads = 256 // ranks, []
+    for _ in range(300):
+        popularity = [random.lognormvariate(-sigma * sigma / 2, sigma) for _ in range(256)]
+        mean = sum(popularity) / ranks
+        loads.append(max(sum(popularity[r * held : (r + 1) * held]) for r in range(ranks)) / mean)
+    assert expected_skew(256, form) == pytest.approx(math.fsum(loads) / len(loads), rel=0.35)
+    assert expected_skew(256, replace(form, redundant=32)) < expected_skew(256, form)

@@ -1,0 +1,186 @@
+"""The simulator against single steps, queueing theory and its own requests."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.tuning.costs.step_cost import StepCost, StepShape
+from moe_engine.tuning.simulator.agents import Agents, AgentShape
+from moe_engine.tuning.simulator.arrivals import arrival_times
+from moe_engine.tuning.simulator.faults import Fault
+from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec, Outcome
+from moe_engine.tuning.simulator.replica import ReplicaSpec
+from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Numbers, Workload
+from moe_engine.types import SpeculationConfig
+from tests.examples import examples
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Costs that depend on every count."""
+
+    fixed: float = 0.01
+    row: float = 1e-4
+    token: float = 5e-5
+
+    def step(self, shape: StepShape) -> StepCost:
+        seconds = self.fixed + shape.decode_rows * self.row + shape.decode_context * 1e-8
+        return StepCost(seconds + shape.prefill_tokens * self.token + shape.prefill_pairs * 1e-10)
+
+
+def requests(rng: random.Random, count: int, rate: float, most_new: int = 200) -> Fixed:
+    now, numbers, shared = 0.0, Numbers(1 << 40), list(range(rng.randint(0, 300)))
+    arrivals = []
+    for _ in range(count):
+        now += rng.expovariate(rate)
+        length = rng.randint(1, 800)
+        first, new = numbers.take(length), rng.randint(1, most_new)
+        prompt = [*shared, *range(first, first + length)]
+        arrivals.append(Arrival(now, prompt, new, rng.choice([new, new, most_new + 100])))
+    return Fixed(arrivals, count)
+
+
+def config(**changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {"num_slots": 64_000, "context_len": 4096, "max_rows": 64, "chunked_prefill_size": 2048}
+    return SchedulerConfig(**(values | changes))  # type: ignore[arg-type]
+
+
+def simulate(spec: FleetSpec, workload: Workload, answer_seconds: float = 0.0) -> tuple[Fleet, Outcome]:
+    fleet = Fleet(spec, workload, answer_seconds=answer_seconds)
+    outcome = fleet.run()
+    for replica in fleet.replicas:
+        for group in replica.groups:
+            assert group.scheduler.check_integrity() == []
+            assert group.load == (0, 0) and not group.running
+    assert len(outcome.recorder.answers) == workload.total
+    return fleet, outcome
+
+
+def summary(outcome: Outcome) -> list[tuple[object, ...]]:
+    return sorted(
+        (answer.started, answer.output_len, answer.success, answer.cached_tokens, answer.ttft, answer.latency)
+        for answer in outcome.recorder.answers
+    )
+
+
+@pytest.mark.parametrize("example", range(examples(12)))
+def test_runs_of_decodes_equal_single_steps(example):
+    """The same times, hits and retractions, whether the scheduler plans every step or many at once."""
+    rng = random.Random(random.getrandbits(32))
+    limits = config(
+        num_slots=rng.choice([30, 60, 200]) * 64,
+        page_size=rng.choice([1, 4, 64]),
+        max_rows=rng.choice([4, 16, 64]),
+        chunked_prefill_size=rng.choice([256, 2048]),
+        enable_mixed_chunk=rng.random() < 0.3,
+        policy=rng.choice(["fcfs", "lpm"]),
+        schedule_conservativeness=rng.choice([0.3, 1.0]),
+    )
+    spec = ReplicaSpec(limits, Linear(), rng.choice([1, 1, 2, 5]), overlap=rng.random() < 0.8)
+    num_replicas, seed = rng.choice([1, 2]), rng.getrandbits(32)
+    count, rate = rng.randint(20, 80), rng.choice([5.0, 20.0, 60.0])
+    found = []
+    for exact in (True, False):
+        fleet_spec = FleetSpec(replace(spec, exact=exact), num_replicas)
+        found.append(simulate(fleet_spec, requests(random.Random(seed), count, rate))[1])
+    single, runs = found
+    assert runs.retractions == single.retractions and runs.num_steps == single.num_steps
+    assert runs.recorder.gaps.num_gaps == single.recorder.gaps.num_gaps
+    for a, b in zip(summary(single), summary(runs)):
+        assert a[:4] == b[:4] and a[4:] == pytest.approx(b[4:], abs=1e-4)
+    ours, theirs = runs.recorder.gaps.distribution("x"), single.recorder.gaps.distribution("x")
+    assert ours["mean_x_ms"] == pytest.approx(theirs["mean_x_ms"], rel=1e-3)
+    assert ours["median_x_ms"] == pytest.approx(theirs["median_x_ms"], rel=0.01)
+
+
+def test_waiting_time_of_a_single_server_is_that_of_queueing_theory():
+    """One request at a time, of constant service: M/D/1, whose mean wait is rho s / (2 (1 - rho))."""
+    rng, service, load, count = random.Random(random.getrandbits(32)), 0.02, 0.7, 20_000
+    times = arrival_times("poisson", load / service, rng)
+    arrivals = [Arrival(seconds, [number + 1], 1) for number, seconds in zip(range(count), times)]
+    spec = FleetSpec(ReplicaSpec(config(max_rows=1), Linear(fixed=service, row=0, token=0), overlap=False))
+    outcome = simulate(spec, Fixed(arrivals, count))[1]
+    wait = sum(answer.latency for answer in outcome.recorder.answers) / count - service
+    assert wait == pytest.approx(load * service / (2 * (1 - load)), rel=0.12)
+
+
+def test_a_single_request_takes_its_steps():
+    spec = FleetSpec(ReplicaSpec(config(), Linear(row=0, token=0)))
+    outcome = simulate(spec, Fixed([Arrival(1.0, [1, 2, 3], 5)], 1), answer_seconds=0.004)[1]
+    (answer,) = outcome.recorder.answers
+    assert answer.ttft == pytest.approx(0.014, abs=1e-5) and answer.latency == pytest.approx(0.054, abs=1e-5)
+    assert outcome.recorder.gaps.num_gaps == 4
+
+
+def test_long_prompts_are_chunked_and_attention_groups_wait_for_each_other():
+    limits = config(chunked_prefill_size=128)
+    one = Arrival(0.0, list(range(1, 1025)), 1)
+    costs = Linear(fixed=0.001, row=0, token=1e-4)
+    outcome = simulate(FleetSpec(ReplicaSpec(limits, costs)), Fixed([one], 1))[1]
+    assert outcome.num_steps == 8
+    short = [replace(one), Arrival(0.0, list(range(5000, 5010)), 1)]
+    outcome = simulate(FleetSpec(ReplicaSpec(limits, costs, num_groups=2)), Fixed(short, 2))[1]
+    first = min(outcome.recorder.answers, key=lambda answer: answer.prompt_len)
+    assert first.ttft == pytest.approx(0.001 + 128e-4, rel=1e-3)  # its step is as long as the other group's
+
+
+def test_turns_of_agents_find_their_history_in_the_cache():
+    shape = AgentShape(turns=4, system_len=256, input_len=64, output_len=32, pause=1.0, groups=1)
+    workload = Agents(shape, arrival_times("poisson", 2.0, random.Random(1)), 5, seed=3)
+    spec = FleetSpec(ReplicaSpec(config(), Linear()))
+    outcome = simulate(spec, workload)[1]
+    later = [answer for answer in outcome.recorder.answers if answer.cached_tokens]
+    assert len(later) == 19  # all but the very first request
+    assert outcome.cached_tokens / outcome.prompt_tokens > 0.7
+    flat = simulate(replace(spec, replica=replace(spec.replica, scheduler=config(disable_radix_cache=True))), Agents(
+        shape, arrival_times("poisson", 2.0, random.Random(1)), 5, seed=3))[1]  # fmt: skip
+    assert flat.cached_tokens == 0
+
+
+def test_limited_concurrency():
+    workload = Limited(requests(random.Random(5), 60, 1e9), 7)
+    running = []
+    fleet = Fleet(FleetSpec(ReplicaSpec(config(), Linear())), workload)
+    outcome = fleet.run(interval=0.005)
+    running = [sample.running + sample.waiting for sample in outcome.samples]
+    assert len(outcome.recorder.answers) == 60 and max(running) <= 7
+
+
+def test_drafts_shorten_answers_as_often_as_they_are_accepted():
+    speculation = SpeculationConfig("nextn", 2)
+    rates = (0.8, 0.5)
+    limits = config(speculation=speculation)
+    arrivals = [Arrival(0.0, [number + 1], 400) for number in range(40)]
+    spec = FleetSpec(ReplicaSpec(limits, Linear(), acceptance=rates))
+    outcome = simulate(spec, Fixed(arrivals, 40))[1]
+    assert outcome.accept_length == pytest.approx(1 + 0.8 + 0.8 * 0.5, rel=0.03)
+    plain = simulate(FleetSpec(ReplicaSpec(config(), Linear())), Fixed([replace(a) for a in arrivals], 40))[1]
+    assert outcome.num_steps < 0.6 * plain.num_steps
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_lost_ranks(elastic):
+    workload = requests(random.Random(9), 120, 30.0)
+    spec = FleetSpec(
+        ReplicaSpec(config(), Linear(), num_groups=4), faults=(Fault.parse("rank=1@t=1500ms", 4),), elastic=elastic,
+        recovery_seconds=2.0, restart_seconds=9.0,
+    )  # fmt: skip
+    fleet, outcome = simulate(spec, workload)
+    failed = [answer for answer in outcome.recorder.answers if not answer.success]
+    if elastic:
+        assert not failed and fleet.replicas[0].lost == {1} and fleet._able == [0, 2, 3]
+        assert outcome.recorder.gaps.distribution("x")["max_x_ms"] >= 2000
+    else:
+        assert failed and all("rank 1" in answer.error for answer in failed)
+        assert outcome.recorder.ended_at > 10.5
+
+
+def test_requests_that_can_never_run_are_refused():
+    arrivals = [Arrival(0.0, list(range(1, 5000)), 10), Arrival(0.1, [1], 3)]
+    outcome = simulate(FleetSpec(ReplicaSpec(config(), Linear())), Fixed(arrivals, 2))[1]
+    assert [answer.success for answer in outcome.recorder.answers] == [False, True]
+    assert "context length" in outcome.recorder.refused[0]

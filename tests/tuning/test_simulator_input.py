@@ -1,0 +1,175 @@
+"""Arrivals, traces, gaps and cost files of the simulator; the command line's errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+
+import numpy as np
+import pytest
+
+from moe_engine.cli.main import main
+from moe_engine.errors import ConfigError
+from moe_engine.tuning.calibration import Limits, Probes, _common_gaps
+from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
+from moe_engine.tuning.costs.step_cost import StepShape
+from moe_engine.tuning.gap_histogram import GapHistogram
+from moe_engine.tuning.simulator.arrivals import DAY, arrival_times
+from moe_engine.tuning.simulator.faults import Fault
+from moe_engine.tuning.simulator.traces import read_trace
+
+
+def take(times, count):
+    return [seconds for _, seconds in zip(range(count), times)]
+
+
+def test_arrivals():
+    rng = random.Random(random.getrandbits(32))
+    gaps = {
+        name: np.diff(take(arrival_times(name, 5.0, rng, burstiness=0.25), 20_000)) for name in ("poisson", "gamma")
+    }
+    for name, variation in (("poisson", 1.0), ("gamma", 2.0)):  # of gamma: 1 / sqrt(shape)
+        assert gaps[name].mean() == pytest.approx(0.2, rel=0.08)
+        assert gaps[name].std() / gaps[name].mean() == pytest.approx(variation, rel=0.12)
+    assert take(arrival_times("poisson", math.inf, rng), 4) == [0.0] * 4
+    day = [seconds % DAY for seconds in take(arrival_times("diurnal", 0.1, rng), 8640)]
+    noon = sum(DAY / 4 < seconds < 3 * DAY / 4 for seconds in day)
+    assert noon / len(day) == pytest.approx(0.5 + 0.8 / math.pi, abs=0.04)
+
+
+def test_gap_histogram_against_numpy():
+    rng, gaps, values = random.Random(random.getrandbits(32)), GapHistogram(), []
+    for _ in range(500):
+        gap, count = rng.uniform(0.001, 0.2), rng.randint(1, 9)
+        gaps.add(gap, count)
+        values += [gap * 1e3] * count
+    found = gaps.distribution("itl")
+    for q in (90, 95, 99):
+        assert found[f"p{q}_itl_ms"] == pytest.approx(np.percentile(values, q, method="inverted_cdf"), abs=0.011)
+    assert found["mean_itl_ms"] == pytest.approx(np.mean(values)) and found["std_itl_ms"] == pytest.approx(
+        np.std(values)
+    )
+    assert found["median_itl_ms"] == pytest.approx(np.median(values), abs=1.0)
+    assert found["max_itl_ms"] == pytest.approx(max(values), abs=0.011)
+
+
+def test_traces(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 3000, "input_length": 1100, "output_length": 7, "hash_ids": [4, 5, 6]},
+        {"timestamp": 3500, "input_length": 1024, "output_length": 8, "hash_ids": [4, 5]},
+        {"arrival": 9, "input_len": 100, "output_len": 5, "max_tokens": 50, "prefix_len": 60, "prefix_id": 2},
+        {"arrival": 10, "input_len": 80, "output_len": 5, "prefix_len": 60, "prefix_id": 2},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    a, b, c, d = read_trace(str(path))
+    assert [round(x.seconds, 6) for x in (a, b, c, d)] == [0.0, 0.5, 6.0, 7.0]
+    assert len(a.prompt_ids) == 1100 and a.prompt_ids[:1024] == b.prompt_ids
+    assert c.prompt_ids[:60] == d.prompt_ids[:60] and not set(c.prompt_ids[60:]) & set(d.prompt_ids[60:])
+    assert (c.output_len, c.max_tokens, d.max_tokens) == (5, 50, 5)
+    assert len(read_trace(str(path), limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[1]", "line 2: must be an object"),
+        ('{"timestamp": 1, "input_length": 5}', "line 2: output_length is missing"),
+        ('{"timestamp": -1, "input_length": 5, "output_length": 1}', "line 2: timestamp is -1"),
+        ('{"arrival": 1, "input_len": 0, "output_len": 1}', "line 2: input_len is 0"),
+        ('{"arrival": 1, "input_len": "5", "output_len": 1}', "line 2: input_len is '5'"),
+    ],
+)
+def test_broken_traces(tmp_path, line, words):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"arrival": 0, "input_len": 5, "output_len": 1}\n' + line + "\n")
+    with pytest.raises(ConfigError, match=words.replace("[", r"\[")):
+        read_trace(str(path))
+
+
+def costs() -> CostFile:
+    decode = {0: Curve((1.0, 4.0), (0.01, 0.016)), 2: Curve((1.0, 4.0), (0.02, 0.03))}
+    prefill = Curve((1.0, 100.0), (0.01, 0.05))
+    return CostFile(decode, prefill, 1e-6, 10, 1e-8, answer_seconds=0.002, acceptance=(0.5,), launch={"tp_size": 2})
+
+
+def test_cost_files(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(costs().to_json())
+    assert CostFile.load(str(path)) == costs()
+    model = MeasuredCosts(costs())
+    assert model.step(StepShape(2, 40, 0, 0, 0, 2)).seconds == pytest.approx(0.012 + 20e-6)
+    assert model.step(StepShape(7, 0, 0, 0, 0, 7)).seconds == pytest.approx(0.022)  # beyond the last measurement
+    assert model.step(StepShape(1, 0, 1, 0, 0, 2)).seconds == pytest.approx(0.015)
+    assert model.step(StepShape(0, 0, 0, 100, 5050 + 1000, 100)).seconds == pytest.approx(0.05 + 1e-5)
+    mixed = model.step(StepShape(1, 0, 0, 100, 5050, 101)).seconds
+    assert mixed == pytest.approx(0.05)  # a step has its fixed costs once
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 0}', '{"version": 1}', '{"version": 1, "decode": {"0": {}}}'])
+def test_broken_cost_files(tmp_path, text):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"costs\.json"):
+        CostFile.load(str(path))
+
+
+def test_gaps_of_concurrent_answers():
+    """Only what was measured while all answers ran counts."""
+    first = [0.5 + 0.01 * i for i in range(100)], 10.0
+    second = [0.5 + 0.03 * i for i in range(60)], 10.7
+    assert statistics.median(_common_gaps([first, second])[:1]) == pytest.approx(0.01)
+    assert _common_gaps([first, (second[0], 20.0)]) == []
+
+
+def test_acceptance_that_explains_the_accepted_drafts():
+    probes = Probes("", Limits(1, 1, 1, 1, range(2), drafts=3))
+    rate = random.uniform(0.2, 0.9)
+    probes._steps, probes._accepted = 1000, 1000 * (rate + rate**2 + rate**3)
+    assert probes._acceptance() == pytest.approx((rate,) * 3, abs=1e-5)
+
+
+@pytest.mark.parametrize("text", ["rank=1", "rank=9@t=3s", "rank=-1@t=3s", "rank=1@t=3d", "1@3"])
+def test_faults_that_cannot_be_read(text):
+    with pytest.raises(ConfigError, match="--fail"):
+        Fault.parse(text, 8)
+
+
+def test_simulate_command(tmp_path, capsys):
+    path, out = tmp_path / "costs.json", tmp_path / "out.json"
+    path.write_text(costs().to_json())
+    flags = ["--cost-file", str(path), "--num-prompts", "30", "--request-rate", "20", "--random-output-len", "20"]
+    assert main(["simulate", *flags, "--random-input-len", "50", "--output-file", str(out)]) == 0
+    shown = capsys.readouterr().out
+    values = json.loads(out.read_text())
+    assert "Serving Benchmark Result" in shown and values["completed"] == 30 and values["times_real_time"] > 0
+    assert values["median_ttft_ms"] > 12 and values["total_output_tokens"] <= 30 * 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--cost-file is missing"),
+        (["--cost-file", "COSTS", "--num-prompts", "-3"], "--num-prompts is -3"),
+        (["--cost-file", "COSTS", "--request-rate", "0"], "--request-rate is 0"),
+        (["--cost-file", "COSTS", "--request-rate", "nan"], "--request-rate is nan"),
+        (["--cost-file", "COSTS", "--acceptance", "0.5,2"], "--acceptance 0.5,2"),
+        (["--cost-file", "COSTS", "--fail", "rank=3@t=1s"], "ranks 0 to 0"),
+        (["--cost-file", "COSTS", "--dataset-name", "trace", "--dataset-path", "nowhere"], "nowhere"),
+        (["--cost-file", "COSTS", "--dataset-name", "sharegpt"], "--dataset-path"),
+        (["--cost-file", "COSTS", "--arrivals", "gamma"], "--request-rate"),
+        (["--cost-file", "COSTS", "--goodput", "x:1"], "--goodput"),
+        (["--cost-file", "nowhere.json"], "nowhere.json"),
+        (["--cost-file", "COSTS", "--no-such-flag"], "--no-such-flag"),
+    ],
+)
+def test_simulate_refuses(tmp_path, capsys, flags, words):
+    path = tmp_path / "costs.json"
+    path.write_text(costs().to_json())
+    given = [str(path) if flag == "COSTS" else flag for flag in flags]
+    assert main(["simulate", *given]) == 2
+    message = capsys.readouterr().err
+    assert words in message and "Traceback" not in message
