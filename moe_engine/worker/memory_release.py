@@ -184,7 +184,7 @@ class _StoragesAway(_Away):
                 f"{available / 2**30:.2f} GiB are available"
             )
         self._sizes = [storage.nbytes() for storage in storages]
-        self._copies = [_bytes_of(storage).cpu() for storage in storages] if keeps else None
+        self._copies = [_host_copy(storage) for storage in storages] if keeps else None
         stream.synchronize()
         for storage in storages:
             storage.resize_(0)
@@ -208,6 +208,10 @@ class _StoragesAway(_Away):
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _host_copy(storage: UntypedStorage) -> Tensor:
+    return torch.empty(storage.nbytes(), dtype=torch.uint8).copy_(_bytes_of(storage))
 
 
 def _zero_edges(storage: UntypedStorage, page: int) -> None:
