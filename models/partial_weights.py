@@ -19,7 +19,7 @@ from torch import Tensor
 from moe_engine.errors import CheckpointError, MoeEngineError
 from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight
 from moe_engine.models.cut import UNCUT, Cut
-from moe_engine.models.weights import WeightReader, WeightSource
+from moe_engine.models.weights import TensorFile, WeightReader, WeightSource
 
 MARK: float = struct.unpack("f", b"\x3f\x3f\x3f\x3f")[0]
 """About 0.75: no byte of it is 0, in any floating-point dtype."""
@@ -33,7 +33,7 @@ Fill = Callable[[str, tuple[int, ...], Cut, Tensor], None]
 
 
 class ReceivedWeights(WeightReader):
-    """`WeightSource` over a folder that may lack tensors: those are 0.
+    """`WeightSource` over a folder or tensors in memory that may lack some: those are 0.
 
     Args:
         structure: the served model's weights: which of them are kept quantized.
@@ -42,7 +42,7 @@ class ReceivedWeights(WeightReader):
         missed: a tensor was lacking.
     """
 
-    def __init__(self, directory: str | Path, structure: WeightSource) -> None:
+    def __init__(self, directory: str | Path | TensorFile, structure: WeightSource) -> None:
         super().__init__(directory, structure.dtype, structure.device, structure.format, lambda names: names)
         self._structure = structure
         self.missed = False

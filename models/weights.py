@@ -73,11 +73,22 @@ class WeightSource(Protocol):
         """Ends loading. Raises CheckpointError if tensors remain that no layer requested."""
 
 
+class TensorFile(Protocol):
+    """`SafetensorsFile`, or tensors in memory."""
+
+    path: Path
+    entries: dict[str, TensorHeader]
+
+    def read(self, name: str, cut: Cut = UNCUT) -> Tensor: ...
+
+    def read_into(self, name: str, cut: Cut, out: Tensor) -> None: ...
+
+
 class WeightReader:
     """`WeightSource` over the safetensors files of a checkpoint directory. Several threads may read at once.
 
     Args:
-        directory: has model.safetensors, or an index and its shards.
+        directory: has model.safetensors, or an index and its shards; or the tensors themselves.
         dtype: the activation dtype of returned tensors.
         format: of the matrices, by config.json.
         ignore: returns the names that may stay unread (and do not count for the progress bar).
@@ -92,7 +103,7 @@ class WeightReader:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | TensorFile,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         format: WeightFormat = PLAIN,
@@ -101,10 +112,10 @@ class WeightReader:
     ) -> None:
         self.dtype = dtype
         self.device = torch.device(device)
-        self._directory = Path(directory)
+        self._directory = Path(directory) if isinstance(directory, (str, Path)) else directory.path
         self._lock = threading.Lock()
         self.num_bytes_read = 0
-        self._files = _open_files(self._directory)
+        self._files = _open_files(directory)
         self.format = format_in_files(format, self._files)
         # A projection of width 0 (no shared experts, as saved by transformers) has no data and is never requested.
         self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
@@ -216,15 +227,19 @@ class WeightReader:
             self._bar.update(num_bytes)
 
 
-def _open_files(directory: Path) -> dict[str, SafetensorsFile]:
+def _open_files(directory: str | Path | TensorFile) -> dict[str, TensorFile]:
     """Tensor name -> its file."""
-    files = read_checkpoint(directory)
+    if not isinstance(directory, (str, Path)):
+        return dict.fromkeys(directory.entries, directory)
+    files = read_checkpoint(Path(directory))
     if not files:
         raise CheckpointError(
             f"{directory}: holds no *.safetensors file; convert the checkpoint to safetensors, "
             "or use --load-format dummy"
         )
-    opened = {file.path: SafetensorsFile(file) for file in {f.path: f for f in files.values()}.values()}
+    opened: dict[Path, TensorFile] = {
+        file.path: SafetensorsFile(file) for file in {f.path: f for f in files.values()}.values()
+    }
     return {name: opened[file.path] for name, file in files.items()}
 
 

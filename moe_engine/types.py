@@ -262,6 +262,8 @@ class Request:
     lora_id: int = NO_LORA
     """Number of its LoRA adapter; `lora_pinned`: the adapter keeps its slot."""
     lora_pinned: bool = False
+    hidden: list[bytes] | None = None  # final hidden states since the last event; None: not requested
+    num_hidden: int = 0  # positions whose states have been taken
 
     # -- scheduler state
     status: Status = Status.WAITING
@@ -335,6 +337,7 @@ class NewRow:
     """Length, prompt and outputs, at which the request ends; None if the worker does not need it."""
     lora_slot: int = NO_LORA_SLOT
     """Slot of its LoRA adapter."""
+    returns_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,4 +497,4 @@ class StepResult:
     errors: dict[int, FinishReason] | None = None
     """By row: why a token is invalid, if logits processors made it so; perhaps of a draft that is not accepted."""
     vectors: dict[int, bytes] | None = None
-    """By row, of a pooled model: the vectors (float32) of requests that end with this step."""
+    """By row, float32: of a pooled model the vectors of requests that end; else hidden states of the step's tokens."""

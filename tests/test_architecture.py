@@ -50,7 +50,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": BASE | {"kernels", "parallel", "tokenizer"},
     "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes", "scheduler"},
     "tuning": BASE | MODEL | PLAN | {"processes", "scheduler", "core", "frontend"},
-    "worker": BASE | MODEL,
+    "worker": BASE | MODEL | {"processes"},
     "core": BASE | MODEL | PLAN | {"logs", "processes", "scheduler", "worker"},
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
@@ -95,6 +95,7 @@ READS_ENVIRONMENT = {
     "kernels/torch_regions.py",
     "kernels/vendors/cuda_home.py",  # of the libraries' compiler
     "parallel/dispatch/deepep/startup.py",  # DeepEP has no arguments for these
+    "parallel/trainer_group.py",  # torch's NCCL group has no argument for this
     "moe_engine/cli/cluster_check/command.py",
     "moe_engine/cli/doctor.py",
     "moe_engine/planning/prepare.py",

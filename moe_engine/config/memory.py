@@ -47,6 +47,11 @@ class MemoryArgs:
         parse=parse_count,
         metavar="TOKENS",
     )
+    enable_memory_saver: bool = flag(
+        False,
+        "Allows /release_memory_occupation, which gives the memory of weights and KV cache back to the system, and "
+        "/resume_memory_occupation.",
+    )
     page_size: int | None = flag(
         None,
         "Tokens of a page (block) of the KV cache, the unit of allocation and prefix sharing. Left out: 1, or what the "

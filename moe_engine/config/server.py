@@ -47,6 +47,9 @@ class ServerArgs:
     enable_cache_report: bool = flag(
         False, "Report in `usage.prompt_tokens_details.cached_tokens` how many prompt tokens came from the cache."
     )
+    enable_return_hidden_states: bool = flag(
+        False, "Allows `return_hidden_states` in requests: the final hidden states of prompt and output tokens."
+    )
     reasoning_parser: str | None = flag(
         None,
         "Parser that moves the model's reasoning into `reasoning_content`. Left out: reasoning stays in the text; the "

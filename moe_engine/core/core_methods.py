@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from moe_engine.errors import MoeEngineError
+from moe_engine.errors import InputError, MoeEngineError
+from moe_engine.scheduler.run_settings import RunSettings
 
 
 class NoArgs(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,6 +48,28 @@ class PauseArgs(msgspec.Struct, forbid_unknown_fields=True):
     """`retract`: running requests give back their KV, and are computed again."""
 
     retract: bool = False
+
+
+class SetArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """`changes`: value by setting. `check_only`: changes nothing."""
+
+    changes: dict[str, Any]
+    check_only: bool = False
+
+
+def settings_methods(settings: RunSettings) -> dict[str, CoreMethod]:
+    """set_settings: the values in force, or why none has changed. settings: values and bounds."""
+
+    def change(args: SetArgs) -> dict[str, Any]:
+        try:
+            return {"values": settings.set(args.changes, check_only=args.check_only)}
+        except InputError as error:
+            return {"refused": error.message}
+
+    return {
+        "set_settings": CoreMethod(change, SetArgs),
+        "settings": CoreMethod(lambda _: {"values": settings.values(), "bounds": settings.bounds()}),
+    }
 
 
 class LoraId(msgspec.Struct, forbid_unknown_fields=True):

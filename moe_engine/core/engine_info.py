@@ -27,6 +27,7 @@ class EngineInfo:
     page_size: int
     dtype: str
     tokenizer_path: str = ""
+    hidden_size: int = 0
     weight_bytes: int = 0
     kv_bytes: int = 0
     num_window_slots: int = 0

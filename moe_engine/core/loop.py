@@ -377,6 +377,7 @@ class EngineCore:
             extra_key=message.extra_key,
             lora_id=message.lora_id,
             lora_pinned=message.lora_pinned,
+            hidden=[] if message.return_hidden_states else None,
             seed=message.seed,
             output_ids=list(message.generated_ids),
             retractions=int(message.num_migrations),
@@ -471,10 +472,10 @@ def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:
     plain = messages.RequestDelta
     return [
         plain(rid, tokens, None, None, None, cached, retractions)
-        if finish is None and logprobs is None and prompt_logprobs is None
+        if finish is None and logprobs is None and prompt_logprobs is None and vector is None
         else _delta(event)
         for event in events
-        for rid, tokens, finish, cached, retractions, logprobs, prompt_logprobs, _, _, _ in (event,)
+        for rid, tokens, finish, cached, retractions, logprobs, prompt_logprobs, _, _, vector in (event,)
     ]
 
 

@@ -31,6 +31,7 @@ class AddRequest(Message, tag="add"):
     max_new_tokens: int
     seed: int
     priority: int | None = None
+    return_hidden_states: bool = False
     logprob_start: int | None = None
     return_logprob: bool = False
     top_logprobs: int = 0
@@ -95,7 +96,8 @@ class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     speculation: tuple[int, int, list[int]] | None = None
     """With `finish`, if drafts were made: verify steps, drafts, and a histogram of verify steps by accepted drafts."""
     vector: bytes | None = None
-    """With `finish`, of a pooled model: float32 in native byte order."""
+    """float32 in native byte order: of a pooled model its vector, with `finish`; else final hidden states of the tokens
+    computed since the last delta, in order, if requested."""
 
 
 class StepOutput(Message, tag="step"):

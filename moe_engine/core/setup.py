@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moe_engine import logs
 from moe_engine.config.parallel import ParallelArgs
-from moe_engine.core.core_methods import CoreMethod, ExpertDumps, LoraId
+from moe_engine.core.core_methods import CoreMethod, ExpertDumps, LoraId, settings_methods
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import StepWorker
@@ -64,9 +64,6 @@ def make_core(
     own = {
         "weight_bytes": worker.info.weight_bytes,
         "kv_bytes": worker.info.kv_bytes,
-        "chunked_prefill_size": config.chunked_prefill_size,
-        "max_running_requests": config.max_running_requests,
-        "schedule_conservativeness": config.schedule_conservativeness,
     }
     kv_arrivals = None
     if config.host_tier_tokens:
@@ -81,8 +78,10 @@ def make_core(
         StepReporter(config.logging.decode_log_interval),
         eos_token_ids=frozenset(config.model.eos_token_ids),
         overlap=not config.scheduling.disable_overlap_schedule,
-        worker_stats=lambda: own | worker.state(),
-        methods={"write_experts": ExpertDumps(config.experts.directory).method()} | _lora_methods(scheduler),
+        worker_stats=lambda: own | worker.state() | scheduler.table.settings.values(),
+        methods={"write_experts": ExpertDumps(config.experts.directory).method()}
+        | _lora_methods(scheduler)
+        | settings_methods(scheduler.table.settings),
         check=check,
         dp_sync=dp_sync,
         group=group,
@@ -127,6 +126,7 @@ def engine_info(config: ResolvedConfig, worker: Worker) -> EngineInfo:
         model_type=model.model_type,
         architectures=(model.architecture,),
         vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
         eos_token_ids=tuple(sorted(model.eos_token_ids)),
         pooling=model.pooling,
         weight_bytes=found.weight_bytes,

@@ -28,8 +28,11 @@ from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.encoding import EncodeRequest, encode_input
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
+from moe_engine.frontend.group_updates import GROUP, GROUP_SECONDS, GroupUpdates, Trainer
+from moe_engine.frontend.memory_release import MemoryReleases
 from moe_engine.frontend.pausing import PauseMode, Pausing
 from moe_engine.frontend.profiling import Profiling
+from moe_engine.frontend.run_settings import RunSettingsOfAll
 from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
 from moe_engine.frontend.weight_reads import read_weight
@@ -83,6 +86,9 @@ class Engine:
             self.info: EngineInfo = wait_ready(self._cores)
             self._frontend: Frontend = self._run(self._open(tokenizer))
             self._updates = WeightUpdates(self._frontend)
+            self._settings = RunSettingsOfAll(self._frontend.client)
+            self._memory = MemoryReleases(self._frontend, self._updates)
+            self._groups = GroupUpdates(self._frontend, self._updates)
         except BaseException:
             self._closed = True
             stop_cores(self._cores)
@@ -235,6 +241,32 @@ class Engine:
         """Continues after `pause_generation`."""
         self._run(Pausing(self._frontend).resume())
 
+    def release_memory_occupation(self, tags: list[str] | None = None) -> tuple[bool, str]:
+        """Gives memory of weights and KV cache back, as `/release_memory_occupation`: success, and a message.
+
+        Raises:
+            InputError: without `enable_memory_saver=True`, or an unknown tag.
+        """
+        done = self._run(self._memory.release(tags))
+        return done.success, done.message
+
+    def resume_memory_occupation(self, tags: list[str] | None = None) -> tuple[bool, str]:
+        """Takes it again, as `/resume_memory_occupation`: success, and a message."""
+        done = self._run(self._memory.resume(tags))
+        return done.success, done.message
+
+    def set_internal_state(self, **server_args: Any) -> list[dict[str, Any]]:
+        """Changes settings of the schedulers, as `/set_internal_state`: the values in force, by scheduler.
+
+        Raises:
+            InputError: names the setting that cannot have the value; nothing has changed.
+        """
+        return self._run(self._settings.set(server_args))
+
+    def get_internal_state(self) -> list[dict[str, Any]]:
+        """The settings that can change, as `/get_internal_state`: `values` and `bounds`, by scheduler."""
+        return self._run(self._settings.get())
+
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterChange:
         """Loads a LoRA adapter, as `/load_lora_adapter`: `success`, `message` and the loaded `adapters`."""
         return self._run(self._frontend.adapters.load(lora_name, lora_path, pinned))
@@ -264,6 +296,48 @@ class Engine:
             lambda files: files.add_tensors(named_tensors), weight_version, abort=abort_all_requests
         )
         done = self._run(updated)
+        return done.success, done.message
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = GROUP,
+        backend: str = "nccl",
+        *,
+        timeout: float = GROUP_SECONDS,
+    ) -> tuple[bool, str]:
+        """Joins every rank to a group with a trainer, as `/init_weights_update_group`: success, and a message."""
+        trainer = Trainer(master_address, master_port, rank_offset, world_size, group_name, backend)
+        done = self._run(self._groups.init(trainer, timeout))
+        return done.success, done.message
+
+    def destroy_weights_update_group(self, group_name: str = GROUP) -> tuple[bool, str]:
+        """Ends the membership, as `/destroy_weights_update_group`: success, and a message."""
+        done = self._run(self._groups.destroy(group_name))
+        return done.success, done.message
+
+    def update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str = GROUP,
+        flush_cache: bool = True,
+        *,
+        weight_version: str | None = None,
+        abort_all_requests: bool = False,
+        timeout: float = GROUP_SECONDS,
+    ) -> tuple[bool, str]:
+        """Replaces weights by tensors that the trainer broadcasts, as `/update_weights_from_distributed`: success, and
+        a message. `flush_cache`: False is accepted, and the prefix cache is flushed all the same."""
+        update = self._groups.update(
+            names, [str(dtype) for dtype in dtypes], shapes, group_name, weight_version,
+            abort=abort_all_requests, seconds=timeout,
+        )  # fmt: skip
+        done = self._run(update)
         return done.success, done.message
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:

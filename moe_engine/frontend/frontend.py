@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -37,6 +37,10 @@ class Observer(Protocol):
     def finished(self, generation: Generation) -> None: ...
 
 
+def released_message(parts: Collection[str]) -> str:
+    return f"the memory of {' and '.join(sorted(parts))} is released; call /resume_memory_occupation first"
+
+
 class Frontend:
     """Turns requests into outputs.
 
@@ -62,6 +66,8 @@ class Frontend:
         self.weights = ServedWeights(client.info.model_path, self.settings.weight_version)
         self.paused = False
         """See `frontend.pausing`."""
+        self.released: set[str] = set()
+        """Parts whose memory is given back, see `frontend.memory_release`. No request begins meanwhile."""
         self._live: dict[str, _Sequence] = {}
         """By the client's id, from the start of the request until the sequence has ended here."""
         self.adapters = ServedAdapters(client, self.settings.lora)
@@ -268,6 +274,8 @@ class Frontend:
 
     def _enter(self, job: Job) -> list[_Sequence]:
         """The sequences of a job; registers their ids."""
+        if self.released:
+            raise InputError(released_message(self.released), status=503)
         for generation in job.generations:
             if generation.rid in self._live:
                 raise InputError(

@@ -62,7 +62,7 @@ class GenerateRequest(Struct, kw_only=True):
     session_params: OffOnly = None
     bootstrap_host: OffOnly = None
     bootstrap_room: OffOnly = None
-    return_hidden_states: OffOnly = None
+    return_hidden_states: bool | list[bool | None] | None = None
     return_routed_experts: OffOnly = None
     max_thinking_tokens: OffOnly = None
     cache_salt: OffOnly = None
@@ -109,6 +109,8 @@ class Prompt:
     rid: str
     logprobs: LogprobOptions | None
     extra_key: str | None
+    hidden: bool = False
+    """Return its final hidden states."""
     lora: str | None = None
     """Name of its LoRA adapter, as `lora_path` gives it."""
     length_asked: bool = True
@@ -149,6 +151,7 @@ def split_prompts(
                 rid=rids[i] if rids else uuid.uuid4().hex,
                 logprobs=_logprobs(inp, i, count, is_batch),
                 extra_key=extra_key,
+                hidden=bool(_pick(inp.return_hidden_states, i, count, is_batch, "return_hidden_states")),
                 lora=_pick(inp.lora_path, i, count, is_batch, "lora_path") or None,
                 length_asked=_length_asked(inp, i),
             )

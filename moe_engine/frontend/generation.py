@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.core.messages import AddRequest, RequestDelta
+from moe_engine.frontend.hidden_states import HiddenStates
 from moe_engine.frontend.logprob_format import Columns, LogprobFormat, extend, num_tokens
 from moe_engine.frontend.request_times import meta_times
 from moe_engine.tokenizer.assembler import TextAssembler
@@ -73,6 +74,8 @@ class Generation:
         self.weight_version = weight_version
         self.lora: str | None = None
         """Name of its LoRA adapter."""
+        self.hidden: HiddenStates | None = None
+        """Requested final hidden states."""
         self.tokenizer = tokenizer
         self.text = ""
         self.output_ids: list[int] = []
@@ -111,6 +114,8 @@ class Generation:
         self.cached_tokens, self.retractions = delta.cached_tokens, delta.retractions
         self.queue_time = delta.queue_time
         self.speculation = delta.speculation
+        if delta.vector is not None and self.hidden is not None:
+            self.hidden.add(delta.vector)
         if delta.prompt_logprobs is not None and self.logprob_format is not None:
             extend(self.prompt_logprobs, self.logprob_format.render(delta.prompt_logprobs))
         ids, finish = delta.token_ids, delta.finish
@@ -212,6 +217,8 @@ class Generation:
         meta |= meta_times(self)
         if self.request.routed_dp_rank is not None:
             meta["dp_rank"] = self.request.routed_dp_rank
+        if self.hidden is not None and self.finish is not None:
+            meta["hidden_states"] = self.hidden.shown(len(self.output_ids))
         if self.speculation is not None:
             meta |= _speculation_info(*self.speculation)
         return meta

@@ -112,6 +112,8 @@ class _Part:
         delta.finish = new.finish
         delta.cached_tokens, delta.retractions, delta.queue_time = new.cached_tokens, new.retractions, new.queue_time
         delta.speculation = new.speculation
+        if new.vector is not None:
+            delta.vector = new.vector if delta.vector is None else delta.vector + new.vector
         return True
 
     def merged(self) -> RequestDelta:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
-from moe_engine.frontend.frontend import Frontend
+from moe_engine.errors import InputError
+from moe_engine.frontend.frontend import Frontend, released_message
 
 logger = logging.getLogger("moe_engine")
 
@@ -36,7 +37,14 @@ class Pausing:
         return frontend.num_live
 
     async def resume(self) -> bool:
-        """False: generation was not paused. Raises EngineDeadError: no scheduler is alive."""
+        """False: generation was not paused.
+
+        Raises:
+            EngineDeadError: no scheduler is alive.
+            InputError: memory is released.
+        """
+        if self._frontend.released:
+            raise InputError(released_message(self._frontend.released))
         was_paused, self._frontend.paused = self._frontend.paused, False
         await self._frontend.client.call("resume")
         if was_paused:

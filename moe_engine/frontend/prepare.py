@@ -23,6 +23,7 @@ from moe_engine.frontend.encoding import Encoding, check_dimensions, check_kind
 from moe_engine.frontend.generate_input import GenerateInput, Prompt, check_token_ids, split_prompts
 from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.grammar_checks import GrammarChecks
+from moe_engine.frontend.hidden_states import NOT_ENABLED, HiddenStates
 from moe_engine.frontend.logits_fields import complete_sampling
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
 from moe_engine.step_settings import LoraSettings
@@ -67,6 +68,8 @@ class FrontendSettings:
     """Max prompt tokens of one request, counting each copy: about 40 bytes each in the engine core. None: no limit."""
     enable_custom_logit_processor: bool = False
     """Whether requests may bring code that changes their logits."""
+    enable_memory_saver: bool = False
+    enable_return_hidden_states: bool = False
     random_seed: int = 0
     """Seed of the generator that draws seeds for requests without one."""
     grammars: GrammarSettings = field(default_factory=GrammarSettings)
@@ -138,6 +141,8 @@ class Preparer:
         check_dimensions(self._info, inp.dimensions)
         prompts, is_batch = split_prompts(inp, settings.preferred_sampling_params, settings.max_sequences)
         self._check_logprobs(inp, prompts)
+        if not settings.enable_return_hidden_states and any(prompt.hidden for prompt in prompts):
+            raise InputError(NOT_ENABLED, field="return_hidden_states")
         self._tokenize(inp, prompts)
         self._check_total(inp, prompts)
         custom = settings.enable_custom_logit_processor
@@ -163,6 +168,9 @@ class Preparer:
                     self._generation(read.inp, prompt, prompt_index, copy, len(generations), seed, formats)
                 )
                 generations[-1].lora = adapter
+                if prompt.hidden:
+                    generations[-1].request.return_hidden_states = True
+                    generations[-1].hidden = HiddenStates(self._info.hidden_size, len(prompt.ids))
                 if len(generations) % BURST == 0:
                     await asyncio.sleep(0)
         is_list = read.is_batch or len(generations) > 1

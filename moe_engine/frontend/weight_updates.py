@@ -16,7 +16,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,11 @@ class Updated:
     num_paused: int = 0
 
 
+async def _nothing_to_prepare() -> None: ...
+
+
 @dataclass(frozen=True)
-class _Change:
+class Change:
     """Methods of the ranks with their arguments; the checkpoint in force afterwards; the message of a success."""
 
     check: str
@@ -56,6 +59,10 @@ class _Change:
     args: Mapping[str, Any]
     model_path: str
     done: str
+    stage_args: Mapping[str, Any] | None = None
+    """None: `args`."""
+    prepare: Callable[[], Awaitable[None]] = _nothing_to_prepare
+    """Runs between check and stage, beside requests."""
 
 
 class WeightUpdates:
@@ -78,7 +85,8 @@ class WeightUpdates:
         path = os.path.abspath(os.path.expanduser(model_path))
         args = {"model_path": path, "load_format": load_format}
         done = f"Succeeded to update model weights from {path}."
-        return await self._alone(_Change("check_weights", "stage_weights", args, path, done), version, abort)
+        change = Change("check_weights", "stage_weights", args, path, done)
+        return await self.alone(self.apply(change, version, abort))
 
     async def update_tensors(
         self, write: Callable[[TensorFiles], None], version: str | None = None, *, abort: bool = False
@@ -99,35 +107,43 @@ class WeightUpdates:
                 return Updated(False, f"the weights were not updated: {error.message}")
             args = {"paths": files.paths}
             done = "Succeeded to update model weights from tensors."
-            change = _Change("check_tensors", "stage_tensors", args, self._frontend.weights.model_path, done)
-            return await self._alone(change, version, abort)
+            change = Change("check_tensors", "stage_tensors", args, self._frontend.weights.model_path, done)
+            return await self.alone(self.apply(change, version, abort))
 
-    async def _alone(self, change: _Change, version: str | None, abort: bool) -> Updated:
+    async def alone(self, work: Coroutine[Any, Any, Updated], failed: str = "the weights were not updated") -> Updated:
+        """The result of an update that runs without another; its errors as a message behind `failed`.
+
+        Raises:
+            EngineDeadError: no scheduler is alive.
+        """
         if self._running:
+            work.close()
             return Updated(False, "another weight update is running")
         self._running = True
         try:
-            return await self._update(change, version, abort)
+            return await work
         except EngineDeadError as error:
             if not self._client.health().alive:
                 raise
-            return Updated(False, f"the weights were not updated: {error}")
+            return Updated(False, f"{failed}: {error}")
         except MoeEngineError as error:
-            return Updated(False, f"the weights were not updated: {error}")
+            return Updated(False, f"{failed}: {error}")
         finally:
             self._running = False
 
-    async def _update(self, change: _Change, version: str | None, abort: bool) -> Updated:
+    async def apply(self, change: Change, version: str | None, abort: bool) -> Updated:
+        """The steps of an update, inside `alone`. Raises MoeEngineError: nothing has changed."""
         weights, client = self._frontend.weights, self._client
         began = time.monotonic()
         _check_memory(await client.collective_rpc(change.check, change.args, CHECK_SECONDS))
+        await change.prepare()
         try:
             drain = None if self._frontend.paused and not abort else self._drain_seconds
             async with weights.exclusive(drain, self._abort if abort else _nothing):
                 if drain is None:
                     await client.call("pause", retract=True)  # their KV is of the old weights
                 else:
-                    await self._wait_idle()
+                    await self.wait_idle()
                 await self._stage(change)
                 await self._commit()
                 weights.replace(change.model_path, version)
@@ -143,7 +159,7 @@ class WeightUpdates:
     def _abort(self) -> None:
         self._frontend.abort(all=True, reason="Aborted by a weight update")
 
-    async def _wait_idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Until the schedulers have ended what the front end has: steps in flight, aborted requests."""
         deadline = time.monotonic() + IDLE_SECONDS
         while not all(await self._client.call("is_idle")):
@@ -151,10 +167,10 @@ class WeightUpdates:
                 raise MoeEngineError(f"the schedulers are not idle after {IDLE_SECONDS:g} s")
             await asyncio.sleep(IDLE_POLL_SECONDS)
 
-    async def _stage(self, change: _Change) -> None:
+    async def _stage(self, change: Change) -> None:
         """On every rank, or on none."""
         try:
-            await self._client.collective_rpc(change.stage, change.args, LOAD_SECONDS)
+            await self._client.collective_rpc(change.stage, change.stage_args or change.args, LOAD_SECONDS)
             if not all(await self._client.call("flush_cache")):
                 raise MoeEngineError("the prefix cache could not be flushed")
         except MoeEngineError:

@@ -85,6 +85,10 @@ def _obstacles(
         yield f"--moe-a2a-backend {name} does not support losing ranks; give {', '.join(BACKENDS)}"
     if args.lora.enable_lora or args.lora.lora_paths is not None:
         yield "LoRA adapters are not available yet with it; leave out --enable-lora and --lora-paths"
+    if args.memory.enable_memory_saver:
+        yield "a recovery reads weights that may be released; leave out --enable-memory-saver"
+    if args.server.enable_return_hidden_states:
+        yield "a request that changes its rank would repeat hidden states; leave out --enable-return-hidden-states"
     if topology.cuts_dense:
         yield "dense layers are sharded over all ranks; give --moe-dense-tp-size 1"
     if not topology.enable_dp_lm_head:

@@ -16,11 +16,11 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.lora_slots import LoraSlots
 from moe_engine.scheduler.policies import Policy
+from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 from moe_engine.types import Request, Status
 
@@ -72,9 +72,9 @@ class PrefillBudget:
     """The three budgets of one batch."""
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCacheManager, ratio: float, running: list[Request], num_mixed: int
+        self, settings: RunSettings, kv_cache: KVCacheManager, ratio: float, running: list[Request], num_mixed: int
     ) -> None:
-        self._config = config
+        self._config = config = settings.config
         self._kv_cache = kv_cache
         clip = config.clip_max_new_tokens
         # The ratio also applies to requests that end by length only (ignore_eos): other requests end and free slots for
@@ -84,8 +84,8 @@ class PrefillBudget:
         self._windows_reserved = 0.0
         if self._windows is not None:
             self._windows_reserved = self._windows.expected(ratio, ((r, expected_growth(r, clip)) for r in running))
-        self.rem_input = config.max_prefill_tokens - num_mixed
-        chunk = config.chunk_tokens
+        self.rem_input = settings.max_prefill_tokens - num_mixed
+        chunk = settings.chunk_tokens
         self.rem_chunk = _UNLIMITED if chunk is None else chunk - num_mixed
 
     @property
@@ -121,13 +121,13 @@ class Admission:
     """Builds prefill batches."""
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCacheManager, queue: WaitingQueue, lora: LoraSlots | None = None
+        self, settings: RunSettings, kv_cache: KVCacheManager, queue: WaitingQueue, lora: LoraSlots | None = None
     ) -> None:
-        self._config = config
+        self._settings, self._config = settings, settings.config
         self._kv_cache = kv_cache
         self._queue = queue
         self._lora = lora
-        self._policy = Policy(config)
+        self._policy = Policy(settings.config)
 
     def build(
         self,
@@ -149,7 +149,7 @@ class Admission:
             may_join: the requests that may be admitted; None: all.
         """
         batch, connector = PrefillBatch(), self._kv_cache.connector
-        budget = PrefillBudget(self._config, self._kv_cache, ratio, running, num_mixed)
+        budget = PrefillBudget(self._settings, self._kv_cache, ratio, running, num_mixed)
         if chunked is not None and not self._continue(chunked, batch, budget, others=num_running > 1):
             return batch
         barred = False
@@ -234,9 +234,10 @@ class Admission:
 
     def _admit(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, num_running: int) -> Blocked:
         config, kv_cache, request = self._config, self._kv_cache, entry.request
-        if config.prefill_max_requests is not None and len(batch.jobs) >= config.prefill_max_requests:
+        most, joining = self._settings.prefill_max_requests, len(batch.admitted)
+        if most is not None and len(batch.jobs) >= most:
             return Blocked.BUDGET
-        if kv_cache.rows.num_free == 0:
+        if kv_cache.rows.num_free == 0 or num_running + joining >= self._settings.max_running_requests:
             return Blocked.ROWS
         alone = num_running == 0 and not batch.jobs  # then only free tokens count, not the expected growth
         left = len(entry.tokens) - entry.matched(kv_cache.tree).length

@@ -41,7 +41,7 @@ class RequestEvent(NamedTuple):
     timing: RequestTiming | None = None
     speculation: SpecCounts | None = None
     vector: bytes | None = None
-    """Of a pooled model, with the last event."""
+    """Of a pooled model, with the last event; else the hidden states since the last event, if requested."""
 
 
 def finish_event(
@@ -68,8 +68,13 @@ def finish_event(
         prompt_logprobs,
         timing,
         speculation,
-        vector,
+        _taken(request) if vector is None else vector,
     )
+
+
+def _taken(request: Request) -> bytes | None:
+    """Its hidden states since the last event."""
+    return b"".join(request.hidden) if request.hidden else None
 
 
 @dataclass(frozen=True, slots=True)

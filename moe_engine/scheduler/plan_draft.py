@@ -186,4 +186,5 @@ def _new_row(request: Request, job: PrefillJob) -> NewRow:
         logprobs=spec,
         max_length=len(request.prompt_ids) + request.max_new_tokens,
         lora_slot=request.lora_slot,
+        returns_hidden=request.hidden is not None,
     )

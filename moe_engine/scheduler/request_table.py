@@ -10,6 +10,7 @@ from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import check_fits, end_ids
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.lora_slots import LoraSlots
+from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 from moe_engine.scheduler.windowed_kv_cache import WindowedKVCacheManager
 from moe_engine.types import NO_LORA_SLOT, FinishReason, PackedLogprobs, Request, RowWrite, Status
@@ -26,6 +27,7 @@ class RequestTable:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.settings = RunSettings(config)
         self.kv_cache = WindowedKVCacheManager(config) if config.window else KVCacheManager(config)
         self.queue = WaitingQueue(config)
         self.lora = LoraSlots(config.lora_slots) if config.lora_slots else None
@@ -68,7 +70,7 @@ class RequestTable:
             raise InputError(f"rid {request.rid!r} is already in use by a running request", field="rid")
         check_fits(request, self.config)
         events: list[RequestEvent] = []
-        limit = self.config.max_queued_requests
+        limit = self.settings.max_queued_requests
         if limit is not None and len(self.queue) >= limit and not request.retractions:
             events = self._displace(request, now)
         self._seq += 1

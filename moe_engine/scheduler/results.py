@@ -5,6 +5,7 @@ from __future__ import annotations
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import take_tokens
+from moe_engine.scheduler.hidden_states import keep_hidden, take_hidden
 from moe_engine.scheduler.plan_draft import StepRecord
 from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.types import FinishReason, PackedLogprobs, Request, StepResult
@@ -30,8 +31,7 @@ def read_result(
         raise MoeEngineError(
             f"the result of step {result.number} has rows {result.rows[:8]}, but its plan has {record.sampled_rows[:8]}"
         )
-    if result.prompt_logprobs:
-        _keep_prompt_logprobs(table, record, result.prompt_logprobs)
+    _keep_states(table, record, result)
     vocab = table.config.vocab_size
     top = _ANY_ID if vocab is None else vocab
     logprobs = result.logprobs
@@ -80,6 +80,7 @@ def read_result(
                 request.retractions,
                 mine,
                 prompt,
+                vector=take_hidden(request) if request.hidden else None,
             )
         )
     for request in record.ended:
@@ -88,7 +89,7 @@ def read_result(
             reason = FinishReason("length", length=len(request.output_ids))
             table.end_running(request, reason)
             some_ended = True
-            vector = result.vectors.get(row) if result.vectors is not None else None
+            vector = result.vectors.get(row) if result.vectors is not None and request.hidden is None else None
             push(finish_event(request, reason, now, [], None, prompt, vector))
     if some_ended:
         table.drop_rowless()
@@ -123,6 +124,13 @@ def _count_accepted(request: Request, depth: int, brought: int, kept: int, *, en
     request.spec_accepted += [0] * (good + 1 - len(request.spec_accepted))
     request.spec_accepted[good] += 1
     return judged, good
+
+
+def _keep_states(table: RequestTable, record: StepRecord, result: StepResult) -> None:
+    if result.vectors:
+        keep_hidden(record, result.vectors)
+    if result.prompt_logprobs:
+        _keep_prompt_logprobs(table, record, result.prompt_logprobs)
 
 
 def _keep_prompt_logprobs(table: RequestTable, record: StepRecord, by_row: dict[int, PackedLogprobs]) -> None:

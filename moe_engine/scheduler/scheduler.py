@@ -61,13 +61,13 @@ class Scheduler:
         self.table = RequestTable(config)
         self.kv_cache = self.table.kv_cache
         self._connector = self.kv_cache.connector
-        self.ratio = NewTokenRatio(config)
+        self.ratio = NewTokenRatio(self.table.settings)
         self.speculator = Speculator(config.speculation) if config.speculation is not None else None
         self.last_facts: PlanFacts | None = None
         """Of the last plan of `schedule()`."""
         self.totals = Totals()
         self._clock = clock
-        self._admission = Admission(config, self.kv_cache, self.table.queue, self.table.lora)
+        self._admission = Admission(self.table.settings, self.kv_cache, self.table.queue, self.table.lora)
         self._in_flight: deque[StepRecord] = deque()
         self._to_cache: list[Request] = []
         self._prefills_in_a_row = 0

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.types import Request
 
 
 class NewTokenRatio:
     """Starts high, decays with each decode step without retraction, and jumps up after a retraction."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.initial = min(config.init_new_token_ratio * config.schedule_conservativeness, 1.0)
-        self.lowest = min(self.initial * config.min_new_token_ratio_factor, 1.0)
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings, config = settings, settings.config
         self._steps = config.new_token_ratio_decay_steps
         self._retract_steps = config.retract_decode_steps
-        self.value: float = self.initial
+        self.value = self._began_at = self.initial
         self._decay: float = 0.0
         self.reset()
+        settings.on_change.append(self._rescale)
+
+    @property
+    def initial(self) -> float:
+        return min(self._settings.config.init_new_token_ratio * self._settings.schedule_conservativeness, 1.0)
+
+    @property
+    def lowest(self) -> float:
+        return min(self.initial * self._settings.config.min_new_token_ratio_factor, 1.0)
+
+    def _rescale(self) -> None:
+        """Begins again if the conservativeness has changed."""
+        if self.initial != self._began_at:
+            self.reset()
 
     def decay(self) -> None:
         """After a decode step without retraction."""
@@ -37,5 +50,5 @@ class NewTokenRatio:
 
     def reset(self) -> None:
         """Restores the initial ratio, when idle."""
-        self.value = self.initial
+        self.value = self._began_at = self.initial
         self._decay = (self.initial - self.lowest) / self._steps

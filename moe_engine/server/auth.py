@@ -21,7 +21,15 @@ ADMIN_PATHS = frozenset(
      "/load_lora_adapter", "/unload_lora_adapter", "/get_weights_by_name"}
 )  # fmt: skip
 ADMIN_PREFIXES = (
-    *("/update_weight", "/init_weights", "/release_memory", "/resume_memory", "/pause_", "/continue_"),
+    *(
+        "/update_weight",
+        "/init_weights",
+        "/destroy_weights",
+        "/release_memory",
+        "/resume_memory",
+        "/pause_",
+        "/continue_",
+    ),
     *("/start_expert_", "/stop_expert_", "/dump_expert_"),
 )
 

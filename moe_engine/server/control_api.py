@@ -89,12 +89,16 @@ class ControlApi:
         internal = await internal_states(self._state)
         throughput = sum(s.get("last_gen_throughput") or 0.0 for s in internal)
         healths = self._state.client.healths()
+        flags = self._state.settings.server_args
+        only = internal[0] if len(internal) == 1 else {}
+        in_force = {name: value for name, value in only.items() if name in flags}  # may have changed since the launch
         hidden = {name: "***" for name in ("api_key", "admin_api_key") if self._state.settings.server_args.get(name)}
         return json_response(
             plain_floats(
                 {
                     "max_running_requests": info.max_running_requests,
-                    **self._state.settings.server_args,
+                    **flags,
+                    **in_force,
                     **kernel_flags(info.backends),
                     **hidden,
                     **self._state.frontend.weights.flags,
@@ -104,6 +108,7 @@ class ControlApi:
                     "last_gen_throughput": throughput,
                     "alive_dp_ranks": [rank for rank, health in enumerate(healths) if health.alive],
                     "lost_dp_ranks": {str(rank): health.dead for rank, health in enumerate(healths) if health.dead},
+                    "released_memory": sorted(self._state.frontend.released),
                     "internal_states": [{**s, "memory_usage": self._memory()} for s in internal],
                     "startup_time": self._state.started_at,
                     "version": version(),

@@ -35,14 +35,13 @@ from moe_engine.server.parse_api import ParseApi
 from moe_engine.server.responses_api import ResponsesApi
 from moe_engine.server.scoring_api import ScoringApi
 from moe_engine.server.state import ServerState
+from moe_engine.server.trainer_api import TrainerApi
 
 UNSUPPORTED_PATHS = (
-    "/update_weights", "/update_weights_from_distributed",
-    "/update_weights_from_ipc", "/init_weights_update_group", "/destroy_weights_update_group",
+    "/update_weights", "/update_weights_from_ipc",
     "/begin_weight_update", "/end_weight_update", "/weights_checker",
-    "/release_memory_occupation", "/resume_memory_occupation",
     "/open_session", "/close_session",
-    "/configure_logging", "/set_internal_state",
+    "/configure_logging",
     "/slow_down", "/freeze_gc", "/generate_from_file", "/clear_hicache_storage_backend", "/vertex_generate",
     "/invocations",
     "/v1/audio/transcriptions", "/v1/files", "/v1/batches",
@@ -52,7 +51,7 @@ UNSUPPORTED_PATHS = (
 def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> Iterator[Endpoint]:
     chat, completions, api = ChatApi(state), CompletionsApi(state), NativeApi(state)
     control, parse, experts, pages = ControlApi(state), ParseApi(state), ExpertsApi(state), PagesApi(state, metrics)
-    engine, messages, created = EngineApi(state), AnthropicApi(state), ResponsesApi(state, state.responses)
+    messages, created = AnthropicApi(state), ResponsesApi(state, state.responses)
     vectors, scoring, doctor = EmbeddingsApi(state), ScoringApi(state), DoctorApi(state, history)
     # fmt: off
     yield Endpoint("/v1/chat/completions", chat.chat_completions, "POST", answers.ChatCompletion,
@@ -97,22 +96,7 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/start_expert_distribution_record", experts.start, "GET POST", str, TEXT)
     yield Endpoint("/stop_expert_distribution_record", experts.stop, "GET POST", str, TEXT)
     yield Endpoint("/dump_expert_distribution_record", experts.dump, "GET POST", str, TEXT)
-    yield Endpoint("/update_weights_from_disk", engine.update_weights, "POST", native.WeightsUpdated,
-                   body=native.UpdateWeightsRequest, refuses_so=True)
-    yield Endpoint("/update_weights_from_tensor", engine.update_tensors, "POST", native.WeightsUpdated,
-                   body=native.UpdateTensorsRequest, refuses_so=True)
-    yield Endpoint("/update_weight_version", engine.update_version, "POST", native.WeightVersionUpdated,
-                   body=native.WeightVersionRequest)
-    yield Endpoint("/get_weights_by_name", engine.weights_by_name, "GET POST", list[Any],
-                   query=native.WeightQuery, body=native.WeightRequest)
-    yield Endpoint("/load_lora_adapter", engine.load_lora, "POST", native.LoraChanged,
-                   body=native.LoadLoraRequest, refuses_so=True)
-    yield Endpoint("/unload_lora_adapter", engine.unload_lora, "POST", native.LoraChanged,
-                   body=native.UnloadLoraRequest, refuses_so=True)
-    yield Endpoint("/pause_generation", engine.pause, "POST", native.Paused, body=native.PauseRequest)
-    yield Endpoint("/continue_generation", engine.resume, "POST", native.Continued, body=native.ContinueRequest)
-    yield Endpoint("/start_profile", engine.start_profile, "GET POST", str, TEXT, body=native.ProfileRequest)
-    yield Endpoint("/stop_profile", engine.stop_profile, "GET POST", str, TEXT)
+    yield from _of_engine(EngineApi(state), state)
     yield Endpoint("/experts", experts.page, answer=str, media=HTML)
     yield Endpoint("/experts/data", experts.data, answer=native.ExpertView)
     yield Endpoint("/doctor", doctor.doctor, answer=native.DoctorReport, query=native.DoctorQuery)
@@ -123,3 +107,38 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     # fmt: on
     for path in UNSUPPORTED_PATHS:
         yield Endpoint(path, control.not_implemented, "GET POST PUT", available=False)
+
+
+def _of_engine(engine: EngineApi, state: ServerState) -> Iterator[Endpoint]:
+    """Endpoints that call every scheduler or rank."""
+    trainer = TrainerApi(state, engine.updates)
+    # fmt: off
+    yield Endpoint("/update_weights_from_disk", engine.update_weights, "POST", native.WeightsUpdated,
+                   body=native.UpdateWeightsRequest, refuses_so=True)
+    yield Endpoint("/update_weights_from_tensor", engine.update_tensors, "POST", native.WeightsUpdated,
+                   body=native.UpdateTensorsRequest, refuses_so=True)
+    yield Endpoint("/init_weights_update_group", trainer.init_group, "POST", native.GroupChanged,
+                   body=native.InitGroupRequest, refuses_so=True)
+    yield Endpoint("/destroy_weights_update_group", trainer.destroy_group, "POST", native.GroupChanged,
+                   body=native.DestroyGroupRequest, refuses_so=True)
+    yield Endpoint("/update_weights_from_distributed", trainer.update_weights, "POST", native.WeightsUpdated,
+                   body=native.ReceiveWeightsRequest, refuses_so=True)
+    yield Endpoint("/update_weight_version", engine.update_version, "POST", native.WeightVersionUpdated,
+                   body=native.WeightVersionRequest)
+    yield Endpoint("/get_weights_by_name", engine.weights_by_name, "GET POST", list[Any],
+                   query=native.WeightQuery, body=native.WeightRequest)
+    yield Endpoint("/load_lora_adapter", engine.load_lora, "POST", native.LoraChanged,
+                   body=native.LoadLoraRequest, refuses_so=True)
+    yield Endpoint("/unload_lora_adapter", engine.unload_lora, "POST", native.LoraChanged,
+                   body=native.UnloadLoraRequest, refuses_so=True)
+    yield Endpoint("/pause_generation", engine.pause, "POST", native.Paused, body=native.PauseRequest)
+    yield Endpoint("/continue_generation", engine.resume, "POST", native.Continued, body=native.ContinueRequest)
+    yield Endpoint("/release_memory_occupation", engine.release_memory, "GET POST", native.MemoryChanged,
+                   body=native.MemoryRequest)
+    yield Endpoint("/resume_memory_occupation", engine.resume_memory, "GET POST", native.MemoryChanged,
+                   body=native.MemoryRequest)
+    yield Endpoint("/set_internal_state", engine.set_state, "POST", native.StateSet, body=native.SetStateRequest)
+    yield Endpoint("/get_internal_state", engine.get_state, "GET", list[native.StateShown])
+    yield Endpoint("/start_profile", engine.start_profile, "GET POST", str, TEXT, body=native.ProfileRequest)
+    yield Endpoint("/stop_profile", engine.stop_profile, "GET POST", str, TEXT)
+    # fmt: on

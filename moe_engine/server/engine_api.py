@@ -9,8 +9,10 @@ from fastapi import Request, Response
 from msgspec import Struct
 
 from moe_engine.errors import InputError
+from moe_engine.frontend.memory_release import MemoryReleases
 from moe_engine.frontend.pausing import Pausing
 from moe_engine.frontend.profiling import Profiling
+from moe_engine.frontend.run_settings import RunSettingsOfAll
 from moe_engine.frontend.served_adapters import AdapterChange
 from moe_engine.frontend.weight_reads import read_weight
 from moe_engine.frontend.weight_updates import Updated, WeightUpdates
@@ -20,9 +22,13 @@ from moe_engine.server.native_types import (
     ContinueRequest,
     LoadLoraRequest,
     LoraChanged,
+    MemoryChanged,
+    MemoryRequest,
     Paused,
     PauseRequest,
     ProfileRequest,
+    SetStateRequest,
+    StateSet,
     UnloadLoraRequest,
     UpdateTensorsRequest,
     UpdateWeightsRequest,
@@ -41,8 +47,10 @@ class EngineApi:
     def __init__(self, state: ServerState) -> None:
         self._frontend = state.frontend
         self._profiling = Profiling(state.client)
-        self._updates = WeightUpdates(state.frontend)
+        self.updates = WeightUpdates(state.frontend)
         self._pausing = Pausing(state.frontend)
+        self._memory = MemoryReleases(state.frontend, self.updates)
+        self._settings = RunSettingsOfAll(state.client)
         self._adapters = state.frontend.adapters
 
     async def update_weights(self, request: Request) -> Response:
@@ -57,7 +65,7 @@ class EngineApi:
             message = "flush_cache: false would continue prompts cached with other weights; leave it out"
             raise InputError(message, field="flush_cache")
         abort = bool(asked.abort_all_requests)
-        updated = self._updates.update(asked.model_path, asked.load_format, asked.weight_version, abort=abort)
+        updated = self.updates.update(asked.model_path, asked.load_format, asked.weight_version, abort=abort)
         done = await asyncio.shield(asyncio.ensure_future(updated))  # continues if the client disconnects
         return _updated(done)
 
@@ -68,7 +76,7 @@ class EngineApi:
         or end as in /update_weights_from_disk. Pickles are refused.
         """
         asked = await read_weights_body(request, UpdateTensorsRequest)
-        updated = self._updates.update_tensors(
+        updated = self.updates.update_tensors(
             lambda files: files.add_serialized(asked.serialized_named_tensors),
             asked.weight_version,
             abort=bool(asked.abort_all_requests),
@@ -129,6 +137,36 @@ class EngineApi:
         message = "Generation continued successfully." if was_paused else "Generation was not paused."
         answer: Continued = {"status": "ok", "message": message}
         return json_response(answer)
+
+    async def release_memory(self, request: Request) -> Response:
+        """Gives the memory of weights and KV cache back to the system, until /resume_memory_occupation.
+
+        Needs --enable-memory-saver, and an idle engine or paused generation. Requests get 503 meanwhile.
+        """
+        asked = await _read_or_default(request, MemoryRequest)
+        return self._memory_changed(await asyncio.shield(asyncio.ensure_future(self._memory.release(asked.tags))))
+
+    async def resume_memory(self, request: Request) -> Response:
+        """Takes the memory again: the weights are as before, the KV cache is empty."""
+        asked = await _read_or_default(request, MemoryRequest)
+        return self._memory_changed(await asyncio.shield(asyncio.ensure_future(self._memory.resume(asked.tags))))
+
+    def _memory_changed(self, done: Updated) -> Response:
+        answer: MemoryChanged = {
+            "success": done.success, "message": done.message, "released": sorted(self._frontend.released),
+        }  # fmt: skip
+        return json_response(answer, 200 if done.success else 400)
+
+    async def set_state(self, request: Request) -> Response:
+        """Changes settings of the schedulers while they run: all of the body's, or none with status 400."""
+        asked = await read_small(request, SetStateRequest)
+        values = await self._settings.set(asked.server_args)
+        answer: StateSet = {"updated": True, "server_args": values[0]}
+        return json_response(answer)
+
+    async def get_state(self, request: Request) -> Response:
+        """The settings of each scheduler that can change while it runs, with their bounds."""
+        return json_response(await self._settings.get())
 
     async def start_profile(self, request: Request) -> Response:
         """Starts a trace of every rank by torch's profiler.

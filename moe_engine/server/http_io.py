@@ -24,6 +24,7 @@ T = TypeVar("T")
 encode_json = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 SMALL_BODY_BYTES = 2**16
+NAMES_BODY_BYTES = 2**25
 WEIGHTS_BODY_BYTES = 2**31
 BODY_PAUSE_SECONDS = 60.0
 """A request whose body stalls for this long is refused with 408."""
@@ -93,6 +94,11 @@ async def read_small(request: Request, kind: type[T]) -> T:
         InputError: invalid, compressed, or longer than `SMALL_BODY_BYTES`.
     """
     return decode_body(await Body(request, SMALL_BODY_BYTES).read(SMALL_BODY_BYTES), kind)
+
+
+async def read_large(request: Request) -> bytes:
+    """The body of an endpoint with lists of names. Raises InputError: compressed, or over `NAMES_BODY_BYTES`."""
+    return await Body(request, NAMES_BODY_BYTES).read(NAMES_BODY_BYTES)
 
 
 async def read_weights_body(request: Request, kind: type[T]) -> T:

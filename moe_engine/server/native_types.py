@@ -52,6 +52,38 @@ class UpdateTensorsRequest(Struct):
     torch_empty_cache: bool | None = None
 
 
+class InitGroupRequest(Struct):
+    """A torch.distributed group whose rank 0 is a trainer; the engine's ranks begin at `rank_offset`."""
+
+    master_address: Annotated[str, Meta(min_length=1)]
+    master_port: Annotated[int, Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, Meta(ge=1)]
+    world_size: Annotated[int, Meta(ge=2)]
+    group_name: Annotated[str, Meta(min_length=1, max_length=256)] = "weight_update_group"
+    backend: Literal["nccl", "gloo"] = "nccl"
+    timeout: Annotated[float, Meta(gt=0, le=86400, description="seconds for all members to come")] = 300
+
+
+class DestroyGroupRequest(Struct):
+    group_name: Annotated[str, Meta(min_length=1, max_length=256)] = "weight_update_group"
+
+
+class ReceiveWeightsRequest(Struct):
+    """Whole tensors under the names of the checkpoint, in the order in which rank 0 of the group broadcasts them.
+    `dtypes`: torch's names."""
+
+    names: Annotated[list[str], Meta(min_length=1)]
+    dtypes: list[str]
+    shapes: list[list[Annotated[int, Meta(ge=0)]]]
+    group_name: Annotated[str, Meta(min_length=1, max_length=256)] = "weight_update_group"
+    load_format: Literal["auto"] | None = None
+    flush_cache: Annotated[bool | None, Meta(description="the prefix cache is flushed in any case")] = None
+    weight_version: str | None = None
+    abort_all_requests: bool | None = None
+    torch_empty_cache: bool | None = None
+    timeout: Annotated[float, Meta(gt=0, le=86400, description="seconds for all tensors to arrive")] = 300
+
+
 class WeightVersionRequest(Struct):
     """`abort_all_requests`: running requests end; else their answers keep the version that they began with."""
 
@@ -105,6 +137,18 @@ class LoadLoraRequest(Struct):
 
 class UnloadLoraRequest(Struct):
     lora_name: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class SetStateRequest(Struct):
+    """`server_args`: value by flag, of each scheduler; /get_internal_state has the flags with their bounds."""
+
+    server_args: dict[str, Any]
+
+
+class MemoryRequest(Struct):
+    """`tags`: "kv_cache", "weights"; null: both."""
+
+    tags: list[str] | None = None
 
 
 class ProfileRequest(Struct):
@@ -168,6 +212,33 @@ class WeightsUpdated(TypedDict):
     num_paused_requests: int
 
 
+class GroupChanged(TypedDict):
+    success: bool
+    message: str
+
+
+class StateSet(TypedDict):
+    """`server_args`: the values in force, of the first scheduler."""
+
+    updated: bool
+    server_args: dict[str, Any]
+
+
+class StateShown(TypedDict):
+    """By scheduler. `bounds`: least and largest value of each setting."""
+
+    values: dict[str, Any]
+    bounds: dict[str, list[float | None]]
+
+
+class MemoryChanged(TypedDict):
+    """`released`: what is given back now."""
+
+    success: bool
+    message: str
+    released: list[str]
+
+
 class LoraChanged(TypedDict):
     """`loaded_adapters`: path by name."""
 
@@ -209,6 +280,8 @@ class MetaInfo(TypedDict):
     prefill_finished_time: NotRequired[float]
     decode_throughput: NotRequired[float]
     dp_rank: NotRequired[int]
+    hidden_states: NotRequired[list[Any]]
+    """At the end: of the prompt, [tokens][width]; then [width] for each output token but the last."""
     spec_verify_ct: NotRequired[int]
     spec_accept_length: NotRequired[float]
     spec_accept_rate: NotRequired[float]
@@ -292,6 +365,7 @@ class ServerInfo(TypedDict):
     last_gen_throughput: float
     alive_dp_ranks: list[int]
     lost_dp_ranks: dict[str, str]
+    released_memory: list[str]
     internal_states: list[dict[str, Any]]
     startup_time: float
     version: str

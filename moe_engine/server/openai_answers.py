@@ -65,7 +65,10 @@ class Delta(TypedDict, total=False):
 
 
 class Choice(TypedDict):
+    """`hidden_states`: with `return_hidden_states`, of the last token that was computed."""
+
     index: int
+    hidden_states: NotRequired[list[float]]
     finish_reason: str | None
     matched_stop: int | str | None
     """The stop string or token id that ended the output."""

@@ -21,7 +21,7 @@ from moe_engine.server.errors import openai_body
 from moe_engine.server.http_io import EventStream, cancel_on_disconnect, decode_body_and_rest, json_response, sse
 from moe_engine.server.openai_answers import Usage
 from moe_engine.server.openai_choice import ChoiceParser, Enforced, ParserOptions, parser_options
-from moe_engine.server.openai_common import matched_stop, usage_of
+from moe_engine.server.openai_common import last_hidden_state, matched_stop, usage_of
 from moe_engine.server.openai_messages import render_prompt
 from moe_engine.server.openai_tools import ToolWish, tool_wish
 from moe_engine.server.openai_types import ChatRequest, generate_input, response_fields
@@ -113,6 +113,7 @@ class ChatApi:
                     "logprobs": g.logprob_fields(g.output_logprobs),
                     "finish_reason": parser.finish_reason(g.finish),
                     "matched_stop": matched_stop(g.finish),
+                    **last_hidden_state(g),
                 }
             )
         return {

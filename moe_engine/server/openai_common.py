@@ -28,5 +28,13 @@ def usage_of(generations: Iterable[Generation], *, cache_report: bool, reasoning
     }
 
 
+def last_hidden_state(g: Generation) -> dict[str, Any]:
+    """SGLang's field of a choice: the last token's final hidden state; empty for one output token."""
+    if g.hidden is None:
+        return {}
+    states = g.hidden.shown(len(g.output_ids))
+    return {"hidden_states": states[-1] if len(states) > 1 else []}
+
+
 def matched_stop(finish: dict[str, Any] | None) -> int | str | None:
     return finish.get("matched") if finish else None

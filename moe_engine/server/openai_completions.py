@@ -17,7 +17,7 @@ from moe_engine.frontend.logprob_format import Columns, joined
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
 from moe_engine.server.http_io import EventStream, cancel_on_disconnect, decode_body, json_response, sse
-from moe_engine.server.openai_common import matched_stop, usage_of
+from moe_engine.server.openai_common import last_hidden_state, matched_stop, usage_of
 from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, CompletionRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
 
@@ -87,7 +87,7 @@ class CompletionsApi:
             text, entries = g.text, g.output_logprobs
             if req.echo:
                 text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
-            choices.append(self._choice(g, text, entries, g.finish))
+            choices.append(self._choice(g, text, entries, g.finish) | last_hidden_state(g))
         usage = usage_of(job.generations, cache_report=self._state.flags.enable_cache_report)
         return self._head(job, model) | {
             "choices": choices,

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Required, TypedDict, TypeVar
 import msgspec
 from msgspec import Meta
 
+from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import Dimensions
 from moe_engine.frontend.generate_input import DpRank, GenerateInput, Priority, Rid, Text
 from moe_engine.sampling_checks import Choices, Count, JsonOrText, SamplingFields, Source, TokenId, build_sampling
@@ -51,7 +52,9 @@ class CommonRequest(SamplingFields, kw_only=True):
         str | list[str | None] | None, Meta(description="name of a loaded LoRA adapter; a list: for each prompt")
     ] = None
     session_params: OffOnly = None
-    return_hidden_states: OffOnly = None
+    return_hidden_states: Annotated[bool, Meta(description="the last state, in the choice; not in a stream")] | None = (
+        None
+    )
     return_routed_experts: OffOnly = None
     bootstrap_host: OffOnly = None
     bootstrap_room: OffOnly = None
@@ -185,7 +188,10 @@ def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field
         InputError: names the field as the client spelled it.
     """
     names = {"max_new_tokens": length_field, "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+    if req.return_hidden_states and req.stream:
+        raise InputError("return_hidden_states: not in a stream; leave out stream", field="return_hidden_states")
     return GenerateInput(
+        return_hidden_states=req.return_hidden_states,
         sampling_params=build_sampling(req, defaults, names=names),
         sampling_field="",
         max_tokens_field=length_field,

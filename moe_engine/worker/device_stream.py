@@ -141,6 +141,11 @@ class DeviceStream:
             return self.lazy_zeros((num_rows, width), torch.uint8)
         return torch.zeros(num_rows, width, dtype=torch.uint8, pin_memory=True)
 
+    def give_back(self) -> None:
+        """Freed memory of torch's allocator goes back to the device."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def free_bytes(self) -> int:
         """Free memory of the device (on the CPU: of the machine)."""
         if self.device.type == "cuda":

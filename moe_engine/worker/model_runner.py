@@ -29,6 +29,7 @@ from moe_engine.worker.batch.step_batch import StepBatch, concatenate
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.graphs.step_graphs import StepGraphs, StepShape
+from moe_engine.worker.hidden_states import PendingHidden, pending_hidden
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool
 from moe_engine.worker.lora_adapters import LoraAdapters
@@ -63,6 +64,7 @@ class PendingStep:
     seconds: float = 0.0
     cuda_graph: bool = False
     errors: dict[int, FinishReason] | None = None
+    hidden: PendingHidden | None = None
 
     @property
     def ready(self) -> bool:
@@ -80,6 +82,7 @@ class PendingStep:
         return StepResult(
             self.number, self.rows, tokens, logprobs, prompts, self.seconds,
             cuda_graph=self.cuda_graph, errors=self.errors,
+            vectors=None if self.hidden is None else self.hidden.take(),
         )  # fmt: skip
 
 
@@ -197,7 +200,9 @@ class ModelRunner:
         shape = self._graph_shape(plan)
         if shape is not None:
             batch, hidden, logits = self._replay(shape, lambda: self.builder.build(plan))
+            states = self._hidden_states(plan, hidden)
             pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
+            pending.hidden = states
             pending.seconds, pending.cuda_graph = time.perf_counter() - began, True
             return pending
         sizes = self.shared.sizes(plan)
@@ -208,17 +213,21 @@ class ModelRunner:
         self, plan: StepPlan, batch: StepBatch, hidden: Tensor, sizes: StepSizes | None, began: float
     ) -> PendingResult:
         """Samples from hidden [T, D]."""
-        prompts = self._prompt_logprobs(plan, batch, hidden)
+        prompts, states = self._prompt_logprobs(plan, batch, hidden), self._hidden_states(plan, hidden)
         if not len(batch.sampled.rows):
             if self.speculation is not None:
                 self.speculation.advance_plain(plan, batch.sampled, self._empty)
             if sizes is not None:
                 self.sampler.passes.join(self._logits, hidden[:0], sizes)
-            return PendingStep(plan.number, [], HostCopy([self._empty]), prompts=prompts)
+            return PendingStep(plan.number, [], HostCopy([self._empty]), prompts=prompts, hidden=states)
         sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
         pending = self._sample(plan, self._passes(plan, sampled_hidden), batch.sampled, prompts)
-        pending.seconds = time.perf_counter() - began
+        pending.seconds, pending.hidden = time.perf_counter() - began, states
         return pending
+
+    def _hidden_states(self, plan: StepPlan, hidden: Tensor) -> PendingHidden | None:
+        wanted = self.rows.returns_hidden
+        return pending_hidden(plan, wanted, hidden, self.stream) if wanted else None
 
     def _passes(self, plan: StepPlan, hidden: Tensor, logits: Tensor | None = None) -> Passes:
         """The passes over the logits of hidden [S, D]. A CUDA graph may have computed them already: logits [S, V]."""

@@ -11,8 +11,10 @@ import msgspec
 from moe_engine.errors import MoeEngineError
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.lora_adapters import AdapterArgs, AdapterId, LoraAdapters
+from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.profiler import ProfileArgs, Profiler
+from moe_engine.worker.weight_groups import GroupName, JoinArgs, ReceiveArgs
 from moe_engine.worker.weight_read import ReadArgs
 from moe_engine.worker.weight_update import CheckpointArgs, TensorArgs, WeightUpdate
 
@@ -41,7 +43,7 @@ def rank_methods(runner: ModelRunner, experts: ExpertControl, weights: WeightUpd
         "view_experts": RankMethod(lambda _: experts.snapshot()),
         "start_profile": RankMethod(profiler.start, ProfileArgs),
         "stop_profile": RankMethod(lambda _: profiler.stop()),
-        **({} if weights is None else _weight_methods(weights)),
+        **({} if weights is None else _weight_methods(weights) | _memory_methods(MemoryRelease(runner, weights))),
         **({} if runner.lora is None else _lora_methods(runner.lora)),
     }
 
@@ -52,9 +54,23 @@ def _weight_methods(weights: WeightUpdate) -> dict[str, RankMethod]:
         "stage_weights": RankMethod(weights.stage, CheckpointArgs),
         "check_tensors": RankMethod(weights.check_tensors, TensorArgs),
         "stage_tensors": RankMethod(weights.stage_tensors, TensorArgs),
+        "check_received": RankMethod(weights.check_received, ReceiveArgs),
+        "stage_received": RankMethod(weights.stage_received, GroupName),
+        "list_groups": RankMethod(lambda _: weights.groups.facts()),
+        "join_group": RankMethod(weights.groups.join, JoinArgs),
+        "leave_group": RankMethod(weights.groups.leave, GroupName),
+        "receive_tensors": RankMethod(weights.groups.receive, ReceiveArgs),
+        "group_state": RankMethod(weights.groups.state, GroupName),
         "read_weight": RankMethod(weights.reading.read, ReadArgs),
         "commit_weights": RankMethod(lambda _: weights.commit()),
         "discard_weights": RankMethod(lambda _: weights.discard()),
+    }
+
+
+def _memory_methods(memory: MemoryRelease) -> dict[str, RankMethod]:
+    return {
+        "release_memory": RankMethod(memory.release, ReleaseArgs),
+        "resume_memory": RankMethod(memory.resume, ReleaseArgs),
     }
 
 

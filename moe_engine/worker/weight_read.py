@@ -32,9 +32,14 @@ class ReadArgs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class WeightRead:
-    """Runs on the worker's thread, between steps."""
+    """Runs on the worker's thread, between steps.
+
+    Attributes:
+        refusal: why weights cannot be read, or None.
+    """
 
     def __init__(self, runner: ModelRunner, options: WorkerOptions, experts: ExpertControl) -> None:
+        self.refusal: str | None = None
         self._runner, self._options, self._experts = runner, options, experts
 
     def read(self, args: ReadArgs) -> dict[str, Any]:
@@ -46,6 +51,8 @@ class WeightRead:
         Raises:
             MoeEngineError: unknown name, or a weight that a kernel has changed and not only moved.
         """
+        if self.refusal is not None:
+            raise MoeEngineError(self.refusal)
         parts = parts_of(self._runner)
         try:
             name, shape = TensorNames(self._options.model, len(parts) > 1).resolve(args.name)

@@ -12,6 +12,7 @@ A module of which only some tensors are replaced is built twice, from the tensor
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError, MoeEngineError
 from moe_engine.kernels.host_memory import host_memory
-from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import weights_of
@@ -29,15 +30,19 @@ from moe_engine.models.header_check import check_headers
 from moe_engine.models.loader import reload
 from moe_engine.models.partial_weights import ReceivedWeights, mask_source
 from moe_engine.models.pooling import with_pooling
+from moe_engine.models.received_tensors import ReceivedTensors, as_files, header_of
 from moe_engine.models.tensor_names import TensorNames
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.options import WorkerOptions
+from moe_engine.worker.weight_groups import GroupName, ReceiveArgs, WeightGroups
 from moe_engine.worker.weight_parts import Part, distinct, modules_of, pairs, parts_of, structure_of
 from moe_engine.worker.weight_read import WeightRead
 
 MAY_DIFFER = ("source", "raw", "checkpoint_dtype", "file_layers")
 """Fields of a config that do not determine the weights' layout or the use of the model."""
+TENSORS = "the tensors"
+"""The source of tensors without a checkpoint, in messages."""
 
 
 class CheckpointArgs(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,6 +80,7 @@ class WeightUpdate:
     Attributes:
         refusal: why this rank's weights cannot be replaced, or None.
         reading: of single weights, by name.
+        groups: with trainers.
     """
 
     def __init__(self, runner: ModelRunner, options: WorkerOptions, experts: ExpertControl) -> None:
@@ -82,6 +88,7 @@ class WeightUpdate:
         self._staged: list[_Staged] | None = None
         self.refusal: str | None = None
         self.reading = WeightRead(runner, options, experts)
+        self.groups = WeightGroups(runner)
 
     def check(self, args: CheckpointArgs) -> dict[str, str | int]:
         """Compares config.json and the weight files' headers with the model; reads no weight, changes nothing.
@@ -126,26 +133,50 @@ class WeightUpdate:
 
     def check_tensors(self, args: TensorArgs) -> dict[str, str | int]:
         """`check` of some tensors: compares names, shapes and dtypes with the model; reads no data, changes nothing."""
-        if self.refusal is not None:
-            raise MoeEngineError(self.refusal)
-        parts, path = self._parts(), self._path(args)
+        path = self._path(args)
         files = read_checkpoint(path)
         if not files:
             raise CheckpointError(
                 f"{socket.gethostname()} does not see the tensors, which are passed in files of the server's node; "
                 "use update_weights_from_disk with a folder that every node can read"
             )
-        names = TensorNames(self._options.model, len(parts) > 1).check("the tensors", files)
-        modules = modules_of(parts, names)
-        return self._memory([tensor for module in modules for tensor in weights_of(module.module)], copies=2)
+        return self._check_files(files)
 
     def stage_tensors(self, args: TensorArgs) -> None:
         """`stage` of some tensors: builds the modules that hold them. Raises MoeEngineError, as `stage`."""
+        path = self._path(args)
+        self._stage_files(read_checkpoint(path), path)
+
+    def check_received(self, args: ReceiveArgs) -> dict[str, str | int]:
+        """`check_tensors` of what a trainer is about to broadcast."""
+        if not len(args.names) == len(args.dtypes) == len(args.shapes) or len(set(args.names)) < len(args.names):
+            raise MoeEngineError("names, dtypes and shapes: lists of the same length, every name once")
+        self.groups.member(args.group_name)
+        kinds = zip(args.dtypes, args.shapes)
+        found = {name: header_of(dtype, shape)[1] for name, (dtype, shape) in zip(args.names, kinds)}
+        facts = self._check_files(as_files(TENSORS, found))
+        received = sum(header.num_bytes for header in found.values())
+        return facts | {"needed": int(facts["needed"]) + received}
+
+    def stage_received(self, args: GroupName) -> None:
+        """`stage_tensors` of what has been received from a trainer."""
+        received = ReceivedTensors(TENSORS, self.groups.take(args.group_name))
+        self._stage_files(as_files(TENSORS, received.entries), received)
+
+    def _check_files(self, files: Mapping[str, WeightFile]) -> dict[str, str | int]:
+        if self.refusal is not None:
+            raise MoeEngineError(self.refusal)
+        parts = self._parts()
+        names = TensorNames(self._options.model, len(parts) > 1).check(TENSORS, files)
+        modules = modules_of(parts, names)
+        return self._memory([tensor for module in modules for tensor in weights_of(module.module)], copies=2)
+
+    def _stage_files(self, files: Mapping[str, WeightFile], source: Path | ReceivedTensors) -> None:
         self._begin()
-        parts, path = self._parts(), self._path(args)
-        names = TensorNames(self._options.model, len(parts) > 1).check("the tensors", read_checkpoint(path))
+        parts = self._parts()
+        names = TensorNames(self._options.model, len(parts) > 1).check(TENSORS, files)
         structure = structure_of(self._runner, self._options)
-        received, marks = ReceivedWeights(path, structure), mask_source(structure, names)
+        received, marks = ReceivedWeights(source, structure), mask_source(structure, names)
         staged: dict[tuple[int, int], _Staged] = {}
         with torch.no_grad():
             for module in modules_of(parts, names):
@@ -176,11 +207,19 @@ class WeightUpdate:
         """Drops staged weights, if any."""
         self._staged = None
 
-    def _begin(self) -> None:
-        """Before new weights are staged: experts stay where they are."""
-        self._staged = None
+    def refuse(self, reason: str | None) -> None:
+        """Weights are neither replaced nor read from now on; None: they are again."""
+        self.refusal = self.reading.refusal = reason
+
+    def settle(self) -> None:
+        """Experts stay where they are until the next pass."""
         if self._experts.balance is not None:
             self._experts.balance.settle()
+
+    def _begin(self) -> None:
+        """Before new weights are staged."""
+        self._staged = None
+        self.settle()
 
     def _parts(self) -> list[Part]:
         return parts_of(self._runner)

@@ -150,6 +150,8 @@ class FakeClient:
     async def call(self, method: str, **args: Any) -> list[Any]:
         if method == "flush_cache":
             return [self.idle]
+        if method == "settings":
+            return [{"values": {"max_running_requests": 8}, "bounds": {"max_running_requests": [1, 8]}}]
         return self.state if isinstance(self.state, list) else [self.state]
 
     async def ask_ranks(self, method: str, args: CallArgs = NO_ARGS, deadline: float = 1.0) -> list[GroupAnswers]:

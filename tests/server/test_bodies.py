@@ -90,6 +90,8 @@ CONTROL = {
     "/dump_expert_distribution_record", "/start_profile", "/stop_profile", "/update_weights_from_disk",
     "/load_lora_adapter", "/unload_lora_adapter", "/pause_generation", "/continue_generation",
     "/update_weights_from_tensor", "/update_weight_version", "/get_weights_by_name",
+    "/set_internal_state", "/release_memory_occupation", "/resume_memory_occupation",
+    "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
 }  # fmt: skip
 
 

@@ -286,6 +286,8 @@ def test_backends_and_graphs_in_force():
     windowed = get(FakeClient(num_window_slots=96), "/server_info").json()
     assert windowed["internal_states"][0]["memory_usage"]["swa_token_capacity"] == 96
     assert info["max_running_requests"] == 40  # of all attention groups, as the flag
+    client.state = {"max_running_requests": 7, "num_running": 3}
+    assert get(client, "/server_info", server_args={"max_running_requests": 40}).json()["max_running_requests"] == 7
 
 
 def test_loads_of_one_rank():

@@ -46,11 +46,16 @@ def test_what_changes_the_engine():
     assert CHANGES == [
         "/abort_request",
         "/continue_generation",
+        "/destroy_weights_update_group",
         "/dump_expert_distribution_record",
         "/flush_cache",
         "/get_weights_by_name",
+        "/init_weights_update_group",
         "/load_lora_adapter",
         "/pause_generation",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/set_internal_state",
         "/start_expert_distribution_record",
         "/start_profile",
         "/stop_expert_distribution_record",
@@ -58,6 +63,7 @@ def test_what_changes_the_engine():
         "/unload_lora_adapter",
         "/update_weight_version",
         "/update_weights_from_disk",
+        "/update_weights_from_distributed",
         "/update_weights_from_tensor",
     ]
 

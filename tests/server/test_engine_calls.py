@@ -54,6 +54,11 @@ class Ranks(FakeClient):
         values = {
             "check_weights": CHECKED,
             "check_tensors": CHECKED,
+            "check_received": CHECKED,
+            "list_groups": {"world_size": 2, "groups": []},
+            "group_state": {"busy": False, "error": ""},
+            "leave_group": True,
+            "release_memory": {"kv_cache": 100},
             "read_weight": self.weight,
             "start_profile": found.get("prefix"),
             "stop_profile": "a",
@@ -288,6 +293,73 @@ def test_a_profile_starts_on_all_ranks_or_none() -> None:
 def test_profile_options_that_are_refused(body: dict[str, Any]) -> None:
     response = post(Ranks(), "/start_profile", body)
     assert response.status_code == 400 and next(iter(body)) in response.json()["error"]["message"]
+
+
+def test_groups_of_trainers() -> None:
+    """The calls on the ranks, and what a failure leaves."""
+    group = {"master_address": "127.0.0.1", "master_port": 29555, "rank_offset": 1, "world_size": 3}
+    tensors = {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[2, 3]]}
+    client = Ranks()
+    assert post(client, "/init_weights_update_group", group).json() == {
+        "success": True, "message": "Succeeded to initialize the weights update group weight_update_group.",
+    }  # fmt: skip
+    answer = post(client, "/update_weights_from_distributed", {**tensors, "weight_version": "7"})
+    assert answer.json()["message"] == "Succeeded to update model weights from the group weight_update_group."
+    assert post(client, "/destroy_weights_update_group", {}).json()["success"]
+    order = "list_groups join_group group_state check_received receive_tensors group_state is_idle stage_received"
+    assert client.called[:8] == order.split() and client.called[-2:] == ["commit_weights", "leave_group"]
+    for method in ("check_received", "stage_received"):
+        failing = Ranks(**{method: "out of order"})
+        answer = post(failing, "/update_weights_from_distributed", tensors)
+        assert answer.status_code == 400 and "was destroyed, init it again" in answer.json()["message"]
+        assert failing.called[-1] == "leave_group" and "commit_weights" not in failing.called
+    failing = Ranks(join_group="no")
+    assert post(failing, "/init_weights_update_group", group).status_code == 400
+    assert failing.called == ["list_groups", "join_group", "leave_group"]
+    for wrong in ({"rank_offset": 0}, {"world_size": 2}, {"backend": "mpi"}, {"timeout": 0}):
+        assert post(Ranks(), "/init_weights_update_group", {**group, **wrong}).status_code == 400, wrong
+
+
+def test_requests_while_memory_is_released() -> None:
+    client = Ranks()
+
+    async def session(http: httpx.AsyncClient) -> None:
+        released = (await http.post("/release_memory_occupation", json={"tags": ["kv_cache"]})).json()
+        assert released["success"] and released["released"] == ["kv_cache"]
+        refused = await http.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503 and "/resume_memory_occupation" in refused.json()["error"]["message"]
+        assert (await http.get("/health_generate")).status_code == 503
+        assert (await http.get("/health")).status_code == 200
+        assert (await http.get("/server_info")).json()["released_memory"] == ["kv_cache"]
+        assert (await http.post("/resume_memory_occupation")).json()["released"] == []
+        assert (await http.post("/generate", json={"text": "x"})).status_code == 200
+
+    talk(client, session, enable_memory_saver=True)
+    assert post(client, "/release_memory_occupation", {}).status_code == 400
+    failing = Ranks(release_memory="no")
+    answer = post(failing, "/release_memory_occupation", {}, enable_memory_saver=True)
+    assert answer.status_code == 400 and answer.json()["released"] == [] and failing.called[-1] == "resume_memory"
+
+
+def test_settings_change_on_all_schedulers_or_on_none() -> None:
+    calls: list[dict[str, Any]] = []
+
+    class Schedulers(Ranks):
+        async def call(self, method: str, **args: Any) -> list[Any]:
+            calls.append(args)
+            if method == "settings":
+                return [{"values": {"a": 1}, "bounds": {"a": [1, None]}}]
+            refused = {"refused": "server_args.a: at most 3"}
+            return [{"values": {"a": 2}}, refused if args["changes"] == {"a": 4} else {"values": {"a": 2}}]
+
+    answer = post(Schedulers(), "/set_internal_state", {"server_args": {"a": 2}})
+    assert answer.json() == {"updated": True, "server_args": {"a": 2}}
+    assert calls == [{"changes": {"a": 2}, "check_only": check} for check in (True, False)]
+    calls.clear()
+    refused = post(Schedulers(), "/set_internal_state", {"server_args": {"a": 4}})
+    assert refused.status_code == 400 and "server_args.a: at most 3" in refused.json()["error"]["message"]
+    assert [call["check_only"] for call in calls] == [True]
+    assert get(Schedulers(), "/get_internal_state").json() == [{"values": {"a": 1}, "bounds": {"a": [1, None]}}]
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from array import array
 from typing import Any
 
 import pytest
 
+from moe_engine.core.messages import RequestDelta
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.frontend.frontend import Frontend, FrontendSettings
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.prepare import BURST
 from tests.server.fake_engine import FakeClient, clients_id
-from tests.server.harness import TEXT
+from tests.server.harness import TEXT, post
 
 
 def generate(client, settings=None, **fields) -> Any:
@@ -289,3 +291,24 @@ def test_a_large_batch_leaves_the_event_loop_to_others():
 
     assert asyncio.run(main()) >= 10
     assert max(late - early for early, late in itertools.pairwise(begun)) <= BURST
+
+
+def test_hidden_states_of_openai_choices():
+    """The engine's part is in tests/distributed/engine/test_hidden_states.py."""
+    client = FakeClient(hidden_size=2)
+
+    async def deltas(request):
+        states = array("f", range(2 * (len(request.prompt_ids) + 2))).tobytes()
+        yield RequestDelta(request.rid, [5, 6, 7], {"type": "length", "length": 3}, vector=states)
+
+    client._deltas = deltas
+    body = {"prompt": [3, 4], "return_hidden_states": True}
+    settings = {"enable_return_hidden_states": True}
+    choice = post(client, "/v1/completions", body, **settings).json()["choices"][0]
+    assert choice["hidden_states"] == [6.0, 7.0]
+    shown = post(client, "/generate", {"input_ids": [3, 4], "return_hidden_states": True}, **settings).json()
+    assert shown["meta_info"]["hidden_states"] == [[[0.0, 1.0], [2.0, 3.0]], [4.0, 5.0], [6.0, 7.0]]
+    assert "hidden_states" not in post(client, "/v1/completions", {"prompt": [3, 4]}, **settings).json()["choices"][0]
+    streamed = post(client, "/v1/completions", body | {"stream": True}, **settings)
+    for refused in (post(client, "/v1/completions", body), streamed):
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "return_hidden_states"

@@ -71,6 +71,7 @@ class RequestRows:
         """Token ids by KV slot, for logits processors; None until the size of the KV pool is known."""
         self.logprobs: dict[int, LogprobSpec] = {}
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self.returns_hidden: set[int] = set()
 
     @property
     def width(self) -> int:
@@ -153,6 +154,8 @@ class RequestRows:
         if new.sampling.reads_tokens and new.slots:
             assert self.slot_tokens is not None
             self.slot_tokens.put_from_host(new.slots, new.token_ids[: len(new.slots)])
+        if new.returns_hidden:
+            self.returns_hidden.add(new.row)
         if new.logprobs is not None:
             self.logprobs[new.row] = new.logprobs
             if new.logprobs.start is not None:
@@ -162,6 +165,7 @@ class RequestRows:
     def _forget(self, row: int) -> None:
         self.edits.forget(row)
         self.logprobs.pop(row, None)
+        self.returns_hidden.discard(row)
         self.prompt_logprobs.pop(row, None)
 
     def _move_tokens(self, write: RowWrite) -> None:

@@ -116,6 +116,10 @@ class KVPool:
         """Address space; on the CPU a large pool commits memory at the first write of each page."""
         return sum(tensor.nbytes for parts in self._tensors for tensor in parts)
 
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the layers."""
+        return [tensor for parts in self._tensors for tensor in parts]
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copies slots source [n] to slots target [n] in every layer; reads everything before writing."""
         self._refuse_windows()

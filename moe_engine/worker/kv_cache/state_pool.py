@@ -43,6 +43,10 @@ class StatePool:
     def num_bytes(self) -> int:
         return sum(part.nbytes for part in self._parts)
 
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the groups."""
+        return list(self._parts)
+
     def clear(self, rows: Sequence[int]) -> None:
         """Sets the states of these rows to zeros."""
         index = self._stream.from_list(list(rows), torch.int64)

@@ -1,0 +1,28 @@
+"""Final hidden states of a request (`return_hidden_states`): collected while it runs, in SGLang's shape at its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+NOT_ENABLED = "return_hidden_states: start the server with --enable-return-hidden-states"
+
+
+class HiddenStates:
+    """Args: width: numbers of a state."""
+
+    def __init__(self, width: int, num_prompt: int) -> None:
+        self._width, self._num_prompt = width, num_prompt
+        self._parts: list[bytes] = []
+
+    def add(self, part: bytes) -> None:
+        """States of the next positions, float32."""
+        self._parts.append(part)
+
+    def shown(self, num_outputs: int) -> list[Any]:
+        """The states of the prompt as one list, then one for each output token but the last, which no step computed.
+        States of tokens behind a stop string are left out."""
+        states = np.frombuffer(b"".join(self._parts), dtype=np.float32).reshape(-1, self._width)
+        prompt, outputs = states[: self._num_prompt], states[self._num_prompt :][: max(0, num_outputs - 1)]
+        return [prompt.tolist(), *outputs.tolist()]

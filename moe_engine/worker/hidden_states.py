@@ -1,0 +1,34 @@
+"""Final hidden states, after the last norm, of the requests that ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor
+
+from moe_engine.types import StepPlan
+from moe_engine.worker.device_stream import DeviceStream, HostCopy
+
+
+class PendingHidden:
+    """States being copied to the host. `take` waits for them."""
+
+    def __init__(self, rows: list[int], copy: HostCopy) -> None:
+        self._rows, self._copy = rows, copy
+
+    def take(self) -> dict[int, bytes]:
+        """By row: [n, D] float32 of the n tokens that the step computed of it."""
+        return {row: states.float().numpy().tobytes() for row, states in zip(self._rows, self._copy.wait())}
+
+
+def pending_hidden(
+    plan: StepPlan, wanted: Collection[int], hidden: Tensor, stream: DeviceStream
+) -> PendingHidden | None:
+    """Begins to copy the states of the rows `wanted`; hidden [T, D] in the order of the plan. None: no such row."""
+    rows, parts, begin = [], [], 0
+    for row, count in zip(plan.rows, plan.counts):
+        if row in wanted:
+            rows.append(row)
+            parts.append(hidden[begin : begin + count])
+        begin += count
+    return PendingHidden(rows, stream.download(parts)) if rows else None
