@@ -261,7 +261,9 @@ def measure(scenario: Scenario, rounds: int, seed: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="moe-engine bench doctor_advice", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names = [scenario.rule for scenario in SCENARIOS]
     parser.add_argument("--scenarios", nargs="+", choices=names, default=names, help="rules to provoke (all)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each server, in turn (3)")

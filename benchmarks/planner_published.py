@@ -7,6 +7,7 @@ Rates are tokens a second of a GPU. Sources are in `SYSTEMS`; assumptions that a
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -117,6 +118,7 @@ SYSTEMS = (
 
 
 def main() -> None:
+    argparse.ArgumentParser(prog="moe-engine bench planner_published", description=__doc__).parse_args()
     for system in SYSTEMS:
         print(
             f"{system.name:<46} {system.published:>8,.0f} published {system.predicted:>8,.0f} predicted "

@@ -60,8 +60,9 @@ def read_points(path: Path = FOLDER / "one_pool.csv") -> list[Point]:
 
 
 def _point(row: Mapping[str, Any]) -> Point:
-    sizes = (int(float(row[name] or 1)) for name in ("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size"))
-    form = form_of(*sizes, row["system"])
+    sizes = ("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
+    tp, dp, moe_tp, ep = (int(float(row[name] or 1)) for name in sizes)
+    form = form_of(tp, dp, moe_tp, ep, row["system"])
     mean = UNIFORM if row["silicon_data_source"] else 1.0
     names = ("model_path", "system", "backend", "precision", "isl", "osl", "concurrency")
     return Point(
