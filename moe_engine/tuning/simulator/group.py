@@ -93,12 +93,6 @@ class Group:
         plan = self.scheduler.schedule(hold_prefill)
         return plan if plan is NEEDS_RESULT else self._launched(plan)
 
-    def join(self) -> StepPlan:
-        """An empty step, beside steps of other groups."""
-        plan = self._launched(self.scheduler.empty_plan())
-        assert plan is not None
-        return plan
-
     def _launched(self, plan: StepPlan | None) -> StepPlan | None:
         if plan is not None:
             self._plans.append((plan, self.scheduler.last_sampled))

@@ -1,7 +1,8 @@
 """One engine of a simulation: its schedulers step together, on a simulated clock.
 
 The order of things is that of `moe_engine.core.loop`: the next step is planned while the step before it runs, then the
-result of that step is applied. With attention DP the groups step in lockstep, and prompts wait for their turn.
+result of that step is applied. With attention DP the groups step in lockstep, and prompts wait for their turn. Empty
+steps, by which idle groups join others, change no scheduler and are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_RESULT
 from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
-from moe_engine.tuning.simulator.group import NO_STEPS, Group, shape_of
+from moe_engine.tuning.simulator.group import Group, shape_of
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.types import StepPlan
 
@@ -113,13 +114,8 @@ class Replica:
             self._collect(None)
             return
         if len(self.groups) > 1:
-            shapes |= {i: self._join(group) for i, group in enumerate(self.groups) if i not in shapes and group.running}
             self._take_turns(prefilled)
         self._collect(self._launch(shapes))
-
-    def _join(self, group: Group) -> StepShape:
-        group.join()
-        return NO_STEPS
 
     def _take_turns(self, prefilled: bool, steps: int = 1) -> None:
         waiting = decoding = 0
