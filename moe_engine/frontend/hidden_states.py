@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 NOT_ENABLED = "return_hidden_states: start the server with --enable-return-hidden-states"
 
 
@@ -23,6 +21,7 @@ class HiddenStates:
     def shown(self, num_outputs: int) -> list[Any]:
         """The states of the prompt as one list, then one for each output token but the last, which no step computed.
         States of tokens behind a stop string are left out."""
-        states = np.frombuffer(b"".join(self._parts), dtype=np.float32).reshape(-1, self._width)
+        values = memoryview(b"".join(self._parts)).cast("f").tolist()
+        states = [values[at : at + self._width] for at in range(0, len(values), self._width)]
         prompt, outputs = states[: self._num_prompt], states[self._num_prompt :][: max(0, num_outputs - 1)]
-        return [prompt.tolist(), *outputs.tolist()]
+        return [prompt, *outputs]

@@ -91,14 +91,14 @@ class ControlApi:
         healths = self._state.client.healths()
         flags = self._state.settings.server_args
         only = internal[0] if len(internal) == 1 else {}
-        in_force = {name: value for name, value in only.items() if name in flags}  # may have changed since the launch
+        changed = {name: value for name, value in only.items() if name in flags and not isinstance(value, (dict, list))}
         hidden = {name: "***" for name in ("api_key", "admin_api_key") if self._state.settings.server_args.get(name)}
         return json_response(
             plain_floats(
                 {
                     "max_running_requests": info.max_running_requests,
                     **flags,
-                    **in_force,
+                    **changed,
                     **kernel_flags(info.backends),
                     **hidden,
                     **self._state.frontend.weights.flags,

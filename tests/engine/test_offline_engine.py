@@ -98,7 +98,9 @@ def test_input_errors_name_the_field(engine: Engine) -> None:
         engine.generate(("a", "b"))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="runs without --enable-lora"):
         engine.generate("hello", GREEDY, lora_path="a")
-    for field, value in (("image_data", ["x.png"]), ("return_hidden_states", True)):
+    with pytest.raises(InputError, match="return_hidden_states: start the server with --enable-return-hidden-states"):
+        engine.generate("hello", GREEDY, return_hidden_states=True)
+    for field, value in (("image_data", ["x.png"]),):
         with pytest.raises(InputError, match=f"{field}: not available yet"):
             engine.generate("hello", GREEDY, **{field: value})
         engine.generate("hello", GREEDY, **{field: None})

@@ -21,7 +21,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ConfigError(f"--plot {path}: matplotlib is not installed; pip install 'moe-engine[plots]'") from None
+        raise ConfigError(f"--plot {path}: matplotlib is not installed; pip install matplotlib") from None
 
 
 def plot_front(front: Sequence[tuple[Candidate, Prediction]], title: str, path: Path) -> None:
