@@ -29,7 +29,7 @@ DECODE_TOKENS = 96
 STAGGER_TOKENS = 6
 """More tokens for each concurrent request: the first ones are ahead when the last ones begin."""
 ARRIVALS, ARRIVAL_TOKENS = 6, 512
-"""Requests that come one after another, and tokens of the answers meanwhile."""
+"""Requests that come at once, and tokens of the answers meanwhile."""
 SKIPPED = 6
 """First chunks of a stream that are not measured: other prompts are computed then."""
 
@@ -163,8 +163,8 @@ class Probes:
         return max(more[1] - pair * tails[1], 0.0), pair
 
     async def _arrival_seconds(self, prefill: Curve, length: int) -> float:
-        """Delay of a step by a request that arrives: while some requests decode, others come one after another for a
-        time, and none for as long."""
+        """Delay of a step by a request that arrives: while some requests decode, several others come at once, and then
+        none for as long."""
         groups = self._limits.num_groups
         count = min(4 * groups, self._limits.max_running - groups)
         if count < 1:
@@ -175,8 +175,7 @@ class Probes:
         phases: list[tuple[float, float, float]] = []
         while not streams.done():
             begin = time.perf_counter()
-            for _ in range(ARRIVALS):
-                await self._ask(self._prompt(1), 1)
+            await asyncio.gather(*(self._ask(self._prompt(1), 1) for _ in range(ARRIVALS)))
             middle = time.perf_counter()
             await asyncio.sleep(middle - begin)
             phases.append((begin, middle, time.perf_counter()))
@@ -189,7 +188,7 @@ class Probes:
                 busy = sum(begin < moment <= middle for moment in moments) / count
                 free = sum(middle < moment <= end for moment in moments) / count
                 lost = (middle - begin) - busy * (end - middle) / max(free, 1.0)
-                found.append(lost / ARRIVALS - prefill.seconds[0])
+                found.append((lost - prefill.at(ARRIVALS)) / ARRIVALS)
         return max(median(found), 0.0) if found else 0.0
 
     async def _first_token(self, prompt: Callable[[int], list[int]], length: int) -> float:
