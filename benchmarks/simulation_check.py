@@ -23,11 +23,12 @@ from moe_engine.tuning.stats import median
 
 LAUNCHES: dict[str, list[str]] = {
     "default": [],
-    "nextn": ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2"],
+    "nextn": ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1",
+              "--speculative-num-draft-tokens", "3"],
     "tp2": ["--tp", "2"],
     "dp2": ["--tp", "2", "--attn-dp-size", "2"],
     "small-pool": ["--max-total-tokens", "2048", "--schedule-conservativeness", "0.1"],
-}
+}  # fmt: skip
 RANDOM = ["--dataset-name", "random", "--random-input-len", "128", "--random-output-len", "64"]
 LOADS = {
     "random": [*RANDOM, "--random-range-ratio", "0.5"],
