@@ -28,7 +28,12 @@ def parse_goodput(pairs: Sequence[str] | None) -> dict[str, float]:
         name, colon, value = pair.partition(":")
         if not colon or name not in GOODPUT_METRICS:
             raise ValueError(f"--goodput {pair}: write {', '.join(f'{m}:MS' for m in GOODPUT_METRICS)}")
-        limits[name] = float(value)
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            limits[name] = -1.0
+        if not 0 < limits[name] < math.inf:
+            raise ValueError(f"--goodput {pair}: MS must be a number of milliseconds above 0")
     return limits
 
 
