@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe_engine.cli.experts_report.dumps import read_dumps
-from moe_engine.cli.simulate_checks import check
+from moe_engine.cli.simulate_checks import check, parsed_goodput
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
@@ -67,7 +67,7 @@ def main(argv: Sequence[str], prog: str) -> int:
         return 0
     args = EngineArgs.from_kwargs(**parse_flags(build_parser(prog, description="", epilog=""), rest))
     check(own)
-    goodput = parsegoodput
+    goodput = parsed_goodput(own)
     config, source = _source(own, args)
     spec = _fleet(own, config, source)
     workload = _workload(own, config)
@@ -154,13 +154,14 @@ class _Source:
     costs: StepCostModel
     answer_seconds: float
     acceptance: tuple[float, ...]
+    arrival_seconds: float = 0.0
 
 
 def _source(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig, _Source]:
     """The launch, and its costs: of a cost file for this machine, or the planner's for another one."""
     if own.hardware is None:
         file = CostFile.load(own.cost_file)
-        return prepare(args), _Source(MeasuredCosts(file), file.answer_seconds, file.acceptance)
+        return prepare(args), _Source(MeasuredCosts(file), file.answer_seconds, file.acceptance, file.arrival_seconds)
     cluster = parse_cluster(own.hardware, own.interconnect)
     share = load_efficiency(own.like)
     form = given_form(args, cluster, share.engine)[0]
@@ -197,6 +198,7 @@ def _fleet(own: argparse.Namespace, config: ResolvedConfig, source: _Source) -> 
         expert_skew=own.expert_skew or 0.0,
         experts=_experts(own, config),
         exact=own.exact,
+        arrival_seconds=source.arrival_seconds,
     )
     return FleetSpec(
         replica,

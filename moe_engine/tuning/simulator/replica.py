@@ -34,7 +34,8 @@ class ReplicaSpec:
     """A replica: the limits of its schedulers, the number of attention groups, the cost of its steps.
 
     `acceptance`: chance that a draft at each position is accepted if those before it were. `exact`: the scheduler plans
-    every step, also where nothing can change.
+    every step, also where nothing can change. `arrival_seconds`: delay of the step that runs when a request arrives,
+    where the front end shares its cores.
     """
 
     scheduler: SchedulerConfig
@@ -46,6 +47,7 @@ class ReplicaSpec:
     """Load of the busiest rank's experts over the mean; 0: as the cost model expects. `experts` has precedence."""
     experts: ExpertLoad | None = None
     exact: bool = False
+    arrival_seconds: float = 0.0
 
 
 @dataclass
@@ -108,6 +110,8 @@ class Replica:
         group = self.groups[index]
         if index in self._runs.members and (self._turns.open or not group.queues_in_run):
             self._leave_run(index)
+        if self._flight is not None:
+            self._flight.end += self.spec.arrival_seconds
         running.group = index
         refused = group.add(running, rid, output_ids or [])
         if refused is not None:
@@ -190,6 +194,7 @@ class Replica:
             max(shape.prefill_pairs for shape in shapes),
             sum(shape.global_tokens for shape in shapes),
             skew,
+            max(shape.prefill_cached for shape in shapes),
         )
 
     def _collect(self, behind: _Flight | None) -> None:
