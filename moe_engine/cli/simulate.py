@@ -9,6 +9,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,10 +73,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     spec = _fleet(own, config, source)
     workload = _workload(own, config)
     fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed)
-    gc.collect()
-    gc.freeze()  # a collection would walk the pools of all ranks
     began = time.perf_counter()
-    with report.progress(workload.total, not own.disable_tqdm) as advance:
+    with report.progress(workload.total, not own.disable_tqdm) as advance, _few_collections():
         outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
     values = report.figures(outcome, goodput, time.perf_counter() - began)
     rate, limit = own.request_rate, own.max_concurrency
@@ -87,6 +86,20 @@ def main(argv: Sequence[str], prog: str) -> int:
     if own.plot:
         report.draw(outcome, own.plot, config.max_total_num_tokens * spec.num_replicas * spec.replica.num_groups)
     return 1 if values["failed"] else 0
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Cycles are rare in a simulation, and a collection walks the requests and radix trees of all ranks."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _help(prog: str) -> str:

@@ -1,7 +1,7 @@
 """Several decode steps of a scheduler at once, while nothing else can happen: no request ends, joins or is retracted.
 
 A simulation spends most of its steps so. The result is that of as many calls of `Scheduler.schedule` and
-`Scheduler.update` (tests/scheduler/test_decode_run.py compares them).
+`Scheduler.update` (tests/tuning/test_simulator.py compares them).
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def figures(
         "output_throughput": outputs / duration,
         "total_throughput": (inputs + outputs) / duration,
         "concurrency": sum(a.latency for a in done) / duration,
-        "max_output_tokens_per_s": peak_output_throughput(done),
+        "max_output_tokens_per_s": peak_output_throughput(done) if gaps is None else gaps.peak_tokens,
         "max_concurrent_requests": peak_concurrency(done),
         "accept_length": accept_length,
     }
@@ -119,7 +119,6 @@ def figures(
         values |= distribution("itl", [gap for a in done for gap in a.itl])
     else:
         values |= gaps.distribution("itl")
-        values["max_output_tokens_per_s"] = gaps.peak_tokens
     if goodput:
         values["request_goodput"] = sum(is_good(a, goodput) for a in done) / duration
         values["goodput_limits_ms"] = goodput

@@ -36,6 +36,7 @@ class Group:
         self, config: SchedulerConfig, clock: Callable[[], float], acceptance: Sequence[float], seed: int
     ) -> None:
         self.scheduler = Scheduler(replace(config, vocab_size=None), clock)  # answers are of made-up tokens
+        self.scheduler.keeps_facts = False
         self.running: dict[str, Running] = {}
         self.load_tokens = self.run_rows = self.run_from = 0
         self._acceptance = list(acceptance)
@@ -163,16 +164,14 @@ def shape_of(plan: StepPlan) -> StepShape:
     num = plan.num_decodes
     counts, starts = plan.counts, plan.starts
     decode_tokens = sum(counts[:num])
-    prefill = list(zip(starts[num:], counts[num:]))
     drafts = max(counts[:num], default=1) - 1 if plan.speculation is not None else 0
+    tokens = pairs = cached = 0
+    for start, count in zip(starts[num:], counts[num:]):
+        tokens += count
+        pairs += count * start + count * (count + 1) // 2
+        cached += start
     return StepShape(
-        decode_rows=num,
-        decode_context=sum(starts[:num]) + decode_tokens,
-        drafts=drafts,
-        prefill_tokens=sum(count for _, count in prefill),
-        prefill_pairs=sum(count * start + count * (count + 1) // 2 for start, count in prefill),
-        global_tokens=plan.num_tokens,
-        prefill_cached=sum(start for start, _ in prefill),
+        num, sum(starts[:num]) + decode_tokens, drafts, tokens, pairs, decode_tokens + tokens, prefill_cached=cached
     )
 
 
