@@ -71,11 +71,7 @@ def run_decodes(scheduler: Scheduler, steps: int, first_token: Callable[[Request
     scheduler.totals.generated_tokens += steps * len(decodes)
     scheduler._decode_steps += steps
     scheduler._prefills_in_a_row = 0
-    ratio = scheduler.ratio
-    for _ in range(steps):
-        if ratio.value <= ratio.lowest:
-            break
-        ratio.decay()
+    scheduler.ratio.decay(steps)
 
 
 def _steps_without_admission(scheduler: Scheduler) -> int:

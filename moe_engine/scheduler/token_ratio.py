@@ -29,9 +29,11 @@ class NewTokenRatio:
         if self.initial != self._began_at:
             self.reset()
 
-    def decay(self) -> None:
-        """After a decode step without retraction."""
-        if self.value > self.lowest:
+    def decay(self, steps: int = 1) -> None:
+        """After decode steps without retraction."""
+        for _ in range(steps):
+            if self.value <= self.lowest:
+                break
             self.value = max(self.value - self._decay, self.lowest)
 
     def after_retraction(self, remaining: Sequence[Request]) -> None:

@@ -74,7 +74,11 @@ class Replica:
         self._runs = Runs(spec.num_groups)
         self._awake: set[int] = set()
         """Groups whose scheduler plans the next step: those with requests that are in no run."""
+        self._held: set[int] = set()
+        """Groups with waiting prompts and no decodes, which have no step until prompts may be computed."""
         self._num_live = 0
+        self._busy: set[int] = set()
+        """Groups that had requests when their load was read, or have got one since."""
         self._flight: _Flight | None = None
         self._collected = 0.0
         """When the newest result was applied."""
@@ -92,9 +96,12 @@ class Replica:
     def read_loads(self, loads: Sequence[Load]) -> None:
         """Sets the unfinished work of each group, as its production scheduler reports it."""
         step = self._runs.step
-        for load, group in zip(loads, self.groups):
+        for index in list(self._busy):
+            load, group = loads[index], self.groups[index]
             load.num_requests = len(group.running)
             load.num_tokens = group.load_tokens + group.run_rows * (step - group.run_from)
+            if not group.running:
+                self._busy.remove(index)
 
     @property
     def generated(self) -> int:
@@ -117,9 +124,10 @@ class Replica:
         if refused is not None:
             return refused
         self._num_live += 1
+        self._busy.add(index)
         if index in self._runs.members:
             self._runs.wait(index, holds=True)
-        else:
+        elif index not in self._held:
             self._awake.add(index)
         return None
 
@@ -135,6 +143,9 @@ class Replica:
         leaving = runs.ended() if runs.members else []
         for index in leaving if hold or not runs.holding else {*leaving, *runs.holding}:
             self._leave_run(index)
+        if not hold and self._held:
+            self._awake |= self._held
+            self._held.clear()
         shapes: list[StepShape] = []
         pending: set[int] = set()
         prefilled = False
@@ -151,6 +162,9 @@ class Replica:
                 shapes.append(shape_of(plan))
                 pending.add(index)
                 prefilled |= plan.num_decodes < len(plan.rows)
+            elif hold and not self.spec.exact and group.scheduler.num_waiting:
+                self._awake.discard(index)
+                self._held.add(index)
         if runs.members:
             shapes.append(runs.shape())
         if not shapes:
@@ -164,7 +178,7 @@ class Replica:
         self._collect(self._launch(shapes, pending))
 
     def _take_turns(self, prefilled: bool, steps: int = 1) -> None:
-        waiting, decodes = len(self._runs.waiting), bool(self._runs.members)
+        waiting, decodes = len(self._runs.waiting) + len(self._held), bool(self._runs.members)
         for index in self._awake:
             scheduler = self.groups[index].scheduler
             waiting += scheduler.num_waiting > 0
@@ -291,7 +305,7 @@ class Replica:
     def _jump(self, until: float) -> bool:
         """Takes several decode steps at once, if all groups are in a run and no prompt waits for its turn."""
         flight, runs = self._flight, self._runs
-        if flight is None or flight.end >= until or self._awake or runs.holding or not runs.members:
+        if flight is None or flight.end >= until or self._awake or self._held or runs.holding or not runs.members:
             return False
         room = until - flight.end
         first = self.spec.costs.step(self._busiest([runs.shape()])).seconds
@@ -330,8 +344,10 @@ class Replica:
         """All ranks start anew, with empty caches. Returns the requests that are lost."""
         lost = [running for group in self.groups for running in group.running.values()]
         self.groups = [self._new_group(i) for i in range(self.spec.num_groups)]
-        self._runs, self._awake, self._num_live = Runs(self.spec.num_groups), set(), 0
-        self.lost.clear()
+        self._runs, self._num_live = Runs(self.spec.num_groups), 0
+        for groups in (self._awake, self._held, self.lost):
+            groups.clear()
+        self._busy = set(range(len(self.groups)))
         self._flight = None
         self.now = max(self.now, moment) + seconds
         return lost
@@ -343,6 +359,7 @@ class Replica:
         if index in self._runs.members:
             self._leave_run(index)
         self._awake.discard(index)
+        self._held.discard(index)
         self._num_live -= len(group.running)
         table = group.scheduler.table
         moved = [(running, rid, table.live[rid].output_ids) for rid, running in group.running.items()]
