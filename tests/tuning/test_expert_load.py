@@ -66,6 +66,19 @@ def test_skew_is_the_busiest_rank_over_the_mean():
     assert share == pytest.approx(tokens * num_ranks / load.counts.sum())
 
 
+def test_skew_of_zipf_in_closed_form():
+    """One expert a rank: the busiest rank has the share 1 / H of the most popular expert, H the sum of 1 / i**s, and
+    EPLB has no choice. With as many redundant experts a rank holds two halves of popular ones, or the like."""
+    num_experts, exponent = random.choice([8, 16, 64]), random.uniform(0.3, 1.5)
+    counts = zipf_counts(exponent, [True] * 3, num_experts, random.getrandbits(32))
+    load = ExpertLoad(counts, ExpertLayout(num_experts, num_experts), ExpertSettings())
+    expected = num_experts / sum(place**-exponent for place in range(1, num_experts + 1))
+    assert Balancer(load).skew == pytest.approx(expected, rel=1e-6)
+    gains = load.gains()
+    assert gains["eplb"] == pytest.approx(expected, rel=1e-6)
+    assert 1 - 1e-9 <= gains[f"eplb, {num_experts} redundant experts"] < expected
+
+
 def test_rebalancing_moves_experts_pass_by_pass():
     settings = RebalanceSettings(interval=random.randint(5, 50), layers_at_once=random.randint(1, 3))
     load = draw(settings)

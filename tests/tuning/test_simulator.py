@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import islice, pairwise
 
 import pytest
 
@@ -107,15 +108,22 @@ def test_runs_of_decodes_equal_single_steps(example):
     assert ours["median_x_ms"] == pytest.approx(theirs["median_x_ms"], rel=0.01)
 
 
-def test_waiting_time_of_a_single_server_is_that_of_queueing_theory():
-    """One request at a time, of constant service: M/D/1, whose mean wait is rho s / (2 (1 - rho))."""
-    rng, service, load, count = random.Random(random.getrandbits(32)), 0.02, 0.7, 20_000
-    times = arrival_times("poisson", load / service, rng)
-    arrivals = [Arrival(seconds, [number + 1], 1) for number, seconds in zip(range(count), times)]
+def test_waiting_times_of_a_single_server_are_those_of_queueing_theory():
+    """One request at a time, of constant service: an M/D/1 queue. Each wait follows from the one before it (Lindley's
+    recursion), which holds without an error of sampling. Their mean is rho s / (2 (1 - rho)); the mean of so many has a
+    standard deviation of 5.4 % (2,000 runs of the recursion), and more than 5 of them are allowed."""
+    rng, service, load, count = random.Random(random.getrandbits(32)), 0.02, 0.7, 10_000
+    times = list(islice(arrival_times("poisson", load / service, rng), count))
+    arrivals = [Arrival(seconds, [number + 1], 1) for number, seconds in enumerate(times)]
     spec = FleetSpec(ReplicaSpec(config(max_rows=1), Linear(fixed=service, row=0, token=0), overlap=False))
     outcome = simulate(spec, Fixed(arrivals, count))[1]
-    wait = sum(answer.latency for answer in outcome.recorder.answers) / count - service
-    assert wait == pytest.approx(load * service / (2 * (1 - load)), rel=0.12)
+    waits = [0.0]
+    for before, after in pairwise(times):
+        waits.append(max(0.0, waits[-1] + service - (after - before)))
+    found = [answer.latency - service for answer in outcome.recorder.answers]
+    assert [answer.started for answer in outcome.recorder.answers] == times
+    assert found == pytest.approx(waits, abs=1e-5)
+    assert sum(found) / count == pytest.approx(load * service / (2 * (1 - load)), rel=0.3)
 
 
 def test_a_single_request_takes_its_steps():

@@ -50,7 +50,8 @@ def _expert_line(load: dict[str, Any]) -> str:
     """The skew of the run, and of other placements for the same traffic."""
     skew = f"{load['skew_first']:.2f}"
     if load["rebalances"]:
-        skew += f", then {load['skew_last']:.2f} after {load['rebalances']} rebalances"
+        count = load["rebalances"]
+        skew += f", then {load['skew_last']:.2f} behind {'a rebalance' if count == 1 else f'{count} rebalances'}"
     others = ", ".join(f"{name} {value:.2f}" for name, value in load["skew_of_placements"].items())
     straggler = f"rank {load['straggler_rank']} has {load['straggler_load']:.2f} times the mean"
     return f"expert load, busiest rank over the mean: {skew} ({straggler}); placements: {others}"
