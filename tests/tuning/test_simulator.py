@@ -80,7 +80,7 @@ def test_runs_of_decodes_equal_single_steps(example):
         num_slots=rng.choice([30, 60, 200]) * 64,
         page_size=rng.choice([1, 4, 64]),
         max_rows=rng.choice([4, 16, 64]),
-        chunked_prefill_size=rng.choice([256, 2048]),
+        chunked_prefill_size=rng.choice([64, 256, 2048]),
         enable_mixed_chunk=rng.random() < 0.3,
         policy=rng.choice(["fcfs", "lpm"]),
         schedule_conservativeness=rng.choice([0.3, 1.0]),
