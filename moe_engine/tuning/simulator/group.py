@@ -37,6 +37,7 @@ class Group:
     ) -> None:
         self.scheduler = Scheduler(replace(config, vocab_size=None), clock)  # answers are of made-up tokens
         self.scheduler.keeps_facts = False
+        self.scheduler.kv_cache.slots.pages.share()
         self.running: dict[str, Running] = {}
         self.load_tokens = self.run_rows = self.run_from = 0
         self._acceptance = list(acceptance)
