@@ -32,7 +32,7 @@ class DeferredFreePool:
         self.reset()
 
     def share(self) -> None:
-        """Takes the ids from a list that all such pools of this process share: many pools then hold them as pointers."""
+        """Takes the ids from a list that all such pools of this process share: many pools then hold pointers only."""
         if isinstance(self._all, range):
             self._all = _shared_ids(self._all)
 
