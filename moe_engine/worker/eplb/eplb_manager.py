@@ -33,7 +33,7 @@ from moe_engine.parallel.placement.balance import balancedness
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import Chunk, plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
-from moe_engine.parallel.placement.policies import plan_placement
+from moe_engine.parallel.placement.policies import MIN_GAIN, plan_placement
 from moe_engine.parallel.placement.program import decode_moves, encode_moves
 from moe_engine.parallel.placement.replicas import LayerChoice
 from moe_engine.parallel.recording.draft_counts import DraftCounts
@@ -45,8 +45,6 @@ logger = logging.getLogger("moe_engine")
 
 ASK_EVERY = 4
 """Passes between two broadcasts of whether the plan is ready."""
-MIN_GAIN = 0.01
-"""Gain of balancedness of a layer below which no further experts are moved."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from moe_engine.parallel.placement.balance import balancedness, layer_balancedne
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
-from moe_engine.parallel.placement.policies import plan_placement
+from moe_engine.parallel.placement.policies import MIN_GAIN, plan_placement
 from moe_engine.parallel.placement.program import decode_moves, encode_moves
 from moe_engine.parallel.topology import Topology
-from moe_engine.worker.eplb.eplb_manager import ASK_EVERY, MIN_GAIN
+from moe_engine.worker.eplb.eplb_manager import ASK_EVERY
 from tests.distributed.dispatch.ranks import World
 from tests.distributed.eplb.worlds import Balanced, Case, balanced, load, run_balanced
 from tests.models.checkpoints import make_checkpoint
