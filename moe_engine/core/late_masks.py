@@ -12,12 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from moe_engine.core.executor import StepWorker
 from moe_engine.errors import MoeEngineError
+from moe_engine.structured_output.mask_batch import FilledAtOnce, MaskBatch
 from moe_engine.token_masks import DraftTree, LaunchedStep, StepMasks, words_of
 from moe_engine.types import Request, Status, StepPlan, StepResult
 
@@ -39,11 +41,17 @@ class PositionMasks(Protocol):
     def fill(self, mask: np.ndarray) -> None:
         """Clears the bits of forbidden tokens in mask [W] uint32, which has the bits of all tokens set."""
 
+    def fill_later(self, batch: MaskBatch, place: int) -> None:
+        """As `fill`, of row `place` of the batch, which is full; may leave it to `batch.run`."""
+
+    def check(self) -> None:
+        """Raises the error of a mask that `batch.run` should have filled."""
+
     def rollback(self, count: int) -> None:
         """Takes back the last `count` accepted tokens."""
 
 
-class AllMasks:
+class AllMasks(FilledAtOnce):
     """`PositionMasks` of several sources: a token is allowed if all of them allow it."""
 
     def __init__(self, sources: Sequence[PositionMasks]) -> None:
@@ -65,28 +73,26 @@ class AllMasks:
 class MaskState:
     """A request's `PositionMasks`, and how many of its outputs they have accepted."""
 
-    def __init__(self, masks: PositionMasks, vocab_size: int) -> None:
+    def __init__(self, masks: PositionMasks) -> None:
         self._masks = masks
-        self._all = np.full(words_of(vocab_size), ALL)
-        if vocab_size % 32:
-            self._all[-1] = ALL >> np.uint32(32 - vocab_size % 32)  # bits behind the vocabulary are no tokens
         self._num_seen = 0
 
-    def tables(self, outputs: list[int], tree: DraftTree | None) -> list[np.ndarray]:
-        """The masks of the next position and of each position behind a draft (nodes of `tree`, the root first)."""
+    def advance(self, outputs: list[int]) -> None:
+        """Accepts the outputs that are new."""
         for token in outputs[self._num_seen :]:
             self._masks.accept(token)
         self._num_seen = len(outputs)
-        nodes = 1 if tree is None else len(tree.tokens)
-        found = [self._all.copy() for _ in range(nodes)]
-        self._masks.fill(found[0])
-        if tree is not None:
-            self._along(tree, found)
-        return found
 
-    def _along(self, tree: DraftTree, found: list[np.ndarray]) -> None:
-        """Fills the masks behind drafts. Behind a forbidden draft a mask stays full: that draft is never accepted. A
-        mask that raises becomes empty: the request fails if its position is reached."""
+    def fill_later(self, batch: MaskBatch, place: int) -> None:
+        """The mask of the next position in row `place`; complete after `batch.run`, unless `check` raises."""
+        self._masks.fill_later(batch, place)
+
+    def check(self) -> None:
+        self._masks.check()
+
+    def along(self, tree: DraftTree, found: np.ndarray) -> None:
+        """Fills the masks [N, W] behind drafts; that of the root is there. Behind a forbidden draft a mask stays full:
+        that draft is never accepted. A mask that raises becomes empty: the request fails if its position is reached."""
         path = [0]  # nodes whose tokens are accepted, below the root
         reached = {0}
         for node in _depth_first(tree):
@@ -118,14 +124,17 @@ class LateMasks:
 
     def __init__(self, worker: StepWorker, vocab_size: int | None, fail: Callable[[str, str, int], None]) -> None:
         self._worker = worker
-        self._vocab_size = vocab_size or 0
+        size = vocab_size or 0
+        self._all = np.full(words_of(size), ALL)
+        if size % 32:
+            self._all[-1] = ALL >> np.uint32(32 - size % 32)  # bits behind the vocabulary are no tokens
         self._fail = fail
         self.states: dict[Request, MaskState] = {}
         """By request; ended ones are removed before the next masked step."""
         self._launched: tuple[StepPlan, LaunchedStep, list[Request]] | None = None
 
     def add(self, request: Request, *masks: PositionMasks) -> None:
-        self.states[request] = MaskState(masks[0] if len(masks) == 1 else AllMasks(masks), self._vocab_size)
+        self.states[request] = MaskState(masks[0] if len(masks) == 1 else AllMasks(masks))
 
     def rows_of(self, sampled: list[Request]) -> list[int]:
         """Rows of a step's sampled requests that need masks (`StepPlan.masked`)."""
@@ -146,35 +155,57 @@ class LateMasks:
         drafts: dict[int, DraftTree] = {}
         if plan.speculation is not None:
             drafts = launched.drafts.result()
-        counts, tables = [], []
-        for row, request in zip(plan.masked, requests):
-            found = self._tables(request, drafts.get(row), plan)
-            counts.append(len(found))
-            tables += found
-        bits = b"".join(table.astype("<u4", copy=False).tobytes() for table in tables)
-        self._worker.sample(StepMasks(plan.number, plan.masked, counts, bits))
+        counts = [self._positions(request, drafts.get(row)) for row, request in zip(plan.masked, requests)]
+        tables = np.empty((sum(counts), len(self._all)), dtype=np.uint32)
+        tables[:] = self._all
+        batch, spans, end = MaskBatch(tables), list[tuple[Request, DraftTree | None, np.ndarray]](), 0
+        for row, request, count in zip(plan.masked, requests, counts):
+            if count and self._try(request, partial(self.states[request].fill_later, batch, end)):
+                spans.append((request, drafts.get(row), tables[end : end + count]))
+            end += count
+        batch.run()
+        for request, tree, found in spans:
+            found[0] &= self._all
+            if not self._try(request, partial(self._complete, request, tree, found)):
+                found[:] = self._all  # the request has ended: its sampled token will be dropped
+        self._worker.sample(StepMasks(plan.number, plan.masked, counts, tables.astype("<u4", copy=False).tobytes()))
 
-    def abandon(self) -> None:
-        """The launched step, if any, will not be sampled."""
-        if self._launched is not None:
-            self._worker.abandon()
-            self._launched = None
-
-    def _tables(self, request: Request, tree: DraftTree | None, plan: StepPlan) -> list[np.ndarray]:
+    def _positions(self, request: Request, tree: DraftTree | None) -> int:
+        """Masks that a launched request needs, after its state has advanced; 0 if it has ended."""
         if request.status is not Status.RUNNING or request.to_abort is not None:
-            return []
+            return 0
+        if not self._try(request, partial(self.states[request].advance, request.output_ids)):
+            return 0
+        return 1 if tree is None else len(tree.tokens)
+
+    def _complete(self, request: Request, tree: DraftTree | None, found: np.ndarray) -> None:
+        """Checks the mask of the next position, and fills those [N, W] behind drafts."""
+        state = self.states[request]
+        state.check()
+        if not found[0].any():
+            raise MoeEngineError(NOTHING_ALLOWED)
+        if tree is not None:
+            state.along(tree, found)
+
+    def _try(self, request: Request, work: Callable[[], None]) -> bool:
+        """False if it raised; the request has failed then."""
         try:
-            found = self.states[request].tables(request.output_ids, tree)
-            if found[0].any():
-                return found
-            self._fail(request.rid, f"{_source(request)}: {NOTHING_ALLOWED}", 400)
+            work()
         except MoeEngineError as error:
             self._fail(request.rid, f"{_source(request)}: {error}", 400)
         except Exception as error:
             logger.exception("Masks of request %s failed", request.rid)
             message = f"the masks of the request failed: {type(error).__name__}: {error}"
             self._fail(request.rid, message, 500)
-        return []
+        else:
+            return True
+        return False
+
+    def abandon(self) -> None:
+        """The launched step, if any, will not be sampled."""
+        if self._launched is not None:
+            self._worker.abandon()
+            self._launched = None
 
 
 def _source(request: Request) -> str:

@@ -24,24 +24,42 @@ MASK_BYTES = 12
 
 @dataclass
 class _LateMasks:
-    """Late masks of one step: positions of each row, of which the first `used` have been applied."""
+    """Late masks of one step: positions of each row, of which the first `used` have been applied.
+
+    Steps usually sample the masked rows in the order of their masks: `next_of` gives these without work for each row.
+    """
 
     tables: np.ndarray  # [P, B] uint8
+    rows: np.ndarray  # [P] of each position
     spans: dict[int, tuple[int, int]]  # by row: first position, number of positions
     used: dict[int, int]
+    in_order: int = 0
+    """Positions that `next_of` has given."""
 
     @classmethod
     def of(cls, launched: LaunchedStep, num_bytes: int) -> _LateMasks:
         masks = launched.masks.result()
         ends = np.cumsum(masks.counts).tolist()
         spans = {row: (end - count, count) for row, end, count in zip(masks.rows, ends, masks.counts)}
-        return cls(np.frombuffer(masks.bits, dtype=np.uint8).reshape(-1, num_bytes), spans, {})
+        tables = np.frombuffer(masks.bits, dtype=np.uint8).reshape(-1, num_bytes)
+        return cls(tables, np.repeat(masks.rows, masks.counts), spans, {})
+
+    def next_of(self, rows: np.ndarray) -> np.ndarray | None:
+        """The next masks [Q, B] of rows [Q]; None if the masks have another order, or some were taken one by one."""
+        end = self.in_order + len(rows)
+        if self.used or not np.array_equal(self.rows[self.in_order : end], rows):
+            return None
+        self.in_order = end
+        return self.tables[end - len(rows) : end]
 
     def take(self, row: int) -> np.ndarray | None:
         """The mask of the row's next position; None if the row needs none."""
         first, count = self.spans[row]
         if count == 0:
             return None
+        if self.in_order:
+            found, given = np.unique(self.rows[: self.in_order], return_counts=True)
+            self.used, self.in_order = dict(zip(found.tolist(), given.tolist())), 0
         place = self.used.get(row, 0)
         if place >= count:
             raise ValueError(f"row {row} samples more positions than its {count} masks")
@@ -92,13 +110,10 @@ class TokenMasker:
         masked = np.flatnonzero(self.rows[rows])
         if not len(masked):
             return
-        tables = self._tables(rows[masked].tolist())
-        allows = np.array([table is not None for table in tables], dtype=bool)
-        places = masked[allows]
-        found = np.stack([table for table in tables if table is not None]) if len(places) else None
-        if found is None:
+        places, found = self._found(rows, masked)
+        if not len(places):
             return
-        empty = ~found.any(axis=1)
+        empty = ~found.view(np.uint32).any(axis=1)
         if empty.any():
             for index in places[empty].tolist():  # the request ends, if this position is reached
                 logits[index].fill_(torch.nan)
@@ -107,6 +122,17 @@ class TokenMasker:
         at_once = max(1, EDIT_BYTES // (MASK_BYTES * self._vocab_size))
         for begin in range(0, len(places), at_once):
             self._mask(logits, places[begin : begin + at_once].tolist(), found[begin : begin + at_once])
+
+    def _found(self, rows: np.ndarray, masked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of `masked` that have a mask at their next position, and the masks [Q, B]."""
+        if not self._static:
+            at_once = self._late_masks(int(rows[masked[0]])).next_of(rows[masked])
+            if at_once is not None:
+                return masked, at_once
+        tables = self._tables(rows[masked].tolist())
+        allows = np.array([table is not None for table in tables], dtype=bool)
+        found = [table for table in tables if table is not None]
+        return masked[allows], np.stack(found) if found else np.zeros((0, self._num_bytes), dtype=np.uint8)
 
     def _tables(self, rows: list[int]) -> list[np.ndarray | None]:
         """The masks [B] of rows at their next positions; None: all tokens."""
@@ -124,11 +150,15 @@ class TokenMasker:
         return found
 
     def _take_late(self, row: int) -> np.ndarray | None:
+        return self._late_masks(row).take(row)
+
+    def _late_masks(self, row: int) -> _LateMasks:
+        """Of the launched step; waits for them. `row` needs one."""
         if self._late is None:
             if self._launched is None:
                 raise ValueError(f"row {row} needs a mask, but its step was executed without one")
             self._late = _LateMasks.of(self._launched, self._num_bytes)
-        return self._late.take(row)
+        return self._late
 
     def _mask(self, logits: Tensor, places: list[int], tables: np.ndarray) -> None:
         """Masks the rows `places` of logits; tables [Q, B] uint8."""
