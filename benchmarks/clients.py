@@ -6,16 +6,20 @@ tokens counts as k gaps of 1/k each (the first chunk as none), as in bench_servi
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import msgspec
 
+from moe_engine.errors import MoeEngineError
+from moe_engine.tuning import event_stream
 from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.datasets import BenchRequest
+
+REQUEST_TIMEOUT_SECONDS = 6 * 3600
 
 
 @dataclass(frozen=True)
@@ -30,9 +34,10 @@ class CallOptions:
     extra_body: dict[str, Any] = field(default_factory=dict)
     decode: Callable[[list[int]], str] | None = None
     """For backends that do not accept token ids."""
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
-Backend = Callable[[httpx.AsyncClient, BenchRequest, CallOptions], Awaitable[Answer]]
+Backend = Callable[[BenchRequest, CallOptions], Awaitable[Answer]]
 
 
 ReadChunk = Callable[[dict[str, Any], Answer], int]
@@ -46,11 +51,10 @@ class _Clock:
         self._answer = answer
         self._last = answer.started = time.perf_counter()
 
-    def tokens(self, count: int) -> None:
+    def tokens(self, count: int, now: float) -> None:
         """Records the arrival of `count` tokens."""
         if count <= 0:
             return
-        now = time.perf_counter()
         if self._answer.output_len == 0:
             self._answer.ttft = now - self._answer.started
         else:
@@ -62,44 +66,25 @@ class _Clock:
         self._answer.latency = time.perf_counter() - self._answer.started
 
 
-async def events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of an event stream, until ``[DONE]``."""
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            data = line[5:].strip()
-            if data == "[DONE]":
-                return
-            yield json.loads(data)
-
-
-async def _ask(
-    client: httpx.AsyncClient, request: BenchRequest, url: str, body: dict[str, Any], stream: bool, read: ReadChunk
-) -> Answer:
+async def _ask(request: BenchRequest, options: CallOptions, path: str, body: dict[str, Any], read: ReadChunk) -> Answer:
     """Sends one request."""
     answer = Answer(prompt_len=request.prompt_len)
+    url, headers = options.base_url + path, options.headers
     clock = _Clock(answer)
     try:
-        if stream:
-            async with client.stream("POST", url, json=body) as response:
-                if response.status_code != 200:
-                    answer.error = (
-                        f"HTTP {response.status_code}: {(await response.aread()).decode(errors='replace')[:500]}"
-                    )
-                else:
-                    async for chunk in events(response):
-                        if "error" in chunk:
-                            raise ValueError(str(chunk["error"]))
-                        clock.tokens(read(chunk, answer))
-                    answer.success = True
-        else:
-            response = await client.post(url, json=body)
-            if response.status_code == 200:
-                clock.tokens(read(response.json(), answer))
-                answer.itl.clear()
-                answer.success = True
+        async with asyncio.timeout(REQUEST_TIMEOUT_SECONDS):
+            if options.stream:
+                async for moment, data in event_stream.events(url, body, headers):
+                    chunk = msgspec.json.decode(data)
+                    if "error" in chunk:
+                        raise ValueError(str(chunk["error"]))
+                    clock.tokens(read(chunk, answer), moment)
             else:
-                answer.error = f"HTTP {response.status_code}: {response.text[:500]}"
-    except (httpx.HTTPError, ValueError) as error:
+                whole = await event_stream.answer(url, body, headers)
+                clock.tokens(read(msgspec.json.decode(whole), answer), time.perf_counter())
+                answer.itl.clear()
+        answer.success = True
+    except (MoeEngineError, OSError, ValueError, TimeoutError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     clock.end()
     if answer.success and answer.output_len == 0 and request.output_len:
@@ -107,7 +92,7 @@ async def _ask(
     return answer
 
 
-async def ask_native(client: httpx.AsyncClient, request: BenchRequest, options: CallOptions) -> Answer:
+async def ask_native(request: BenchRequest, options: CallOptions) -> Answer:
     """POST /generate: greedy; a chunk's tokens come from `meta_info`'s running count."""
     body: dict[str, Any] = {
         "sampling_params": {"temperature": 0.0, "max_new_tokens": request.output_len, "ignore_eos": options.ignore_eos},
@@ -121,14 +106,15 @@ async def ask_native(client: httpx.AsyncClient, request: BenchRequest, options: 
         meta = chunk.get("meta_info", {})
         answer.text = chunk.get("text") or answer.text
         answer.cached_tokens = meta.get("cached_tokens", 0)
+        answer.retractions = meta.get("num_retractions", 0)
         answer.prompt_len = meta.get("prompt_tokens", answer.prompt_len)
         answer.accept_length = meta.get("spec_accept_length", answer.accept_length)
         return meta.get("completion_tokens", 0) - answer.output_len
 
-    return await _ask(client, request, f"{options.base_url}/generate", body, options.stream, read)
+    return await _ask(request, options, "/generate", body, read)
 
 
-async def ask_completions(client: httpx.AsyncClient, request: BenchRequest, options: CallOptions) -> Answer:
+async def ask_completions(request: BenchRequest, options: CallOptions) -> Answer:
     """POST /v1/completions; a chunk's tokens come from the continuous usage."""
     body: dict[str, Any] = {
         "prompt": request.prompt,
@@ -141,10 +127,10 @@ async def ask_completions(client: httpx.AsyncClient, request: BenchRequest, opti
         text = "".join(choice.get("text") or "" for choice in chunk.get("choices", []))
         return _count(chunk, text, answer)
 
-    return await _ask(client, request, f"{options.base_url}/v1/completions", body, options.stream, read)
+    return await _ask(request, options, "/v1/completions", body, read)
 
 
-async def ask_chat(client: httpx.AsyncClient, request: BenchRequest, options: CallOptions) -> Answer:
+async def ask_chat(request: BenchRequest, options: CallOptions) -> Answer:
     """POST /v1/chat/completions with the prompt as the only message."""
     prompt = request.prompt
     if not isinstance(prompt, str):
@@ -163,7 +149,7 @@ async def ask_chat(client: httpx.AsyncClient, request: BenchRequest, options: Ca
         text = "".join((piece.get("reasoning_content") or "") + (piece.get("content") or "") for piece in pieces)
         return _count(chunk, text, answer)
 
-    return await _ask(client, request, f"{options.base_url}/v1/chat/completions", body, options.stream, read)
+    return await _ask(request, options, "/v1/chat/completions", body, read)
 
 
 def _openai_body(options: CallOptions) -> dict[str, Any]:

@@ -22,13 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from benchmarks import report
 from benchmarks.clients import Answer, CallOptions, ask_native
-from benchmarks.datasets import BenchRequest
 from benchmarks.server_process import ServerProcess
-from benchmarks.stats import median
+from moe_engine.tuning.datasets import BenchRequest
+from moe_engine.tuning.stats import median
 
 IDS = range(300, 1200)
 """Ordinary tokens of the embedded model."""
@@ -56,11 +54,9 @@ def shared(draw: random.Random, groups: int, each: int, prefix: int, own: int, o
 async def at_once(url: str, load: Sequence[BenchRequest], **more: Any) -> tuple[list[Answer], float]:
     """All requests together. Returns the answers and the seconds."""
     options = CallOptions(url, **more)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=600, limits=limits) as client:
-        began = time.perf_counter()
-        answers = await asyncio.gather(*(ask_native(client, request, options) for request in load))
-        return list(answers), time.perf_counter() - began
+    began = time.perf_counter()
+    answers = await asyncio.gather(*(ask_native(request, options) for request in load))
+    return list(answers), time.perf_counter() - began
 
 
 async def until_stopped(url: str, load: Sequence[BenchRequest]) -> tuple[list[Answer], float]:

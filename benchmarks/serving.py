@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import uvloop
 
 from benchmarks import report
 from benchmarks.clients import BACKENDS, DEFAULT_PORTS, Answer, CallOptions
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
 
-REQUEST_TIMEOUT_SECONDS = 6 * 3600
 RECORDED_OPTIONS = (
     "tag", "backend", "dataset_name", "request_rate", "max_concurrency", "num_prompts", "seed", "sharegpt_output_len",
     "random_input_len", "random_output_len", "random_range_ratio",
@@ -88,7 +88,6 @@ async def arrivals(requests: list[BenchRequest], rate: float, rng: random.Random
 
 
 async def run_load(
-    client: httpx.AsyncClient,
     requests: list[BenchRequest],
     options: CallOptions,
     *,
@@ -109,10 +108,10 @@ async def run_load(
 
     async def one(request: BenchRequest) -> Answer:
         if gate is None:
-            answer = await ask(client, request, options)
+            answer = await ask(request, options)
         else:
             async with gate:
-                answer = await ask(client, request, options)
+                answer = await ask(request, options)
         if bar is not None:
             bar.update(1)
         return answer
@@ -178,8 +177,7 @@ async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answ
     port = args.port or DEFAULT_PORTS.get(args.backend, 30000)
     base_url = (args.base_url or f"http://{args.host}:{port}").rstrip("/")
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_SECONDS, limits=limits, headers=headers) as client:
+    async with httpx.AsyncClient(timeout=60, headers=headers) as client:
         facts = await server_facts(client, base_url)
         requests, vocabulary = _prepare(args, facts)
         options = CallOptions(
@@ -190,10 +188,10 @@ async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answ
             return_logprob=args.return_logprob,
             extra_body=json.loads(args.extra_request_body),
             decode=vocabulary.decode,
+            headers=headers,
         )
         await _warm_up(client, requests[0], options, args)
         answers, duration = await run_load(
-            client,
             requests,
             options,
             backend=args.backend,
@@ -215,13 +213,18 @@ async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answ
     return values, answers
 
 
+def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answer]]:
+    """`benchmark` on the event loop that costs least."""
+    return uvloop.run(benchmark(args))
+
+
 async def _warm_up(
     client: httpx.AsyncClient, request: BenchRequest, options: CallOptions, args: argparse.Namespace
 ) -> None:
     """Sends `--warmup-requests` copies of the first request, shortened; then optionally flushes the cache."""
     short = replace(request, output_len=min(request.output_len, 32))
     ask = BACKENDS[args.backend]
-    answers = await asyncio.gather(*(ask(client, short, options) for _ in range(args.warmup_requests)))
+    answers = await asyncio.gather(*(ask(short, options) for _ in range(args.warmup_requests)))
     if answers and not any(answer.success for answer in answers):
         raise ValueError(f"the warm-up failed: {answers[0].error}")
     if args.flush_cache:
@@ -241,7 +244,7 @@ def default_output_file(args: argparse.Namespace) -> str:
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
-        values, answers = asyncio.run(benchmark(args))
+        values, answers = run(args)
     except (ValueError, FileNotFoundError, httpx.HTTPError) as error:
         print(f"benchmarks.serving: {type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import uvloop
 
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
@@ -68,7 +68,7 @@ def _measure(flags: Sequence[str], config: ResolvedConfig) -> CostFile:
             url = f"http://127.0.0.1:{port}"
             _wait(server, url, log)
             info = httpx.get(f"{url}/server_info", timeout=60).json()
-            costs = asyncio.run(Probes(url, _limits(config)).run(_say))
+            costs = uvloop.run(Probes(url, _limits(config)).run(_say))
         finally:
             server.terminate()
             try:
@@ -154,8 +154,10 @@ def _summary(costs: CostFile) -> str:
     lines = [
         f"decode step{f' with {drafts} drafts' if drafts else ''}, by requests: {rows}",
         f"prefill step, by tokens: {prompts}",
-        f"a context token of a decode: {costs.context_second * 1e9:.1f} ns; a pair of a prefill: "
-        f"{costs.pair_second * 1e9:.2f} ns; an answer outside the steps: {costs.answer_seconds * 1e3:.2f} ms",
+        f"a context token of a decode: {costs.context_second * 1e9:.1f} ns; a cached token before a prompt: "
+        f"{costs.cached_second * 1e9:.1f} ns; a pair of a prefill: {costs.pair_second * 1e9:.2f} ns; an answer outside "
+        f"the steps: {costs.answer_seconds * 1e3:.2f} ms; delay of a step by a new request: "
+        f"{costs.arrival_seconds * 1e3:.2f} ms",
     ]
     for name, sizes in costs.ledger.items():
         lines.append(f"{name}: predicted {sizes['predicted']} bytes, allocated {sizes['allocated']}")

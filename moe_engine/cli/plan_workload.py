@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.slo import Slo, parse_slo
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.models.config_fields import merge, read_json
 from moe_engine.models.config_file import load_model_config
@@ -27,7 +28,7 @@ from moe_engine.tuning.planner.plot import check_plot, plot_front
 from moe_engine.tuning.planner.predict import Predictor
 from moe_engine.tuning.planner.report import json_of, text_of
 from moe_engine.tuning.planner.search import Found, Plan, Search
-from moe_engine.tuning.planner.workload import Slo, Workload, parse_slo, parse_workload
+from moe_engine.tuning.planner.workload import Workload, parse_workload
 
 OWN = ("workload", "slo", "interconnect", "concurrency", "like", "top", "plot", "weight_dtype", "mtp_acceptance")
 FORM_FLAGS = ("tp_size", "attn_dp_size", "ep_size", "moe_a2a_backend", "dp_size")
@@ -43,7 +44,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, help=text, default=argparse.SUPPRESS, **options)
 
     add("--workload", "mean lengths in tokens: in=2000,out=100[,shared=512,turns=4]; starts the search", metavar="TEXT")
-    add("--slo", "limits: ttft=2s,itl=50ms (median TTFT; gap between tokens, median and mean)", metavar="TEXT")
     add("--interconnect", f"network between nodes: {', '.join(link_names())}, or a TOML file", metavar="NAME|FILE")
     add(
         "--concurrency",

@@ -175,13 +175,14 @@ class _Source:
     costs: StepCostModel
     answer_seconds: float
     acceptance: tuple[float, ...]
+    arrival_seconds: float = 0.0
 
 
 def _source(own: argparse.Namespace, args: EngineArgs) -> tuple[ResolvedConfig, _Source]:
     """The launch, and its costs: of a cost file for this machine, or the planner's for another one."""
     if own.hardware is None:
         file = CostFile.load(own.cost_file)
-        return prepare(args), _Source(MeasuredCosts(file), file.answer_seconds, file.acceptance)
+        return prepare(args), _Source(MeasuredCosts(file), file.answer_seconds, file.acceptance, file.arrival_seconds)
     cluster = parse_cluster(own.hardware, own.interconnect)
     share = load_efficiency(own.like)
     form = given_form(args, cluster, share.engine)[0]
@@ -217,6 +218,7 @@ def _fleet(own: argparse.Namespace, config: ResolvedConfig, source: _Source) -> 
         acceptance=acceptance,
         expert_skew=own.expert_skew,
         exact=own.exact,
+        arrival_seconds=source.arrival_seconds,
     )
     return FleetSpec(
         replica,

@@ -27,6 +27,17 @@ class SchedulingArgs:
         "long-context or multi-turn. `moe-engine plan` shows each choice with its reason. Left out: none.",
         choices=("low-latency", "throughput", "long-context", "multi-turn"),
     )
+    autopilot: bool = flag(
+        False,
+        "Adapt settings to the load while serving: running requests, prefill chunks and how many follow each other, "
+        "conservativeness, order by arrival or by prefix. Each change is measured, logged, and undone if it hurt.",
+    )
+    slo: str | None = flag(
+        None,
+        "Limits that --autopilot and `moe-engine plan` aim at: ttft=2s,itl=50ms (time to first token; gap between "
+        "tokens). Left out: throughput where requests wait, latency elsewhere.",
+        metavar="TEXT",
+    )
     schedule_conservativeness: float = flag(
         1.0,
         "Above 1 admits fewer requests (fewer retractions when the KV cache is full), below 1 more. Scales the share "

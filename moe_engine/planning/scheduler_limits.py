@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_engine.config.slo import parse_slo
 from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.scheduler.config import SchedulerConfig
 
@@ -9,6 +10,7 @@ from moe_engine.scheduler.config import SchedulerConfig
 def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
     """The scheduler's part of the configuration."""
     flags = config.scheduling
+    slo = parse_slo(flags.slo)
     return config.select(
         SchedulerConfig,
         num_slots=config.max_total_num_tokens,
@@ -17,4 +19,6 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
         policy=flags.schedule_policy,
         priority_preemption_threshold=flags.priority_scheduling_preemption_threshold,
         vocab_size=config.model.vocab_size,
+        ttft_slo=slo.ttft_s,
+        itl_slo=slo.itl_s,
     )

@@ -13,6 +13,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.buckets import token_buckets
 from moe_engine.config.field import option_of
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
+from moe_engine.config.slo import parse_slo
 from moe_engine.custom_logit_processor import NO_DILL
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.kv_connectors import connector_class
@@ -108,6 +109,9 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
         yield f"--enable-priority-scheduling works with --schedule-policy fcfs, lof or priority, not with {policy}"
     if scheduling.schedule_low_priority_values_first and not priorities:
         yield "--schedule-low-priority-values-first needs --enable-priority-scheduling"
+    parse_slo(scheduling.slo)
+    if scheduling.slo is not None and not scheduling.autopilot:
+        yield "--slo is what --autopilot aims at while serving; give both or none of them"
     if scheduling.enable_mixed_chunk and memory.chunked_prefill_size == -1:
         yield "--enable-mixed-chunk mixes decodes into chunks, and --chunked-prefill-size -1 disables them; drop one"
 

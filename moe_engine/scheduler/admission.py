@@ -127,7 +127,9 @@ class Admission:
         self._kv_cache = kv_cache
         self._queue = queue
         self._lora = lora
-        self._policy = Policy(settings.config)
+        self._policy = Policy(settings)
+        self.blocked = Blocked.NOTHING
+        """Why the last batch with new requests ended."""
 
     def build(
         self,
@@ -172,6 +174,7 @@ class Admission:
                     batch.blocked = Blocked.BUDGET
                     break
             self._queue.admit(batch.admitted)
+            self.blocked = batch.blocked
         return batch
 
     def _is_computed_by(self, batch: PrefillBatch, entry: Waiting) -> bool:

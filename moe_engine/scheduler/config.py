@@ -55,6 +55,11 @@ class SchedulerConfig:
     """Size of the pool of windowed layers in tokens, without the dummy page (`types.window_pool_tokens`)."""
     lora_slots: int = 0
     """Different LoRA adapters of one batch (``--max-loras-per-batch``); 0: no LoRA."""
+    autopilot: bool = False
+    """Whether the run settings follow the load (`scheduler/autopilot`)."""
+    ttft_slo: float | None = None
+    itl_slo: float | None = None
+    """Limits that the autopilot aims at (``--slo``), in seconds."""
     max_consecutive_prefills: int = 32
     """Max prefill-only steps in a row; then running requests get a decode step even if prompts still wait."""
 
@@ -131,12 +136,14 @@ class SchedulerConfig:
 
     @property
     def effective_policy(self) -> str:
+        """`effective_order` of the launch."""
+        return self.effective_order(self.policy)
+
+    def effective_order(self, policy: str) -> str:
         """The order within one priority. Cache-aware policies fall back to fcfs if the radix cache is disabled."""
-        if self.policy == "priority":
+        if policy == "priority" or (self.disable_radix_cache and policy in ("lpm", "dfs-weight")):
             return "fcfs"
-        if self.disable_radix_cache and self.policy in ("lpm", "dfs-weight"):
-            return "fcfs"
-        return self.policy
+        return policy
 
     def ceil_page(self, tokens: int) -> int:
         return -(-tokens // self.page_size) * self.page_size

@@ -67,6 +67,13 @@ class KVCacheManager:
         """Tokens held by requests; unlocked cached prefixes do not count."""
         return self.slots.num_slots - self.available
 
+    @property
+    def is_released(self) -> bool:
+        """Whether the counts say that no request holds a slot, a row or a prefix."""
+        slots, rows = self.slots, self.rows
+        free = slots.num_free + self.tree.num_evictable
+        return not self.tree.num_protected and free == slots.num_slots and rows.num_free == rows.num_total
+
     # -- allocation
 
     def make_room(self, num_tokens: int) -> bool:

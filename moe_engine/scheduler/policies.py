@@ -9,30 +9,31 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 
-from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.radix_cache import Node, RadixCache
+from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 
 
 class Policy:
     """Orders the queue by the configured policy."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
-        self._name = config.effective_policy
+    def __init__(self, settings: RunSettings) -> None:
+        self._settings, self._config = settings, settings.config
+        config = settings.config
         self._random = random.Random(config.random_seed)
 
     def order(self, queue: WaitingQueue, tree: RadixCache) -> Iterable[Waiting]:
         """The entries of the queue, in order of admission. Do not change the queue while consuming it."""
         queue.promote_aged()
-        if self._name in ("fcfs", "lof") or len(queue) < 2:
+        name = self._config.effective_order(self._settings.schedule_policy)
+        if name in ("fcfs", "lof") or len(queue) < 2:
             return queue.entries
-        if self._name == "lpm" and len(queue) > self._config.lpm_fallback_queue:
+        if name == "lpm" and len(queue) > self._config.lpm_fallback_queue:
             return queue.entries  # by arrival: matching that many prompts would cost more than it saves
         front, rest = queue.regions()
-        if self._name == "random":
+        if name == "random":
             return _chain(front, self._shuffled(rest))
-        if self._name == "lpm":
+        if name == "lpm":
             return front + self._by_prefix(rest, tree)
         return front + by_subtree_weight(rest, tree)
 

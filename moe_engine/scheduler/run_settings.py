@@ -24,16 +24,28 @@ class Setting:
         bounds: least and largest value.
         kind: int or float.
         has_off: None means no limit.
+        choices: the values of a setting of kind str.
     """
 
     at_launch: Callable[[SchedulerConfig], Any]
     bounds: Callable[[SchedulerConfig], tuple[float, float]]
-    kind: type[int] | type[float] = int
+    kind: type[int] | type[float] | type[str] = int
     has_off: bool = False
+    choices: Callable[[SchedulerConfig], tuple[str, ...]] = lambda config: ()
 
 
 def _chunk_bounds(config: SchedulerConfig) -> tuple[float, float]:
     return config.page_size, config.chunk_tokens or math.inf
+
+
+def _no_bounds(config: SchedulerConfig) -> tuple[float, float]:
+    return 0, math.inf
+
+
+def _policies(config: SchedulerConfig) -> tuple[str, ...]:
+    """The policies that differ only in the order of a batch; the others sort the queue itself."""
+    both = ("fcfs", "lpm")
+    return both if config.effective_policy in both and not config.disable_radix_cache else (config.policy,)
 
 
 SETTINGS: dict[str, Setting] = {
@@ -44,6 +56,10 @@ SETTINGS: dict[str, Setting] = {
     "prefill_max_requests": Setting(
         lambda c: c.prefill_max_requests, lambda c: (1, c.prefill_max_requests or math.inf)
     ),
+    "max_consecutive_prefills": Setting(
+        lambda c: c.max_consecutive_prefills, lambda c: (1, max(c.max_consecutive_prefills, 1))
+    ),
+    "schedule_policy": Setting(lambda c: c.policy, _no_bounds, str, choices=_policies),
     "max_queued_requests": Setting(lambda c: c.max_queued_requests, lambda c: (1, math.inf), has_off=True),
 }
 """By flag. The values are those of one scheduler."""
@@ -70,6 +86,19 @@ class RunSettings:
         return int(self._values["max_prefill_tokens"])
 
     @property
+    def max_consecutive_prefills(self) -> int:
+        return int(self._values["max_consecutive_prefills"])
+
+    @property
+    def schedule_policy(self) -> str:
+        return str(self._values["schedule_policy"])
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Values that `schedule_policy` may have."""
+        return _policies(self.config)
+
+    @property
     def prefill_max_requests(self) -> int | None:
         return self._values["prefill_max_requests"]
 
@@ -89,10 +118,14 @@ class RunSettings:
         """The values in force."""
         return dict(self._values)
 
-    def bounds(self) -> dict[str, list[float | None]]:
-        """Least and largest value; None: no largest one."""
-        pairs = {name: setting.bounds(self.config) for name, setting in SETTINGS.items()}
-        return {name: [low, None if math.isinf(high) else high] for name, (low, high) in pairs.items()}
+    def bounds(self) -> dict[str, list[Any]]:
+        """Least and largest value, None: no largest one; or the choices."""
+        found: dict[str, list[Any]] = {}
+        for name, setting in SETTINGS.items():
+            low, high = setting.bounds(self.config)
+            limits = [low, None if math.isinf(high) else high]
+            found[name] = list(setting.choices(self.config)) if setting.kind is str else limits
+        return found
 
     def set(self, changes: Mapping[str, Any], *, check_only: bool = False) -> dict[str, Any]:
         """Changes all of these settings, or none. They count from the next plan on. Returns the values in force.
@@ -118,6 +151,12 @@ class RunSettings:
             return value  # also -1, which means no chunks
         if value is None and setting.has_off:
             return None
+        if setting.kind is str:
+            choices = setting.choices(self.config)
+            if value not in choices:
+                words = f"server_args.{name}: expected one of {', '.join(choices)}, got {value!r:.40}"
+                raise InputError(words, field="server_args")
+            return value
         low, high = setting.bounds(self.config)
         right = isinstance(value, int if setting.kind is int else (int, float)) and not isinstance(value, bool)
         if not right or not low <= value <= high or math.isinf(value):

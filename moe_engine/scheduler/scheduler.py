@@ -23,6 +23,7 @@ from typing import Final, Literal
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler import log_lines
 from moe_engine.scheduler.admission import Admission, Blocked, PrefillBatch
+from moe_engine.scheduler.autopilot import Autopilot
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.events import PlanFacts, RequestEvent, SchedulerStats
 from moe_engine.scheduler.failed_step import resend, roll_back
@@ -67,6 +68,7 @@ class Scheduler:
         """Of the last plan of `schedule()`."""
         self.totals = Totals()
         self._clock = clock
+        self.autopilot = Autopilot(self.table, self.totals, clock()) if config.autopilot else None
         self._admission = Admission(self.table.settings, self.kv_cache, self.table.queue, self.table.lora)
         self._in_flight: deque[StepRecord] = deque()
         self._to_cache: list[Request] = []
@@ -257,7 +259,7 @@ class Scheduler:
         return NeedsResult.NEEDS_RESULT
 
     def _is_decode_turn(self) -> bool:
-        return bool(self._decodable()) and self._prefills_in_a_row >= self.config.max_consecutive_prefills
+        return bool(self._decodable()) and self._prefills_in_a_row >= self.table.settings.max_consecutive_prefills
 
     def _decodable(self, alone: Request | None = None) -> list[Request]:
         """Requests that decode in a step of this suspect, or in a step without suspects."""
@@ -414,8 +416,8 @@ class Scheduler:
         Raises:
             MoeEngineError: the result does not belong to that step.
         """
-        if not self._in_flight or self._in_flight[0].number != result.number:
-            oldest = self._in_flight[0].number if self._in_flight else "none"
+        oldest = self._in_flight[0].number if self._in_flight else "none"
+        if oldest != result.number:
             raise MoeEngineError(f"got the result of step {result.number}, but the oldest step in flight is {oldest}")
         record = self._in_flight.popleft()
         if self.kv_cache.retire(result.number):
@@ -434,6 +436,9 @@ class Scheduler:
             self._suspects.step_succeeded()
         if record.alone is not None:
             self._suspects.passed(record.alone)
+        if self.autopilot is not None:
+            blocked = self._admission.blocked is Blocked.TOKENS
+            self.autopilot.after_step(events, now, self._decode_steps, blocked, bool(record.prefilled))
         if self.table.num_released != released:
             self._retry_at = 0
             self._reset_if_idle()
@@ -478,13 +483,7 @@ class Scheduler:
             return
         self.ratio.reset()
         self._retry_at = self._paused_until = 0
-        kv_cache = self.kv_cache
-        rows = kv_cache.rows
-        if (
-            kv_cache.tree.num_protected
-            or kv_cache.slots.num_free + kv_cache.tree.num_evictable != kv_cache.slots.num_slots
-            or rows.num_free != rows.num_total
-        ):
+        if not self.kv_cache.is_released:
             self.check_integrity()
 
     def check_integrity(self) -> list[str]:

@@ -73,7 +73,6 @@ class WaitingQueue:
         self._config = config
         self._entries: list[Waiting] = []
         self._by_arrival: deque[Waiting] = deque()
-        self._ages = config.effective_policy != "fcfs"
         self._last_deadline = 0
         self._admissions = 0
         self.num_retracted = 0
@@ -98,7 +97,7 @@ class WaitingQueue:
         self._place(entry, FRONT if front else NORMAL)
         self.num_retracted += request.retractions > 0
         self._note_age(entry)
-        if self._ages and not front:
+        if not front:
             due = self._admissions + len(self._entries) + self._config.max_overtakes
             self._last_deadline = entry.deadline = max(due, self._last_deadline)
             self._by_arrival.append(entry)

@@ -19,6 +19,7 @@ class Answer:
     itl: list[float] = field(default_factory=list)
     started: float = 0.0
     cached_tokens: int = 0
+    retractions: int = 0
     accept_length: float | None = None
 
     @property

@@ -7,23 +7,29 @@ front end costs the steps on a machine where they share cores.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import httpx
+import msgspec
 
 from moe_engine.errors import MoeEngineError
+from moe_engine.tuning import event_stream
 from moe_engine.tuning.costs.measured import CostFile, Curve
 from moe_engine.tuning.stats import median
 
 REPEATS = 5
+ROUNDS = 3
+ROUND_SECONDS = 1.0, 4.0
+"""Rounds of a measurement are repeated for that time at least; no further round begins after the second time."""
+PREFIX_SECONDS = 1.5
+"""Prompts that only fill the cache take no longer."""
 DECODE_TOKENS = 96
 STAGGER_TOKENS = 6
 """More tokens for each concurrent request: the first ones are ahead when the last ones begin."""
+ARRIVALS, ARRIVAL_TOKENS = 6, 512
+"""Requests that come at once, and tokens of the answers meanwhile."""
 SKIPPED = 6
 """First chunks of a stream that are not measured: other prompts are computed then."""
 
@@ -42,6 +48,22 @@ class Limits:
     num_groups: int = 1
 
 
+@dataclass(frozen=True)
+class Decode:
+    """Seconds of a step, and context tokens of each request in it."""
+
+    seconds: float
+    context: float
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An answer: seconds from its request to each chunk, and when it began."""
+
+    chunks: list[float]
+    started: float
+
+
 class Probes:
     """All measurements of a server."""
 
@@ -52,41 +74,41 @@ class Probes:
 
     async def run(self, progress: Callable[[str], None]) -> CostFile:
         """The cost file without launch, machine and ledger."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(timeout=600, limits=limits) as client:
-            self._client = client
-            for _ in range(REPEATS):  # a cold server is slower
-                await asyncio.gather(*(self._ask(self._prompt(16), DECODE_TOKENS) for _ in range(2)))
-            short = min(32, self._limits.max_input // 4)
-            rows = self._row_counts()
-            seconds = []
-            for count in rows:
-                progress(f"decode, {count} requests")
-                seconds.append(await self._decode(count, short))
-            progress("decode, long contexts")
-            per_context = await self._context_second(rows, seconds, short)
-            per_group = [max(count // self._limits.num_groups, 1) for count in rows]
-            decode = dict(zip(per_group, seconds))
-            one = seconds[0] * (1 if not self._limits.drafts else 0.5)
-            counts, totals = [], []
-            for length in self._prompt_lengths():
-                progress(f"prefill, {length} tokens")
-                counts.append(float(length))
-                totals.append(await self._first_token(length))
-            answer = max(totals[0] - one, 0.0)
-            steps = [max(total - answer, 1e-6) for total in totals]
-            progress("prefill behind a cached prefix")
-            pair = await self._pair_second(counts, steps, answer)
-            progress("acceptance of drafts")
-            return CostFile(
-                {self._limits.drafts: Curve(tuple(map(float, decode)), tuple(decode.values()))},
-                Curve(tuple(counts), tuple(steps)),
-                context_second=per_context,
-                context_base=float(short + DECODE_TOKENS // 2),
-                pair_second=pair,
-                answer_seconds=answer,
-                acceptance=self._acceptance(),
-            )
+        for _ in range(REPEATS):  # a cold server is slower
+            await asyncio.gather(*(self._ask(self._prompt(16), DECODE_TOKENS) for _ in range(2)))
+        counts, totals = [], []
+        for length in self._prompt_lengths():
+            progress(f"prefill, {length} tokens")
+            counts.append(float(length))
+            totals.append(await self._first_token(self._prompt, length))
+        prefill = Curve(tuple(counts), tuple(totals))
+        short = min(32, self._limits.max_input // 4)
+        decodes: dict[int, Decode] = {}
+        for count in self._row_counts():
+            progress(f"decode, {count} requests")
+            decodes[count] = await self._decode(count, short)
+        progress("decode, long contexts")
+        per_context = await self._context_second(decodes, prefill)
+        progress("prefill behind a cached prefix")
+        per_cached, per_pair = await self._cached_seconds(prefill)
+        progress("new requests during a decode")
+        first = decodes[min(decodes)]
+        answer = max(totals[0] - first.seconds * (0.5 if self._limits.drafts else 1), 0.0)
+        base = first.context
+        of_group = {max(count // self._limits.num_groups, 1): decode for count, decode in decodes.items()}
+        seconds = tuple(d.seconds - n * (d.context - base) * per_context for n, d in of_group.items())
+        steps = Curve(prefill.counts, tuple(max(total - answer, 1e-6) for total in totals))
+        return CostFile(
+            {self._limits.drafts: Curve(tuple(map(float, of_group)), tuple(max(s, 1e-6) for s in seconds))},
+            steps,
+            context_second=per_context,
+            context_base=base,
+            cached_second=per_cached,
+            pair_second=per_pair,
+            answer_seconds=answer,
+            arrival_seconds=await self._arrival_seconds(steps, short),
+            acceptance=self._acceptance(),
+        )
 
     def _row_counts(self) -> list[int]:
         limits, groups = self._limits, self._limits.num_groups
@@ -103,58 +125,95 @@ class Probes:
         lengths = [length for length in (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096) if length < most]
         return [*lengths, most]
 
-    async def _decode(self, count: int, length: int) -> float:
-        """Median seconds of a step in which `count` requests decode."""
-        return median([await self._streams(count, length) for _ in range(3 if count < 8 else 1)])
+    async def _decode(self, count: int, length: int) -> Decode:
+        """A step in which `count` requests decode: the median of up to three rounds."""
+        rounds: list[Decode] = []
+        began = time.perf_counter()
+        while _goes_on(len(rounds), ROUNDS, time.perf_counter() - began):
+            rounds.append(await self._streams(count, length))
+        return sorted(rounds, key=lambda found: found.seconds)[len(rounds) // 2]
 
-    async def _context_second(self, rows: Sequence[int], seconds: Sequence[float], short: int) -> float:
+    async def _context_second(self, decodes: dict[int, Decode], prefill: Curve) -> float:
         """Of a context token: long contexts against short ones."""
-        count = next((c for c in reversed(rows) if c <= 8 * self._limits.num_groups), rows[0])
-        room = self._limits.pool * self._limits.num_groups // count - 2 * DECODE_TOKENS
-        length = min(self._limits.max_input - 2 * DECODE_TOKENS, room, 4096)
-        if length < 4 * short:
+        groups = self._limits.num_groups
+        count = max(count for count in decodes if count <= max(8 * groups, min(decodes)))
+        short = decodes[count]
+        room = self._limits.pool * groups // count - 2 * DECODE_TOKENS
+        length = min(self._limits.max_input - 2 * DECODE_TOKENS, room, _length_of(prefill, PREFIX_SECONDS), 4096)
+        if length < 2 * short.context:
             return 0.0
         long = await self._decode(count, length)
-        rows_of_group = max(count // self._limits.num_groups, 1)
-        return max(long - seconds[rows.index(count)], 0.0) / (rows_of_group * (length - short))
+        return max(long.seconds - short.seconds, 0.0) / (max(count // groups, 1) * (long.context - short.context))
 
-    async def _pair_second(self, counts: Sequence[float], steps: Sequence[float], answer: float) -> float:
-        """Of a pair of a prompt token and a cached token: the last tokens of a long prompt whose start is cached."""
-        prefix = min(self._limits.max_input // 2, self._limits.pool // 2, 4096)
-        tail = min(256, int(counts[-1]), self._limits.max_input - prefix - 8)
-        if prefix < 256 or tail < 32:
+    async def _cached_seconds(self, prefill: Curve) -> tuple[float, float]:
+        """Of a cached token before a prompt's new tokens, and of a pair of a new and a cached token: a short and a long
+        tail behind a cached prefix."""
+        limits = self._limits
+        prefix = min(limits.max_input // 2, limits.pool // 2, _length_of(prefill, PREFIX_SECONDS), 4096)
+        tails = 32, min(256, int(prefill.counts[-1]), limits.max_input - prefix - 8)
+        if prefix < 256 or tails[1] < 2 * tails[0]:
+            return 0.0, 0.0
+        ids = self._prompt(prefix)
+        await self._ask(ids, 1)
+        more = []
+        for tail in tails:
+            found = await self._first_token(lambda length: ids + self._prompt(length), tail)
+            more.append((found - prefill.at(tail)) / prefix)
+        pair = min(max((more[1] - more[0]) / (tails[1] - tails[0]), 0.0), max(more[1], 0.0) / tails[1])
+        return max(more[1] - pair * tails[1], 0.0), pair
+
+    async def _arrival_seconds(self, prefill: Curve, length: int) -> float:
+        """Delay of a step by a request that arrives: while some requests decode, several others come at once, and then
+        none for as long."""
+        groups = self._limits.num_groups
+        count = min(4 * groups, self._limits.max_running - groups)
+        if count < 1:
             return 0.0
-        taken = []
-        for _ in range(REPEATS):
-            ids = self._prompt(prefix)
-            await self._ask(ids, 1)
-            taken.append((await self._ask(ids + self._prompt(tail), 1))[0][0])
-        expected = Curve(tuple(counts), tuple(steps)).at(tail)
-        return max(median(taken) - answer - expected, 0.0) / (tail * prefix)
+        tokens = ARRIVAL_TOKENS * (1 + self._limits.drafts)
+        tokens = min(tokens, self._limits.max_input - length, self._limits.pool // (count + 1) - length)
+        streams = asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
+        phases: list[tuple[float, float, float]] = []
+        while not streams.done():
+            begin = time.perf_counter()
+            await asyncio.gather(*(self._ask(self._prompt(1), 1) for _ in range(ARRIVALS)))
+            middle = time.perf_counter()
+            await asyncio.sleep(middle - begin)
+            phases.append((begin, middle, time.perf_counter()))
+        answers = await streams
+        moments = [a.started + chunk for a in answers for chunk in a.chunks]
+        first, last = max(a.started + a.chunks[0] for a in answers), min(a.started + a.chunks[-1] for a in answers)
+        found = []
+        for begin, middle, end in phases:
+            if first < begin and end < last:
+                busy = sum(begin < moment <= middle for moment in moments) / count
+                free = sum(middle < moment <= end for moment in moments) / count
+                lost = (middle - begin) - busy * (end - middle) / max(free, 1.0)
+                found.append((lost - prefill.at(ARRIVALS)) / ARRIVALS)
+        return max(median(found), 0.0) if found else 0.0
 
-    async def _first_token(self, length: int) -> float:
-        """Median seconds until the answer to a prompt of new tokens."""
-        taken = []
-        for _ in range(REPEATS):
-            chunks, _ = await self._ask(self._prompt(length), 1)
-            taken.append(chunks[0])
+    async def _first_token(self, prompt: Callable[[int], list[int]], length: int) -> float:
+        """Median seconds until the answer to a prompt of `length` new tokens."""
+        taken: list[float] = []
+        began = time.perf_counter()
+        while _goes_on(len(taken), REPEATS, time.perf_counter() - began):
+            taken.append((await self._ask(prompt(length), 1)).chunks[0])
         return median(taken)
 
-    async def _streams(self, count: int, length: int) -> float:
-        """Median seconds between the chunks of `count` concurrent answers."""
+    async def _streams(self, count: int, length: int) -> Decode:
+        """A step of `count` concurrent answers, from the chunks that came while all of them ran."""
         tokens = (DECODE_TOKENS + STAGGER_TOKENS * count) * (1 + self._limits.drafts)
         tokens = max(min(tokens, self._limits.max_input - length, self._limits.pool // count - length), 2 * SKIPPED)
         for _ in range(REPEATS):
             answers = await asyncio.gather(*(self._ask(self._prompt(length), tokens) for _ in range(count)))
-            if gaps := _common_gaps(answers):
-                return median(gaps)
+            if common := _common_steps(answers):
+                seconds, done = median([step for step, _ in common]), median([done for _, done in common])
+                return Decode(seconds, length + done * tokens)
         raise MoeEngineError(f"{count} concurrent answers of {tokens} tokens did not overlap; nothing was measured")
 
     def _prompt(self, length: int) -> list[int]:
         return self._rng.choices(self._limits.vocab, k=length)
 
-    async def _ask(self, ids: list[int], tokens: int) -> tuple[list[float], float]:
-        """Seconds from the request to each chunk of its answer, and when it began."""
+    async def _ask(self, ids: list[int], tokens: int) -> Stream:
         body = {
             "input_ids": ids,
             "stream": True,
@@ -162,20 +221,17 @@ class Probes:
         }
         chunks: list[float] = []
         started = time.perf_counter()
-        meta: dict[str, Any] = {}
-        async with self._client.stream("POST", f"{self._url}/generate", json=body) as response:
-            if response.status_code != 200:
-                raise MoeEngineError(f"the server answered {response.status_code}: {(await response.aread())[:300]!r}")
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    chunks.append(time.perf_counter() - started)
-                    meta = json.loads(line[6:]).get("meta_info") or {}
+        last = b"{}"
+        async for moment, data in event_stream.events(f"{self._url}/generate", body):
+            chunks.append(moment - started)
+            last = data
+        meta = msgspec.json.decode(last).get("meta_info") or {}
         if not chunks:
             raise MoeEngineError("the server ended a stream without any token")
         if steps := meta.get("spec_verify_ct"):
             self._steps += steps
             self._accepted += steps * (meta["spec_accept_length"] - 1)
-        return chunks, started
+        return Stream(chunks, started)
 
     def _acceptance(self) -> tuple[float, ...]:
         """The chance that gives the measured number of accepted drafts a step, taken as equal at all positions."""
@@ -190,13 +246,27 @@ class Probes:
         return (round(low, 6),) * drafts
 
 
-def _common_gaps(answers: Sequence[tuple[list[float], float]]) -> list[float]:
-    """Mean seconds between the chunks of each answer, while all of them ran."""
-    begin = max(chunks[0] + started for chunks, started in answers)
-    end = min(chunks[-1] + started for chunks, started in answers)
-    gaps = []
-    for chunks, started in answers:
-        inside = [moment for moment in chunks[SKIPPED:] if begin <= moment + started <= end]
+def _goes_on(done: int, rounds: int, seconds: float) -> bool:
+    """Whether a measurement that took `seconds` so far gets a further round."""
+    least, most = ROUND_SECONDS
+    return done == 0 or seconds < least or (done < rounds and seconds < most)
+
+
+def _length_of(prefill: Curve, seconds: float) -> int:
+    """Prompt tokens that are computed in that time."""
+    return int(max((count for count, taken in zip(prefill.counts, prefill.seconds) if taken <= seconds), default=0))
+
+
+def _common_steps(answers: Sequence[Stream]) -> list[tuple[float, float]]:
+    """Of each answer while all of them ran: mean seconds between its chunks, and the part of it that was there in the
+    middle of that time."""
+    begin = max(answer.chunks[0] + answer.started for answer in answers)
+    end = min(answer.chunks[-1] + answer.started for answer in answers)
+    found = []
+    for answer in answers:
+        inside = [i for i, at in enumerate(answer.chunks) if i >= SKIPPED and begin <= at + answer.started <= end]
         if len(inside) > SKIPPED:
-            gaps.append((inside[-1] - inside[0]) / (len(inside) - 1))
-    return gaps
+            first, last = inside[0], inside[-1]
+            gap = (answer.chunks[last] - answer.chunks[first]) / (last - first)
+            found.append((gap, (first + last) / 2 / len(answer.chunks)))
+    return found

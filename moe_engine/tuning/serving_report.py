@@ -96,6 +96,7 @@ def figures(
         "total_output_tokens": outputs,
         "total_output_tokens_retokenized": outputs if retokenized is None else retokenized,
         "total_cached_tokens": sum(a.cached_tokens for a in done),
+        "retractions": sum(a.retractions for a in done),
         "request_throughput": len(done) / duration,
         "input_throughput": inputs / duration,
         "output_throughput": outputs / duration,

@@ -3,12 +3,12 @@
 import asyncio
 import json
 
-import httpx
 import pytest
 
 from benchmarks import serving
 from benchmarks.clients import BACKENDS, CallOptions
 from moe_engine.tuning.datasets import BenchRequest
+from tests.benchmarks.canned_server import CannedServer
 
 
 def sse(*chunks: dict) -> bytes:
@@ -34,18 +34,12 @@ CHAT = sse(
 
 
 def ask(backend: str, body: bytes, status: int = 200, prompt: str | list[int] = "x", **options):
-    seen = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append((request.url.path, json.loads(request.content)))
-        return httpx.Response(status, content=body)
-
     async def run():
-        async with httpx.AsyncClient(transport=httpx.MockTransport(handler)) as client:
-            request = BenchRequest(prompt, 3, 4)
-            return await BACKENDS[backend](client, request, CallOptions("http://server", **options))
+        async with CannedServer(body, status) as server:
+            answer = await BACKENDS[backend](BenchRequest(prompt, 3, 4), CallOptions(server.url, **options))
+        return answer, *server.seen[0]
 
-    return asyncio.run(run()), *seen[0]
+    return asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -101,24 +95,16 @@ def test_arrival_times():
 
 
 def test_concurrency_is_held_back():
-    running = most = 0
-
-    async def handler(request: httpx.Request) -> httpx.Response:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.01)
-        running -= 1
-        return httpx.Response(200, content=NATIVE)
-
     async def run():
-        async with httpx.AsyncClient(transport=httpx.MockTransport(handler)) as client:
+        async with CannedServer(NATIVE, seconds=0.01) as server:
             requests = [BenchRequest("x", 3, 4)] * 12
-            return await serving.run_load(
-                client, requests, CallOptions("http://s"), backend="sglang", max_concurrency=3, show_progress=False
+            options = CallOptions(server.url)
+            answers, seconds = await serving.run_load(
+                requests, options, backend="sglang", max_concurrency=3, show_progress=False
             )
+        return answers, seconds, server.most
 
-    answers, seconds = asyncio.run(run())
+    answers, seconds, most = asyncio.run(run())
     assert most == 3 and len(answers) == 12 and all(a.success for a in answers) and seconds > 0.03
 
 

@@ -13,6 +13,7 @@ from moe_engine.scheduler import NEEDS_RESULT, POLICIES, SchedulerConfig
 from moe_engine.scheduler.policies import Policy
 from moe_engine.scheduler.radix_cache import RadixCache
 from moe_engine.scheduler.retraction import victim_order
+from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.scheduler.waiting_queue import MAX_STALE, Waiting, WaitingQueue
 from moe_engine.types import Request
@@ -30,7 +31,7 @@ def order(cfg: SchedulerConfig, requests: list[Request], tree: RadixCache | None
         request.seq = i
         queue.push(request)
     tree = tree or RadixCache(cfg.page_size, lambda slots, after: None)
-    return [entry.request.rid for entry in Policy(cfg).order(queue, tree)]
+    return [entry.request.rid for entry in Policy(RunSettings(cfg)).order(queue, tree)]
 
 
 def cached(*prompts: list[int]) -> RadixCache:

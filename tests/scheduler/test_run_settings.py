@@ -31,6 +31,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("schedule_conservativeness", math.inf, "a number"),
     ("schedule_conservativeness", math.nan, "a number"),
     ("max_queued_requests", 0, "at least 1, or null"),
+    ("max_consecutive_prefills", 33, "at most 32"),
+    ("schedule_policy", "lof", "expected one of fcfs, lpm, got 'lof'"),
+    ("schedule_policy", None, "expected one of fcfs, lpm"),
     ("page_size", 4, "cannot change at run time; these can: schedule_conservativeness, "),
     ("no_such_flag", 1, "cannot change at run time"),
 ]
@@ -56,7 +59,9 @@ class Changing(Simulation):
         changes: dict[str, Any] = {}
         for name, setting in SETTINGS.items():
             low, high = setting.bounds(self.config)
-            if rng.random() < 0.5:
+            if setting.kind is str:
+                changes[name] = rng.choice(setting.choices(self.config))
+            elif rng.random() < 0.5:
                 value = (
                     rng.uniform(low, min(high, 60))
                     if setting.kind is float

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.slo import Slo
 from moe_engine.errors import ConfigError
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.prepare import prepare
@@ -20,7 +21,7 @@ from moe_engine.tuning.planner.candidate import Candidate, serve_command
 from moe_engine.tuning.planner.memory import Memory
 from moe_engine.tuning.planner.predict import Prediction, Predictor
 from moe_engine.tuning.planner.search import Found, Search, forms, pareto
-from moe_engine.tuning.planner.workload import Slo, Workload
+from moe_engine.tuning.planner.workload import Workload
 from tests.tuning.plan_models import V3, small_grouped, write
 
 WORKLOAD, ANY = Workload(2000, 200), Slo()

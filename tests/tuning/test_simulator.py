@@ -81,6 +81,7 @@ def test_runs_of_decodes_equal_single_steps(example):
         schedule_conservativeness=rng.choice([0.3, 1.0]),
     )
     spec = ReplicaSpec(limits, Linear(), rng.choice([1, 1, 2, 5]), overlap=rng.random() < 0.8)
+    spec = replace(spec, arrival_seconds=rng.choice([0.0, 0.003]))
     num_replicas, seed = rng.choice([1, 2]), rng.getrandbits(32)
     count, rate = rng.randint(20, 80), rng.choice([5.0, 20.0, 60.0])
     found = []
@@ -114,6 +115,16 @@ def test_a_single_request_takes_its_steps():
     (answer,) = outcome.recorder.answers
     assert answer.ttft == pytest.approx(0.014, abs=1e-5) and answer.latency == pytest.approx(0.054, abs=1e-5)
     assert outcome.recorder.gaps.num_gaps == 4
+
+
+def test_a_request_that_arrives_delays_the_step_that_runs():
+    arrivals = [Arrival(0.0, [1, 2, 3], 9), Arrival(0.045, [4, 5, 6], 1)]
+    ends = []
+    for delay in (0.0, 0.003):
+        spec = FleetSpec(ReplicaSpec(config(), Linear(row=0, token=0), arrival_seconds=delay))
+        outcome = simulate(spec, Fixed([replace(arrival) for arrival in arrivals], 2))[1]
+        ends.append(max(answer.latency for answer in outcome.recorder.answers))
+    assert ends[1] - ends[0] == pytest.approx(0.003, abs=1e-6)
 
 
 def test_long_prompts_are_chunked_and_attention_groups_wait_for_each_other():

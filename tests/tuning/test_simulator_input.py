@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
-import statistics
 
 import numpy as np
 import pytest
 
 from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
-from moe_engine.tuning.calibration import Limits, Probes, _common_gaps
+from moe_engine.tuning.calibration import Limits, Probes, Stream, _common_steps
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.costs.step_cost import StepShape
 from moe_engine.tuning.gap_histogram import GapHistogram
@@ -94,7 +93,9 @@ def test_broken_traces(tmp_path, line, words):
 def costs() -> CostFile:
     decode = {0: Curve((1.0, 4.0), (0.01, 0.016)), 2: Curve((1.0, 4.0), (0.02, 0.03))}
     prefill = Curve((1.0, 100.0), (0.01, 0.05))
-    return CostFile(decode, prefill, 1e-6, 10, 1e-8, answer_seconds=0.002, acceptance=(0.5,), launch={"tp_size": 2})
+    return CostFile(
+        decode, prefill, 1e-6, 10, 2e-6, 1e-8, answer_seconds=0.002, acceptance=(0.5,), launch={"tp_size": 2}
+    )
 
 
 def test_cost_files(tmp_path):
@@ -105,7 +106,10 @@ def test_cost_files(tmp_path):
     assert model.step(StepShape(2, 40, 0, 0, 0, 2)).seconds == pytest.approx(0.012 + 20e-6)
     assert model.step(StepShape(7, 0, 0, 0, 0, 7)).seconds == pytest.approx(0.022)  # beyond the last measurement
     assert model.step(StepShape(1, 0, 1, 0, 0, 2)).seconds == pytest.approx(0.015)
-    assert model.step(StepShape(0, 0, 0, 100, 5050 + 1000, 100)).seconds == pytest.approx(0.05 + 1e-5)
+    cached = StepShape(0, 0, 0, 100, 5050 + 1000, 100, prefill_cached=10)
+    assert model.step(cached).seconds == pytest.approx(0.05 + 20e-6 + 1e-5)
+    several = StepShape(0, 0, 0, 100, 2 * 1275, 100)  # two prompts of 50 tokens
+    assert model.step(several).seconds == pytest.approx(0.05 - 2500e-8)
     mixed = model.step(StepShape(1, 0, 0, 100, 5050, 101)).seconds
     assert mixed == pytest.approx(0.05)  # a step has its fixed costs once
 
@@ -120,10 +124,12 @@ def test_broken_cost_files(tmp_path, text):
 
 def test_gaps_of_concurrent_answers():
     """Only what was measured while all answers ran counts."""
-    first = [0.5 + 0.01 * i for i in range(100)], 10.0
-    second = [0.5 + 0.03 * i for i in range(60)], 10.7
-    assert statistics.median(_common_gaps([first, second])[:1]) == pytest.approx(0.01)
-    assert _common_gaps([first, (second[0], 20.0)]) == []
+    first = Stream([0.5 + 0.01 * i for i in range(100)], 10.0)
+    second = Stream([0.5 + 0.03 * i for i in range(60)], 10.7)
+    gap, done = _common_steps([first, second])[0]
+    assert gap == pytest.approx(0.01)
+    assert done == pytest.approx(0.845, abs=0.01)  # from 11.2 to 11.49 of 10.5 to 11.49
+    assert _common_steps([first, Stream(second.chunks, 20.0)]) == []
 
 
 def test_acceptance_that_explains_the_accepted_drafts():

@@ -11,7 +11,7 @@ from typing import Any
 from moe_engine.errors import ConfigError
 from moe_engine.tuning.costs.step_cost import StepCost, StepShape
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,12 @@ class CostFile:
         decode: step seconds over the number of requests, by drafts each; short contexts.
         context_second: of each context token of a decoding request, beyond `context_base` a request.
         prefill: step seconds over the number of prompt tokens, without a cached prefix.
-        pair_second: of each pair of a prompt token with a cached token.
+        cached_second: of each cached token before the new tokens of a prompt.
+        pair_second: of each pair of a new token with a token before it, beyond those of one prompt without a cached
+            prefix.
         answer_seconds: of an answer outside the engine's steps: HTTP, tokenization, detokenization.
+        arrival_seconds: delay of the step that runs by a request that arrives: the part of that work that takes the
+            cores of the steps.
         acceptance: chance that a draft at each position is accepted if those before it are.
         launch: flags of the server that was measured.
         ledger: bytes by row: predicted and allocated.
@@ -49,8 +53,10 @@ class CostFile:
     prefill: Curve
     context_second: float = 0.0
     context_base: float = 0.0
+    cached_second: float = 0.0
     pair_second: float = 0.0
     answer_seconds: float = 0.0
+    arrival_seconds: float = 0.0
     acceptance: tuple[float, ...] = ()
     launch: dict[str, Any] = field(default_factory=dict)
     machine: dict[str, Any] = field(default_factory=dict)
@@ -100,13 +106,17 @@ class MeasuredCosts:
         if shape.decode_rows:
             parts["decode"] = self._decode(shape)
         if shape.prefill_tokens:
-            own = shape.prefill_tokens * (shape.prefill_tokens + 1) // 2
-            cached = max(shape.prefill_pairs - own, 0)
-            parts["prefill"] = self._file.prefill.at(shape.prefill_tokens) + cached * self._file.pair_second
+            parts["prefill"] = self._prefill(shape)
         if not parts:
             return StepCost(self._least, {"host": self._least})
         seconds = sum(parts.values()) - (self._least if len(parts) > 1 else 0.0)
         return StepCost(max(seconds, self._least), parts)
+
+    def _prefill(self, shape: StepShape) -> float:
+        file, count = self._file, shape.prefill_tokens
+        pairs = shape.prefill_pairs - count * (count + 1) // 2  # fewer than those of one prompt, if it is several
+        seconds = file.prefill.at(count) + shape.prefill_cached * file.cached_second + pairs * file.pair_second
+        return max(seconds, file.prefill.seconds[0])
 
     def _decode(self, shape: StepShape) -> float:
         file, rows = self._file, shape.decode_rows

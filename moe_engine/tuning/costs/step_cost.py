@@ -18,6 +18,7 @@ class StepShape:
         prefill_pairs: sum over prompt tokens of the tokens that each attends to.
         global_tokens: tokens of all ranks of the expert-parallel group in the step, at least the rank's own.
         expert_skew: load of the busiest rank's experts over the mean, at least 1.
+        prefill_cached: context tokens before the prompt tokens of the step, which it does not compute.
     """
 
     decode_rows: int
@@ -27,6 +28,7 @@ class StepShape:
     prefill_pairs: int
     global_tokens: int
     expert_skew: float = 1.0
+    prefill_cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

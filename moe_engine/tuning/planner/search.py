@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from moe_engine.config.slo import Slo
 from moe_engine.errors import ConfigError
 from moe_engine.tuning.costs.form import Form
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.planner.candidate import Candidate
 from moe_engine.tuning.planner.memory import Room, RoomOf
 from moe_engine.tuning.planner.predict import Prediction, Predictor
-from moe_engine.tuning.planner.workload import Slo, Workload
+from moe_engine.tuning.planner.workload import Workload
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 CHUNKS = (2048, 8192)

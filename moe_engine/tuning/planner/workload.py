@@ -1,14 +1,14 @@
-"""Workloads and service-level objectives of a plan, as text and as numbers."""
+"""Workloads of a plan, as text and as numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_engine.config.values import did_you_mean, parse_count
+from moe_engine.config.slo import name_values
+from moe_engine.config.values import parse_count
 from moe_engine.errors import ConfigError
 from moe_engine.tuning.planner.steady import Load
 
-UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 MOST_TOKENS = 1 << 24
 
 
@@ -39,23 +39,9 @@ class Workload:
         return f"in={self.prompt},out={self.output}{more}"
 
 
-@dataclass(frozen=True)
-class Slo:
-    """Upper limits in seconds: of the median TTFT, and of the gap between tokens, median and mean. None: any."""
-
-    ttft_s: float | None = None
-    itl_s: float | None = None
-
-    def missed(self, ttft_s: float, itl_s: float, tpot_s: float) -> float:
-        """The largest ratio of a prediction to its limit; at most 1 if all are met."""
-        pairs = ((ttft_s, self.ttft_s), (max(itl_s, tpot_s), self.itl_s))
-        ratios = [got / limit for got, limit in pairs if limit]
-        return max(ratios, default=0.0)
-
-
 def parse_workload(text: str) -> Workload:
     """``in=2000,out=100[,shared=512,turns=4]``. Raises ConfigError."""
-    pairs = _pairs("--workload", text, ("in", "out", "shared", "turns"), "in=2000,out=100")
+    pairs = name_values("--workload", text, ("in", "out", "shared", "turns"), "in=2000,out=100")
     values = {}
     for name, value in pairs.items():
         try:
@@ -68,39 +54,3 @@ def parse_workload(text: str) -> Workload:
     if missing := [name for name in ("in", "out") if name not in values]:
         raise ConfigError(f"--workload {text}: {missing[0]}= is missing; give both, as in in=2000,out=100")
     return Workload(values["in"], values["out"], values.get("shared", 0), values.get("turns", 1))
-
-
-def parse_slo(text: str | None) -> Slo:
-    """``ttft=2s,itl=50ms``. Raises ConfigError."""
-    if text is None:
-        return Slo()
-    found = {
-        name: _seconds(name, value)
-        for name, value in _pairs("--slo", text, ("ttft", "itl"), "ttft=2s,itl=50ms").items()
-    }
-    return Slo(found.get("ttft"), found.get("itl"))
-
-
-def _pairs(flag: str, text: str, names: tuple[str, ...], example: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for part in text.split(","):
-        name, equals, value = part.strip().partition("=")
-        if not equals or not value:
-            raise ConfigError(f"{flag} {text}: {part!r} is not name=value; write {flag} {example}")
-        if name not in names:
-            raise ConfigError(f"{flag} {text}: unknown name {name}{did_you_mean(name, names)}; use {', '.join(names)}")
-        if name in found:
-            raise ConfigError(f"{flag} {text}: {name} is given twice; drop one")
-        found[name] = value
-    return found
-
-
-def _seconds(name: str, text: str) -> float:
-    unit = next((unit for unit in ("us", "ms", "s") if text.endswith(unit)), None)
-    try:
-        value = float(text.removesuffix(unit)) * UNITS[unit] if unit else float("nan")
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < 1e6:
-        raise ConfigError(f"--slo {name}={text}: give a time above 0 with its unit, as in {name}=2s or {name}=50ms")
-    return value

@@ -194,6 +194,7 @@ def shape_of(plan: StepPlan) -> StepShape:
         prefill_tokens=sum(count for _, count in prefill),
         prefill_pairs=sum(count * start + count * (count + 1) // 2 for start, count in prefill),
         global_tokens=plan.num_tokens,
+        prefill_cached=sum(start for start, _ in prefill),
     )
 
 

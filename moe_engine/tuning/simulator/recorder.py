@@ -48,7 +48,7 @@ class Recorder:
         answer = Answer(len(arrival.prompt_ids), arrival.output_len, success=True, started=arrival.seconds)
         answer.ttft = running.first - arrival.seconds + self.answer_seconds
         answer.latency = now - arrival.seconds + self.answer_seconds
-        answer.cached_tokens = cached_tokens
+        answer.cached_tokens, answer.retractions = cached_tokens, retractions
         self.answers.append(answer)
         self.retractions += retractions
         self.ended_at = max(self.ended_at, now + self.answer_seconds)

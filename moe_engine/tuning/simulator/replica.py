@@ -31,7 +31,8 @@ class ReplicaSpec:
     """A replica: the limits of its schedulers, the number of attention groups, the cost of its steps.
 
     `acceptance`: chance that a draft at each position is accepted if those before it were. `exact`: the scheduler plans
-    every step, also where nothing can change.
+    every step, also where nothing can change. `arrival_seconds`: delay of the step that runs when a request arrives,
+    where the front end shares its cores.
     """
 
     scheduler: SchedulerConfig
@@ -41,6 +42,7 @@ class ReplicaSpec:
     acceptance: tuple[float, ...] = ()
     expert_skew: float = 1.0
     exact: bool = False
+    arrival_seconds: float = 0.0
 
 
 @dataclass
@@ -82,6 +84,8 @@ class Replica:
         if not self.is_active:
             self.now = max(self.now, running.arrival.seconds)
         self._leave_run(self.groups[group])
+        if self._flight is not None:
+            self._flight.end += self.spec.arrival_seconds
         running.group = group
         return self.groups[group].add(running, rid, output_ids or [])
 
@@ -145,6 +149,7 @@ class Replica:
             max(shape.prefill_pairs for shape in shapes),
             sum(shape.global_tokens for shape in shapes),
             self.spec.expert_skew,
+            max(shape.prefill_cached for shape in shapes),
         )
 
     def _collect(self, behind: _Flight | None) -> None:

@@ -1,0 +1,229 @@
+"""The autopilot against fixed settings, in the simulator: ``python -m benchmarks.autopilot [options]``.
+
+Six loads on one engine with the step costs of a cost file (`moe-engine calibrate`). For each: a grid of fixed settings,
+then the settings of the launch and two bad ones, each without and with `--autopilot`. A score counts what happens after
+the first two minutes: tokens a second where clients wait for answers before they ask again, the inverse of the mean
+latency where requests come at their own times, the share of requests within the SLO where one is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.tuning.answer import Answer
+from moe_engine.tuning.costs.measured import CostFile, MeasuredCosts
+from moe_engine.tuning.simulator.arrivals import arrival_times
+from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
+from moe_engine.tuning.simulator.replica import ReplicaSpec
+from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Numbers, Workload
+
+COSTS = Path(__file__).parent / "results" / "cost_file_390m.json"
+SETTLED = 120.0
+"""Seconds that do not count."""
+CONFIG = SchedulerConfig(num_slots=24_576, context_len=4096, max_rows=64, chunked_prefill_size=2048)
+GRID: dict[str, tuple[Any, ...]] = {
+    "max_running_requests": (16, 64),
+    "chunked_prefill_size": (256, 2048),
+    "max_consecutive_prefills": (1, 32),
+    "schedule_conservativeness": (0.1, 1.0),
+    "schedule_policy": ("fcfs", "lpm"),
+}
+BAD_STARTS: dict[str, dict[str, Any]] = {
+    "few rows": {"max_running_requests": 3},
+    "small chunks, conservative": {"chunked_prefill_size": 64, "schedule_conservativeness": 4.0},
+}
+Score = Callable[[list[Answer], float], float]
+
+
+@dataclass(frozen=True)
+class Load:
+    """`arrivals` yields requests for about `seconds`; `clients`: as many ask in turn (0: they come at their times)."""
+
+    arrivals: Callable[[random.Random, float], Iterator[Arrival]]
+    clients: int = 0
+    ttft: float | None = None
+    itl: float | None = None
+
+
+class Prompts:
+    """Prompts of tokens that occur once, behind a shared prefix if one is given."""
+
+    def __init__(self) -> None:
+        self._numbers = Numbers(1 << 30)
+
+    def of(self, length: int, prefix: range = range(0)) -> list[int]:
+        first = self._numbers.take(length)
+        return [*prefix, *range(first, first + length)]
+
+
+def bursty(rng: random.Random, seconds: float) -> Iterator[Arrival]:
+    prompts = Prompts()
+    for now in until(seconds, arrival_times("gamma", 5.5, rng, burstiness=0.15)):
+        yield Arrival(now, prompts.of(rng.randint(64, 192)), rng.randint(32, 64), 128)
+
+
+def long_prompts(rng: random.Random, seconds: float) -> Iterator[Arrival]:
+    prompts = Prompts()
+    for now in until(seconds, itertools.repeat(0.0)):
+        yield Arrival(now, prompts.of(rng.randint(1000, 2000)), rng.randint(24, 64), 256)
+
+
+def huge_limits(rng: random.Random, seconds: float) -> Iterator[Arrival]:
+    prompts = Prompts()
+    for now in until(seconds, itertools.repeat(0.0)):
+        yield Arrival(now, prompts.of(rng.randint(32, 96)), rng.randint(16, 64), 2000)
+
+
+def shared_prefixes(rng: random.Random, seconds: float) -> Iterator[Arrival]:
+    prompts, length, groups = Prompts(), 700, 40
+    for now in until(seconds, itertools.repeat(0.0)):
+        first = 1 + rng.randrange(groups) * length
+        yield Arrival(now, prompts.of(rng.randint(16, 48), range(first, first + length)), rng.randint(16, 48), 64)
+
+
+def mixed_classes(rng: random.Random, seconds: float) -> Iterator[Arrival]:
+    prompts = Prompts()
+    for now in until(seconds, arrival_times("poisson", 3.2, rng)):
+        if rng.random() < 0.12:
+            yield Arrival(now, prompts.of(rng.randint(1200, 2000)), rng.randint(4, 16), 64)
+        else:
+            yield Arrival(now, prompts.of(rng.randint(32, 96)), rng.randint(32, 96), 128)
+
+
+def drifting(rng: random.Random, seconds: float) -> Iterator[Arrival]:
+    prompts, now = Prompts(), 0.0
+    while now < seconds:
+        part = now / seconds
+        yield Arrival(now, prompts.of(int(64 + 500 * part)), rng.randint(24, 72), 128)
+        now += rng.expovariate(6.5 - 4.3 * part)
+
+
+def until(seconds: float, times: Iterator[float]) -> Iterator[float]:
+    """Those times; clients that ask in turn have no times, and end with the simulation."""
+    for now in times:
+        if now > seconds:
+            return
+        yield now
+
+
+LOADS = {
+    "bursty": Load(bursty),
+    "long prompts": Load(long_prompts, clients=24),
+    "huge max_new_tokens": Load(huge_limits, clients=128),
+    "shared prefixes": Load(shared_prefixes, clients=96),
+    "mixed SLO classes": Load(mixed_classes, ttft=1.5, itl=0.25),
+    "drifting": Load(drifting),
+}
+
+
+def run(load: Load, settings: dict[str, Any], costs: CostFile, seconds: float, seed: int, autopilot: bool) -> Fleet:
+    """Simulates `seconds` of a load."""
+    config = replace(CONFIG, autopilot=autopilot, ttft_slo=load.ttft, itl_slo=load.itl)
+    spec = FleetSpec(ReplicaSpec(config, MeasuredCosts(costs), arrival_seconds=costs.arrival_seconds))
+    rng = random.Random(seed)
+    workload: Workload = Fixed(load.arrivals(rng, seconds), 0)
+    if load.clients:
+        workload = Stopped(Limited(workload, load.clients), seconds)
+    fleet = Fleet(spec, workload, answer_seconds=costs.answer_seconds, seed=seed)
+    fleet.replicas[0].groups[0].scheduler.table.settings.set(settings)
+    if (pilot := fleet.replicas[0].groups[0].scheduler.autopilot) is not None:
+        pilot.adopt()
+    fleet.run()
+    return fleet
+
+
+class Stopped:
+    """Nobody asks again after that time."""
+
+    def __init__(self, inner: Workload, seconds: float) -> None:
+        self._inner, self._seconds, self.total = inner, seconds, 0
+
+    def first(self) -> Iterator[Arrival]:
+        return self._inner.first()
+
+    def after(self, arrival: Arrival, finished: float) -> Arrival | None:
+        return self._inner.after(arrival, finished) if finished < self._seconds else None
+
+
+def score(load: Load, fleet: Fleet, seconds: float) -> float:
+    answers = [a for a in fleet.recorder.answers if a.success and a.started >= SETTLED]
+    if load.ttft is not None and load.itl is not None:
+        good = sum(a.ttft <= load.ttft and (a.tpot is None or a.tpot <= load.itl) for a in answers)
+        return good / max(len(answers), 1)
+    if load.clients:
+        ended = [a for a in fleet.recorder.answers if SETTLED <= a.started + a.latency <= seconds]
+        return sum(a.prompt_len + a.output_len for a in ended) / (seconds - SETTLED)
+    return len(answers) / sum(a.latency for a in answers)
+
+
+def measure(name: str, costs: CostFile, seconds: float, seed: int) -> dict[str, Any]:
+    load = LOADS[name]
+    grid: list[tuple[float, dict[str, Any]]] = []
+    names = [name for name in GRID if load.itl is not None or name != "max_consecutive_prefills"]
+    for values in itertools.product(*(GRID[name] for name in names)):
+        settings = dict(zip(names, values))
+        grid.append((score(load, run(load, settings, costs, seconds, seed, False), seconds), settings))
+    best, best_settings = max(grid, key=lambda found: found[0])
+    starts = []
+    for start, settings in {"launch": {}, **BAD_STARTS}.items():
+        fixed = score(load, run(load, settings, costs, seconds, seed, False), seconds)
+        fleet = run(load, settings, costs, seconds, seed, True)
+        group = fleet.replicas[0].groups[0]
+        pilot = group.scheduler.autopilot
+        assert pilot is not None
+        value = score(load, fleet, seconds)
+        starts.append(
+            {
+                "start": start,
+                "fixed": fixed,
+                "autopilot": value,
+                "of_best": value / best,
+                "over_start": value / max(fixed, 1e-9),
+                "tried": pilot.counts.tried,
+                "kept": pilot.counts.kept,
+                "undone": pilot.counts.undone,
+                "settings": group.scheduler.table.settings.values(),
+            }
+        )
+        print(
+            f"{name:20} {start:27} fixed {fixed / best:5.2f} of the best, autopilot {value / best:5.2f}; changes: "
+            f"{pilot.counts.kept} kept, {pilot.counts.undone} undone",
+            flush=True,
+        )
+    return {"load": name, "best": best, "best_settings": best_settings, "worst": min(grid, key=lambda f: f[0])[0],
+            "starts": starts}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="moe-engine bench autopilot",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
+    parser.add_argument("--cost-file", default=str(COSTS))
+    parser.add_argument("--seconds", type=float, default=480.0, help="simulated, of each run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", action="store_true", help="print the autopilot's log lines")
+    report.add_result_options(parser)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO if args.log else logging.ERROR, format="    %(message)s")
+    costs = CostFile.load(args.cost_file)
+    rows = []
+    for name in args.loads:
+        rows.append(measure(name, costs, args.seconds, args.seed))
+        if not args.no_json:
+            report.write_result("autopilot", {"rows": rows, "seconds": args.seconds}, path=args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""One change at a time: a window before, the change, a pause, a window behind it; then the change is kept or undone.
+
+A change that was undone, or that turns back an earlier one, is not tried again for a time that doubles. The number of
+changes an hour is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moe_engine.scheduler.autopilot.proposals import RULES, Proposal
+from moe_engine.scheduler.autopilot.window import LatencyLimits, Window
+from moe_engine.scheduler.events import RequestEvent
+from moe_engine.scheduler.request_table import RequestTable
+from moe_engine.scheduler.stats import Totals
+
+logger = logging.getLogger("moe_engine")
+
+LEAST_SECONDS, LEAST_ENDED = 3.0, 24
+"""Of a window: time with requests, and requests that ended."""
+SERVICE_TIMES = 2.0
+"""A window lasts that many times as long as a request runs."""
+MOST_SECONDS = 120.0
+"""A window with fewer requests ends after that time."""
+TOLERANCE = 0.05
+"""A change of the figures below that is noise."""
+FIRST_PAUSE, LONGEST_PAUSE = 60.0, 7200.0
+"""Seconds until a change that was undone is tried again."""
+CHANGES_AN_HOUR = 24
+HOUR = 3600.0
+
+
+@dataclass
+class _History:
+    """Of a setting. `direction`: +1, -1 or 0 of its last change."""
+
+    direction: int = 0
+    pause: float = FIRST_PAUSE
+    until: float = 0.0
+
+
+@dataclass
+class _Trial:
+    """A change whose effect is measured. `settled_at`: the window behind it begins then."""
+
+    proposal: Proposal
+    before: Window
+    settled_at: float
+
+
+@dataclass
+class AutopilotCounts:
+    """Changes so far."""
+
+    tried: int = 0
+    kept: int = 0
+    undone: int = 0
+    by_setting: dict[str, int] = field(default_factory=dict)
+
+
+class Autopilot:
+    """Owns the decisions; the values are those of `table.settings`.
+
+    Attributes:
+        counts: changes so far.
+    """
+
+    def __init__(self, table: RequestTable, totals: Totals, now: float) -> None:
+        self._table, self._totals = table, totals
+        self._limits = LatencyLimits(table.config.ttft_slo, table.config.itl_slo)
+        self._settings = table.settings
+        self._window = Window(table, totals, self._limits, now, 0)
+        self._trial: _Trial | None = None
+        self._histories: dict[str, _History] = {}
+        self._changes: deque[float] = deque()
+        self._latest: dict[str, object] = self._settings.values()
+        self.counts = AutopilotCounts()
+
+    def adopt(self) -> None:
+        """Takes the settings in force as its start."""
+        self._latest = self._settings.values()
+
+    def after_step(
+        self, events: Sequence[RequestEvent], now: float, decode_steps: int, memory_blocked: bool, with_prompts: bool
+    ) -> None:
+        """Takes a result into account; arguments as those of `Window.step`."""
+        window = self._window
+        window.step(events, now, decode_steps, memory_blocked, with_prompts)
+        trial = self._trial
+        if trial is not None and trial.settled_at:
+            if now >= trial.settled_at:
+                trial.settled_at = 0.0
+                self._begin(now, decode_steps)
+            return
+        if not self._is_long_enough(window):
+            return
+        if self._settings.values() != self._latest:  # somebody else changed a setting: its values stand
+            self._trial = None
+        elif trial is not None:
+            self._judge(trial, window, now)
+        if self._trial is None:
+            self._propose(window, now)
+        self._latest = self._settings.values()
+        self._begin(now, decode_steps)
+
+    def _begin(self, now: float, decode_steps: int) -> None:
+        self._window = Window(self._table, self._totals, self._limits, now, decode_steps)
+
+    def _is_long_enough(self, window: Window) -> bool:
+        if window.seconds >= MOST_SECONDS:
+            return True
+        if window.seconds < LEAST_SECONDS or window.counts.ended < LEAST_ENDED:
+            return False
+        return window.seconds >= min(SERVICE_TIMES * window.service_seconds, MOST_SECONDS)
+
+    # -- changes
+
+    def _propose(self, window: Window, now: float) -> None:
+        while self._changes and self._changes[0] <= now - HOUR:
+            self._changes.popleft()
+        if len(self._changes) >= CHANGES_AN_HOUR:
+            return
+        for rule in RULES:
+            proposal = rule(window, self._settings, self._limits)
+            if proposal is None or not self._may_try(proposal, now):
+                continue
+            self._settings.set({proposal.setting: proposal.new})
+            self._changes.append(now)
+            self.counts.tried += 1
+            self.counts.by_setting[proposal.setting] = self.counts.by_setting.get(proposal.setting, 0) + 1
+            self._trial = _Trial(proposal, window, now + min(window.service_seconds, MOST_SECONDS))
+            logger.info("Autopilot: %s %s -> %s: %s.", proposal.setting, proposal.old, proposal.new, proposal.reason)
+            return
+
+    def _may_try(self, proposal: Proposal, now: float) -> bool:
+        history = self._histories.setdefault(proposal.setting, _History())
+        return _direction(proposal) == history.direction or now >= history.until
+
+    def _judge(self, trial: _Trial, window: Window, now: float) -> None:
+        """Keeps the change or undoes it."""
+        self._trial, proposal = None, trial.proposal
+        history = self._histories.setdefault(proposal.setting, _History())
+        gain, words = gain_of(trial.before, window, self._limits, proposal.must_gain)
+        if gain < (TOLERANCE / 2 if proposal.must_gain else -TOLERANCE):
+            self._settings.set({proposal.setting: proposal.old})
+            history.direction, history.until = 0, now + history.pause
+            history.pause = min(2 * history.pause, LONGEST_PAUSE)
+            self.counts.undone += 1
+            logger.info("Autopilot: %s back to %s: %s.", proposal.setting, proposal.old, words)
+            return
+        direction = _direction(proposal)
+        if history.direction and direction != history.direction:
+            history.pause = min(2 * history.pause, LONGEST_PAUSE)
+        history.direction, history.until = direction, now + history.pause
+        self.counts.kept += 1
+        logger.info("Autopilot: %s stays %s: %s.", proposal.setting, proposal.new, words)
+
+
+def _direction(proposal: Proposal) -> int:
+    if isinstance(proposal.new, str):
+        return 1 if proposal.new == "lpm" else -1
+    return 1 if proposal.new > proposal.old else -1
+
+
+def gain_of(before: Window, after: Window, limits: LatencyLimits, must_gain: bool = False) -> tuple[float, str]:
+    """Relative gain of `after`, and the figures in words.
+
+    Where requests wait, the engine limits the throughput, and the tokens a second are compared. Otherwise the load
+    does, and the seconds that requests spend for a token are compared. Where the load went from one to the other, a
+    change that must gain has to gain by both. With an SLO the shares outside its limits count first.
+    """
+    missed = [window.slow_share + window.late_share for window in (before, after)]
+    if (limits.ttft is not None or limits.itl is not None) and abs(missed[0] - missed[1]) > TOLERANCE / 2:
+        words = f"outside the SLO {missed[0]:.1%} -> {missed[1]:.1%}"
+        return missed[0] - missed[1], words
+    old, new = before.throughput, after.throughput
+    by_throughput = new / max(old, 1e-9) - 1, f"{old:.1f} -> {new:.1f} token/s"
+    old, new = before.latency_per_token, after.latency_per_token
+    by_latency = old / max(new, 1e-9) - 1, f"{old * 1e3:.3g} -> {new * 1e3:.3g} ms a token"
+    if before.is_backlogged and after.is_backlogged:
+        return by_throughput
+    if not before.is_backlogged and not after.is_backlogged:
+        return by_latency
+    return (min if must_gain else max)(by_throughput, by_latency)

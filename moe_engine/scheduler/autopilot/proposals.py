@@ -1,0 +1,170 @@
+"""The table of changes that the autopilot may propose: condition, setting, new value, reason.
+
+The conditions are those of the tuning guides, over a window. An earlier row has precedence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.scheduler.autopilot.window import LatencyLimits, Window
+from moe_engine.scheduler.run_settings import RunSettings
+
+MOST = 0.5
+"""Share of the time from which a condition holds."""
+HIGH_USAGE = 0.9
+MISSED = 0.05
+"""Share of tokens or requests above which a limit counts as missed; below a fifth of it there is room."""
+FEW_RETRACTIONS, MANY_RETRACTIONS = 0.02, 0.2
+"""For each request that ended."""
+LEAST_CONSERVATIVENESS = 0.05
+LEAST_CHUNK = 64
+LONG_QUEUE = 4.0
+SOME_HITS, MANY_HITS = 0.02, 0.9
+"""Cache hit rates between which the order of the queue can raise them."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Attributes: must_gain: the change is undone unless the figures improve; else it is undone if they worsen."""
+
+    setting: str
+    old: Any
+    new: Any
+    reason: str
+    must_gain: bool = False
+
+
+Rule = Callable[[Window, RunSettings, LatencyLimits], Proposal | None]
+
+
+def proposal_of(
+    setting: str, value: Any, settings: RunSettings, reason: str, *, must_gain: bool = False
+) -> Proposal | None:
+    """None if the setting has that value."""
+    old = settings.values()[setting]
+    return None if value == old else Proposal(setting, old, value, reason, must_gain)
+
+
+def more_rows(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
+    """Requests wait for a row although the KV pool has room."""
+    blocked = window.share(window.counts.row_blocked_seconds)
+    if blocked < MOST or window.usage > HIGH_USAGE or window.slow_share > MISSED / 5:
+        return None
+    limit = settings.config.max_rows
+    rows = limit if limits.itl is None else min(2 * settings.max_running_requests, limit)
+    reason = f"requests waited for a row {blocked:.0%} of the time at token usage {window.usage:.2f}"
+    return proposal_of("max_running_requests", rows, settings, reason)
+
+
+def fewer_rows(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
+    """Decode steps take longer than the limit."""
+    slow = window.counts.slow_tokens - window.counts.slow_behind_prompts
+    share = slow / max(window.counts.tokens - window.counts.prompt_tokens, 1)
+    mean = window.counts.running_seconds / max(window.seconds, 1e-9)
+    if limits.itl is None or share < MISSED or mean < 2:
+        return None
+    rows = max(int(min(mean, settings.max_running_requests) * 0.75), 1)
+    reason = f"{share:.0%} of the tokens came later than {limits.itl * 1e3:g} ms at {mean:.0f} running requests"
+    return proposal_of("max_running_requests", rows, settings, reason)
+
+
+def smaller_chunks(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
+    """Running requests wait for prompt steps longer than the limit: one prompt step between decodes, then smaller."""
+    share = window.counts.slow_behind_prompts / max(window.counts.tokens - window.counts.prompt_tokens, 1)
+    if limits.itl is None or share < MISSED:
+        return None
+    reason = f"{share:.0%} of the tokens came later than {limits.itl * 1e3:g} ms behind prompts"
+    if settings.max_consecutive_prefills > 1:
+        return proposal_of("max_consecutive_prefills", 1, settings, reason)
+    size = settings.chunk_tokens or settings.max_prefill_tokens
+    least = max(settings.config.page_size, LEAST_CHUNK)
+    if size <= least:
+        return None
+    return proposal_of("chunked_prefill_size", _whole_pages(max(size // 2, least), settings), settings, reason)
+
+
+def larger_chunks(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
+    """Prompts wait, and most of the time goes to their steps: fewer, larger ones."""
+    prompts = window.share(window.counts.prompt_step_seconds)
+    if not window.is_backlogged or prompts < MOST or window.slow_share > MISSED / 5:
+        return None
+    reason = f"{prompts:.0%} of the time went to prompt steps while requests waited"
+    size, limit = settings.chunk_tokens, settings.config.chunk_tokens
+    if size is not None and limit is not None and size < limit:
+        return proposal_of(
+            "chunked_prefill_size", _whole_pages(min(4 * size, limit), settings), settings, reason, must_gain=True
+        )
+    return None
+
+
+def more_prefills(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
+    """First tokens are late, and running requests have time left."""
+    if limits.ttft is None or window.late_share < MISSED or window.slow_share > MISSED / 5:
+        return None
+    reason = f"{window.late_share:.0%} of the first tokens came later than {limits.ttft:g} s"
+    count = min(4 * settings.max_consecutive_prefills, settings.config.max_consecutive_prefills)
+    return proposal_of("max_consecutive_prefills", count, settings, reason, must_gain=True)
+
+
+def less_conservative(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
+    """Requests wait for memory that is reserved for answers which end earlier."""
+    blocked = window.share(window.counts.memory_blocked_seconds)
+    if blocked < MOST or window.usage > HIGH_USAGE or window.retraction_rate > FEW_RETRACTIONS:
+        return None
+    value = max(settings.schedule_conservativeness * 0.4, LEAST_CONSERVATIVENESS)
+    if value >= settings.schedule_conservativeness:
+        return None
+    reason = f"requests waited for memory {blocked:.0%} of the time at token usage {window.usage:.2f}"
+    return proposal_of("schedule_conservativeness", round(value, 3), settings, reason)
+
+
+def more_conservative(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
+    """Requests are computed again because too many were admitted."""
+    most = max(settings.config.schedule_conservativeness, 1.0)
+    if window.retraction_rate < MANY_RETRACTIONS or settings.schedule_conservativeness >= most:
+        return None
+    value = min(max(settings.schedule_conservativeness, LEAST_CONSERVATIVENESS) * 1.6, most)
+    reason = f"{window.retraction_rate:.2f} retractions a request"
+    return proposal_of("schedule_conservativeness", round(value, 3), settings, reason, must_gain=True)
+
+
+def order_by_prefix(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
+    """Many requests wait: those whose prefix is cached may go first."""
+    queue = window.share(window.counts.queue_seconds)
+    if settings.schedule_policy != "fcfs" or "lpm" not in settings.policies or queue < LONG_QUEUE:
+        return None
+    if not SOME_HITS < window.hit_rate < MANY_HITS:
+        return None
+    reason = f"{queue:.0f} requests waited at a cache hit rate of {window.hit_rate:.2f}"
+    return proposal_of("schedule_policy", "lpm", settings, reason, must_gain=True)
+
+
+def order_by_arrival(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
+    """The order by prefix finds no prefixes."""
+    queue = window.share(window.counts.queue_seconds)
+    if settings.schedule_policy != "lpm" or "fcfs" not in settings.policies or queue < LONG_QUEUE:
+        return None
+    if window.hit_rate > SOME_HITS / 2:
+        return None
+    return proposal_of("schedule_policy", "fcfs", settings, f"a cache hit rate of {window.hit_rate:.2f}")
+
+
+RULES: tuple[Rule, ...] = (
+    smaller_chunks,
+    fewer_rows,
+    more_rows,
+    more_conservative,
+    less_conservative,
+    order_by_prefix,
+    order_by_arrival,
+    larger_chunks,
+    more_prefills,
+)
+
+
+def _whole_pages(tokens: int, settings: RunSettings) -> int:
+    page = settings.config.page_size
+    return max(tokens // page * page, page)

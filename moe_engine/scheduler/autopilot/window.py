@@ -1,0 +1,181 @@
+"""What a scheduler did over a time: the measurements that the autopilot decides by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_engine.scheduler.events import RequestEvent
+from moe_engine.scheduler.request_table import RequestTable
+from moe_engine.scheduler.stats import Totals
+
+BACKLOGGED = 0.6
+"""Share of the time with waiting requests from which the engine, not its load, limits the throughput."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyLimits:
+    """Limits of the time to first token and of the time between tokens, in seconds; None: none."""
+
+    ttft: float | None = None
+    itl: float | None = None
+
+
+@dataclass(slots=True)
+class Counts:
+    """Sums over time; `*_seconds` of requests or shares are integrals over time."""
+
+    seconds: float = 0.0
+    backlog_seconds: float = 0.0
+    row_blocked_seconds: float = 0.0
+    memory_blocked_seconds: float = 0.0
+    prompt_step_seconds: float = 0.0
+    request_seconds: float = 0.0
+    running_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    usage_seconds: float = 0.0
+    ended: int = 0
+    late_first_tokens: int = 0
+    tokens: int = 0
+    slow_tokens: int = 0
+    slow_behind_prompts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    retractions: int = 0
+
+
+class Window:
+    """Counts while requests are there; idle time does not count.
+
+    Args:
+        now: its begin, on the scheduler's clock.
+    """
+
+    def __init__(
+        self, table: RequestTable, totals: Totals, limits: LatencyLimits, now: float, decode_steps: int
+    ) -> None:
+        self.counts = Counts()
+        self._table, self._totals, self._limits = table, totals, limits
+        self._last = self._last_decode = now
+        self._generated, self._prompts = totals.generated_tokens, totals.prompt_tokens
+        self._cached, self._retractions = totals.cached_tokens, totals.retractions
+        self._decode_steps = decode_steps
+        self._behind_prompts = False
+        self._was_busy = bool(table.live)
+
+    def step(
+        self, events: Sequence[RequestEvent], now: float, decode_steps: int, memory_blocked: bool, with_prompts: bool
+    ) -> None:
+        """The result of a step, or of several decode steps, was applied.
+
+        Args:
+            decode_steps: decode steps planned since the start.
+            memory_blocked: waiting requests have no room in the KV pool.
+            with_prompts: the step computed prompts.
+        """
+        counts, table, totals = self.counts, self._table, self._totals
+        passed, self._last = now - self._last, now
+        generated, self._generated = totals.generated_tokens - self._generated, totals.generated_tokens
+        if not self._was_busy:  # it was idle
+            self._last_decode, self._decode_steps = now, decode_steps
+        else:
+            self._add_time(passed, memory_blocked, with_prompts)
+            self._behind_prompts |= with_prompts
+            if decode_steps > self._decode_steps and generated:
+                self._add_gaps(generated, (now - self._last_decode) / (decode_steps - self._decode_steps))
+                self._last_decode, self._decode_steps = now, decode_steps
+                self._behind_prompts = False
+        counts.tokens += generated + totals.prompt_tokens - self._prompts
+        counts.prompt_tokens += totals.prompt_tokens - self._prompts
+        counts.cached_tokens += totals.cached_tokens - self._cached
+        counts.retractions += totals.retractions - self._retractions
+        self._prompts, self._cached = totals.prompt_tokens, totals.cached_tokens
+        self._retractions = totals.retractions
+        for event in events:
+            if event.finish_reason is not None:
+                self._add_end(event)
+        self._was_busy = bool(table.live)
+
+    def _add_time(self, passed: float, memory_blocked: bool, with_prompts: bool) -> None:
+        counts, table = self.counts, self._table
+        waiting, running = len(table.queue), table.num_running
+        counts.seconds += passed
+        counts.request_seconds += passed * (waiting + running)
+        counts.running_seconds += passed * running
+        counts.queue_seconds += passed * waiting
+        counts.usage_seconds += passed * table.kv_cache.num_used / table.kv_cache.slots.num_slots
+        if with_prompts:
+            counts.prompt_step_seconds += passed
+        if waiting:
+            counts.backlog_seconds += passed
+            if running >= table.settings.max_running_requests:
+                counts.row_blocked_seconds += passed
+            elif memory_blocked:
+                counts.memory_blocked_seconds += passed
+
+    def _add_gaps(self, tokens: int, gap: float) -> None:
+        if self._limits.itl is not None and gap > self._limits.itl:
+            self.counts.slow_tokens += tokens
+            if self._behind_prompts:
+                self.counts.slow_behind_prompts += tokens
+
+    def _add_end(self, event: RequestEvent) -> None:
+        timing, limit = event.timing, self._limits.ttft
+        self.counts.ended += 1
+        if limit is not None and timing is not None and timing.first_token_at is not None:
+            self.counts.late_first_tokens += timing.first_token_at - timing.queued_at > limit
+
+    # -- figures
+
+    @property
+    def seconds(self) -> float:
+        """Time with requests."""
+        return self.counts.seconds
+
+    def share(self, seconds: float) -> float:
+        """Of the time."""
+        return seconds / max(self.counts.seconds, 1e-9)
+
+    @property
+    def is_backlogged(self) -> bool:
+        return self.share(self.counts.backlog_seconds) > BACKLOGGED
+
+    @property
+    def usage(self) -> float:
+        """Mean token usage."""
+        return self.share(self.counts.usage_seconds)
+
+    @property
+    def service_seconds(self) -> float:
+        """Mean time of a request without its wait, by Little's law."""
+        return self.counts.running_seconds / max(self.counts.ended, 1)
+
+    @property
+    def throughput(self) -> float:
+        """Prompt and answer tokens a second."""
+        return self.counts.tokens / max(self.counts.seconds, 1e-9)
+
+    @property
+    def latency_per_token(self) -> float:
+        """Seconds that requests spend for each of their tokens, the wait included, by Little's law."""
+        return self.counts.request_seconds / max(self.counts.tokens, 1)
+
+    @property
+    def slow_share(self) -> float:
+        """Of the tokens that came later than the limit."""
+        return self.counts.slow_tokens / max(self.counts.tokens - self.counts.prompt_tokens, 1)
+
+    @property
+    def late_share(self) -> float:
+        """Of the requests whose first token came later than the limit."""
+        return self.counts.late_first_tokens / max(self.counts.ended, 1)
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the prompt tokens that were admitted."""
+        return self.counts.cached_tokens / max(self.counts.prompt_tokens, 1)
+
+    @property
+    def retraction_rate(self) -> float:
+        """Retractions for each request that ended."""
+        return self.counts.retractions / max(self.counts.ended, 1)
