@@ -133,7 +133,7 @@ def test_formats() -> None:
             arguments = f"{one.before}city{one.before_text or one.after_name}{value}{one.after}"
         call = syntax.before_arguments("weather") + arguments + syntax.after_arguments
         text = syntax.begin + syntax.after_begin + call + syntax.end
-        client = FakeClient(text)
+        client = FakeClient(text, context_len=2048, max_req_input_len=2040, max_total_num_tokens=4096)
         choice = ask(body, client, tool_call_parser=form).json()["choices"][0]
         assert client.requests[0].sampling["constraint"]["kind"] == "tool_calls", form
         function = choice["message"]["tool_calls"][0]["function"]
