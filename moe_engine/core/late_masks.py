@@ -12,8 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -158,39 +157,40 @@ class LateMasks:
         counts = [self._positions(request, drafts.get(row)) for row, request in zip(plan.masked, requests)]
         tables = np.empty((sum(counts), len(self._all)), dtype=np.uint32)
         tables[:] = self._all
-        batch, spans, end = MaskBatch(tables), list[tuple[Request, DraftTree | None, np.ndarray]](), 0
+        batch, spans, begin = MaskBatch(tables), list[tuple[Request, DraftTree | None, int, int]](), 0
         for row, request, count in zip(plan.masked, requests, counts):
-            if count and self._try(request, partial(self.states[request].fill_later, batch, end)):
-                spans.append((request, drafts.get(row), tables[end : end + count]))
-            end += count
+            if count and self._try(request, self.states[request].fill_later, batch, begin):
+                spans.append((request, drafts.get(row), begin, begin + count))
+            begin += count
         batch.run()
-        for request, tree, found in spans:
-            found[0] &= self._all
-            if not self._try(request, partial(self._complete, request, tree, found)):
-                found[:] = self._all  # the request has ended: its sampled token will be dropped
+        tables &= self._all
+        any_allowed = np.any(tables, axis=1)
+        for request, tree, begin, end in spans:
+            if not self._try(request, self._complete, request, bool(any_allowed[begin]), tree, tables[begin:end]):
+                tables[begin:end] = self._all  # the request has ended: its sampled token will be dropped
         self._worker.sample(StepMasks(plan.number, plan.masked, counts, tables.astype("<u4", copy=False).tobytes()))
 
     def _positions(self, request: Request, tree: DraftTree | None) -> int:
         """Masks that a launched request needs, after its state has advanced; 0 if it has ended."""
         if request.status is not Status.RUNNING or request.to_abort is not None:
             return 0
-        if not self._try(request, partial(self.states[request].advance, request.output_ids)):
+        if not self._try(request, self.states[request].advance, request.output_ids):
             return 0
         return 1 if tree is None else len(tree.tokens)
 
-    def _complete(self, request: Request, tree: DraftTree | None, found: np.ndarray) -> None:
+    def _complete(self, request: Request, any_allowed: bool, tree: DraftTree | None, found: np.ndarray) -> None:
         """Checks the mask of the next position, and fills those [N, W] behind drafts."""
         state = self.states[request]
         state.check()
-        if not found[0].any():
+        if not any_allowed:
             raise MoeEngineError(NOTHING_ALLOWED)
         if tree is not None:
             state.along(tree, found)
 
-    def _try(self, request: Request, work: Callable[[], None]) -> bool:
+    def _try(self, request: Request, work: Callable[..., None], *args: Any) -> bool:
         """False if it raised; the request has failed then."""
         try:
-            work()
+            work(*args)
         except MoeEngineError as error:
             self._fail(request.rid, f"{_source(request)}: {error}", 400)
         except Exception as error:

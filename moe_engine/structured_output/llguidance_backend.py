@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import llguidance
@@ -26,6 +27,8 @@ from moe_engine.structured_output.vocabulary import Vocabulary
 ANY_WHITESPACE = r"[ ]|\r?\n[ \t]{0,20}"
 """A space, or a line end with an indentation. Bounded: a model may otherwise repeat white space up to its limit."""
 MAX_MESSAGE = 400
+MAX_TEXTS, MAX_TEXT_CHARS = 4096, 256
+"""Texts whose tokens are kept: masks ask for those of a grammar's fixed texts again and again."""
 _NO_MASK = np.zeros(0, dtype=np.uint32)
 JsonOptions = dict[str, Any]
 
@@ -42,11 +45,16 @@ class _Tokens:
         ]
         self._special_ids = vocabulary.special_ids
         self._tokenizer = vocabulary.tokenizer
+        self._short = lru_cache(MAX_TEXTS)(self._all)
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Tokens with these bytes. llguidance allows only these where a grammar leaves one text."""
-        ids = self._encode(text if isinstance(text, str) else text.decode())
-        return [part for i in ids for part in self._plain(i)]
+        if isinstance(text, bytes):
+            text = text.decode()
+        return self._short(text) if len(text) <= MAX_TEXT_CHARS else self._all(text)
+
+    def _all(self, text: str) -> list[int]:
+        return [part for i in self._encode(text) for part in self._plain(i)]
 
     def _plain(self, token: int) -> list[int]:
         """The token; tokens with its text for a special one, which is no text."""
