@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import msgspec
@@ -201,7 +201,7 @@ class EngineCore:
         if plan is not None:
             self._reporter.planned(self._scheduler)
             if self._late_masks.states and (rows := self._late_masks.rows_of(self._scheduler.last_sampled)):
-                plan = replace(plan, masked=rows)
+                plan.masked.extend(rows)
                 launched = (plan, self._late_masks.launch(plan, self._scheduler.last_sampled))
             else:
                 launched = (plan, self._worker.execute(plan))

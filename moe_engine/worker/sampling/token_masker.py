@@ -38,7 +38,6 @@ class _LateMasks:
     """
 
     tables: np.ndarray  # [P, B] uint8
-    rows: np.ndarray  # [P] of each position
     masks: StepMasks
     used: dict[int, int] = field(default_factory=dict)
     in_order: int = 0
@@ -47,8 +46,12 @@ class _LateMasks:
     @classmethod
     def of(cls, launched: LaunchedStep, num_bytes: int) -> _LateMasks:
         masks = launched.masks.result()
-        tables = np.frombuffer(masks.bits, dtype=np.uint8).reshape(-1, num_bytes)
-        return cls(tables, np.repeat(masks.rows, masks.counts), masks)
+        return cls(np.frombuffer(masks.bits, dtype=np.uint8).reshape(-1, num_bytes), masks)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """[P] of each position."""
+        return np.repeat(self.masks.rows, self.masks.counts)
 
     @cached_property
     def spans(self) -> dict[int, tuple[int, int]]:
@@ -58,6 +61,10 @@ class _LateMasks:
 
     def next_of(self, rows: np.ndarray) -> np.ndarray | None:
         """The next masks [Q, B] of rows [Q]; None if the masks have another order, or some were taken one by one."""
+        masks, fresh = self.masks, not self.in_order and not self.used
+        if fresh and masks.counts.count(1) == len(rows) == len(masks.counts) and masks.rows == rows.tolist():
+            self.in_order = len(rows)
+            return self.tables
         end = self.in_order + len(rows)
         if self.used or not np.array_equal(self.rows[self.in_order : end], rows):
             return None
@@ -119,6 +126,8 @@ class TokenMasker:
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> None:
         """Masks logits [S, V] in place, in passes over the step's rows in order. Waits for late masks."""
+        if not self._late_rows and not self._static:
+            return
         masked = np.flatnonzero(self.rows[rows])
         if not len(masked):
             return
