@@ -185,8 +185,9 @@ class Preparer:
                 found[given] = await self.grammar_checks.check(given)
             checked = found[given]
             if checked is not given:
-                own = replace(given, kind=checked.kind, source=checked.source)
-                prompt.sampling = replace(prompt.sampling, constraint=own)
+                if (checked.where, checked.reasoning) != (given.where, given.reasoning):
+                    checked = replace(given, kind=checked.kind, source=checked.source)
+                prompt.sampling = replace(prompt.sampling, constraint=checked)
 
     def _add_reasoning(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
         reasoning, name = inp.reasoning, self._settings.reasoning_parser

@@ -125,7 +125,8 @@ class LogitsProcessors:
             tokens: token ids by KV slot, of rows in `reads_tokens`.
             trees: context of the first rows of logits, if these are nodes of draft trees.
         """
-        self.penalties.apply(logits, rows, lengths, tokens, trees)
+        if self._num_reading:
+            self.penalties.apply(logits, rows, lengths, tokens, trees)
         biased: list[tuple[int, np.ndarray, np.ndarray]] = []
         banned: list[tuple[int, np.ndarray, np.ndarray]] = []
         for index in np.nonzero(self._changed[rows])[0].tolist():
