@@ -10,14 +10,15 @@ Legend: W 32-bit words of a mask.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from moe_engine.core.executor import StepWorker
 from moe_engine.errors import MoeEngineError
+from moe_engine.scheduler.jump_forward import JumpForward
 from moe_engine.structured_output.mask_batch import FilledAtOnce, MaskBatch
 from moe_engine.token_masks import DraftTree, LaunchedStep, StepMasks, words_of
 from moe_engine.types import Request, Status, StepPlan, StepResult
@@ -50,6 +51,14 @@ class PositionMasks(Protocol):
         """Takes back the last `count` accepted tokens."""
 
 
+@runtime_checkable
+class KnowsForced(Protocol):
+    """`PositionMasks` that know which tokens must follow."""
+
+    def forced(self) -> list[int]:
+        """Tokens that the masks of the next positions leave no choice for."""
+
+
 class AllMasks(FilledAtOnce):
     """`PositionMasks` of several sources: a token is allowed if all of them allow it."""
 
@@ -76,11 +85,21 @@ class MaskState:
         self._masks = masks
         self._num_seen = 0
 
-    def advance(self, outputs: list[int]) -> None:
-        """Accepts the outputs that are new."""
+    def advance(self, outputs: list[int], forced: list[int]) -> None:
+        """Accepts the outputs that are new, and the forced tokens that follow them."""
+        end = len(outputs) + len(forced)
+        if self._num_seen > end:  # a step with forced tokens failed
+            self._masks.rollback(self._num_seen - end)
+            self._num_seen = end
         for token in outputs[self._num_seen :]:
             self._masks.accept(token)
-        self._num_seen = len(outputs)
+        for token in forced[max(0, self._num_seen - len(outputs)) :]:
+            self._masks.accept(token)
+        self._num_seen = end
+
+    def forced(self) -> list[int]:
+        """Tokens that must follow: the masks allow no others."""
+        return self._masks.forced() if isinstance(self._masks, KnowsForced) else []
 
     def fill_later(self, batch: MaskBatch, place: int) -> None:
         """The mask of the next position in row `place`; complete after `batch.run`, unless `check` raises."""
@@ -119,10 +138,18 @@ class LateMasks:
 
     Args:
         fail: ends a request whose masks raised or allow nothing: (rid, message, HTTP status).
+        jumps: gets forced tokens.
     """
 
-    def __init__(self, worker: StepWorker, vocab_size: int | None, fail: Callable[[str, str, int], None]) -> None:
+    def __init__(
+        self,
+        worker: StepWorker,
+        vocab_size: int | None,
+        fail: Callable[[str, str, int], None],
+        jumps: JumpForward,
+    ) -> None:
         self._worker = worker
+        self._jumps = jumps
         size = vocab_size or 0
         self._all = np.full(words_of(size), ALL)
         if size % 32:
@@ -154,7 +181,11 @@ class LateMasks:
         drafts: dict[int, DraftTree] = {}
         if plan.speculation is not None:
             drafts = launched.drafts.result()
-        counts = [self._positions(request, drafts.get(row)) for row, request in zip(plan.masked, requests)]
+        forced = self._jumps.planned(plan.number)
+        counts = [
+            self._positions(request, drafts.get(row), forced.get(request, []))
+            for row, request in zip(plan.masked, requests)
+        ]
         tables = np.empty((sum(counts), len(self._all)), dtype=np.uint32)
         tables[:] = self._all
         batch, spans, begin = MaskBatch(tables), list[tuple[Request, DraftTree | None, int, int]](), 0
@@ -168,13 +199,30 @@ class LateMasks:
         for request, tree, begin, end in spans:
             if not self._try(request, self._complete, request, bool(any_allowed[begin]), tree, tables[begin:end]):
                 tables[begin:end] = self._all  # the request has ended: its sampled token will be dropped
+        if self._jumps.enabled:
+            self._report_forced(tables, [(request, begin) for request, _, begin, _ in spans], forced)
         self._worker.sample(StepMasks(plan.number, plan.masked, counts, tables.astype("<u4", copy=False).tobytes()))
 
-    def _positions(self, request: Request, tree: DraftTree | None) -> int:
+    def _report_forced(
+        self, tables: np.ndarray, places: list[tuple[Request, int]], behind: Mapping[Request, list[int]]
+    ) -> None:
+        """Reports the forced tokens of requests whose masks, in these rows of tables [P, W], allow one token.
+
+        Args:
+            behind: forced tokens of this step, which the masks follow.
+        """
+        single = np.count_nonzero(tables, axis=1) == 1
+        single &= ~(tables & (tables - np.uint32(1))).any(axis=1)
+        for request, place in places:
+            if single[place] and _may_jump(request):
+                position = request.num_tokens + len(behind.get(request, []))
+                self._jumps.report(request, position, self.states[request].forced())
+
+    def _positions(self, request: Request, tree: DraftTree | None, forced: list[int]) -> int:
         """Masks that a launched request needs, after its state has advanced; 0 if it has ended."""
         if request.status is not Status.RUNNING or request.to_abort is not None:
             return 0
-        if not self._try(request, self.states[request].advance, request.output_ids):
+        if not self._try(request, self.states[request].advance, request.output_ids, forced):
             return 0
         return 1 if tree is None else len(tree.tokens)
 
@@ -206,6 +254,16 @@ class LateMasks:
         if self._launched is not None:
             self._worker.abandon()
             self._launched = None
+
+
+def _may_jump(request: Request) -> bool:
+    """Whether nothing but its token is wanted of a position, and no code of a client may choose another token."""
+    return (
+        request.status is Status.RUNNING
+        and request.logprobs is None
+        and request.hidden is None
+        and request.sampling.custom_logit_processor is None
+    )
 
 
 def _source(request: Request) -> str:

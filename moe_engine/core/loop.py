@@ -117,7 +117,7 @@ class EngineCore:
         self._group = group
         self._kv_arrivals = kv_arrivals
         self._waits_for_kv = False
-        self._late_masks = LateMasks(worker, scheduler.config.vocab_size, self._masks_failed)
+        self._late_masks = LateMasks(worker, scheduler.config.vocab_size, self._masks_failed, scheduler.table.jumps)
         self._grammars = GrammarQueue(grammars, transport.wake)
         self._calls: list[tuple[int, PendingCall]] = []  # begun, without a reply yet
         self._methods = {

@@ -231,6 +231,9 @@ class LLState:
         else:
             self.fill(batch.tables[place])
 
+    def forced(self) -> list[int]:
+        return [] if self._past_end else self._matcher.compute_ff_tokens()
+
     def check(self) -> None:
         if self._matcher.is_error():
             raise GrammarError(_reason(self._matcher.get_error()))

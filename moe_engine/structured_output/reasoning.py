@@ -89,6 +89,9 @@ class ReasoningMatcher:
     def check(self) -> None:
         self._after.check()
 
+    def forced(self) -> list[int]:
+        return [] if self._reasons or self._may_begin else self._after.forced()
+
     def rollback(self, count: int) -> None:
         behind = min(count, self._num_after)
         if behind:

@@ -121,6 +121,9 @@ class XState(FilledAtOnce):
         if self._matcher.fill_next_token_bitmask(self._found):
             mask &= self._found[0].view(np.uint32)
 
+    def forced(self) -> list[int]:
+        return []
+
     def rollback(self, count: int) -> None:
         ended = min(count, self._past_end)
         self._past_end -= ended
