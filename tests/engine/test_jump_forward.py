@@ -13,6 +13,7 @@ import pytest
 from moe_engine.demo import CHECKPOINT_DIR
 from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.structured_output.compiler import GrammarCompiler
+from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.harness import InProcessEngine, Scripted
@@ -41,6 +42,14 @@ def grammars(engine: InProcessEngine, tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(lambda: open_backend(GrammarSettings(), tokenizer, engine.config.model.vocab_size, eos))
 
 
+def compiled(grammars: GrammarCompiler, script: list[Scripted]) -> list[Scripted]:
+    """The script, whose grammars are ready: the turns of a run, which never wait, would starve the compilation."""
+    for item in script:
+        if item.resolved:
+            grammars.get(Constraint(**item.resolved["constraint"])).exception()
+    return script
+
+
 def constrained(rid: str, kind: str, source: str, **more: Any) -> Scripted:
     return Scripted(
         rid, [random.randrange(300, 1200) for _ in range(random.randint(1, 20))],
@@ -55,7 +64,7 @@ FIXED = r"The first of several fixed sentences ends here: number [0-9]{2} is dra
 def test_steps_of_one_request(
     engine: InProcessEngine, grammars: GrammarCompiler, tokenizer: Tokenizer, overlap: bool
 ) -> None:
-    script = [constrained("r", "regex", FIXED, max_new_tokens=100)]
+    script = compiled(grammars, [constrained("r", "regex", FIXED, max_new_tokens=100)])
     found, steps = [], []
     for jump_forward in (False, True):
         found.append(engine.run(script, overlap=overlap, grammars=grammars, jump_forward=jump_forward)["r"])
@@ -80,7 +89,7 @@ def test_tokens_of_batches(engine: InProcessEngine, grammars: GrammarCompiler, o
     ]  # fmt: skip
     script += [constrained(f"f{i}", "regex", FIXED, max_new_tokens=12 + i, arrives=i) for i in range(8)]
     script += [Scripted(f"n{i}", [400 + i, 500], max_new_tokens=40, arrives=4 * i) for i in range(4)]
-    expected = engine.run(script, overlap=overlap, grammars=grammars)
+    expected = engine.run(compiled(grammars, script), overlap=overlap, grammars=grammars)
     assert engine.scheduler.table.jumps.num_tokens > 50
     plain = engine.run(script, overlap=overlap, grammars=grammars, jump_forward=False)
     small = engine.run(script, overlap=overlap, grammars=grammars, num_slots=200, schedule_conservativeness=0.01)
@@ -99,7 +108,7 @@ def test_failed_steps_with_jumps(
 ) -> None:
     """Steps that raise at a forced token: its request ends with 500, the others bring the tokens they bring alone."""
     script = [constrained(f"f{i}", "regex", FIXED, max_new_tokens=60, arrives=2 * i) for i in range(5)]
-    expected = engine.run(script, grammars=grammars)
+    expected = engine.run(compiled(grammars, script), grammars=grammars)
     poisoned = Poisoned(engine.worker.runner)
     poisoned.positions["f2"] = len(script[2].prompt_ids) + random.randint(2, 8)
     monkeypatch.setattr(engine.worker.runner, "_launch", poisoned)
