@@ -65,6 +65,12 @@ def show_performance(values: dict[str, Any]) -> None:
     ]
     for row, part in zip(rows, (ttft, rates, gaps)):
         row.append(f"{part['ratio']:.3f}")
+    for streams, free, calls in (
+        (performance.STREAMS, rates["free_tok_s"], rates["calls_tok_s"]),
+        (1, rates["one_free_tok_s"], rates["one_of_calls_tok_s"]),
+    ):
+        name = f"{streams} streams, free -> tool calls, mostly fixed text (tok/s)"
+        rows.append([name, f"{free:.0f}", f"{calls:.0f}", f"{calls / free:.3f}"])
     print(report.table(["median", "without", "with", "ratio"], rows))
     for name, passed in {
         "first token within 5 %": ttft["ratio"] <= performance.TARGETS["ttft"],

@@ -31,6 +31,8 @@ SCHEMA = {
     "minItems": 100,
 }
 """No output of it ends before the benchmark's limit of tokens."""
+CALLS = r"(<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>[a-z]{3}</arg_value>\n</tool_call>\n){100}"
+"""Texts of which most is fixed: jump-forward computes many tokens in one step."""
 
 
 def measure(engine: Engine, rounds: int, tokens: int) -> dict[str, Any]:
@@ -68,23 +70,29 @@ def _throughput(engine: Engine, rounds: int, tokens: int) -> dict[str, Any]:
     """Output tokens per second of full batches, constrained and free."""
     rng = random.Random(2)
 
-    def rate(constraint: dict[str, Any]) -> float:
-        prompts = [rng.choices(range(300, 1200), k=8) for _ in range(STREAMS)]
+    def rate(constraint: dict[str, Any], streams: int = STREAMS) -> float:
+        prompts = [rng.choices(range(300, 1200), k=8) for _ in range(streams)]
         sampling = {"max_new_tokens": tokens, "temperature": 1, "ignore_eos": True, **constraint}
         began = time.perf_counter()
-        answers: Any = engine.generate(input_ids=prompts, sampling_params=[sampling] * STREAMS)
+        answers: Any = engine.generate(input_ids=prompts, sampling_params=[sampling] * streams)
         seconds = time.perf_counter() - began
         return sum(len(answer["output_ids"]) for answer in answers) / seconds
 
     kinds: dict[str, Callable[[], float]] = {
         "free": lambda: rate({}),
         "constrained": lambda: rate({"json_schema": SCHEMA}),
+        "calls": lambda: rate({"regex": CALLS}),
+        "one free": lambda: rate({}, 1),
+        "one of calls": lambda: rate({"regex": CALLS}, 1),
     }
     rates = _interleaved(kinds, rounds, rng)
     return {
         "free_tok_s": median(rates["free"]),
         "constrained_tok_s": median(rates["constrained"]),
         "ratio": median([one / free for one, free in zip(rates["constrained"], rates["free"])]),
+        "calls_tok_s": median(rates["calls"]),
+        "one_free_tok_s": median(rates["one free"]),
+        "one_of_calls_tok_s": median(rates["one of calls"]),
     }
 
 
