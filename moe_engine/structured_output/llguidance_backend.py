@@ -13,10 +13,11 @@ from typing import Any
 
 import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from moe_engine.structured_output.backend import PREPARED, GrammarError, GrammarSettings, Matcher
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
+from moe_engine.structured_output.error_places import readable, without_line, wrong_part
 from moe_engine.structured_output.llguidance_gaps import enforceable
 from moe_engine.structured_output.mask_batch import Entries, MaskBatch
 from moe_engine.structured_output.reasoning import EndTags, ReasoningMatcher
@@ -26,7 +27,6 @@ from moe_engine.structured_output.vocabulary import Vocabulary
 
 ANY_WHITESPACE = r"[ ]|\r?\n[ \t]{0,20}"
 """A space, or a line end with an indentation. Bounded: a model may otherwise repeat white space up to its limit."""
-MAX_MESSAGE = 400
 MAX_TEXTS, MAX_TEXT_CHARS = 4096, 256
 """Texts whose tokens are kept: masks ask for those of a grammar's fixed texts again and again."""
 _NO_MASK = np.zeros(0, dtype=np.uint32)
@@ -88,10 +88,11 @@ class LLGuidance:
     def compile(self, constraint: Constraint) -> LLGrammar:
         try:
             matcher, first = self._matcher(self._grammar(constraint))
+            reason = readable(matcher.get_error()) if matcher.is_error() else None
         except GrammarError as error:
-            raise GrammarError(self._wrong_function(constraint) or str(error)) from None
-        if matcher.is_error():
-            raise GrammarError(self._wrong_function(constraint) or _reason(matcher.get_error()))
+            reason = str(error)
+        if reason is not None:
+            raise GrammarError(self._with_place(constraint, reason))
         if constraint.reasoning is not None:
             self._end_tags.get(constraint.reasoning.end)
         return LLGrammar(matcher, first, self._eos_ids, self._end_tags, self._masks)
@@ -104,17 +105,28 @@ class LLGuidance:
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)  # reports what is too complex
         return matcher, mask[: len(self._masks.scratch)]  # llguidance's may end with an empty word
 
-    def _wrong_function(self, constraint: Constraint) -> str | None:
-        """The reason against tool calls, if one function's schema is it."""
+    def _with_place(self, constraint: Constraint, reason: str) -> str:
+        """The reason against a constraint, with the part that is wrong."""
+        if constraint.kind == "json_schema":
+            return self._in_schema(json.loads(constraint.source)) or reason
         for call in json.loads(constraint.source)["calls"] if constraint.kind == "tool_calls" else ():
-            try:
-                matcher, _ = self._matcher(self._json_grammar(json.dumps(call["schema"])))
-                reason = _reason(matcher.get_error()) if matcher.is_error() else None
-            except GrammarError as error:
-                reason = str(error)
-            if reason is not None:
-                return f"parameters of function {call['name']!r:.80}: {reason}"
-        return None
+            wrong = self._in_schema(call["schema"])
+            if wrong is not None:
+                return f"parameters of function {call['name']!r:.80}: {wrong}"
+        return reason if constraint.kind in ("grammar", "regex") else without_line(reason)
+
+    def _in_schema(self, schema: Any) -> str | None:
+        """The reason against a schema, behind the JSON pointer of its wrong part."""
+        reason = self._problem(schema)
+        found = None if reason is None else wrong_part(schema, self._problem)
+        return reason if found is None else f"at {found[0]}: {found[1]}"
+
+    def _problem(self, schema: Any) -> str | None:
+        try:
+            matcher, _ = self._matcher(self._json_grammar(json.dumps(schema)))
+        except GrammarError as error:
+            return str(error)
+        return readable(matcher.get_error()) if matcher.is_error() else None
 
     def _json_grammar(self, schema: str) -> str:
         schema = json.dumps(enforceable(json.loads(schema)), ensure_ascii=False)
@@ -137,8 +149,8 @@ class LLGuidance:
             return lark_of_calls(json.loads(source), self._json_options, self._special_ids)
         try:
             return any_to_lark(source)
-        except GbnfToLarkError as error:
-            raise GrammarError(_reason(str(error))) from None
+        except Exception as error:  # also its plain ones, of names that no rule defines
+            raise GrammarError(readable(str(error))) from None
 
 
 class _Masks:
@@ -236,7 +248,7 @@ class LLState:
 
     def check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(_reason(self._matcher.get_error()))
+            raise GrammarError(readable(self._matcher.get_error()))
 
     def rollback(self, count: int) -> None:
         ended = min(count, self._past_end)
@@ -244,7 +256,7 @@ class LLState:
         if count > ended:
             self._accepted -= count - ended
             if not self._matcher.rollback(count - ended):
-                raise GrammarError(_reason(self._matcher.get_error()))
+                raise GrammarError(readable(self._matcher.get_error()))
 
 
 def _json_options(settings: GrammarSettings) -> JsonOptions:
@@ -253,9 +265,3 @@ def _json_options(settings: GrammarSettings) -> JsonOptions:
     if settings.constrained_json_disable_any_whitespace:
         return {**strict, "whitespace_flexible": False}
     return {**strict, "whitespace_pattern": settings.constrained_json_whitespace_pattern or ANY_WHITESPACE}
-
-
-def _reason(message: str) -> str:
-    """llguidance's message on one line, without the grammar that it quotes."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return " ".join(lines)[:MAX_MESSAGE] or "unknown reason"
