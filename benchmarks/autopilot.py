@@ -38,7 +38,7 @@ GRID: dict[str, tuple[Any, ...]] = {
     "schedule_policy": ("fcfs", "lpm"),
 }
 BAD_STARTS: dict[str, dict[str, Any]] = {
-    "few rows": {"max_running_requests": 3},
+    "few rows": {"max_running_requests": 1},
     "small chunks, conservative": {"chunked_prefill_size": 64, "schedule_conservativeness": 4.0},
 }
 Score = Callable[[list[Answer], float], float]
@@ -199,7 +199,7 @@ def measure(name: str, costs: CostFile, seconds: float, seed: int) -> dict[str, 
             f"{pilot.counts.kept} kept, {pilot.counts.undone} undone",
             flush=True,
         )
-    return {"load": name, "best": best, "best_settings": best_settings, "worst": min(grid, key=lambda f: f[0])[0],
+    return {"load": name, "seed": seed, "best": best, "best_settings": best_settings, "worst": min(grid, key=lambda f: f[0])[0],
             "starts": starts}  # fmt: skip
 
 
@@ -212,15 +212,15 @@ def main() -> None:
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--cost-file", default=str(COSTS))
     parser.add_argument("--seconds", type=float, default=480.0, help="simulated, of each run")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the load; each is a row")
     parser.add_argument("--log", action="store_true", help="print the autopilot's log lines")
     report.add_result_options(parser)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO if args.log else logging.ERROR, format="    %(message)s")
     costs = CostFile.load(args.cost_file)
     rows = []
-    for name in args.loads:
-        rows.append(measure(name, costs, args.seconds, args.seed))
+    for name, seed in itertools.product(args.loads, args.seeds):
+        rows.append(measure(name, costs, args.seconds, seed))
         if not args.no_json:
             report.write_result("autopilot", {"rows": rows, "seconds": args.seconds}, path=args.json)
 

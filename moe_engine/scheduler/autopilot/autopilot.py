@@ -1,17 +1,19 @@
-"""One change at a time: a window before, the change, a pause, a window behind it; then the change is kept or undone.
+"""A trial: a window before, a change, a pause, a window behind it; then the change is kept or undone.
 
-A change that was undone, or that turns back an earlier one, is not tried again for a time that doubles. The number of
-changes an hour is bounded.
+One change at a time; those that give the engine more room, within what the launch gave, go together. A change that was
+undone, or that turns back an earlier one, is not tried again for a time that doubles. The number of changes an hour is
+bounded.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moe_engine.scheduler.autopilot.proposals import RULES, Proposal
+from moe_engine.scheduler.autopilot.proposals import OVERLOADED, RULES, Proposal
 from moe_engine.scheduler.autopilot.window import LatencyLimits, Window
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.request_table import RequestTable
@@ -21,6 +23,8 @@ logger = logging.getLogger("moe_engine")
 
 LEAST_SECONDS, LEAST_ENDED = 3.0, 24
 """Of a window: time with requests, and requests that ended."""
+EARLY_SECONDS, EARLY_ENDED = 12.0, 6
+"""One of both is enough for changes that give more room while requests wait."""
 SERVICE_TIMES = 2.0
 """A window lasts that many times as long as a request runs."""
 MOST_SECONDS = 120.0
@@ -44,9 +48,9 @@ class _History:
 
 @dataclass
 class _Trial:
-    """A change whose effect is measured. `settled_at`: the window behind it begins then."""
+    """Changes whose effect is measured. `settled_at`: the window behind them begins then."""
 
-    proposal: Proposal
+    proposals: list[Proposal]
     before: Window
     settled_at: float
 
@@ -73,6 +77,7 @@ class Autopilot:
         self._limits = LatencyLimits(table.config.ttft_slo, table.config.itl_slo)
         self._settings = table.settings
         self._window = Window(table, totals, self._limits, now, 0)
+        self._next_look = LEAST_SECONDS
         self._trial: _Trial | None = None
         self._histories: dict[str, _History] = {}
         self._changes: deque[float] = deque()
@@ -96,7 +101,12 @@ class Autopilot:
                 self._begin(now, decode_steps)
             return
         if not self._is_long_enough(window):
+            if trial is None and window.seconds >= self._next_look:
+                self._next_look += LEAST_SECONDS
+                if window.counts.ended >= EARLY_ENDED or window.seconds >= EARLY_SECONDS:
+                    self._relieve(window, now, decode_steps)
             return
+        window.count_waiting()
         if self._settings.values() != self._latest:  # somebody else changed a setting: its values stand
             self._trial = None
         elif trial is not None:
@@ -106,7 +116,17 @@ class Autopilot:
         self._latest = self._settings.values()
         self._begin(now, decode_steps)
 
+    def _relieve(self, window: Window, now: float, decode_steps: int) -> None:
+        """Requests wait already: room that the launch gave is used before the window is over."""
+        window.count_waiting()
+        if window.is_backlogged and self._settings.values() == self._latest:
+            self._try([p for p in self._found(window, now) if p.relieves], window, now)
+        if self._trial is not None:
+            self._latest = self._settings.values()
+            self._begin(now, decode_steps)
+
     def _begin(self, now: float, decode_steps: int) -> None:
+        self._next_look = LEAST_SECONDS
         self._window = Window(self._table, self._totals, self._limits, now, decode_steps)
 
     def _is_long_enough(self, window: Window) -> bool:
@@ -119,44 +139,54 @@ class Autopilot:
     # -- changes
 
     def _propose(self, window: Window, now: float) -> None:
+        proposals = self._found(window, now)
+        relief = [p for p in proposals if p.relieves]
+        if relief and (relief[0] is proposals[0] or window.late_share > OVERLOADED):
+            self._try(relief, window, now)
+        else:
+            self._try(proposals[:1], window, now)
+
+    def _found(self, window: Window, now: float) -> list[Proposal]:
+        """Proposals of the rules, by precedence."""
+        found = [rule(window, self._settings, self._limits) for rule in RULES]
+        return [p for p in found if p is not None and self._may_try(p, now)]
+
+    def _try(self, proposals: list[Proposal], window: Window, now: float) -> None:
         while self._changes and self._changes[0] <= now - HOUR:
             self._changes.popleft()
-        if len(self._changes) >= CHANGES_AN_HOUR:
+        if not proposals or len(self._changes) + len(proposals) > CHANGES_AN_HOUR:
             return
-        for rule in RULES:
-            proposal = rule(window, self._settings, self._limits)
-            if proposal is None or not self._may_try(proposal, now):
-                continue
-            self._settings.set({proposal.setting: proposal.new})
-            self._changes.append(now)
+        self._settings.set({p.setting: p.new for p in proposals})
+        self._changes.extend([now] * len(proposals))
+        self._trial = _Trial(proposals, window, now + min(window.service_seconds, MOST_SECONDS))
+        for proposal in proposals:
             self.counts.tried += 1
             self.counts.by_setting[proposal.setting] = self.counts.by_setting.get(proposal.setting, 0) + 1
-            self._trial = _Trial(proposal, window, now + min(window.service_seconds, MOST_SECONDS))
             logger.info("Autopilot: %s %s -> %s: %s.", proposal.setting, proposal.old, proposal.new, proposal.reason)
-            return
 
     def _may_try(self, proposal: Proposal, now: float) -> bool:
         history = self._histories.setdefault(proposal.setting, _History())
         return _direction(proposal) == history.direction or now >= history.until
 
     def _judge(self, trial: _Trial, window: Window, now: float) -> None:
-        """Keeps the change or undoes it."""
-        self._trial, proposal = None, trial.proposal
-        history = self._histories.setdefault(proposal.setting, _History())
-        gain, words = gain_of(trial.before, window, self._limits, proposal.must_gain)
-        if gain < (TOLERANCE / 2 if proposal.must_gain else -TOLERANCE):
-            self._settings.set({proposal.setting: proposal.old})
-            history.direction, history.until = 0, now + history.pause
-            history.pause = min(2 * history.pause, LONGEST_PAUSE)
-            self.counts.undone += 1
-            logger.info("Autopilot: %s back to %s: %s.", proposal.setting, proposal.old, words)
-            return
-        direction = _direction(proposal)
-        if history.direction and direction != history.direction:
-            history.pause = min(2 * history.pause, LONGEST_PAUSE)
-        history.direction, history.until = direction, now + history.pause
-        self.counts.kept += 1
-        logger.info("Autopilot: %s stays %s: %s.", proposal.setting, proposal.new, words)
+        """Keeps the changes or undoes them."""
+        self._trial = None
+        gain, noise, words = gain_of(trial.before, window, self._limits)
+        for proposal in trial.proposals:
+            history = self._histories.setdefault(proposal.setting, _History())
+            if gain < max(TOLERANCE / 2, noise) if proposal.must_gain else gain < -max(TOLERANCE, 2 * noise):
+                self._settings.set({proposal.setting: proposal.old})
+                history.direction, history.until = 0, now + history.pause
+                history.pause = min(2 * history.pause, LONGEST_PAUSE)
+                self.counts.undone += 1
+                logger.info("Autopilot: %s back to %s: %s.", proposal.setting, proposal.old, words)
+                continue
+            direction = _direction(proposal)
+            if history.direction and direction != history.direction:
+                history.pause = min(2 * history.pause, LONGEST_PAUSE)
+            history.direction, history.until = direction, now + history.pause
+            self.counts.kept += 1
+            logger.info("Autopilot: %s stays %s: %s.", proposal.setting, proposal.new, words)
 
 
 def _direction(proposal: Proposal) -> int:
@@ -165,23 +195,27 @@ def _direction(proposal: Proposal) -> int:
     return 1 if proposal.new > proposal.old else -1
 
 
-def gain_of(before: Window, after: Window, limits: LatencyLimits, must_gain: bool = False) -> tuple[float, str]:
-    """Relative gain of `after`, and the figures in words.
+def gain_of(before: Window, after: Window, limits: LatencyLimits) -> tuple[float, float, str]:
+    """Relative gain of `after`, its standard error as far as it is known, and the figures in words.
 
     Where requests wait, the engine limits the throughput, and the tokens a second are compared. Otherwise the load
-    does, and the seconds that requests spend for a token are compared. Where the load went from one to the other, a
-    change that must gain has to gain by both. With an SLO the shares outside its limits count first.
+    does, and the seconds that requests spend for a token are compared. Where the load went from one to the other, the
+    better of both counts. With an SLO the shares outside its limits count first. Late first tokens behind a queue do
+    not: they say how long the queue was, not how fast the engine is.
     """
-    missed = [window.slow_share + window.late_share for window in (before, after)]
-    if (limits.ttft is not None or limits.itl is not None) and abs(missed[0] - missed[1]) > TOLERANCE / 2:
-        words = f"outside the SLO {missed[0]:.1%} -> {missed[1]:.1%}"
-        return missed[0] - missed[1], words
+    missed = [window.slow_share for window in (before, after)]
+    if not before.is_backlogged and not after.is_backlogged:
+        missed = [window.slow_share + window.late_share for window in (before, after)]
+    if limits != LatencyLimits() and abs(missed[0] - missed[1]) > TOLERANCE / 2:
+        return missed[0] - missed[1], 0.0, f"outside the SLO {missed[0]:.1%} -> {missed[1]:.1%}"
     old, new = before.throughput, after.throughput
-    by_throughput = new / max(old, 1e-9) - 1, f"{old:.1f} -> {new:.1f} token/s"
+    noise = math.hypot(before.throughput_noise, after.throughput_noise)
+    by_throughput = new / max(old, 1e-9) - 1, noise, f"{old:.1f} -> {new:.1f} token/s"
     old, new = before.latency_per_token, after.latency_per_token
-    by_latency = old / max(new, 1e-9) - 1, f"{old * 1e3:.3g} -> {new * 1e3:.3g} ms a token"
+    noise = math.hypot(before.latency_noise, after.latency_noise)
+    by_latency = old / max(new, 1e-9) - 1, noise, f"{old * 1e3:.3g} -> {new * 1e3:.3g} ms a token"
     if before.is_backlogged and after.is_backlogged:
         return by_throughput
     if not before.is_backlogged and not after.is_backlogged:
         return by_latency
-    return (min if must_gain else max)(by_throughput, by_latency)
+    return max(by_throughput, by_latency)

@@ -17,8 +17,12 @@ MOST = 0.5
 HIGH_USAGE = 0.9
 MISSED = 0.05
 """Share of tokens or requests above which a limit counts as missed; below a fifth of it there is room."""
+OVERLOADED = 0.5
+"""Share of late first tokens from which the queue, not the steps, decides the latency."""
 FEW_RETRACTIONS, MANY_RETRACTIONS = 0.02, 0.2
 """For each request that ended."""
+FULL_POOL = 0.85
+"""Token usage that less conservative admission aims at."""
 LEAST_CONSERVATIVENESS = 0.05
 LEAST_CHUNK = 64
 LONG_QUEUE = 4.0
@@ -28,35 +32,48 @@ SOME_HITS, MANY_HITS = 0.02, 0.9
 
 @dataclass(frozen=True)
 class Proposal:
-    """Attributes: must_gain: the change is undone unless the figures improve; else it is undone if they worsen."""
+    """Attributes:
+    must_gain: the change is undone unless the figures improve; else it is undone if they worsen.
+    relieves: the change gives the engine more room, within what the launch gave: such changes go together, and as
+        soon as requests wait.
+    """
 
     setting: str
     old: Any
     new: Any
     reason: str
     must_gain: bool = False
+    relieves: bool = False
 
 
 Rule = Callable[[Window, RunSettings, LatencyLimits], Proposal | None]
 
 
 def proposal_of(
-    setting: str, value: Any, settings: RunSettings, reason: str, *, must_gain: bool = False
+    setting: str, value: Any, settings: RunSettings, reason: str, *, must_gain: bool = False, relieves: bool = False
 ) -> Proposal | None:
     """None if the setting has that value."""
     old = settings.values()[setting]
-    return None if value == old else Proposal(setting, old, value, reason, must_gain)
+    return None if value == old else Proposal(setting, old, value, reason, must_gain, relieves)
+
+
+def has_time_left(window: Window, limits: LatencyLimits) -> bool:
+    """Longer steps are allowed: few tokens are late, or many first tokens, against which more throughput helps."""
+    if limits.itl is None or window.slow_share < MISSED / 5 or window.late_share > OVERLOADED:
+        return True
+    return window.slow_share < MISSED < window.late_share
 
 
 def more_rows(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
     """Requests wait for a row although the KV pool has room."""
     blocked = window.share(window.counts.row_blocked_seconds)
-    if blocked < MOST or window.usage > HIGH_USAGE or window.slow_share > MISSED / 5:
+    if blocked < MOST or window.usage > HIGH_USAGE or not has_time_left(window, limits):
         return None
     limit = settings.config.max_rows
-    rows = limit if limits.itl is None else min(2 * settings.max_running_requests, limit)
+    at_once = limits.itl is None or window.late_share > OVERLOADED
+    rows = limit if at_once else min(2 * settings.max_running_requests, limit)
     reason = f"requests waited for a row {blocked:.0%} of the time at token usage {window.usage:.2f}"
-    return proposal_of("max_running_requests", rows, settings, reason)
+    return proposal_of("max_running_requests", rows, settings, reason, relieves=True)
 
 
 def fewer_rows(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
@@ -87,17 +104,18 @@ def smaller_chunks(window: Window, settings: RunSettings, limits: LatencyLimits)
 
 
 def larger_chunks(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
-    """Prompts wait, and most of the time goes to their steps: fewer, larger ones."""
+    """Most of the time goes to the steps of prompts: fewer, larger ones. With an ITL limit only where prompts wait."""
     prompts = window.share(window.counts.prompt_step_seconds)
-    if not window.is_backlogged or prompts < MOST or window.slow_share > MISSED / 5:
+    needed = limits.itl is None or window.is_backlogged or window.late_share > MISSED
+    if prompts < MOST or not needed or not has_time_left(window, limits):
         return None
-    reason = f"{prompts:.0%} of the time went to prompt steps while requests waited"
+    reason = f"{prompts:.0%} of the time went to prompt steps"
     size, limit = settings.chunk_tokens, settings.config.chunk_tokens
-    if size is not None and limit is not None and size < limit:
-        return proposal_of(
-            "chunked_prefill_size", _whole_pages(min(4 * size, limit), settings), settings, reason, must_gain=True
-        )
-    return None
+    if size is None or limit is None or size >= limit:
+        return None
+    at_once = limits.itl is None or window.late_share > OVERLOADED
+    new = limit if at_once else _whole_pages(min(4 * size, limit), settings)
+    return proposal_of("chunked_prefill_size", new, settings, reason, relieves=True)
 
 
 def more_prefills(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
@@ -106,19 +124,26 @@ def more_prefills(window: Window, settings: RunSettings, limits: LatencyLimits) 
         return None
     reason = f"{window.late_share:.0%} of the first tokens came later than {limits.ttft:g} s"
     count = min(4 * settings.max_consecutive_prefills, settings.config.max_consecutive_prefills)
-    return proposal_of("max_consecutive_prefills", count, settings, reason, must_gain=True)
+    return proposal_of("max_consecutive_prefills", count, settings, reason, must_gain=True, relieves=True)
 
 
 def less_conservative(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:
-    """Requests wait for memory that is reserved for answers which end earlier."""
+    """Requests wait for memory that is reserved for answers which end earlier.
+
+    The pool is full of tokens (`usage`) and of reservations, which are proportional to the conservativeness. The new
+    value leaves so much for the tokens of as many more requests that their usage is `FULL_POOL`.
+    """
     blocked = window.share(window.counts.memory_blocked_seconds)
-    if blocked < MOST or window.usage > HIGH_USAGE or window.retraction_rate > FEW_RETRACTIONS:
+    if blocked < MOST or window.usage > FULL_POOL or window.retraction_rate > FEW_RETRACTIONS:
         return None
-    value = max(settings.schedule_conservativeness * 0.4, LEAST_CONSERVATIVENESS)
+    old = min(settings.schedule_conservativeness, 1 / settings.config.init_new_token_ratio)  # more reserves no more
+    factor = (1 / FULL_POOL - 1) * window.usage / (1 - window.usage)
+    at_launch = settings.config.schedule_conservativeness
+    value = max(old * min(max(factor, 0.25), 0.8), at_launch if at_launch < old else LEAST_CONSERVATIVENESS)
     if value >= settings.schedule_conservativeness:
         return None
     reason = f"requests waited for memory {blocked:.0%} of the time at token usage {window.usage:.2f}"
-    return proposal_of("schedule_conservativeness", round(value, 3), settings, reason)
+    return proposal_of("schedule_conservativeness", round(value, 3), settings, reason, relieves=value >= at_launch)
 
 
 def more_conservative(window: Window, settings: RunSettings, limits: LatencyLimits) -> Proposal | None:

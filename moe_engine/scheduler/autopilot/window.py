@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,10 @@ from moe_engine.scheduler.stats import Totals
 
 BACKLOGGED = 0.6
 """Share of the time with waiting requests from which the engine, not its load, limits the throughput."""
+BLOCK_SECONDS = 1.0
+"""The noise of a ratio is estimated from blocks of at least that time,"""
+MOST_BATCHES = 8
+"""of which so many batches are made: within a batch the load depends on what came before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class Counts:
     usage_seconds: float = 0.0
     ended: int = 0
     late_first_tokens: int = 0
+    late_waiting: int = 0
     tokens: int = 0
     slow_tokens: int = 0
     slow_behind_prompts: int = 0
@@ -62,6 +68,9 @@ class Window:
         self._decode_steps = decode_steps
         self._behind_prompts = False
         self._was_busy = bool(table.live)
+        self._block_began = (0.0, 0, 0.0)
+        self._blocks: list[tuple[float, int, float]] = []
+        """Seconds, tokens and `request_seconds` of each."""
 
     def step(
         self, events: Sequence[RequestEvent], now: float, decode_steps: int, memory_blocked: bool, with_prompts: bool
@@ -86,6 +95,7 @@ class Window:
                 self._last_decode, self._decode_steps = now, decode_steps
                 self._behind_prompts = False
         counts.tokens += generated + totals.prompt_tokens - self._prompts
+        self._end_block()
         counts.prompt_tokens += totals.prompt_tokens - self._prompts
         counts.cached_tokens += totals.cached_tokens - self._cached
         counts.retractions += totals.retractions - self._retractions
@@ -113,6 +123,12 @@ class Window:
             elif memory_blocked:
                 counts.memory_blocked_seconds += passed
 
+    def _end_block(self) -> None:
+        counts, began = self.counts, self._block_began
+        if counts.seconds - began[0] >= BLOCK_SECONDS:
+            now = self._block_began = (counts.seconds, counts.tokens, counts.request_seconds)
+            self._blocks.append((now[0] - began[0], now[1] - began[1], now[2] - began[2]))
+
     def _add_gaps(self, tokens: int, gap: float) -> None:
         if self._limits.itl is not None and gap > self._limits.itl:
             self.counts.slow_tokens += tokens
@@ -124,6 +140,14 @@ class Window:
         self.counts.ended += 1
         if limit is not None and timing is not None and timing.first_token_at is not None:
             self.counts.late_first_tokens += timing.first_token_at - timing.queued_at > limit
+
+    def count_waiting(self) -> None:
+        """Counts the requests whose first token is late already."""
+        limit = self._limits.ttft
+        if limit is not None:
+            due = self._last - limit
+            waiting = (r for r in self._table.live.values() if r.first_token_at is None)
+            self.counts.late_waiting = sum(request.queued_at < due for request in waiting)
 
     # -- figures
 
@@ -156,6 +180,16 @@ class Window:
         return self.counts.tokens / max(self.counts.seconds, 1e-9)
 
     @property
+    def throughput_noise(self) -> float:
+        """Relative standard error of `throughput`."""
+        return _noise_of_ratio([(block[1], block[0]) for block in self._blocks])
+
+    @property
+    def latency_noise(self) -> float:
+        """Relative standard error of `latency_per_token`."""
+        return _noise_of_ratio([(block[2], block[1]) for block in self._blocks])
+
+    @property
     def latency_per_token(self) -> float:
         """Seconds that requests spend for each of their tokens, the wait included, by Little's law."""
         return self.counts.request_seconds / max(self.counts.tokens, 1)
@@ -167,8 +201,9 @@ class Window:
 
     @property
     def late_share(self) -> float:
-        """Of the requests whose first token came later than the limit."""
-        return self.counts.late_first_tokens / max(self.counts.ended, 1)
+        """Of the requests whose first token came later than the limit, or did not come within it."""
+        late = self.counts.late_first_tokens + self.counts.late_waiting
+        return late / max(self.counts.ended + self.counts.late_waiting, 1)
 
     @property
     def hit_rate(self) -> float:
@@ -179,3 +214,14 @@ class Window:
     def retraction_rate(self) -> float:
         """Retractions for each request that ended."""
         return self.counts.retractions / max(self.counts.ended, 1)
+
+
+def _noise_of_ratio(blocks: Sequence[tuple[float, float]]) -> float:
+    """Relative standard error of sum(x) / sum(y) by batch means; 0 where it is not known."""
+    count = min(len(blocks), MOST_BATCHES)
+    all_x, all_y = (sum(column) for column in zip(*blocks)) if blocks else (0, 0)
+    if count < 2 or not all_x or not all_y:
+        return 0.0
+    batches = [blocks[i * len(blocks) // count : (i + 1) * len(blocks) // count] for i in range(count)]
+    residuals = [sum(x - all_x / all_y * y for x, y in batch) for batch in batches]
+    return math.sqrt(sum(r * r for r in residuals) * count / (count - 1)) / all_x
