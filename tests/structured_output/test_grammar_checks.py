@@ -20,7 +20,9 @@ from tests.structured_output.test_llguidance_backend import EOS, SIZE
 
 
 def test_bound_and_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = CheckSpec(GrammarSettings(), load_tokenizer(CHECKPOINT_DIR).source, SIZE, (EOS,))
+    source = load_tokenizer(CHECKPOINT_DIR).source
+    assert source is not None
+    spec = CheckSpec(GrammarSettings(), source, SIZE, (EOS,))
     checks, ask, numbers = GrammarChecks(spec), CheckChild.ask, iter((signal.SIGSTOP, signal.SIGKILL))
 
     def hindered(child: CheckChild, constraint: Constraint) -> grammar_checks.Verdict:
