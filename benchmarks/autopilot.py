@@ -199,8 +199,15 @@ def measure(name: str, costs: CostFile, seconds: float, seed: int) -> dict[str, 
             f"{pilot.counts.kept} kept, {pilot.counts.undone} undone",
             flush=True,
         )
-    return {"load": name, "seed": seed, "best": best, "best_settings": best_settings, "worst": min(grid, key=lambda f: f[0])[0],
-            "starts": starts}  # fmt: skip
+    worst = min(score for score, _ in grid)
+    return {
+        "load": name,
+        "seed": seed,
+        "best": best,
+        "best_settings": best_settings,
+        "worst": worst,
+        "starts": starts,
+    }
 
 
 def main() -> None:

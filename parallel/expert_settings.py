@@ -17,11 +17,13 @@ class RebalanceSettings:
         interval: forward passes between two rebalances (``--eplb-rebalance-num-iterations``).
         layers_at_once: layers with an expert in transfer to each rank at the same time.
         enough: balancedness (0 to 1) above which no expert is moved.
+        adaptive: whether the interval follows what rebalances gain (``--autopilot``).
     """
 
     interval: int = 1000
     layers_at_once: int = 1
     enough: float = 1.0
+    adaptive: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,12 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_engine.cli.experts_report.dumps import read_dumps
+from moe_engine.cli.simulate_checks import check, parsed_goodput
 from moe_engine.config.args import EngineArgs, build_parser
 from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError
@@ -20,6 +23,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.checkpoint import locate
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolve_elastic import Coverage
 from moe_engine.planning.scheduler_limits import scheduler_config
 from moe_engine.tuning import datasets, serving_report
 from moe_engine.tuning.costs.efficiency import load_efficiency
@@ -33,6 +37,7 @@ from moe_engine.tuning.planner.predict import Predictor
 from moe_engine.tuning.simulator import report
 from moe_engine.tuning.simulator.agents import Agents, AgentShape
 from moe_engine.tuning.simulator.arrivals import NAMES, arrival_times
+from moe_engine.tuning.simulator.expert_load import ExpertLoad, check_counts, zipf_counts
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
 from moe_engine.tuning.simulator.replica import ReplicaSpec
@@ -62,17 +67,16 @@ def main(argv: Sequence[str], prog: str) -> int:
         print(_help(prog))
         return 0
     args = EngineArgs.from_kwargs(**parse_flags(build_parser(prog, description="", epilog=""), rest))
-    _check(own)
+    check(own)
+    goodput = parsed_goodput(own)
     config, source = _source(own, args)
     spec = _fleet(own, config, source)
     workload = _workload(own, config)
     fleet = Fleet(spec, workload, answer_seconds=source.answer_seconds, seed=own.seed)
-    gc.collect()
-    gc.freeze()  # a collection would walk the pools of all ranks
     began = time.perf_counter()
-    with report.progress(workload.total, not own.disable_tqdm) as advance:
-        outcome = fleet.run(advance, interval=own.sample_seconds)
-    values = report.figures(outcome, _goodput(own), time.perf_counter() - began)
+    with report.progress(workload.total, not own.disable_tqdm) as advance, _few_collections():
+        outcome = fleet.run(advance, interval=own.sample_seconds if own.plot else 0.0)
+    values = report.figures(outcome, goodput, time.perf_counter() - began)
     rate, limit = own.request_rate, own.max_concurrency
     print(serving_report.result_table(values, backend="simulated", request_rate=rate, max_concurrency=limit))
     print(report.remarks(values, outcome))
@@ -82,6 +86,20 @@ def main(argv: Sequence[str], prog: str) -> int:
     if own.plot:
         report.draw(outcome, own.plot, config.max_total_num_tokens * spec.num_replicas * spec.replica.num_groups)
     return 1 if values["failed"] else 0
+
+
+@contextmanager
+def _few_collections() -> Iterator[None]:
+    """Cycles are rare in a simulation, and a collection walks the requests and radix trees of all ranks."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def _help(prog: str) -> str:
@@ -98,8 +116,13 @@ def _own_parser() -> Parser:
     costs.add_argument("--interconnect", metavar="NAME|FILE", help="with --hardware: network between nodes")
     costs.add_argument("--like", metavar="ENGINE", default=OURS, help="with --hardware: efficiency of this engine")
     costs.add_argument("--acceptance", metavar="RATE,...", help="chance that a draft at each position is accepted")
-    costs.add_argument(
-        "--expert-skew", type=float, default=1.0, help="load of the busiest rank's experts over the mean"
+    experts = costs.add_mutually_exclusive_group()
+    experts.add_argument("--expert-skew", type=float, help="with --hardware: load of the busiest rank's experts / mean")
+    experts.add_argument(
+        "--expert-load", metavar="DUMP.pt", help="with --hardware: expert counts that a server recorded and dumped"
+    )
+    experts.add_argument(
+        "--expert-zipf", type=float, metavar="S", help="with --hardware: expert i of a layer gets 1 / i**S, i drawn"
     )
     datasets.add_dataset_arguments(parser, default_name="random", more_names=OWN_NAMES)
     agents = parser.add_argument_group("agentic dataset: sessions of several turns, with pauses for tools")
@@ -135,37 +158,6 @@ def _own_parser() -> Parser:
     output.add_argument("--exact", action="store_true", help="plan every step, also where nothing changes; slow")
     output.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     return parser
-
-
-def _check(own: argparse.Namespace) -> None:
-    """Refuses impossible values, before anything is read."""
-    if (own.cost_file is None) == (own.hardware is None):
-        raise ConfigError(
-            "give either --cost-file FILE, which `moe-engine calibrate --output FILE` measures on this machine, or "
-            "--hardware, for instance --hardware 8xH200"
-        )
-    least = {
-        "num_prompts": 1, "random_input_len": 1, "random_output_len": 1,
-        "gsp_num_groups": 1, "gsp_prompts_per_group": 1,
-        "agent_turns": 1, "agent_groups": 1, "agent_input_len": 1, "agent_output_len": 1, "agent_system_len": 0,
-        "agent_pause": 0, "recovery_seconds": 0, "restart_seconds": 0, "expert_skew": 1, "max_concurrency": 1,
-    }  # fmt: skip
-    for name, bound in least.items():
-        value = getattr(own, name)
-        if value is not None and not bound <= value < 1e12:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; it must be at least {bound}")
-    for name in ("request_rate", "burstiness", "sample_seconds"):
-        if not getattr(own, name) > 0:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(own, name):g}; it must be above 0")
-    if own.arrivals != "poisson" and math.isinf(own.request_rate):
-        raise ConfigError(f"--arrivals {own.arrivals} needs a finite --request-rate")
-
-
-def _goodput(own: argparse.Namespace) -> dict[str, float]:
-    try:
-        return serving_report.parse_goodput(own.goodput)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -216,7 +208,8 @@ def _fleet(own: argparse.Namespace, config: ResolvedConfig, source: _Source) -> 
         groups,
         overlap=not config.scheduling.disable_overlap_schedule,
         acceptance=acceptance,
-        expert_skew=own.expert_skew,
+        expert_skew=own.expert_skew or 0.0,
+        experts=_experts(own, config),
         exact=own.exact,
         arrival_seconds=source.arrival_seconds,
     )
@@ -228,7 +221,33 @@ def _fleet(own: argparse.Namespace, config: ResolvedConfig, source: _Source) -> 
         recovery_seconds=own.recovery_seconds,
         restart_seconds=own.restart_seconds,
         elastic=parallel.elastic_ep,
+        least_groups=_least_groups(config),
     )
+
+
+def _least_groups(config: ResolvedConfig) -> int:
+    """Ranks with which `--elastic-ep` continues: those that have slots for all experts."""
+    moe, size = config.model.moe, config.parallel.topology.tp_size
+    if moe is None or not config.args.parallel.elastic_ep:
+        return 1
+    return Coverage(moe.num_experts, (moe.num_experts + config.experts.num_redundant) // size).fewest
+
+
+def _experts(own: argparse.Namespace, config: ResolvedConfig) -> ExpertLoad | None:
+    """Expert counts of the options, and the launch's placement."""
+    if own.expert_load is None and own.expert_zipf is None:
+        return None
+    model, option = config.model, "--expert-load" if own.expert_zipf is None else "--expert-zipf"
+    if model.moe is None or not model.is_moe:
+        raise ConfigError(f"{option}: {model.architecture} has no experts; leave it out")
+    num_experts = model.moe.num_experts
+    if own.expert_load is not None:
+        source = f"--expert-load {own.expert_load}"
+        counts = check_counts(read_dumps([own.expert_load]).total, model.num_layers, num_experts, source)
+    else:
+        counts = zipf_counts(own.expert_zipf, model.moe_layers, num_experts, own.seed)
+    layout = config.experts.layout(num_experts, model.moe.num_groups, config.parallel.topology)
+    return ExpertLoad(counts, layout, config.experts)
 
 
 def _workload(own: argparse.Namespace, config: ResolvedConfig) -> Workload:

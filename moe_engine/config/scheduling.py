@@ -30,7 +30,8 @@ class SchedulingArgs:
     autopilot: bool = flag(
         False,
         "Adapt settings to the load while serving: running requests, prefill chunks and how many follow each other, "
-        "conservativeness, order by arrival or by prefix. Each change is measured, logged, and undone if it hurt.",
+        "conservativeness, order by arrival or by prefix, interval of EPLB. Each change is measured, logged, and "
+        "undone if it hurt.",
     )
     slo: str | None = flag(
         None,

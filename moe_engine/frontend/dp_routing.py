@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 
 @dataclass
@@ -23,19 +24,20 @@ class Router:
 
     def __init__(self, num_endpoints: int, method: str = "auto") -> None:
         self.loads = [Load() for _ in range(num_endpoints)]
-        self._method = "total_tokens" if method == "auto" else method
+        tokens = "num_tokens", "num_requests"
+        weights = {"round_robin": (), "total_requests": ("num_requests",), "total_tokens": tokens, "auto": tokens}
+        self._weights = tuple(map(attrgetter, weights[method]))
         self._next = 0
 
     def choose(self, able: Sequence[int]) -> int:
         """One of the `able` schedulers, by index."""
-        count = len(self.loads)
-        endpoint = min(
-            able, key=lambda endpoint: (*self._weight(self.loads[endpoint]), (endpoint - self._next) % count)
-        )
+        loads, count = self.loads, len(self.loads)
+        for weight in self._weights:
+            weights = [weight(loads[endpoint]) for endpoint in able]
+            least = min(weights)
+            able = [endpoint for endpoint, found in zip(able, weights) if found == least]
+            if len(able) == 1:
+                break
+        endpoint = min(able, key=lambda endpoint: (endpoint - self._next) % count)
         self._next = (endpoint + 1) % count
         return endpoint
-
-    def _weight(self, load: Load) -> tuple[int, ...]:
-        if self._method == "total_requests":
-            return (load.num_requests,)
-        return (load.num_tokens, load.num_requests) if self._method == "total_tokens" else ()

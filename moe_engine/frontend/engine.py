@@ -350,6 +350,10 @@ class Engine:
         found = self._run(read_weight(self._frontend.client, name, truncate_size))
         return found[0] if len(found) == 1 else found
 
+    def get_memory_usage(self) -> list[dict[str, int]]:
+        """Bytes that each rank holds, by what they are for (`worker.memory_usage`)."""
+        return self._run(self._frontend.client.collective_rpc("memory_usage"))
+
     def start_profile(self, output_dir: str | None = None, profile_id: str | None = None, **options: Any) -> list[str]:
         """Starts a trace of every rank, as `/start_profile`; the paths. `options`: its other fields."""
         return self._run(Profiling(self._frontend.client).start(output_dir, profile_id, options))

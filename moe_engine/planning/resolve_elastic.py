@@ -30,6 +30,11 @@ class Coverage:
         """True if `num_ranks` ranks have slots for every expert."""
         return num_ranks * self.slots >= self.num_experts
 
+    @property
+    def fewest(self) -> int:
+        """Ranks that have slots for every expert."""
+        return -(-self.num_experts // self.slots)
+
     def redundant_needed(self, num_left: int, num_ranks: int) -> int:
         """Value of ``--ep-num-redundant-experts`` with which `num_left` of the ranks suffice."""
         return -(-self.num_experts // num_left) * num_ranks - self.num_experts
@@ -62,7 +67,7 @@ def resolve_elastic(
             f"{coverage.num_experts} experts, so no rank may be lost: "
             f"--ep-num-redundant-experts {coverage.redundant_needed(size - 1, size)} covers one"
         )
-    fewest = -(-coverage.num_experts // coverage.slots)
+    fewest = coverage.fewest
     record.note("elastic_ep", True, f"{fewest} of {size} ranks have slots for all experts: {size - fewest} may be lost")
     return coverage
 

@@ -49,7 +49,7 @@ def resolve_experts(
         directory=dump_directory,
         report_log=reports in ("server_log", "both"),
         report_metrics=reports in ("prometheus", "both"),
-        rebalance=_rebalance(flags),
+        rebalance=_rebalance(flags, args.scheduling.autopilot),
         policy=flags.eplb_algorithm,
     )
     layout = settings.layout(model.moe.num_experts, model.moe.num_groups, topology)
@@ -110,11 +110,12 @@ def _buffer_size(flags: ExpertArgs) -> int:
     return flags.eplb_rebalance_num_iterations if asked is None else asked
 
 
-def _rebalance(flags: ExpertArgs) -> RebalanceSettings | None:
+def _rebalance(flags: ExpertArgs, adaptive: bool) -> RebalanceSettings | None:
     if not flags.enable_eplb:
         return None
     return RebalanceSettings(
         interval=flags.eplb_rebalance_num_iterations,
         layers_at_once=flags.eplb_rebalance_layers_per_chunk or 1,
         enough=flags.eplb_min_rebalancing_utilization_threshold,
+        adaptive=adaptive,
     )

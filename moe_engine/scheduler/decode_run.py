@@ -1,7 +1,7 @@
 """Several decode steps of a scheduler at once, while nothing else can happen: no request ends, joins or is retracted.
 
 A simulation spends most of its steps so. The result is that of as many calls of `Scheduler.schedule` and
-`Scheduler.update` (tests/scheduler/test_decode_run.py compares them).
+`Scheduler.update` (tests/tuning/test_simulator.py compares them).
 """
 
 from __future__ import annotations
@@ -71,11 +71,7 @@ def run_decodes(scheduler: Scheduler, steps: int, first_token: Callable[[Request
     scheduler.totals.generated_tokens += steps * len(decodes)
     scheduler._decode_steps += steps
     scheduler._prefills_in_a_row = 0
-    ratio = scheduler.ratio
-    for _ in range(steps):
-        if ratio.value <= ratio.lowest:
-            break
-        ratio.decay()
+    scheduler.ratio.decay(steps)
 
 
 def _steps_without_admission(scheduler: Scheduler) -> int:

@@ -64,8 +64,8 @@ class Scheduler:
         self._connector = self.kv_cache.connector
         self.ratio = NewTokenRatio(self.table.settings)
         self.speculator = Speculator(config.speculation) if config.speculation is not None else None
-        self.last_facts: PlanFacts | None = None
-        """Of the last plan of `schedule()`."""
+        self.last_facts: PlanFacts | None = None  # of the last plan of `schedule()`
+        self.keeps_facts = True
         self.totals = Totals()
         self._clock = clock
         self.autopilot = Autopilot(self.table, self.totals, clock()) if config.autopilot else None
@@ -399,7 +399,8 @@ class Scheduler:
         plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, *more)
         table.row_writes, table.finished_rows, record.alone = [], [], alone
         self._in_flight.append(record)
-        self.last_facts = plan_facts(plan, draft, batch, num_before, table)
+        if self.keeps_facts:
+            self.last_facts = plan_facts(plan, draft, batch, num_before, table)
         return plan
 
     def _follows(self, draft: PlanDraft, batch: PrefillBatch) -> bool:
@@ -430,7 +431,7 @@ class Scheduler:
         events = read_result(self.table, record, result, now, draft_outcomes)
         if self.speculator is not None:
             self.speculator.observe(record, result, draft_outcomes)
-        self.totals.generated_tokens += sum(len(event.token_ids) for event in events)
+        self.totals.generated_tokens += sum([len(event.token_ids) for event in events])
         if self.table.aborting:
             events += self.table.end_aborting(now)
         if result.rows or record.prefilled:

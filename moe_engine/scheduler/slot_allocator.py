@@ -6,6 +6,14 @@ in flight while the next is planned, so without this a late write of an ended re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
+
+@lru_cache(maxsize=4)
+def _shared_ids(ids: range) -> list[int]:
+    return list(ids)
+
 
 class DeferredFreePool:
     """A pool of integer ids, freed by step number. Used directly for the rows of the worker's tables.
@@ -18,10 +26,15 @@ class DeferredFreePool:
     __slots__ = ("_all", "_free", "_num_fresh", "_pending", "_retired", "num_pending")
 
     def __init__(self, ids: range) -> None:
-        self._all = ids
+        self._all: Sequence[int] = ids
         self._retired = 0
         self.num_pending = 0
         self.reset()
+
+    def share(self) -> None:
+        """Takes the ids from a list that all such pools of this process share: many pools then hold pointers only."""
+        if isinstance(self._all, range):
+            self._all = _shared_ids(self._all)
 
     def reset(self) -> None:
         """Frees all ids."""

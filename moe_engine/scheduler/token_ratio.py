@@ -15,7 +15,7 @@ class NewTokenRatio:
         self._settings, config = settings, settings.config
         self._steps = config.new_token_ratio_decay_steps
         self._retract_steps = config.retract_decode_steps
-        self.value = self._began_at = self.initial
+        self.value = self._began_at = self.lowest = 0.0
         self._decay: float = 0.0
         self.reset()
         settings.on_change.append(self._rescale)
@@ -24,18 +24,16 @@ class NewTokenRatio:
     def initial(self) -> float:
         return min(self._settings.config.init_new_token_ratio * self._settings.schedule_conservativeness, 1.0)
 
-    @property
-    def lowest(self) -> float:
-        return min(self.initial * self._settings.config.min_new_token_ratio_factor, 1.0)
-
     def _rescale(self) -> None:
         """Begins again if the conservativeness has changed."""
         if self.initial != self._began_at:
             self.reset()
 
-    def decay(self) -> None:
-        """After a decode step without retraction."""
-        if self.value > self.lowest:
+    def decay(self, steps: int = 1) -> None:
+        """After decode steps without retraction."""
+        for _ in range(steps):
+            if self.value <= self.lowest:
+                break
             self.value = max(self.value - self._decay, self.lowest)
 
     def after_retraction(self, remaining: Sequence[Request]) -> None:
@@ -51,4 +49,5 @@ class NewTokenRatio:
     def reset(self) -> None:
         """Restores the initial ratio, when idle."""
         self.value = self._began_at = self.initial
+        self.lowest = min(self.value * self._settings.config.min_new_token_ratio_factor, 1.0)
         self._decay = (self.initial - self.lowest) / self._steps

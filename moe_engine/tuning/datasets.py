@@ -14,6 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 DATASETS = ("sharegpt", "random", "random-ids", "generated-shared-prefix")
 
 
@@ -146,14 +149,27 @@ def iter_random_requests(
         raise ValueError(f"--random-range-ratio is {range_ratio}; it must be in [0, 1]")
     texts = [question for question, _ in _conversations(text_source)] if text_source else []
     rng.shuffle(texts)
+    plain = np.array(vocabulary.plain_ids, dtype=object)
     for index in range(count):
         want = sample_length(input_len, range_ratio, rng)
         if texts:
             ids = vocabulary.encode(texts[index % len(texts)]) or vocabulary.plain_ids[:1]
             ids = (ids * -(-want // len(ids)))[:want]
         else:
-            ids = rng.choices(vocabulary.plain_ids, k=want)
+            ids = _choices(rng, plain, want)
         yield BenchRequest(ids, want, sample_length(output_len, range_ratio, rng))
+
+
+def _choices(rng: random.Random, values: NDArray[np.object_], count: int) -> list[int]:
+    """`rng.choices`: the same values, and the same state of `rng` behind them, in a quarter of the time.
+
+    `random()` is (a * 2**26 + b) / 2**53 with the upper 27 and 26 bits of two words, which `getrandbits` joins, first
+    word lowest.
+    """
+    words = np.frombuffer(rng.getrandbits(64 * count).to_bytes(8 * count, "little"), "<u4").astype(np.float64)
+    drawn = (np.floor(words[0::2] / 32) * 67108864.0 + np.floor(words[1::2] / 64)) * (1.0 / 9007199254740992.0)
+    chosen: list[int] = values[(drawn * float(len(values))).astype(np.int64)].tolist()
+    return chosen
 
 
 def generated_shared_prefix(

@@ -5,6 +5,7 @@ Used by `benchmarks.serving` and `moe-engine simulate`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,12 @@ def parse_goodput(pairs: Sequence[str] | None) -> dict[str, float]:
         name, colon, value = pair.partition(":")
         if not colon or name not in GOODPUT_METRICS:
             raise ValueError(f"--goodput {pair}: write {', '.join(f'{m}:MS' for m in GOODPUT_METRICS)}")
-        limits[name] = float(value)
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            limits[name] = -1.0
+        if not 0 < limits[name] < math.inf:
+            raise ValueError(f"--goodput {pair}: MS must be a number of milliseconds above 0")
     return limits
 
 
@@ -102,7 +108,7 @@ def figures(
         "output_throughput": outputs / duration,
         "total_throughput": (inputs + outputs) / duration,
         "concurrency": sum(a.latency for a in done) / duration,
-        "max_output_tokens_per_s": peak_output_throughput(done),
+        "max_output_tokens_per_s": peak_output_throughput(done) if gaps is None else gaps.peak_tokens,
         "max_concurrent_requests": peak_concurrency(done),
         "accept_length": accept_length,
     }
@@ -113,7 +119,6 @@ def figures(
         values |= distribution("itl", [gap for a in done for gap in a.itl])
     else:
         values |= gaps.distribution("itl")
-        values["max_output_tokens_per_s"] = gaps.peak_tokens
     if goodput:
         values["request_goodput"] = sum(is_good(a, goodput) for a in done) / duration
         values["goodput_limits_ms"] = goodput

@@ -12,6 +12,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.lora_adapters import AdapterArgs, AdapterId, LoraAdapters
 from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs
+from moe_engine.worker.memory_usage import memory_usage
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.profiler import ProfileArgs, Profiler
 from moe_engine.worker.weight_groups import GroupName, JoinArgs, ReceiveArgs
@@ -37,6 +38,7 @@ def rank_methods(runner: ModelRunner, experts: ExpertControl, weights: WeightUpd
     """All methods. They run on the worker's thread, between steps."""
     profiler = Profiler(runner, runner.shared.parallel.world_rank)
     return {
+        "memory_usage": RankMethod(lambda _: memory_usage(runner)),
         "start_experts": RankMethod(lambda _: experts.start()),
         "stop_experts": RankMethod(lambda _: experts.stop()),
         "dump_experts": RankMethod(lambda _: experts.dump_part()),

@@ -43,7 +43,7 @@ def test_no_oscillation_in_a_week() -> None:
         num_slots=8192, context_len=1024, max_rows=32, chunked_prefill_size=512, autopilot=True, ttft_slo=5.0,
         itl_slo=1.0,
     )  # fmt: skip
-    fleet = Fleet(FleetSpec(ReplicaSpec(config, Linear())), Fixed(a_week(random.Random()), 0))
+    fleet = Fleet(FleetSpec(ReplicaSpec(config, Linear())), Fixed(a_week(random.Random(random.getrandbits(32))), 0))
     scheduler = fleet.replicas[0].groups[0].scheduler
     assert scheduler.autopilot is not None
     moments: list[float] = []

@@ -14,6 +14,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.tuning.calibration import Limits, Probes, Stream, _common_steps
 from moe_engine.tuning.costs.measured import CostFile, Curve, MeasuredCosts
 from moe_engine.tuning.costs.step_cost import StepShape
+from moe_engine.tuning.datasets import _choices
 from moe_engine.tuning.gap_histogram import GapHistogram
 from moe_engine.tuning.simulator.arrivals import DAY, arrival_times
 from moe_engine.tuning.simulator.faults import Fault
@@ -37,6 +38,15 @@ def test_arrivals():
     day = [seconds % DAY for seconds in take(arrival_times("diurnal", 0.1, rng), 8640)]
     noon = sum(DAY / 4 < seconds < 3 * DAY / 4 for seconds in day)
     assert noon / len(day) == pytest.approx(0.5 + 0.8 / math.pi, abs=0.04)
+
+
+def test_random_prompts_are_those_of_choices():
+    seed, values = random.getrandbits(32), list(range(10, random.randint(20, 200_000)))
+    ours, theirs = random.Random(seed), random.Random(seed)
+    for _ in range(5):
+        count = random.randint(1, 3000)
+        assert _choices(ours, np.array(values, dtype=object), count) == theirs.choices(values, k=count)
+    assert ours.getstate() == theirs.getstate()
 
 
 def test_gap_histogram_against_numpy():

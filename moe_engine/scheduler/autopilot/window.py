@@ -171,8 +171,8 @@ class Window:
 
     @property
     def service_seconds(self) -> float:
-        """Mean time of a request without its wait, by Little's law."""
-        return self.counts.running_seconds / max(self.counts.ended, 1)
+        """Mean time of a request without its wait, by Little's law; at most the time of the window."""
+        return min(self.counts.running_seconds / max(self.counts.ended, 1), self.counts.seconds)
 
     @property
     def throughput(self) -> float:

@@ -52,7 +52,7 @@ class RooflineCost:
 
     def step(self, shape: StepShape) -> StepCost:
         """Raises nothing; a step without tokens costs its launches."""
-        form, skew = self._form, max(shape.expert_skew, self._skew)
+        form, skew = self._form, shape.expert_skew or self._skew
         tokens = shape.decode_rows * (1 + shape.drafts) + shape.prefill_tokens
         everyone = max(tokens, shape.global_tokens)
         logits = shape.decode_rows * (1 + shape.drafts) + (1 if shape.prefill_tokens else 0)

@@ -17,7 +17,7 @@ class StepShape:
         prefill_tokens: prompt tokens computed in the step.
         prefill_pairs: sum over prompt tokens of the tokens that each attends to.
         global_tokens: tokens of all ranks of the expert-parallel group in the step, at least the rank's own.
-        expert_skew: load of the busiest rank's experts over the mean, at least 1.
+        expert_skew: load of the busiest rank's experts over the mean, at least 1; 0: what the model expects.
         prefill_cached: context tokens before the prompt tokens of the step, which it does not compute.
     """
 
@@ -27,7 +27,7 @@ class StepShape:
     prefill_tokens: int
     prefill_pairs: int
     global_tokens: int
-    expert_skew: float = 1.0
+    expert_skew: float = 0.0
     prefill_cached: int = 0
 
 

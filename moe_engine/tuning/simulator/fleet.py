@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from moe_engine.frontend.dp_routing import Router
+from moe_engine.tuning.simulator import expert_load
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.recorder import Recorder, Running
 from moe_engine.tuning.simulator.replica import Replica, ReplicaSpec
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Numbers, Workload
+
+NEVER = math.inf
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class FleetSpec:
     restart_seconds: float = 120.0
     """Time without service after a rank is lost, without `--elastic-ep`."""
     elastic: bool = False
-    max_concurrency: int = 0
+    least_groups: int = 1
+    """Groups of a replica that have room for all experts; with fewer it restarts also with `--elastic-ep`."""
 
 
 @dataclass
@@ -39,6 +45,7 @@ class Sample:
     waiting: int
     used_tokens: int
     generated_tokens: int
+    expert_skew: float = 0.0
 
 
 @dataclass
@@ -54,6 +61,10 @@ class Outcome:
     cached_tokens: int = 0
     accept_length: float | None = None
     num_draft_steps: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    """Those that happened; `missed`: those after the last answer."""
+    missed: list[Fault] = field(default_factory=list)
+    expert_load: dict[str, Any] = field(default_factory=dict)
 
 
 class Fleet:
@@ -76,6 +87,11 @@ class Fleet:
         self._places = [(replica, group) for replica in self.replicas for group in range(groups)]
         self._able = list(range(len(self._places)))
         self._router = Router(len(self._places), spec.method)
+        loads = self._router.loads
+        self._loads = [loads[i : i + groups] for i in range(0, len(loads), groups)]
+        """By replica."""
+        self._clocks: list[tuple[float, int]] = []
+        self._timed: set[int] = set()
         self._rids = itertools.count()
         self._drawn: Arrival | None = None
         self._draw()
@@ -88,36 +104,68 @@ class Fleet:
             interval: simulated seconds between samples; 0: none.
         """
         outcome = Outcome(self.recorder)
-        reported, due = 0, 0.0
+        reported, due = 0, 0.0 if interval else NEVER
         while True:
-            active = [replica for replica in self.replicas if replica.is_active]
-            arrival = self._arrivals[0][0] if self._arrivals else float("inf")
-            if not active and not self._arrivals:
+            arrival = self._arrivals[0][0] if self._arrivals else NEVER
+            behind = self._first_clock()
+            now = min(arrival, behind)
+            if now == NEVER:
                 break
-            replica = min(active, key=lambda replica: replica.now, default=None)
-            now = arrival if replica is None else min(arrival, replica.now)
-            if self._faults and self._faults[0].seconds <= now:
-                self._fail(self._faults.pop(0))
+            fault = self._faults[0].seconds if self._faults else NEVER
+            if fault <= now:
+                outcome.faults.append(self._faults.pop(0))
+                self._fail(outcome.faults[-1])
                 continue
-            if interval and now >= due:
+            if now >= due:
                 outcome.samples.append(self._sample(now))
                 due = now - now % interval + interval
-            if replica is None or arrival <= replica.now:
+            if arrival <= behind:
                 self._route(heapq.heappop(self._arrivals)[2])
             else:
-                replica.step(self._horizon(arrival, replica, active))
+                self._advance(min(arrival, fault, due))
             if len(self.recorder.answers) - reported >= 100:
                 progress(len(self.recorder.answers) - reported)
                 reported = len(self.recorder.answers)
         progress(len(self.recorder.answers) - reported)
+        if interval:
+            outcome.samples.append(self._sample(self.recorder.ended_at))
+        outcome.missed = self._faults
         return self._summed(outcome)
 
-    def _horizon(self, arrival: float, replica: Replica, active: Sequence[Replica]) -> float:
-        """Time until which nothing can reach this replica."""
-        horizon = min(arrival, self._faults[0].seconds if self._faults else arrival)
-        if self._is_open or len(active) == 1:
-            return horizon
-        return min(horizon, *(other.now for other in active if other is not replica))
+    # -- replicas, in order of time
+
+    def _first_clock(self) -> float:
+        """Clock of the active replica that is furthest behind."""
+        clocks = self._clocks
+        while clocks:
+            clock, index = clocks[0]
+            replica = self.replicas[index]
+            if replica.is_active and replica.now == clock:
+                return clock
+            heapq.heappop(clocks)
+            self._timed.discard(index)
+            self._time(index)
+        return NEVER
+
+    def _time(self, index: int) -> None:
+        """Adds a replica to the order of time, if it is active."""
+        replica = self.replicas[index]
+        if replica.is_active and index not in self._timed:
+            self._timed.add(index)
+            heapq.heappush(self._clocks, (replica.now, index))
+
+    def _advance(self, until: float) -> None:
+        """Steps the replica that is furthest behind, until nothing else can reach it: to `until` if no arrival depends
+        on an answer, else to the next replica's clock."""
+        index = heapq.heappop(self._clocks)[1]
+        self._timed.discard(index)
+        replica = self.replicas[index]
+        if self._is_open:
+            while replica.is_active and replica.now < until:
+                replica.step(until)
+        else:
+            replica.step(min(until, self._first_clock()))
+        self._time(index)
 
     # -- requests
 
@@ -138,14 +186,15 @@ class Fleet:
         self._place(Running(arrival), str(next(self._rids)), [])
 
     def _place(self, running: Running, rid: str, output_ids: list[int]) -> None:
-        for index, (replica, group) in enumerate(self._places):
-            load = self._router.loads[index]
-            load.num_requests, load.num_tokens = replica.groups[group].load
+        for replica, loads in zip(self.replicas, self._loads):
+            replica.read_loads(loads)
         if not self._able:
             self.recorder.fail(running, running.arrival.seconds, "all ranks are lost")
             return
-        replica, group = self._places[self._router.choose(self._able)]
+        index = self._router.choose(self._able)
+        replica, group = self._places[index]
         refused = replica.add(group, running, rid, output_ids)
+        self._time(index // self.spec.replica.num_groups)
         if refused is not None:
             self.recorder.fail(running, running.arrival.seconds, refused)
             self._followed_by(running.arrival, running.arrival.seconds)
@@ -166,7 +215,10 @@ class Fleet:
         groups = self.spec.replica.num_groups
         index = fault.rank * len(self._places) // max(fault.num_ranks, 1)
         replica, group = self._places[index]
-        if not self.spec.elastic or groups - len(replica.lost) < 2:
+        if group in replica.lost:
+            return
+        if not self.spec.elastic or groups - len(replica.lost) <= self.spec.least_groups:
+            self._able = sorted({*self._able, *(i for i, place in enumerate(self._places) if place[0] is replica)})
             for running in replica.restart(fault.seconds, self.spec.restart_seconds):
                 self.recorder.fail(running, fault.seconds, f"rank {fault.rank} was lost")
                 self._followed_by(running.arrival, fault.seconds)
@@ -187,7 +239,8 @@ class Fleet:
             sum(scheduler.table.num_running for scheduler in schedulers),
             sum(scheduler.num_waiting for scheduler in schedulers),
             sum(scheduler.kv_cache.num_used for scheduler in schedulers),
-            sum(group.generated for group in groups),
+            sum(replica.generated for replica in self.replicas),
+            self.replicas[0].balancer.skew if self.replicas[0].balancer is not None else 0.0,
         )
 
     def _summed(self, outcome: Outcome) -> Outcome:
@@ -204,6 +257,9 @@ class Fleet:
                     stats = group.scheduler.speculator.stats()
                     verified += stats.verify_total
                     accepted += sum(stats.accepted)
+        balancers = [replica.balancer for replica in self.replicas if replica.balancer is not None]
+        if self.spec.replica.experts is not None:
+            outcome.expert_load = expert_load.figures(self.spec.replica.experts, balancers)
         outcome.num_draft_steps = verified
         outcome.accept_length = 1 + accepted / verified if verified else None
         return outcome

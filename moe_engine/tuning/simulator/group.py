@@ -21,28 +21,25 @@ from moe_engine.types import Request, SamplingParams, StepPlan, StepResult
 
 EOS = 0
 SAMPLING = SamplingParams(max_new_tokens=None)
-NO_STEPS = StepShape(0, 0, 0, 0, 0, 0)
 
 
 class Group:
     """A scheduler with its requests.
 
     Attributes:
-        run_limit: decode steps that may pass before the scheduler is asked again; 0: ask it for the next step.
-        run_steps: steps that have passed so, of which the scheduler does not know yet.
-        run_holds: whether the run must end when prompts may be computed.
         load_tokens: prompt and answer tokens of its requests, without those of a run.
+        run_rows: requests that decode in its run; 0: it is in none.
+        run_from: of its run, the step count of the replica when it began.
     """
 
     def __init__(
         self, config: SchedulerConfig, clock: Callable[[], float], acceptance: Sequence[float], seed: int
     ) -> None:
         self.scheduler = Scheduler(replace(config, vocab_size=None), clock)  # answers are of made-up tokens
+        self.scheduler.keeps_facts = False
+        self.scheduler.kv_cache.slots.pages.share()
         self.running: dict[str, Running] = {}
-        self.run_limit = self.run_steps = 0
-        self.run_holds = False
-        self.load_tokens = 0
-        self._run_shape = NO_STEPS
+        self.load_tokens = self.run_rows = self.run_from = 0
         self._acceptance = list(acceptance)
         self._rng = random.Random(seed)
         self._plans: list[tuple[StepPlan, list[Request]]] = []
@@ -51,7 +48,6 @@ class Group:
 
     def add(self, running: Running, rid: str, output_ids: Sequence[int] = ()) -> str | None:
         """Queues a request; `output_ids`: answered before, on a lost rank. Returns why it is refused, or None."""
-        self.end_run()
         arrival = running.arrival
         request = Request(
             rid,
@@ -77,14 +73,9 @@ class Group:
         self.load_tokens -= len(arrival.prompt_ids) + arrival.output_len
 
     @property
-    def load(self) -> tuple[int, int]:
-        """Requests, and their tokens so far."""
-        return len(self.running), self.load_tokens + self._run_shape.decode_rows * self.run_steps
-
-    @property
-    def generated(self) -> int:
-        """Answer tokens so far."""
-        return self.scheduler.totals.generated_tokens + self._run_shape.decode_rows * self.run_steps
+    def is_idle(self) -> bool:
+        """Whether it has no request and no step."""
+        return not self.running and not self.scheduler.num_in_flight
 
     # -- steps
 
@@ -136,42 +127,31 @@ class Group:
 
     # -- runs of decode steps
 
-    def begin_run(self, hold_prefill: bool = False) -> bool:
-        """Whether decode steps can pass without the scheduler; its step in flight is the first of them.
+    def run_limit(self, hold_prefill: bool = False) -> int:
+        """Decode steps that can pass without the scheduler, the step in flight as the first of them; 0: ask it.
 
         Args:
             hold_prefill: prompts wait for the turn of their group; the run must end with it.
         """
-        self.run_limit = decode_run_limit(self.scheduler, self._remaining, hold_prefill)
-        self.run_holds = hold_prefill and self.scheduler.num_waiting > 0
-        if self.run_limit < 1:
-            self.run_limit = 0
-            return False
-        self._run_shape = self.decode_shape()
-        return True
+        return decode_run_limit(self.scheduler, self._remaining, hold_prefill)
 
-    def end_run(self) -> None:
-        """Applies the steps that passed to the scheduler."""
-        if self.run_steps:
-            run_decodes(self.scheduler, self.run_steps, lambda request: request.seed + len(request.output_ids))
-            self.load_tokens += self._run_shape.decode_rows * self.run_steps
+    @property
+    def queues_in_run(self) -> bool:
+        """Whether a request may be queued during a run that holds prompts back: freed memory would wake admission."""
+        kv_cache = self.scheduler.kv_cache
+        return not kv_cache.slots.num_pending and not kv_cache.rows.num_pending
+
+    def end_run(self, steps: int) -> None:
+        """Applies the steps of a run to the scheduler."""
+        if steps:
+            run_decodes(self.scheduler, steps, lambda request: request.seed + len(request.output_ids))
+            self.load_tokens += self.run_rows * steps
             plan, sampled = self._plans[0]
-            self._plans[0] = (_renumbered(plan, self.run_steps), sampled)
-        self.run_limit = self.run_steps = 0
+            self._plans[0] = (_renumbered(plan, steps), sampled)
+        self.run_rows = 0
 
     def _remaining(self, request: Request) -> int:
         return self.running[request.rid].arrival.output_len - len(request.output_ids)
-
-    @property
-    def run_rows(self) -> int:
-        """Requests that decode in a run."""
-        return self._run_shape.decode_rows
-
-    def run_shape(self) -> StepShape:
-        """Of the next step of a run."""
-        shape = self._run_shape
-        context = shape.decode_context + shape.decode_rows * self.run_steps
-        return StepShape(shape.decode_rows, context, 0, 0, 0, shape.decode_rows)
 
     def decode_shape(self) -> StepShape:
         """Of a step in which all running requests decode, behind the step in flight."""
@@ -185,16 +165,14 @@ def shape_of(plan: StepPlan) -> StepShape:
     num = plan.num_decodes
     counts, starts = plan.counts, plan.starts
     decode_tokens = sum(counts[:num])
-    prefill = list(zip(starts[num:], counts[num:]))
     drafts = max(counts[:num], default=1) - 1 if plan.speculation is not None else 0
+    tokens = pairs = cached = 0
+    for start, count in zip(starts[num:], counts[num:]):
+        tokens += count
+        pairs += count * start + count * (count + 1) // 2
+        cached += start
     return StepShape(
-        decode_rows=num,
-        decode_context=sum(starts[:num]) + decode_tokens,
-        drafts=drafts,
-        prefill_tokens=sum(count for _, count in prefill),
-        prefill_pairs=sum(count * start + count * (count + 1) // 2 for start, count in prefill),
-        global_tokens=plan.num_tokens,
-        prefill_cached=sum(start for start, _ in prefill),
+        num, sum(starts[:num]) + decode_tokens, drafts, tokens, pairs, decode_tokens + tokens, prefill_cached=cached
     )
 
 

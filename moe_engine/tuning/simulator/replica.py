@@ -7,22 +7,25 @@ steps, by which idle groups join others, change no scheduler and are left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moe_engine.core.dp_sync import PrefillTurns
+from moe_engine.frontend.dp_routing import Load
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.events import RequestEvent
 from moe_engine.scheduler.scheduler import NEEDS_RESULT
 from moe_engine.tuning.costs.step_cost import StepCost, StepCostModel, StepShape
+from moe_engine.tuning.simulator.expert_load import Balancer, ExpertLoad
 from moe_engine.tuning.simulator.group import Group, shape_of
 from moe_engine.tuning.simulator.recorder import Recorder, Running
+from moe_engine.tuning.simulator.runs import Runs
 from moe_engine.types import StepPlan
 
-MAX_JUMP = 16
+MAX_JUMP = 64
 """Steps without any event that are taken at once."""
-SLOWER = 1.01
-"""Bound on the growth of a step's cost over such a jump."""
+SLOWER = 1.02
+"""Bound on the growth of a step's cost over such a jump, between whose ends costs are linear."""
 EndedHandler = Callable[["Replica", int, Running, float], None]
 
 
@@ -40,14 +43,16 @@ class ReplicaSpec:
     num_groups: int = 1
     overlap: bool = True
     acceptance: tuple[float, ...] = ()
-    expert_skew: float = 1.0
+    expert_skew: float = 0.0
+    """Load of the busiest rank's experts over the mean; 0: as the cost model expects. `experts` has precedence."""
+    experts: ExpertLoad | None = None
     exact: bool = False
     arrival_seconds: float = 0.0
 
 
 @dataclass
 class _Flight:
-    """The step that runs. `pending`: groups that have not got its result."""
+    """The step that runs. `pending`: groups that have not got its result, except those in a run."""
 
     cost: StepCost
     end: float
@@ -64,7 +69,16 @@ class Replica:
         self._recorder, self._ended, self._seed = recorder, ended, seed
         self.groups = [self._new_group(i) for i in range(spec.num_groups)]
         self.lost: set[int] = set()
+        self.balancer = Balancer(spec.experts) if spec.experts is not None else None
         self._turns = PrefillTurns()
+        self._runs = Runs(spec.num_groups)
+        self._awake: set[int] = set()
+        """Groups whose scheduler plans the next step: those with requests that are in no run."""
+        self._held: set[int] = set()
+        """Groups with waiting prompts and no decodes, which have no step until prompts may be computed."""
+        self._num_live = 0
+        self._busy: set[int] = set()
+        """Groups that had requests when their load was read, or have got one since."""
         self._flight: _Flight | None = None
         self._collected = 0.0
         """When the newest result was applied."""
@@ -77,17 +91,45 @@ class Replica:
     @property
     def is_active(self) -> bool:
         """Whether there is a step in flight or a request."""
-        return self._flight is not None or any(group.running for group in self.groups)
+        return self._flight is not None or self._num_live > 0
 
-    def add(self, group: int, running: Running, rid: str, output_ids: list[int] | None = None) -> str | None:
+    def read_loads(self, loads: Sequence[Load]) -> None:
+        """Sets the unfinished work of each group, as its production scheduler reports it."""
+        step = self._runs.step
+        for index in list(self._busy):
+            load, group = loads[index], self.groups[index]
+            load.num_requests = len(group.running)
+            load.num_tokens = group.load_tokens + group.run_rows * (step - group.run_from)
+            if not group.running:
+                self._busy.remove(index)
+
+    @property
+    def generated(self) -> int:
+        """Answer tokens so far."""
+        step = self._runs.step
+        known = sum(group.scheduler.totals.generated_tokens for group in self.groups)
+        return known + sum(group.run_rows * (step - group.run_from) for group in self.groups)
+
+    def add(self, index: int, running: Running, rid: str, output_ids: list[int] | None = None) -> str | None:
         """Gives a request to a scheduler. Returns why it is refused, or None."""
         if not self.is_active:
             self.now = max(self.now, running.arrival.seconds)
-        self._leave_run(self.groups[group])
+        group = self.groups[index]
+        if index in self._runs.members and (self._turns.open or not group.queues_in_run):
+            self._leave_run(index)
         if self._flight is not None:
             self._flight.end += self.spec.arrival_seconds
-        running.group = group
-        return self.groups[group].add(running, rid, output_ids or [])
+        running.group = index
+        refused = group.add(running, rid, output_ids or [])
+        if refused is not None:
+            return refused
+        self._num_live += 1
+        self._busy.add(index)
+        if index in self._runs.members:
+            self._runs.wait(index, holds=True)
+        elif index not in self._held:
+            self._awake.add(index)
+        return None
 
     # -- steps
 
@@ -97,50 +139,67 @@ class Replica:
         if not self.spec.exact and self._jump(until):
             return
         hold = len(self.groups) > 1 and not self._turns.open
-        shapes: dict[int, StepShape] = {}
+        runs = self._runs
+        leaving = runs.ended() if runs.members else []
+        for index in leaving if hold or not runs.holding else {*leaving, *runs.holding}:
+            self._leave_run(index)
+        if not hold and self._held:
+            self._awake |= self._held
+            self._held.clear()
+        shapes: list[StepShape] = []
+        pending: set[int] = set()
         prefilled = False
-        for index, group in enumerate(self.groups):
-            if group.run_limit > group.run_steps and (hold or not group.run_holds):
-                shapes[index] = group.run_shape()
+        for index in sorted(self._awake):
+            group = self.groups[index]
+            if group.is_idle:
+                self._awake.discard(index)
                 continue
-            self._leave_run(group)
-            plan = group.plan(hold) if group.running or group.scheduler.num_in_flight else None
+            plan = group.plan(hold)
             while plan is NEEDS_RESULT:
                 self._apply(index)
                 plan = group.plan(hold)
             if isinstance(plan, StepPlan):
-                shapes[index] = shape_of(plan)
+                shapes.append(shape_of(plan))
+                pending.add(index)
                 prefilled |= plan.num_decodes < len(plan.rows)
+            elif hold and not self.spec.exact and group.scheduler.num_waiting:
+                self._awake.discard(index)
+                self._held.add(index)
+        if runs.members:
+            shapes.append(runs.shape())
         if not shapes:
-            if self._flight is None and not hold:
+            if self._flight is None and not hold and self._num_live:
                 raise RuntimeError("the scheduler has requests and plans no step")
             self._take_turns(False)
             self._collect(None)
             return
         if len(self.groups) > 1:
             self._take_turns(prefilled)
-        self._collect(self._launch(shapes))
+        self._collect(self._launch(shapes, pending))
 
     def _take_turns(self, prefilled: bool, steps: int = 1) -> None:
-        waiting = decoding = 0
-        for group in self.groups:
-            waiting += group.scheduler.num_waiting > 0
-            decoding += len(group.scheduler.table.decodes) > 0
+        waiting, decodes = len(self._runs.waiting) + len(self._held), bool(self._runs.members)
+        for index in self._awake:
+            scheduler = self.groups[index].scheduler
+            waiting += scheduler.num_waiting > 0
+            decodes = decodes or bool(scheduler.table.decodes)
         for _ in range(steps):
-            self._turns.after_counts(len(self.groups) - len(self.lost), waiting, prefilled, decoding > 0)
+            self._turns.after_counts(len(self.groups) - len(self.lost), waiting, prefilled, decodes)
 
-    def _launch(self, shapes: dict[int, StepShape]) -> _Flight:
-        cost = self.spec.costs.step(self._busiest(list(shapes.values())))
+    def _launch(self, shapes: list[StepShape], pending: set[int]) -> _Flight:
+        cost = self.spec.costs.step(self._busiest(shapes))
+        if self.balancer is not None:
+            self.balancer.passed(1)
         begin = self.now if self._flight is None else max(self.now, self._flight.end)
         self.num_steps += 1
         self.busy_seconds += cost.seconds
-        return _Flight(cost, begin + cost.seconds, set(shapes))
+        return _Flight(cost, begin + cost.seconds, pending)
 
     def _busiest(self, shapes: list[StepShape]) -> StepShape:
         """The shape that determines the step: the maximum over the groups, with the tokens of all."""
+        skew = self.spec.expert_skew if self.balancer is None else self.balancer.skew
         if len(shapes) == 1:
-            shape = shapes[0]
-            return shape if self.spec.expert_skew == 1 else replace(shape, expert_skew=self.spec.expert_skew)
+            return replace(shapes[0], expert_skew=skew) if skew else shapes[0]
         return StepShape(
             max(shape.decode_rows for shape in shapes),
             max(shape.decode_context for shape in shapes),
@@ -148,7 +207,7 @@ class Replica:
             max(shape.prefill_tokens for shape in shapes),
             max(shape.prefill_pairs for shape in shapes),
             sum(shape.global_tokens for shape in shapes),
-            self.spec.expert_skew,
+            skew,
             max(shape.prefill_cached for shape in shapes),
         )
 
@@ -158,21 +217,16 @@ class Replica:
             self.now = max(self.now, self._flight.end)
             gap, self._collected = self.now - self._collected, self.now
             for index in sorted(self._flight.pending):
-                group = self.groups[index]
-                if group.run_limit:
-                    self._count_run(group, gap, 1)
-                    group.run_steps += 1
-                else:
-                    self._apply(index)
+                self._apply(index)
+            self._count_runs(gap)
         self._flight = behind
         if behind is None:
             return
         if not self.spec.overlap:
             self._collect(None)
         elif not self.spec.exact:
-            for group in self.groups:
-                if not group.run_limit and group.running:
-                    group.begin_run(len(self.groups) > 1 and not self._turns.open)
+            for index in sorted(behind.pending):
+                self._begin_run(index, behind)
 
     def _apply(self, index: int) -> None:
         """Gives a group the result of the step in flight."""
@@ -194,6 +248,7 @@ class Replica:
         if reason is None:
             return
         group.remove(event.rid)
+        self._num_live -= 1
         if reason.type == "abort":
             self._recorder.fail(running, self.now, str(reason.message))
         else:
@@ -202,63 +257,86 @@ class Replica:
 
     # -- runs of decode steps
 
-    def _leave_run(self, group: Group) -> None:
-        if group.run_limit:
-            if group.run_steps:
-                for request in group.scheduler.table.decodes:
-                    group.running[request.rid].last = self.now
-            group.end_run()
+    def _begin_run(self, index: int, flight: _Flight) -> None:
+        """The group asks its scheduler again after the run, if it can begin one with the step in flight."""
+        group = self.groups[index]
+        holds = len(self.groups) > 1 and not self._turns.open
+        limit = group.run_limit(holds) if group.running else 0
+        if limit < 1:
+            return
+        shape, waits = group.decode_shape(), group.scheduler.num_waiting > 0
+        group.run_rows, group.run_from = shape.decode_rows, self._runs.step
+        self._runs.join(index, shape, limit, holds and waits, waits)
+        self._awake.discard(index)
+        flight.pending.discard(index)
 
-    def _count_run(self, group: Group, gap: float, steps: int) -> None:
-        """Counts the tokens of a run. Before its first ones, the last tokens of its requests may differ in time."""
-        if group.run_steps == 0 and steps == 1:
+    def _leave_run(self, index: int) -> None:
+        """The scheduler gets the steps of the run, whose newest step is in flight."""
+        group = self.groups[index]
+        steps = self._runs.step - group.run_from
+        if steps:
+            for request in group.scheduler.table.decodes:
+                group.running[request.rid].last = self._collected
+        group.end_run(steps)
+        self._runs.leave(index)
+        self._awake.add(index)
+        if self._flight is not None:
+            self._flight.pending.add(index)
+
+    def _count_runs(self, gap: float) -> None:
+        """Counts a token of each request in a run. Before the first one of a run, the last tokens differ in time."""
+        runs, rows = self._runs, self._runs.total_rows
+        if not rows:
+            return
+        for index in runs.fresh:
+            group = self.groups[index]
+            rows -= group.run_rows
             for request in group.scheduler.table.decodes:
                 self._recorder.tokens(group.running[request.rid], 1, self.now)
-            return
-        rows = group.run_rows * steps
-        self._recorder.gaps.add(gap, rows)
-        self._recorder.gaps.add_tokens(self.now, rows)
+        runs.fresh.clear()
+        runs.step += 1
+        self._count(gap, rows)
+
+    def _count(self, gap: float, rows: int) -> None:
+        if rows:
+            self._recorder.gaps.add(gap, rows)
+            self._recorder.gaps.add_tokens(self.now, rows)
 
     def _jump(self, until: float) -> bool:
-        """Takes several decode steps at once, if all groups are in a run."""
-        flight = self._flight
-        if flight is None or flight.end >= until:
+        """Takes several decode steps at once, if all groups are in a run and no prompt waits for its turn."""
+        flight, runs = self._flight, self._runs
+        if flight is None or flight.end >= until or self._awake or self._held or runs.holding or not runs.members:
             return False
-        runs = [group for group in self.groups if group.running]
-        if any(group.run_holds for group in runs):
-            return False  # the turn may come with any step
-        steps = min((group.run_limit - group.run_steps for group in runs), default=0)
-        if steps < 2:
-            return False
-        if not all(index in flight.pending for index, group in enumerate(self.groups) if group.running):
-            return False
-        first = self.spec.costs.step(self._busiest([group.run_shape() for group in runs])).seconds
-        steps = min(steps, MAX_JUMP, 1 + int(min((until - flight.end) / (SLOWER * first), MAX_JUMP)))
-        if steps < 2:
+        room = until - flight.end
+        first = self.spec.costs.step(self._busiest([runs.shape()])).seconds
+        steps = min(runs.next_end - runs.step, MAX_JUMP, self._same_skew, 1 + int(min(room / first, MAX_JUMP)))
+        while steps >= 2:
+            last = self.spec.costs.step(self._busiest([runs.shape(steps - 1)]))
+            total = steps * (first + last.seconds) / 2
+            if total - last.seconds <= room and last.seconds <= SLOWER * first:
+                break
+            steps = min(steps - 1, steps // 2 if last.seconds > SLOWER * first else 1 + int(room / last.seconds))
+        else:
             return False
         if len(self.groups) > 1:
             self._take_turns(False, steps)
-        self.now = flight.end
-        self._count_runs(runs, self.now - self._collected, 1)
-        shapes = []
-        for group in runs:
-            group.run_steps += steps
-            shape = group.run_shape()
-            shapes.append(replace(shape, decode_context=shape.decode_context - shape.decode_rows))
-        last = self.spec.costs.step(self._busiest(shapes))
-        total = steps * (first + last.seconds) / 2
-        begin = flight.end
+        if self.balancer is not None:
+            self.balancer.passed(steps)
+        self.now = begin = flight.end
+        self._count_runs(self.now - self._collected)
         self.now = begin + total - last.seconds
-        self._count_runs(runs, (self.now - begin) / (steps - 1), steps - 1)
+        self._count((self.now - begin) / (steps - 1), runs.total_rows * (steps - 1))
+        runs.step += steps - 1
         self._collected = self.now
         self._flight = _Flight(last, begin + total, flight.pending)
         self.num_steps += steps
         self.busy_seconds += total
         return True
 
-    def _count_runs(self, runs: list[Group], gap: float, steps: int) -> None:
-        for group in runs:
-            self._count_run(group, gap, steps)
+    @property
+    def _same_skew(self) -> int:
+        """Steps in which the balance of the experts stays as it is."""
+        return MAX_JUMP if self.balancer is None else self.balancer.left
 
     # -- faults
 
@@ -266,7 +344,10 @@ class Replica:
         """All ranks start anew, with empty caches. Returns the requests that are lost."""
         lost = [running for group in self.groups for running in group.running.values()]
         self.groups = [self._new_group(i) for i in range(self.spec.num_groups)]
-        self.lost.clear()
+        self._runs, self._num_live = Runs(self.spec.num_groups), 0
+        for groups in (self._awake, self._held, self.lost):
+            groups.clear()
+        self._busy = set(range(len(self.groups)))
         self._flight = None
         self.now = max(self.now, moment) + seconds
         return lost
@@ -275,7 +356,11 @@ class Replica:
         """A group is lost; the others repeat their step after a pause. Returns its requests, with the tokens that their
         clients have."""
         group = self.groups[index]
-        self._leave_run(group)
+        if index in self._runs.members:
+            self._leave_run(index)
+        self._awake.discard(index)
+        self._held.discard(index)
+        self._num_live -= len(group.running)
         table = group.scheduler.table
         moved = [(running, rid, table.live[rid].output_ids) for rid, running in group.running.items()]
         self.groups[index] = self._new_group(index)

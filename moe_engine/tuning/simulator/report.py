@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+from moe_engine.errors import ConfigError
 from moe_engine.tuning import serving_report
 from moe_engine.tuning.simulator.fleet import Outcome
 
@@ -27,6 +28,7 @@ def figures(outcome: Outcome, goodput: dict[str, float], wall_seconds: float) ->
         "wall_seconds": wall_seconds,
         "times_real_time": duration / max(wall_seconds, 1e-9),
         "failures": sorted(set(recorder.refused)),
+        "expert_load": outcome.expert_load,
     }
 
 
@@ -38,7 +40,21 @@ def remarks(values: dict[str, Any], outcome: Outcome) -> str:
         f"simulated {values['duration']:.1f} s in {values['wall_seconds']:.1f} s "
         f"({values['times_real_time']:.0f} times real time)",
     ]
+    lines += [f"--fail rank={fault.rank}: after the end of the simulation" for fault in outcome.missed]
+    if outcome.expert_load:
+        lines.append(_expert_line(outcome.expert_load))
     return "\n".join(lines + [f"failed: {reason}" for reason in values["failures"][:5]])
+
+
+def _expert_line(load: dict[str, Any]) -> str:
+    """The skew of the run, and of other placements for the same traffic."""
+    skew = f"{load['skew_first']:.2f}"
+    if load["rebalances"]:
+        count = load["rebalances"]
+        skew += f", then {load['skew_last']:.2f} behind {'a rebalance' if count == 1 else f'{count} rebalances'}"
+    others = ", ".join(f"{name} {value:.2f}" for name, value in load["skew_of_placements"].items())
+    straggler = f"rank {load['straggler_rank']} has {load['straggler_load']:.2f} times the mean"
+    return f"expert load, busiest rank over the mean: {skew} ({straggler}); placements: {others}"
 
 
 @contextmanager
@@ -61,21 +77,39 @@ def draw(outcome: Outcome, path: str, num_slots: int) -> None:
     from matplotlib import pyplot
 
     samples = outcome.samples
-    seconds = [sample.seconds for sample in samples]
-    figure, axes = pyplot.subplots(3, 1, figsize=(10, 8), sharex=True, layout="constrained")
+    if not samples:
+        raise ConfigError(f"--plot {path}: the simulation has no sample; lower --sample-seconds")
+    scale, unit = _time_unit(samples[-1].seconds)
+    seconds = [sample.seconds / scale for sample in samples]
+    skewed = any(sample.expert_skew for sample in samples)
+    figure, axes = pyplot.subplots(3 + skewed, 1, figsize=(10, 8 + 2 * skewed), sharex=True, layout="constrained")
     axes[0].plot(seconds, [sample.running for sample in samples], label="running")
     axes[0].plot(seconds, [sample.waiting for sample in samples], label="waiting")
-    axes[0].set(ylabel="requests")
+    axes[0].set(ylabel="requests", ylim=(0, None), title="Simulated load")
     axes[0].legend(loc="upper right")
-    axes[1].plot(seconds, [sample.used_tokens / num_slots for sample in samples])
-    axes[1].set(ylabel="token usage", ylim=(0, 1.05))
+    axes[1].plot(seconds, [100 * sample.used_tokens / num_slots for sample in samples])
+    axes[1].set(ylabel="KV slots in use, %", ylim=(0, None))
     rates = [
         (after.generated_tokens - before.generated_tokens) / max(after.seconds - before.seconds, 1e-9)
         for before, after in pairwise(samples)
     ]
-    axes[2].plot(seconds[1:], rates)
-    axes[2].set(ylabel="output tokens/s", xlabel="simulated seconds")
+    axes[2].stairs(rates, seconds)
+    axes[2].set(ylabel="output tokens/s", ylim=(0, None))
+    if skewed:
+        axes[3].step(seconds, [sample.expert_skew for sample in samples], where="post")
+        axes[3].set(ylabel="experts: busiest rank / mean", ylim=(1, None))
+    axes[-1].set(xlabel=f"simulated {unit}", xlim=(0, None))
     for axis in axes:
         axis.grid(alpha=0.3)
+    for fault in outcome.faults:
+        for axis in axes:
+            axis.axvline(fault.seconds / scale, color="tab:red", linestyle="--", linewidth=1)
+        axes[0].annotate(f"rank {fault.rank} lost", (fault.seconds / scale, 1), xycoords=("data", "axes fraction"),
+            xytext=(3, -10), textcoords="offset points", color="tab:red", fontsize=8)  # fmt: skip
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _time_unit(seconds: float) -> tuple[float, str]:
+    """Seconds of the unit in which a run of this length is drawn, and its name."""
+    return (3600.0, "hours") if seconds > 3 * 3600 else (60.0, "minutes") if seconds > 600 else (1.0, "seconds")

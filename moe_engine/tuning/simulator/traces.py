@@ -18,7 +18,8 @@ from moe_engine.tuning.simulator.workload import Arrival, Numbers
 
 MOONCAKE_BLOCK = 512
 """Tokens of a block with an entry of ``hash_ids`` (the published traces)."""
-MAX_LINE = 1 << 24
+MOST_TOKENS = 1 << 24
+"""Of a prompt or an answer: longer ones are errors of the trace."""
 BLOCKS_FROM = 1 << 50
 PREFIXES_FROM = 1 << 55
 
@@ -57,7 +58,7 @@ def _arrival(path: str, number: int, line: str, numbers: Numbers) -> Arrival:
     where = f"--dataset-path {path}, line {number}"
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{where}: not JSON: {line[:60]}") from None
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be an object with timestamp, input_length and output_length")
@@ -69,25 +70,30 @@ def _arrival(path: str, number: int, line: str, numbers: Numbers) -> Arrival:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _count(entry: dict[str, Any], name: str, least: int = 1) -> int:
+def _count(entry: dict[str, Any], name: str, least: int = 1, most: int = MOST_TOKENS) -> int:
     value = entry[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+        raise ValueError(f"{name} is {repr(value)[:40]}; it must be an integer of at least {least}")
+    if value > most:
+        raise ValueError(f"{name} is {value:.3g}; it must be at most {most}")
     return value
 
 
 def _seconds(entry: dict[str, Any], name: str) -> float:
     value = entry[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12:
-        raise ValueError(f"{name} is {value!r}; it must be a number of at least 0")
+        raise ValueError(f"{name} is {repr(value)[:40]}; it must be a number of at least 0")
     return float(value)
 
 
 def _mooncake(entry: dict[str, Any], numbers: Numbers) -> Arrival:
     length = _count(entry, "input_length")
     prompt: list[int] = []
-    for block in entry.get("hash_ids") or []:
-        first = BLOCKS_FROM + int(block) * MOONCAKE_BLOCK
+    blocks = entry.get("hash_ids") or []
+    if not isinstance(blocks, list) or not all(isinstance(block, int) and 0 <= block < 1 << 40 for block in blocks):
+        raise ValueError("hash_ids must be a list of integers from 0")
+    for block in blocks[: -(-length // MOONCAKE_BLOCK)]:
+        first = BLOCKS_FROM + block * MOONCAKE_BLOCK
         prompt += range(first, first + MOONCAKE_BLOCK)
     del prompt[length:]
     prompt += _unique(numbers, length - len(prompt))
@@ -99,7 +105,7 @@ def _own(entry: dict[str, Any], numbers: Numbers) -> Arrival:
     prompt: list[int] = []
     if entry.get("prefix_len"):
         shared = min(_count(entry, "prefix_len"), length)
-        first = PREFIXES_FROM + (_count(entry, "prefix_id", 0) << 32)
+        first = PREFIXES_FROM + (_count(entry, "prefix_id", 0, 1 << 40) << 32)
         prompt += range(first, first + shared)
     prompt += _unique(numbers, length - shared)
     allowed = _count(entry, "max_tokens") if "max_tokens" in entry else 0

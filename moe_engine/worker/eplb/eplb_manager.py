@@ -33,28 +33,32 @@ from moe_engine.parallel.placement.balance import balancedness
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import Chunk, plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
-from moe_engine.parallel.placement.policies import plan_placement
+from moe_engine.parallel.placement.policies import MIN_GAIN, plan_placement
 from moe_engine.parallel.placement.program import decode_moves, encode_moves
 from moe_engine.parallel.placement.replicas import LayerChoice
 from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
+from moe_engine.worker.eplb.eplb_interval import EPLBInterval
 from moe_engine.worker.eplb.eplb_throttle import EPLBThrottle
 
 logger = logging.getLogger("moe_engine")
 
 ASK_EVERY = 4
 """Passes between two broadcasts of whether the plan is ready."""
-MIN_GAIN = 0.01
-"""Gain of balancedness of a layer below which no further experts are moved."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The encoded moves, and the balancedness of the counted passes before and after them."""
+    """The encoded moves, and the balancedness of the counted passes before and after them.
+
+    Attributes:
+        unmoved: balancedness of those passes if the last plan had moved nothing; None: there was none.
+    """
 
     program: NDArray[np.int64]
     before: float = 1.0
     after: float = 1.0
+    unmoved: float | None = None
 
 
 NO_MOVES = Plan(np.zeros(1, dtype=np.int64))
@@ -67,18 +71,24 @@ class Planner:
         self.executor = executor
         self._layout = layout
         self._policy = policy
+        self._last: ExpertPlacement | None = None
+        """Placement before the last plan that moved experts."""
 
     def submit(self, counts: NDArray[np.int64], current: ExpertPlacement, enough: float) -> Future[Plan]:
-        """A plan for counts [L, E]; `NO_MOVES` if the balancedness is already above `enough`."""
+        """A plan for counts [L, E], without moves if the balancedness is already above `enough`."""
         return self.executor.submit(self.plan, counts, current, enough)
 
     def plan(self, counts: NDArray[np.int64], current: ExpertPlacement, enough: float) -> Plan:
-        before = self.balancedness(current, counts)
-        if not counts.any() or before > enough:
+        if not counts.any():
             return NO_MOVES
+        before = self.balancedness(current, counts)
+        unmoved = None if self._last is None else self.balancedness(self._last, counts)
+        if before > enough:
+            return Plan(NO_MOVES.program, before, before, unmoved)
         new = self.place(counts, current)
         moves = plan_moves(current, new, num_nodes=self._layout.num_nodes)
-        return Plan(encode_moves(moves), before, self.balancedness(new, counts))
+        self._last = current
+        return Plan(encode_moves(moves), before, self.balancedness(new, counts), unmoved)
 
     def balancedness(self, placement: ExpertPlacement, counts: NDArray[np.int64]) -> float:
         return balancedness(placement, counts)
@@ -107,6 +117,8 @@ class BalanceStats:
     before: float = 1.0
     """Balancedness of the counted passes before and after the last plan."""
     after: float = 1.0
+    interval: int = 0
+    """Passes until the next plan."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, and ``pause_share``: share of pauses in the time of passes with moves."""
@@ -139,7 +151,8 @@ class EPLBManager:
         drafts: DraftCounts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.stats = BalanceStats()
+        self.stats = BalanceStats(interval=settings.interval)
+        self._interval = EPLBInterval(settings.interval, settings.adaptive)
         self._settings = settings
         self._tables = tables
         self._recorder = recorder
@@ -199,7 +212,7 @@ class EPLBManager:
         self._stage, self._passes = stage, 0
 
     def _count(self) -> None:
-        if self._passes <= self._settings.interval:
+        if self._passes <= self.stats.interval:
             return
         self._log("[EPLBManager] rebalance start")
         counts = self._take_counts()
@@ -221,8 +234,11 @@ class EPLBManager:
         if self._planning is not None and self._planning.done():
             plan = self._planned(self._planning)
             length = len(plan.program)
-        header = self._tensor(torch.tensor([length, self._throttle.passes_per_move]))
-        length, self.stats.passes_per_move = self._world.broadcast(header, self._planning_rank).tolist()
+            if plan.unmoved is not None:
+                self._interval.after_rebalance(plan.before - plan.unmoved, self.stats.after - plan.before)
+        header = self._tensor(torch.tensor([length, self._throttle.passes_per_move, self._interval.passes]))
+        length, *values = self._world.broadcast(header, self._planning_rank).tolist()
+        self.stats.passes_per_move, self.stats.interval = values
         if not length:
             return
         program = torch.from_numpy(plan.program) if self._is_planning_rank else torch.zeros(length, dtype=torch.int64)

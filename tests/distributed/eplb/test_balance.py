@@ -18,10 +18,10 @@ from moe_engine.parallel.placement.balance import balancedness, layer_balancedne
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.moves import plan_moves
 from moe_engine.parallel.placement.placement import ExpertPlacement
-from moe_engine.parallel.placement.policies import plan_placement
+from moe_engine.parallel.placement.policies import MIN_GAIN, plan_placement
 from moe_engine.parallel.placement.program import decode_moves, encode_moves
 from moe_engine.parallel.topology import Topology
-from moe_engine.worker.eplb.eplb_manager import ASK_EVERY, MIN_GAIN
+from moe_engine.worker.eplb.eplb_manager import ASK_EVERY
 from tests.distributed.dispatch.ranks import World
 from tests.distributed.eplb.worlds import Balanced, Case, balanced, load, run_balanced
 from tests.models.checkpoints import make_checkpoint
@@ -109,7 +109,7 @@ def test_balance_rises_as_planned_and_tokens_do_not_change(
     world: World, skewed: Path, prompts: list[list[int]], alone: Any, way: str
 ) -> None:
     topology, dispatch, row, layers_at_once = WAYS[way]
-    case = Case(skewed, topology, settings(dispatch, layers_at_once), row)
+    case = Case(skewed, topology, settings(dispatch, layers_at_once, adaptive=True), row)
     ranks: list[Balanced] = world.ranks.call(run_balanced, case, prompts, timeout_s=90.0)
     logits, counts = alone
     first = ranks[0]
@@ -142,6 +142,8 @@ def test_balance_rises_as_planned_and_tokens_do_not_change(
     assert stats["pause_seconds"] > 0 and 0 < stats["moving_passes"] <= ends - begins
     assert sum(seen.states[ends]["eplb"]["experts_received"] for seen in ranks) >= len(chunks)
     assert first.states[-1]["eplb"]["rebalances"] >= 1
+    intervals = [[state["eplb"]["interval"] for state in seen.states] for seen in ranks]
+    assert all(of_rank == intervals[0] for of_rank in intervals) and intervals[0][ends] == INTERVAL
     assert first.log[0] == f"[EPLBManager] system started, will rebalance per {INTERVAL} iterations."
     assert first.log[1] == "[EPLBManager] rebalance start" and first.log[2].startswith(
         "[EPLBManager] rebalance end time="

@@ -1,0 +1,125 @@
+"""Speed of ``moe-engine simulate``: ``python -m benchmarks.simulator_speed [options]``.
+
+DeepSeek V3 with DP attention and expert parallelism over all ranks, from a bare config.json. Each case is simulated
+several times, in turn with the others; the figure is the median of simulated seconds over seconds of one core. The
+speed depends on the requests: `request_ms` is the core's time for one. A day is not simulated but extrapolated from
+the figure: `day_minutes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.step_costs.models import config_of
+from moe_engine.cli.main import main as command
+from moe_engine.tuning.stats import median
+
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A load of so many ranks: requests per second, most tokens of a prompt and an answer, requests."""
+
+    ranks: int
+    rate: float
+    prompt: int
+    answer: int
+    count: int
+    flags: tuple[str, ...] = ()
+
+
+CASES = {
+    "chat": Case(64, 10, 500, 250, 3000),
+    "long-answers": Case(64, 4, 500, 1000, 1000),
+    "long-prompts": Case(64, 20, 2000, 300, 2000),
+    "busy": Case(64, 30, 500, 500, 3000),
+    "skewed": Case(64, 10, 500, 250, 3000, ("--expert-zipf", "0.5", "--ep-num-redundant-experts", "64")),
+    "day-256": Case(256, 12, 500, 250, 6000),
+    "day-256-busy": Case(256, 40, 500, 250, 6000),
+    "ranks-1024": Case(1024, 40, 500, 250, 2000, ("--ep-num-redundant-experts", "768")),
+}
+"""Prompts and answers have from half the length of the case to the whole."""
+
+
+def arguments(case: Case, model: Path, output: Path) -> list[str]:
+    """Of `moe-engine simulate`."""
+    ranks = str(case.ranks)
+    return [
+        "simulate", "--model-path", str(model), "--hardware", f"{ranks}xH200", "--tp", ranks, "--attn-dp-size", ranks,
+        "--ep-size", ranks, "--moe-a2a-backend", "auto", *case.flags, "--request-rate", str(case.rate),
+        "--num-prompts", str(case.count), "--random-input-len", str(case.prompt),
+        "--random-output-len", str(case.answer), "--random-range-ratio", "0.5", "--output-file", str(output),
+        "--disable-tqdm",
+    ]  # fmt: skip
+
+
+def run(case: Case, folder: Path) -> dict[str, float]:
+    """Simulated and measured seconds of one run; `start_seconds`: planning of the launch."""
+    output = folder / "out.json"
+    began = time.process_time()
+    with contextlib.redirect_stdout(io.StringIO()):
+        if command(arguments(case, folder / "config.json", output)):
+            raise SystemExit(f"the simulation failed: {' '.join(arguments(case, folder / 'config.json', output))}")
+    cpu = time.process_time() - began
+    found: dict[str, Any] = json.loads(output.read_text())
+    names = ("duration", "wall_seconds", "concurrency", "steps", "median_ttft_ms", "median_tpot_ms", "completed")
+    return {name: found[name] for name in names} | {"cpu_seconds": cpu}
+
+
+def summary(case: Case, runs: list[dict[str, float]]) -> dict[str, float]:
+    """Medians of the runs."""
+    cpu = median([run["cpu_seconds"] for run in runs])
+    times = runs[0]["duration"] / cpu
+    return {
+        "times_real_time": times,
+        "times_real_time_least": runs[0]["duration"] / max(run["cpu_seconds"] for run in runs),
+        "times_real_time_by_wall": median([run["duration"] / run["wall_seconds"] for run in runs]),
+        "cpu_seconds": cpu,
+        "request_ms": 1e3 * cpu / case.count,
+        "day_minutes": DAY / times / 60,
+        **{name: value for name, value in runs[0].items() if name not in ("wall_seconds", "cpu_seconds")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="moe-engine bench simulator_speed",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--repeats", type=int, default=3)
+    report.add_result_options(parser)
+    args = parser.parse_args()
+    report.wait_until_quiet(args)
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in args.cases}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "config.json").write_text(json.dumps(config_of("v3")))
+        for _ in range(args.repeats):
+            for name in args.cases:
+                runs[name].append(run(CASES[name], folder))
+    rows = {name: vars(CASES[name]) | summary(CASES[name], found) for name, found in runs.items()}
+    header = ["case", "ranks", "requests/s", "prompt", "answer", "times real time", "ms/request", "a day, minutes"]
+    lines = [
+        [name, row["ranks"], row["rate"], row["prompt"], row["answer"], f"{row['times_real_time']:.0f}",
+         f"{row['request_ms']:.2f}", f"{row['day_minutes']:.0f}"]
+        for name, row in rows.items()
+    ]  # fmt: skip
+    print(report.table(header, lines))
+    if not args.no_json:
+        report.write_result("simulator_speed", {"rows": rows, "runs": runs}, path=args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Refuses impossible options of ``moe-engine simulate`` before anything is read or computed."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from moe_engine.errors import ConfigError
+from moe_engine.tuning import serving_report
+
+MOST_TOKENS = 1 << 24
+"""Of a prompt or an answer."""
+LEAST = {
+    "num_prompts": 1, "gsp_num_groups": 1, "gsp_prompts_per_group": 1, "agent_turns": 1, "agent_groups": 1,
+    "agent_pause": 0, "recovery_seconds": 0, "restart_seconds": 0, "max_concurrency": 1, "expert_skew": 1,
+    "expert_zipf": 0,
+}  # fmt: skip
+LENGTHS = {
+    "random_input_len": 1, "random_output_len": 1, "agent_input_len": 1, "agent_output_len": 1, "agent_system_len": 0,
+    "gsp_system_prompt_len": 0, "gsp_question_len": 1, "gsp_output_len": 1, "sharegpt_output_len": 1,
+}  # fmt: skip
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check(own: argparse.Namespace) -> None:
+    """Raises ConfigError: an option is impossible, alone or beside others."""
+    if (own.cost_file is None) == (own.hardware is None):
+        raise ConfigError(
+            "give either --cost-file FILE, which `moe-engine calibrate --output FILE` measures on this machine, or "
+            "--hardware, for instance --hardware 8xH200"
+        )
+    for name in ("expert_skew", "expert_load", "expert_zipf"):
+        if getattr(own, name) is not None and own.hardware is None:
+            raise ConfigError(
+                f"{_option(name)}: measured step costs contain the skew of the measurement; use --hardware in the "
+                "place of --cost-file"
+            )
+    if own.interconnect is not None and own.hardware is None:
+        raise ConfigError("--interconnect: only --hardware has a network; leave it out with --cost-file")
+    _check_numbers(own)
+    if own.dataset_name == "trace" and not own.dataset_path:
+        raise ConfigError("--dataset-name trace needs --dataset-path FILE.jsonl")
+    if own.arrivals != "poisson" and math.isinf(own.request_rate):
+        raise ConfigError(f"--arrivals {own.arrivals} needs a finite --request-rate")
+    _check_output(own)
+
+
+def _check_numbers(own: argparse.Namespace) -> None:
+    for name, least in (LEAST | LENGTHS).items():
+        value = getattr(own, name)
+        most = MOST_TOKENS if name in LENGTHS else 1e12
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least}" if not value > most else f"at most {most:g}"
+            raise ConfigError(f"{_option(name)} is {value:g}; it must be {bound}")
+    for name in ("request_rate", "burstiness", "sample_seconds"):
+        value = getattr(own, name)
+        if not value > 0 or (math.isinf(value) and name != "request_rate"):
+            raise ConfigError(f"{_option(name)} is {value:g}; it must be a number above 0")
+
+
+def _check_output(own: argparse.Namespace) -> None:
+    """That the results can be written: a run may take minutes."""
+    for name in ("output_file", "plot"):
+        value = getattr(own, name)
+        if not value:
+            continue
+        path = Path(value)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ConfigError(f"{_option(name)} {value}: cannot write there; name a file in a folder that exists")
+    if own.plot and Path(own.plot).suffix.lower() not in PICTURES:
+        raise ConfigError(f"--plot {own.plot}: must end in {', '.join(PICTURES)}")
+    if own.plot and find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib")
+
+
+def parsed_goodput(own: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds by metric. Raises ConfigError: an unknown metric, or no limit."""
+    try:
+        return serving_report.parse_goodput(own.goodput)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,32 @@
+"""What each rank holds against the ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine import Engine
+from moe_engine.planning.ledger import WEIGHT_ROWS
+from tests.models.checkpoints import make_checkpoint
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
+FORMS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "dp2 ep2": {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "moe_a2a_backend": "allgather"},
+    "redundant experts": {"tp_size": 2, "ep_size": 2, "ep_num_redundant_experts": 2},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ledger_is_what_ranks_hold(form: str, tmp_path: Path) -> None:
+    path = make_checkpoint("deepseek_v3", tmp_path, vocab_size=4000, hidden_size=256, max_position_embeddings=4096)
+    with Engine(str(path), **FORMS[form], dtype="float32", max_total_tokens=3000, skip_tokenizer_init=True) as engine:
+        ledger, ranks = engine.config.ledger, engine.get_memory_usage()
+    assert len(ranks) == (1 if form == "one rank" else 2)
+    for rank in ranks:
+        assert rank["weights"] == pytest.approx(sum(map(ledger.bytes_of, WEIGHT_ROWS)), rel=0.02)
+        assert rank["kv_cache"] == pytest.approx(ledger.kv_bytes, rel=0.02)
+        assert rank["process"] > rank["weights"] and rank["device"] == 0
