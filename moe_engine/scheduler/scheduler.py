@@ -204,8 +204,7 @@ class Scheduler:
 
     def _schedule(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """A step of all requests except suspects."""
-        table, draft = self.table, PlanDraft()
-        num_before = table.num_running
+        table, draft, num_before = self.table, PlanDraft(), self.table.num_running
         mixed = self.config.enable_mixed_chunk and not self._preempting
         if mixed and table.decodes and not self._decode_into(draft):
             return self._drain()

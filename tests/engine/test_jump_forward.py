@@ -92,7 +92,7 @@ def test_tokens_of_batches(engine: InProcessEngine, grammars: GrammarCompiler, o
     expected = engine.run(compiled(grammars, script), overlap=overlap, grammars=grammars)
     assert engine.scheduler.table.jumps.num_tokens > 50
     plain = engine.run(script, overlap=overlap, grammars=grammars, jump_forward=False)
-    small = engine.run(script, overlap=overlap, grammars=grammars, num_slots=200, schedule_conservativeness=0.01)
+    small = engine.run(script, overlap=overlap, grammars=grammars, num_slots=112, schedule_conservativeness=0.01)
     assert sum(answer.retractions for answer in small.values()) > 0
     for answers in (plain, small):
         for rid, answer in answers.items():
