@@ -87,7 +87,7 @@ def test_tokens_of_batches(engine: InProcessEngine, grammars: GrammarCompiler, o
         )
         for i, schema in enumerate(schemas)
     ]  # fmt: skip
-    script += [constrained(f"f{i}", "regex", FIXED, max_new_tokens=12 + i, arrives=i) for i in range(8)]
+    script += [constrained(f"f{i}", "regex", FIXED, max_new_tokens=12 + 8 * i, arrives=0) for i in range(8)]
     script += [Scripted(f"n{i}", [400 + i, 500], max_new_tokens=40, arrives=4 * i) for i in range(4)]
     expected = engine.run(compiled(grammars, script), overlap=overlap, grammars=grammars)
     assert engine.scheduler.table.jumps.num_tokens > 50
