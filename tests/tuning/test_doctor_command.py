@@ -106,7 +106,11 @@ def test_a_log_that_ends_before_the_first_batch(log, capsys):
 def test_follow(log):
     path = log(GOOD)
     command = [sys.executable, "-m", "moe_engine.cli.main", "doctor", "--log", path, "--follow"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+
+    def heed_interrupts() -> None:  # a shell's background jobs ignore them, and so would the command
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed_interrupts) as process:
         try:
             text = "".join(f"{line}\n" for line in BAD[len(GOOD) :])
             with open(path, "a") as file:  # in two pieces, cut in the middle of a line
