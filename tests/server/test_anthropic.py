@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from moe_engine.core.messages import AddRequest
+from moe_engine.structured_output.backend import PREPARED
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import CHAT, named_events, post, talk
@@ -294,7 +295,7 @@ def test_formats_of_the_output():
     body = {**ASK, "output_config": {"format": {"type": "json_schema", "schema": schema}}}
     assert post(client, "/v1/messages", body).status_code == 200
     constraint = client.requests[0].sampling["constraint"]
-    assert constraint["kind"] == "json_schema"
+    assert constraint["kind"] == PREPARED
     wrong = {**ASK, "output_config": {"format": {"type": "json_schema", "schema": {"type": "wizard"}}}}
     assert "output_config.format.schema" in post(fake(), "/v1/messages", wrong).json()["error"]["message"]
 

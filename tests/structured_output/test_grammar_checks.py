@@ -31,6 +31,7 @@ def test_bound_and_crash(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(grammar_checks, "COMPILE_SECONDS", 0.2 if number is not None else 60.0)
         if number is not None:
             os.kill(child._popen.pid, number)
+            os.waitid(os.P_PID, child._popen.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         return ask(child, constraint)
 
     monkeypatch.setattr(CheckChild, "ask", hindered)

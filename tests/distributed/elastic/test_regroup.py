@@ -26,7 +26,7 @@ def test_pause_of_a_loss_before_the_first_iteration_is_zero(
     monkeypatch.setattr(elastic_rank, "time", Mock(monotonic=lambda: 5000.0))
     survivors, over = Survivors((True, False), ("DP1 TP1 (pid 101) was killed by SIGKILL",)), RuntimeError("over")
     core = EngineCore(
-        Mock(start_over=lambda: []),
+        Mock(start_over=lambda: [], config=Mock(vocab_size=None)),
         *(Mock() for _ in range(4)),
         eos_token_ids=frozenset(),
         check=Mock(side_effect=[RanksChanged("DP1"), over]),
