@@ -6,11 +6,12 @@ import datetime
 import json
 import re
 from collections.abc import Callable
-from decimal import Decimal
+from decimal import Decimal, localcontext
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
+DIGITS = 20_000
 LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 HOSTNAME = re.compile(rf"(?=.{{1,253}}\Z){LABEL}(\.{LABEL})*", re.ASCII)
 TIME = re.compile(r"\d{2}:\d{2}:\d{2}(\.\d+)?([zZ]|[+-]\d{2}:\d{2})", re.ASCII)
@@ -68,7 +69,8 @@ def problem_of(text: str, schema: Any) -> str | None:
         checker.checks(name, raises=ValueError)(partial(_check, check))
     exact = json.loads(json.dumps(schema), parse_float=_exact)
     try:
-        wrong = jsonschema.exceptions.best_match(kind(exact, format_checker=checker).iter_errors(value))
+        with localcontext(prec=DIGITS):  # remainders of large numbers are exact too
+            wrong = jsonschema.exceptions.best_match(kind(exact, format_checker=checker).iter_errors(value))
     except Exception as error:  # a schema that is served although it is wrong is a fault, whatever the class
         return f"not checked: {type(error).__name__}: {error}"
     return None if wrong is None else f"{wrong.json_path}: {wrong.message}"

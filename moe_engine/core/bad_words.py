@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moe_engine.structured_output.mask_batch import FilledAtOnce
 
-class BadWords:
+
+class BadWords(FilledAtOnce):
     """Implements `late_masks.PositionMasks` for the outputs of one request."""
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:

@@ -10,14 +10,16 @@ Legend: W 32-bit words of a mask.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from moe_engine.core.executor import StepWorker
 from moe_engine.errors import MoeEngineError
+from moe_engine.scheduler.jump_forward import JumpForward
+from moe_engine.structured_output.mask_batch import FilledAtOnce, MaskBatch
 from moe_engine.token_masks import DraftTree, LaunchedStep, StepMasks, words_of
 from moe_engine.types import Request, Status, StepPlan, StepResult
 
@@ -39,11 +41,25 @@ class PositionMasks(Protocol):
     def fill(self, mask: np.ndarray) -> None:
         """Clears the bits of forbidden tokens in mask [W] uint32, which has the bits of all tokens set."""
 
+    def fill_later(self, batch: MaskBatch, place: int) -> None:
+        """As `fill`, of row `place` of the batch, which is full; may leave it to `batch.run`."""
+
+    def check(self) -> None:
+        """Raises the error of a mask that `batch.run` should have filled."""
+
     def rollback(self, count: int) -> None:
         """Takes back the last `count` accepted tokens."""
 
 
-class AllMasks:
+@runtime_checkable
+class KnowsForced(Protocol):
+    """`PositionMasks` that know which tokens must follow."""
+
+    def forced(self) -> list[int]:
+        """Tokens that the masks of the next positions leave no choice for."""
+
+
+class AllMasks(FilledAtOnce):
     """`PositionMasks` of several sources: a token is allowed if all of them allow it."""
 
     def __init__(self, sources: Sequence[PositionMasks]) -> None:
@@ -65,28 +81,36 @@ class AllMasks:
 class MaskState:
     """A request's `PositionMasks`, and how many of its outputs they have accepted."""
 
-    def __init__(self, masks: PositionMasks, vocab_size: int) -> None:
+    def __init__(self, masks: PositionMasks) -> None:
         self._masks = masks
-        self._all = np.full(words_of(vocab_size), ALL)
-        if vocab_size % 32:
-            self._all[-1] = ALL >> np.uint32(32 - vocab_size % 32)  # bits behind the vocabulary are no tokens
         self._num_seen = 0
 
-    def tables(self, outputs: list[int], tree: DraftTree | None) -> list[np.ndarray]:
-        """The masks of the next position and of each position behind a draft (nodes of `tree`, the root first)."""
+    def advance(self, outputs: list[int], forced: list[int]) -> None:
+        """Accepts the outputs that are new, and the forced tokens that follow them."""
+        end = len(outputs) + len(forced)
+        if self._num_seen > end:  # a step with forced tokens failed
+            self._masks.rollback(self._num_seen - end)
+            self._num_seen = end
         for token in outputs[self._num_seen :]:
             self._masks.accept(token)
-        self._num_seen = len(outputs)
-        nodes = 1 if tree is None else len(tree.tokens)
-        found = [self._all.copy() for _ in range(nodes)]
-        self._masks.fill(found[0])
-        if tree is not None:
-            self._along(tree, found)
-        return found
+        for token in forced[max(0, self._num_seen - len(outputs)) :]:
+            self._masks.accept(token)
+        self._num_seen = end
 
-    def _along(self, tree: DraftTree, found: list[np.ndarray]) -> None:
-        """Fills the masks behind drafts. Behind a forbidden draft a mask stays full: that draft is never accepted. A
-        mask that raises becomes empty: the request fails if its position is reached."""
+    def forced(self) -> list[int]:
+        """Tokens that must follow: the masks allow no others."""
+        return self._masks.forced() if isinstance(self._masks, KnowsForced) else []
+
+    def fill_later(self, batch: MaskBatch, place: int) -> None:
+        """The mask of the next position in row `place`; complete after `batch.run`, unless `check` raises."""
+        self._masks.fill_later(batch, place)
+
+    def check(self) -> None:
+        self._masks.check()
+
+    def along(self, tree: DraftTree, found: np.ndarray) -> None:
+        """Fills the masks [N, W] behind drafts; that of the root is there. Behind a forbidden draft a mask stays full:
+        that draft is never accepted. A mask that raises becomes empty: the request fails if its position is reached."""
         path = [0]  # nodes whose tokens are accepted, below the root
         reached = {0}
         for node in _depth_first(tree):
@@ -114,18 +138,29 @@ class LateMasks:
 
     Args:
         fail: ends a request whose masks raised or allow nothing: (rid, message, HTTP status).
+        jumps: gets forced tokens.
     """
 
-    def __init__(self, worker: StepWorker, vocab_size: int | None, fail: Callable[[str, str, int], None]) -> None:
+    def __init__(
+        self,
+        worker: StepWorker,
+        vocab_size: int | None,
+        fail: Callable[[str, str, int], None],
+        jumps: JumpForward,
+    ) -> None:
         self._worker = worker
-        self._vocab_size = vocab_size or 0
+        self._jumps = jumps
+        size = vocab_size or 0
+        self._all = np.full(words_of(size), ALL)
+        if size % 32:
+            self._all[-1] = ALL >> np.uint32(32 - size % 32)  # bits behind the vocabulary are no tokens
         self._fail = fail
         self.states: dict[Request, MaskState] = {}
         """By request; ended ones are removed before the next masked step."""
         self._launched: tuple[StepPlan, LaunchedStep, list[Request]] | None = None
 
     def add(self, request: Request, *masks: PositionMasks) -> None:
-        self.states[request] = MaskState(masks[0] if len(masks) == 1 else AllMasks(masks), self._vocab_size)
+        self.states[request] = MaskState(masks[0] if len(masks) == 1 else AllMasks(masks))
 
     def rows_of(self, sampled: list[Request]) -> list[int]:
         """Rows of a step's sampled requests that need masks (`StepPlan.masked`)."""
@@ -146,13 +181,73 @@ class LateMasks:
         drafts: dict[int, DraftTree] = {}
         if plan.speculation is not None:
             drafts = launched.drafts.result()
-        counts, tables = [], []
-        for row, request in zip(plan.masked, requests):
-            found = self._tables(request, drafts.get(row), plan)
-            counts.append(len(found))
-            tables += found
-        bits = b"".join(table.astype("<u4", copy=False).tobytes() for table in tables)
-        self._worker.sample(StepMasks(plan.number, plan.masked, counts, bits))
+        forced = self._jumps.planned(plan.number)
+        counts = [
+            self._positions(request, drafts.get(row), forced.get(request, []))
+            for row, request in zip(plan.masked, requests)
+        ]
+        tables = np.empty((sum(counts), len(self._all)), dtype=np.uint32)
+        tables[:] = self._all
+        batch, spans, begin = MaskBatch(tables), list[tuple[Request, DraftTree | None, int, int]](), 0
+        for row, request, count in zip(plan.masked, requests, counts):
+            if count and self._try(request, self.states[request].fill_later, batch, begin):
+                spans.append((request, drafts.get(row), begin, begin + count))
+            begin += count
+        batch.run()
+        tables &= self._all
+        any_allowed = np.any(tables, axis=1)
+        for request, tree, begin, end in spans:
+            if not self._try(request, self._complete, request, bool(any_allowed[begin]), tree, tables[begin:end]):
+                tables[begin:end] = self._all  # the request has ended: its sampled token will be dropped
+        if self._jumps.enabled:
+            self._report_forced(tables, [(request, begin) for request, _, begin, _ in spans], forced)
+        self._worker.sample(StepMasks(plan.number, plan.masked, counts, tables.astype("<u4", copy=False).tobytes()))
+
+    def _report_forced(
+        self, tables: np.ndarray, places: list[tuple[Request, int]], behind: Mapping[Request, list[int]]
+    ) -> None:
+        """Reports the forced tokens of requests whose masks, in these rows of tables [P, W], allow one token.
+
+        Args:
+            behind: forced tokens of this step, which the masks follow.
+        """
+        single = np.count_nonzero(tables, axis=1) == 1
+        single &= ~(tables & (tables - np.uint32(1))).any(axis=1)
+        for request, place in places:
+            if single[place] and _may_jump(request):
+                position = request.num_tokens + len(behind.get(request, []))
+                self._jumps.report(request, position, self.states[request].forced())
+
+    def _positions(self, request: Request, tree: DraftTree | None, forced: list[int]) -> int:
+        """Masks that a launched request needs, after its state has advanced; 0 if it has ended."""
+        if request.status is not Status.RUNNING or request.to_abort is not None:
+            return 0
+        if not self._try(request, self.states[request].advance, request.output_ids, forced):
+            return 0
+        return 1 if tree is None else len(tree.tokens)
+
+    def _complete(self, request: Request, any_allowed: bool, tree: DraftTree | None, found: np.ndarray) -> None:
+        """Checks the mask of the next position, and fills those [N, W] behind drafts."""
+        state = self.states[request]
+        state.check()
+        if not any_allowed:
+            raise MoeEngineError(NOTHING_ALLOWED)
+        if tree is not None:
+            state.along(tree, found)
+
+    def _try(self, request: Request, work: Callable[..., None], *args: Any) -> bool:
+        """False if it raised; the request has failed then."""
+        try:
+            work(*args)
+        except MoeEngineError as error:
+            self._fail(request.rid, f"{_source(request)}: {error}", 400)
+        except Exception as error:
+            logger.exception("Masks of request %s failed", request.rid)
+            message = f"the masks of the request failed: {type(error).__name__}: {error}"
+            self._fail(request.rid, message, 500)
+        else:
+            return True
+        return False
 
     def abandon(self) -> None:
         """The launched step, if any, will not be sampled."""
@@ -160,21 +255,15 @@ class LateMasks:
             self._worker.abandon()
             self._launched = None
 
-    def _tables(self, request: Request, tree: DraftTree | None, plan: StepPlan) -> list[np.ndarray]:
-        if request.status is not Status.RUNNING or request.to_abort is not None:
-            return []
-        try:
-            found = self.states[request].tables(request.output_ids, tree)
-            if found[0].any():
-                return found
-            self._fail(request.rid, f"{_source(request)}: {NOTHING_ALLOWED}", 400)
-        except MoeEngineError as error:
-            self._fail(request.rid, f"{_source(request)}: {error}", 400)
-        except Exception as error:
-            logger.exception("Masks of request %s failed", request.rid)
-            message = f"the masks of the request failed: {type(error).__name__}: {error}"
-            self._fail(request.rid, message, 500)
-        return []
+
+def _may_jump(request: Request) -> bool:
+    """Whether nothing but its token is wanted of a position, and no code of a client may choose another token."""
+    return (
+        request.status is Status.RUNNING
+        and request.logprobs is None
+        and request.hidden is None
+        and request.sampling.custom_logit_processor is None
+    )
 
 
 def _source(request: Request) -> str:

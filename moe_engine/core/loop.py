@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import msgspec
@@ -117,7 +117,7 @@ class EngineCore:
         self._group = group
         self._kv_arrivals = kv_arrivals
         self._waits_for_kv = False
-        self._late_masks = LateMasks(worker, scheduler.config.vocab_size, self._masks_failed)
+        self._late_masks = LateMasks(worker, scheduler.config.vocab_size, self._masks_failed, scheduler.table.jumps)
         self._grammars = GrammarQueue(grammars, transport.wake)
         self._calls: list[tuple[int, PendingCall]] = []  # begun, without a reply yet
         self._methods = {
@@ -201,7 +201,7 @@ class EngineCore:
         if plan is not None:
             self._reporter.planned(self._scheduler)
             if self._late_masks.states and (rows := self._late_masks.rows_of(self._scheduler.last_sampled)):
-                plan = replace(plan, masked=rows)
+                plan.masked.extend(rows)
                 launched = (plan, self._late_masks.launch(plan, self._scheduler.last_sampled))
             else:
                 launched = (plan, self._worker.execute(plan))

@@ -40,7 +40,7 @@ class StepReporter:
     def finished(self, result: StepResult, speculator: Speculator | None = None) -> None:
         """A step finished, in planning order; logs a decode line every `decode_log_interval` decode steps."""
         facts = self._facts.popleft()
-        produced = sum(map(len, result.tokens))
+        produced = sum(map(len, result.tokens)) + (0 if facts is None else facts.num_jumped)
         self._tokens += produced
         self._total_tokens += produced
         self._total_steps += 1

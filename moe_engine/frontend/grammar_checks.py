@@ -1,4 +1,7 @@
-"""Trial compilations of requests' grammars before the engine gets them: a wrong or slow one is a 400 of its request."""
+"""Trial compilations of requests' grammars before the engine gets them: a wrong or slow one is a 400 of its request.
+
+The engine gets the grammar in the library's form, so that its own compilation holds the GIL for no longer than a token.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,15 @@ from threading import Lock
 import msgspec
 
 from moe_engine.errors import GenerationError, InputError
-from moe_engine.structured_output.check_process import CheckSpec, read_frame, write_frame
+from moe_engine.structured_output.check_process import CheckSpec, Verdict, read_frame, write_frame
 from moe_engine.structured_output.constraint import Constraint
 
 COMPILE_SECONDS = 10.0
 START_SECONDS = 120.0
 PROCESSES = 2
 MAX_VERDICTS = 8192
+MAX_CHARS = 64 << 20
+"""Of the prepared grammars that are kept."""
 MAX_WAITING = 256
 
 
@@ -38,21 +43,27 @@ class GrammarChecks:
         self._idle: list[CheckChild] = []
         self._children: set[CheckChild] = set()
         self._lock = Lock()
-        self._verdicts: OrderedDict[bytes, str | None] = OrderedDict()
-        self._running: dict[bytes, asyncio.Future[str | None]] = {}
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._kept_chars = 0
+        self._running: dict[bytes, asyncio.Future[Verdict]] = {}
 
-    async def check(self, constraint: Constraint) -> None:
-        """Raises InputError with the reason if the grammar cannot be compiled, or not in `COMPILE_SECONDS`."""
+    async def check(self, constraint: Constraint) -> Constraint:
+        """The constraint for the engine, with the same grammar.
+
+        Raises:
+            InputError: the grammar cannot be compiled, or not in `COMPILE_SECONDS`.
+        """
         if self._spec is None:
-            return
+            return constraint
         key = blake2b("\0".join(constraint.key).encode(), digest_size=16).digest()
         if key not in self._verdicts:
-            problem = await asyncio.shield(self._running.get(key) or self._begin(key, constraint))
+            verdict = await asyncio.shield(self._running.get(key) or self._begin(key, constraint))
         else:
             self._verdicts.move_to_end(key)
-            problem = self._verdicts[key]
-        if problem is not None:
-            raise InputError(f"{constraint.where}: {problem}", field=constraint.where)
+            verdict = self._verdicts[key]
+        if verdict.problem is not None:
+            raise InputError(f"{constraint.where}: {verdict.problem}", field=constraint.where)
+        return verdict.prepared or constraint
 
     def close(self) -> None:
         if self._threads is not None:
@@ -61,7 +72,7 @@ class GrammarChecks:
             for child in self._children:
                 child.kill()
 
-    def _begin(self, key: bytes, constraint: Constraint) -> asyncio.Future[str | None]:
+    def _begin(self, key: bytes, constraint: Constraint) -> asyncio.Future[Verdict]:
         if len(self._running) >= MAX_WAITING:
             raise InputError("too many grammars wait for compilation; try again later", status=503)
         self._threads = self._threads or ThreadPoolExecutor(PROCESSES, thread_name_prefix="grammar checks")
@@ -70,15 +81,16 @@ class GrammarChecks:
         future.add_done_callback(lambda done: self._ended(key, done))
         return future
 
-    def _ended(self, key: bytes, done: asyncio.Future[str | None]) -> None:
+    def _ended(self, key: bytes, done: asyncio.Future[Verdict]) -> None:
         del self._running[key]
         if not done.cancelled() and done.exception() is None:
             self._verdicts[key] = done.result()
-            if len(self._verdicts) > MAX_VERDICTS:
-                self._verdicts.popitem(last=False)
+            self._kept_chars += _chars(done.result())
+            while len(self._verdicts) > MAX_VERDICTS or (self._kept_chars > MAX_CHARS and len(self._verdicts) > 1):
+                self._kept_chars -= _chars(self._verdicts.popitem(last=False)[1])
 
-    def _ask(self, constraint: Constraint) -> str | None:
-        """The reason against a grammar, or None. Blocks."""
+    def _ask(self, constraint: Constraint) -> Verdict:
+        """Blocks."""
         assert self._spec is not None
         with self._lock:
             child = self._idle.pop() if self._idle else None
@@ -87,11 +99,15 @@ class GrammarChecks:
             with self._lock:
                 self._children = {some for some in self._children if some.is_alive} | {child}
             child.wait_ready()
-        problem = child.ask(constraint)
+        verdict = child.ask(constraint)
         if child.is_alive:
             with self._lock:
                 self._idle.append(child)
-        return problem
+        return verdict
+
+
+def _chars(verdict: Verdict) -> int:
+    return 0 if verdict.prepared is None else len(verdict.prepared.source)
 
 
 class CheckChild:
@@ -124,16 +140,16 @@ class CheckChild:
         self.kill()
         raise GenerationError("the process that checks grammars failed to start; see the server's log")
 
-    def ask(self, constraint: Constraint) -> str | None:
+    def ask(self, constraint: Constraint) -> Verdict:
         try:
             answer = self._exchange(msgspec.msgpack.encode(constraint), COMPILE_SECONDS)
         except EOFError:
             self.kill()
-            return "the compilation crashed; make it simpler"
+            return Verdict("the compilation crashed; make it simpler")
         if answer is None:
             self.kill()
-            return f"the compilation takes longer than {COMPILE_SECONDS:g} s; make it simpler"
-        return msgspec.msgpack.decode(answer, type=str | None)
+            return Verdict(f"the compilation takes longer than {COMPILE_SECONDS:g} s; make it simpler")
+        return msgspec.msgpack.decode(answer, type=Verdict)
 
     def _exchange(self, data: bytes, seconds: float) -> bytes | None:
         """The answer to a frame; None if it is late. Raises EOFError if the process has ended."""

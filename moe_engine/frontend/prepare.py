@@ -156,9 +156,7 @@ class Preparer:
         """Builds the sequences of a request. `logprob_format`: None means Python objects in SGLang's shape."""
         formats = logprob_format or self._python_logprobs
         seeds = self._draw_seeds(read.prompts)  # before the first await: seeds depend only on the order of requests
-        for constraint in {prompt.sampling.constraint for prompt in read.prompts}:
-            if constraint is not None:
-                await self.grammar_checks.check(constraint)
+        await self._check_grammars(read.prompts)
         generations: list[Generation] = []
         for prompt_index, prompt in enumerate(read.prompts):
             adapter = self._choose(read.inp.model, prompt.lora)
@@ -175,6 +173,21 @@ class Preparer:
                     await asyncio.sleep(0)
         is_list = read.is_batch or len(generations) > 1
         return Job(generations, is_list, bool(read.inp.stream))
+
+    async def _check_grammars(self, prompts: list[Prompt]) -> None:
+        """Raises InputError with the reason against a constraint."""
+        found: dict[Constraint, Constraint] = {}
+        for prompt in prompts:
+            given = prompt.sampling.constraint
+            if given is None:
+                continue
+            if given not in found:
+                found[given] = await self.grammar_checks.check(given)
+            checked = found[given]
+            if checked is not given:
+                if (checked.where, checked.reasoning) != (given.where, given.reasoning):
+                    checked = replace(given, kind=checked.kind, source=checked.source)
+                prompt.sampling = replace(prompt.sampling, constraint=checked)
 
     def _add_reasoning(self, inp: GenerateInput, prompts: list[Prompt]) -> None:
         reasoning, name = inp.reasoning, self._settings.reasoning_parser

@@ -19,6 +19,15 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
         policy=flags.schedule_policy,
         priority_preemption_threshold=flags.priority_scheduling_preemption_threshold,
         vocab_size=config.model.vocab_size,
+        jump_forward=_jumps(config),
         ttft_slo=slo.ttft_s,
         itl_slo=slo.itl_s,
     )
+
+
+def _jumps(config: ResolvedConfig) -> bool:
+    """Whether forced tokens of a grammar share a step (`scheduler.jump_forward`). Not where decodes are replays of a
+    graph or compiled, which are faster than steps of other shapes; drafts propose forced tokens themselves."""
+    fixed = bool(config.graphs.sizes) or config.compiled.max_tokens > 0
+    several = config.parallel.topology.attn_dp_size > 1
+    return not (fixed or several or config.speculation is not None or config.window)

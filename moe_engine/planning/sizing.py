@@ -32,7 +32,7 @@ from moe_engine.planning.ledger import (
 )
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolve_graphs import graph_row
-from moe_engine.planning.resolve_limits import SMALL_DISPATCH
+from moe_engine.planning.resolve_limits import SMALL_DISPATCH, SMALLER_STEPS
 from moe_engine.planning.resolve_lora import lora_rows
 from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
 from moe_engine.planning.state_memory import state_rows
@@ -472,7 +472,7 @@ def _smaller_steps(given: SizingInput) -> Iterator[tuple[list[str], StepLimits]]
         if given.limits.low_latency == "decode" and tokens < given.limits.low_latency_tokens:
             limits = dataclasses.replace(given.limits, dispatch_limit=tokens)
             yield [f"--max-dispatch-tokens-per-rank {tokens}"], limits
-    for chunk, running, context in ((512, 0, 0), (512, 64, 0), (512, 32, 32768), (256, 8, 8192), (128, 1, 1024)):
+    for chunk, running, context in SMALLER_STEPS:
         limits, flags = given.limits, []
         chunk = max(page, chunk - chunk % page)
         if limits.chunk == -1 or chunk < limits.chunk:

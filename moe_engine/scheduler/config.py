@@ -55,6 +55,8 @@ class SchedulerConfig:
     """Size of the pool of windowed layers in tokens, without the dummy page (`types.window_pool_tokens`)."""
     lora_slots: int = 0
     """Different LoRA adapters of one batch (``--max-loras-per-batch``); 0: no LoRA."""
+    jump_forward: bool = False
+    """Whether forced tokens of a grammar take one step together (`scheduler/jump_forward.py`)."""
     autopilot: bool = False
     """Whether the run settings follow the load (`scheduler/autopilot`)."""
     ttft_slo: float | None = None

@@ -97,6 +97,8 @@ class PlanFacts:
     draft_depth: int = 0
     prompt_logprobs: bool = False
     """Whether a request asks for log-probabilities of prompt tokens that this plan may compute."""
+    num_jumped: int = 0
+    """Output tokens that the plan computes as forced ones (`jump_forward`), besides the sampled ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,9 @@ def _roll_back(record: StepRecord) -> None:
     for request in record.decoded:
         if request.row >= 0:
             request.num_computed -= 1
+    for i, forced in record.jumped.items():
+        if record.sampled[i].row >= 0:
+            record.sampled[i].num_computed -= len(forced)
     for row, request in record.prefilled.items():
         if request.row >= 0:
             request.num_computed = record.prompt_spans[row][0]

@@ -33,6 +33,8 @@ class StepRecord:
     """As in the plan, to repeat them too."""
     lora_loads: list[tuple[int, int]] = field(default_factory=list)
     """As in the plan, to repeat them too."""
+    jumped: dict[int, list[int]] = field(default_factory=dict)
+    """By index in `sampled`, of decodes: forced tokens before the sampled one (`jump_forward`)."""
     alone: Request | None = None
     """The suspect that runs alone in this step."""
 
@@ -60,6 +62,7 @@ class PlanDraft:
         self.ended: list[Request] = []
         self.depths: list[int] = []
         self.reserved: list[RowWrite] = []
+        self.jumped: dict[int, list[int]] = {}
         self.speculative = False
 
     @property
@@ -107,6 +110,25 @@ class PlanDraft:
                 some_end = True
         return some_end
 
+    def add_jump(self, request: Request, tokens: list[int], slots: list[int]) -> bool:
+        """A decode behind forced tokens, the first of which is that of the step in flight. Returns as `add_decodes`.
+
+        Jumps follow the decodes, and prefills follow the jumps.
+        """
+        count = len(tokens)
+        self.jumped[len(self.sampled)] = tokens[1:]
+        self.num_decodes += 1
+        self.rows.append(request.row)
+        self.starts.append(request.num_computed)
+        self.counts.append(count)
+        self.samples.append(True)
+        self.slots += slots
+        self.input_ids += tokens
+        self.sampled.append(request)
+        request.num_computed += count
+        request.num_in_flight += count
+        return len(request.output_ids) + request.num_in_flight >= request.max_new_tokens
+
     def add_prefill(self, job: PrefillJob) -> bool:
         """A prefill of known tokens. True if the request decodes from the next step on."""
         request, count = job.entry.request, len(job.slots)
@@ -151,7 +173,7 @@ class PlanDraft:
             counts=self.counts,
             samples=self.samples,
             slots=self.slots,
-            num_decodes=self.num_decodes,
+            num_decodes=self.num_decodes - len(self.jumped),
             input_ids=self.input_ids,
             new_rows=self.new_rows,
             row_writes=row_writes,
@@ -167,6 +189,7 @@ class PlanDraft:
         record = StepRecord(number, self.sampled, rows, self.prefilled, self.ended, self.depths, self.num_decodes)
         record.prompt_spans, record.finished_rows, record.row_writes = self.prompt_spans, finished_rows, row_writes
         record.kv_ops, record.window_pages, record.lora_loads = kv_ops, plan.window_pages, plan.lora_loads
+        record.jumped = self.jumped
         return plan, record
 
 

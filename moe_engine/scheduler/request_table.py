@@ -8,6 +8,7 @@ from moe_engine.errors import InputError
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import check_fits, end_ids
+from moe_engine.scheduler.jump_forward import JumpForward
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.lora_slots import LoraSlots
 from moe_engine.scheduler.run_settings import RunSettings
@@ -32,6 +33,7 @@ class RequestTable:
         self.queue = WaitingQueue(config)
         self.lora = LoraSlots(config.lora_slots) if config.lora_slots else None
         """Slots of LoRA adapters, if the launch has any."""
+        self.jumps = JumpForward(config)
         self.live: dict[str, Request] = {}
         self.decodes: list[Request] = []
         self.chunked: Waiting | None = None

@@ -6,6 +6,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler.events import RequestEvent, finish_event
 from moe_engine.scheduler.finish import take_tokens
 from moe_engine.scheduler.hidden_states import keep_hidden, take_hidden
+from moe_engine.scheduler.jump_forward import with_jumps
 from moe_engine.scheduler.plan_draft import StepRecord
 from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.types import FinishReason, PackedLogprobs, Request, StepResult
@@ -40,7 +41,7 @@ def read_result(
     some_ended = False
     waiting_logprobs = table.prompt_logprobs
     depths = record.depths
-    for i, (request, tokens) in enumerate(zip(record.sampled, result.tokens)):
+    for i, (request, tokens) in enumerate(zip(record.sampled, with_jumps(record, result.tokens))):
         if request.row < 0:
             continue
         request.num_in_flight -= 1

@@ -204,8 +204,7 @@ class Scheduler:
 
     def _schedule(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """A step of all requests except suspects."""
-        table, draft = self.table, PlanDraft()
-        num_before = table.num_running
+        table, draft, num_before = self.table, PlanDraft(), self.table.num_running
         mixed = self.config.enable_mixed_chunk and not self._preempting
         if mixed and table.decodes and not self._decode_into(draft):
             return self._drain()
@@ -294,14 +293,15 @@ class Scheduler:
 
     def _add_decodes(self, draft: PlanDraft, requests: list[Request]) -> bool | None:
         """None if there is no room; else whether some of the requests need no further step."""
-        kv_cache = self.kv_cache
         if not requests:
             return False
         if self.speculator is not None:
-            return self.speculator.decode_into(draft, requests, self.table, kv_cache)
-        if not kv_cache.make_room(kv_cache.decode_need(requests)):
+            return self.speculator.decode_into(draft, requests, self.table, self.kv_cache)
+        if self.table.jumps:
+            return self.table.jumps.decode_into(draft, requests, self.kv_cache)
+        if not self.kv_cache.make_room(self.kv_cache.decode_need(requests)):
             return None
-        return draft.add_decodes(requests, kv_cache)
+        return draft.add_decodes(requests, self.kv_cache)
 
     def _retract(self) -> None:
         """Retracts requests to make room for the decodes. No step is in flight."""

@@ -76,6 +76,7 @@ def plan_facts(
         token_usage=used / kv_cache.slots.num_slots,
         draft_depth=max(draft.depths, default=0),
         prompt_logprobs=any(_asks_prompt_logprobs(job.entry.request) for job in batch.jobs),
+        num_jumped=sum(map(len, draft.jumped.values())),
     )
 
 

@@ -9,7 +9,6 @@ from moe_engine.errors import InputError
 from moe_engine.server.openai_types import ChatRequest
 from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.tool_choice import tool_constraint
-from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class ToolWish:
             InputError: a function that cannot be enforced, or a constraint beside enforced calls.
         """
         strict = any(tool["function"].get("strict") is True for tool in self.called)
-        if not self.called or form is None or TOOL_FORMATS[form].syntax is None:
+        if not self.called or form is None:
             return given
         if not (self.required or strict or given is not None):
             return given
@@ -74,12 +73,6 @@ def tool_wish(req: ChatRequest, tools: list[dict[str, Any]], form: str | None) -
     if form is None:
         shown = choice if isinstance(choice, str) else "a named function"
         words = f"tool_choice: {shown} needs a server with --tool-call-parser; use auto or none"
-        raise InputError(words, field="tool_choice")
-    if TOOL_FORMATS[form].syntax is None:
-        enforced = ", ".join(name for name, wire in TOOL_FORMATS.items() if wire.syntax is not None)
-        words = (
-            f"tool_choice: no grammar enforces calls of --tool-call-parser {form}, only of {enforced}; use auto or none"
-        )
         raise InputError(words, field="tool_choice")
     return ToolWish(tools, called, required=True, several=several and name is None)
 

@@ -11,6 +11,12 @@ from moe_engine.structured_output.constraint import Constraint, FreeReasoning
 if TYPE_CHECKING:
     import numpy as np  # not loaded by the front end
 
+    from moe_engine.structured_output.mask_batch import MaskBatch
+
+
+PREPARED = "prepared"
+"""Kind of a constraint whose source is the library's own grammar. Clients cannot send it."""
+
 
 class GrammarError(MoeEngineError):
     """A grammar cannot be compiled; the message has the reason."""
@@ -21,6 +27,9 @@ class Matcher(Protocol):
 
     def accept(self, token: int) -> None: ...
     def fill(self, mask: np.ndarray) -> None: ...
+    def fill_later(self, batch: MaskBatch, place: int) -> None: ...
+    def check(self) -> None: ...
+    def forced(self) -> list[int]: ...
     def rollback(self, count: int) -> None: ...
 
 
@@ -30,6 +39,14 @@ class CompiledGrammar(Protocol):
 
 
 class GrammarBackend(Protocol):
+    def prepare(self, constraint: Constraint) -> Constraint:
+        """The constraint as the library reads it, of kind `PREPARED` or as it was: what is left of `compile` runs
+        without the GIL, and delays no step.
+
+        Raises:
+            GrammarError: as of `compile`.
+        """
+
     def compile(self, constraint: Constraint) -> CompiledGrammar:
         """The grammar of a constraint without its `reasoning`. Called from several threads.
 

@@ -39,6 +39,14 @@ class CheckSpec:
     eos_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """The reason against a constraint; or the constraint for the engine, as `GrammarBackend.prepare` returns it."""
+
+    problem: str | None = None
+    prepared: Constraint | None = None
+
+
 def write_frame(stream: IO[bytes], data: bytes) -> None:
     stream.write(len(data).to_bytes(LENGTH_BYTES, "little") + data)
     stream.flush()
@@ -70,14 +78,15 @@ def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
         write_frame(answers, msgspec.msgpack.encode(None))
         while True:
             constraint = msgspec.msgpack.decode(read_frame(requests), type=Constraint)
-            problem = None
+            problem, prepared = None, None
             try:
-                backend.compile(constraint).matcher()
+                backend.compile(constraint).matcher()  # its messages are better than those of the prepared form
+                prepared = backend.prepare(constraint)
             except GrammarError as error:
                 problem = str(error)
             except MemoryError:
                 problem = "compiling it needs too much memory"
-            write_frame(answers, msgspec.msgpack.encode(problem))
+            write_frame(answers, msgspec.msgpack.encode(Verdict(problem, prepared)))
     except (EOFError, BrokenPipeError):
         pass
 

@@ -7,15 +7,19 @@ that it does not enforce.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
-from moe_engine.structured_output.backend import GrammarError, GrammarSettings, Matcher
+from moe_engine.structured_output.backend import PREPARED, GrammarError, GrammarSettings, Matcher
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
+from moe_engine.structured_output.error_places import readable, without_line, wrong_part
 from moe_engine.structured_output.llguidance_gaps import enforceable
+from moe_engine.structured_output.mask_batch import Entries, MaskBatch
 from moe_engine.structured_output.reasoning import EndTags, ReasoningMatcher
 from moe_engine.structured_output.structural_tags import lark_of_tags
 from moe_engine.structured_output.tool_call_grammar import lark_of_calls
@@ -23,7 +27,9 @@ from moe_engine.structured_output.vocabulary import Vocabulary
 
 ANY_WHITESPACE = r"[ ]|\r?\n[ \t]{0,20}"
 """A space, or a line end with an indentation. Bounded: a model may otherwise repeat white space up to its limit."""
-MAX_MESSAGE = 400
+MAX_TEXTS, MAX_TEXT_CHARS = 4096, 256
+"""Texts whose tokens are kept: masks ask for those of a grammar's fixed texts again and again."""
+_NO_MASK = np.zeros(0, dtype=np.uint32)
 JsonOptions = dict[str, Any]
 
 
@@ -39,11 +45,16 @@ class _Tokens:
         ]
         self._special_ids = vocabulary.special_ids
         self._tokenizer = vocabulary.tokenizer
+        self._short = lru_cache(MAX_TEXTS)(self._all)
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Tokens with these bytes. llguidance allows only these where a grammar leaves one text."""
-        ids = self._encode(text if isinstance(text, str) else text.decode())
-        return [part for i in ids for part in self._plain(i)]
+        if isinstance(text, bytes):
+            text = text.decode()
+        return self._short(text) if len(text) <= MAX_TEXT_CHARS else self._all(text)
+
+    def _all(self, text: str) -> list[int]:
+        return [part for i in self._encode(text) for part in self._plain(i)]
 
     def _plain(self, token: int) -> list[int]:
         """The token; tokens with its text for a special one, which is no text."""
@@ -59,7 +70,7 @@ class _Tokens:
 class LLGuidance:
     """Implements `GrammarBackend`."""
 
-    def __init__(self, vocabulary: Vocabulary, settings: GrammarSettings) -> None:
+    def __init__(self, vocabulary: Vocabulary, settings: GrammarSettings, threads: int = 1) -> None:
         size = len(vocabulary.tokens)
         wrapper = llguidance.TokenizerWrapper(_Tokens(vocabulary))
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=size, eos_token=list(vocabulary.eos_ids))
@@ -69,36 +80,53 @@ class LLGuidance:
         self._end_tags = EndTags(vocabulary)
         self._special_ids = {vocabulary.tokenizer.token_text(i): i for i in vocabulary.tokenizer.special_ids}
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        self._scratch = _Scratch(size)
+        self._masks = _Masks(size, threads)
+
+    def prepare(self, constraint: Constraint) -> Constraint:
+        return replace(constraint, kind=PREPARED, source=self._grammar(constraint))
 
     def compile(self, constraint: Constraint) -> LLGrammar:
         try:
-            matcher = self._matcher(self._grammar(constraint))
+            matcher, first = self._matcher(self._grammar(constraint))
+            reason = readable(matcher.get_error()) if matcher.is_error() else None
         except GrammarError as error:
-            raise GrammarError(self._wrong_function(constraint) or str(error)) from None
-        if matcher.is_error():
-            raise GrammarError(self._wrong_function(constraint) or _reason(matcher.get_error()))
+            reason = str(error)
+        if reason is not None:
+            raise GrammarError(self._with_place(constraint, reason))
         if constraint.reasoning is not None:
             self._end_tags.get(constraint.reasoning.end)
-        return LLGrammar(matcher, self._eos_ids, self._end_tags, self._scratch)
+        return LLGrammar(matcher, first, self._eos_ids, self._end_tags, self._masks)
 
-    def _matcher(self, grammar: str) -> llguidance.LLMatcher:
+    def _matcher(self, grammar: str) -> tuple[llguidance.LLMatcher, np.ndarray]:
+        """A state before the first token, and that token's mask [W]; both without the GIL."""
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # builds the first states, and reports what is too complex
-        return matcher
+        if matcher.is_error():
+            return matcher, _NO_MASK
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint32)  # reports what is too complex
+        return matcher, mask[: len(self._masks.scratch)]  # llguidance's may end with an empty word
 
-    def _wrong_function(self, constraint: Constraint) -> str | None:
-        """The reason against tool calls, if one function's schema is it."""
+    def _with_place(self, constraint: Constraint, reason: str) -> str:
+        """The reason against a constraint, with the part that is wrong."""
+        if constraint.kind == "json_schema":
+            return self._in_schema(json.loads(constraint.source)) or reason
         for call in json.loads(constraint.source)["calls"] if constraint.kind == "tool_calls" else ():
-            try:
-                matcher = self._matcher(self._json_grammar(json.dumps(call["schema"])))
-                reason = _reason(matcher.get_error()) if matcher.is_error() else None
-            except GrammarError as error:
-                reason = str(error)
-            if reason is not None:
-                return f"parameters of function {call['name']!r:.80}: {reason}"
-        return None
+            wrong = self._in_schema(call["schema"])
+            if wrong is not None:
+                return f"parameters of function {call['name']!r:.80}: {wrong}"
+        return reason if constraint.kind in ("grammar", "regex") else without_line(reason)
+
+    def _in_schema(self, schema: Any) -> str | None:
+        """The reason against a schema, behind the JSON pointer of its wrong part."""
+        reason = self._problem(schema)
+        found = None if reason is None else wrong_part(schema, self._problem)
+        return reason if found is None else f"at {found[0]}: {found[1]}"
+
+    def _problem(self, schema: Any) -> str | None:
+        try:
+            matcher, _ = self._matcher(self._json_grammar(json.dumps(schema)))
+        except GrammarError as error:
+            return str(error)
+        return readable(matcher.get_error()) if matcher.is_error() else None
 
     def _json_grammar(self, schema: str) -> str:
         schema = json.dumps(enforceable(json.loads(schema)), ensure_ascii=False)
@@ -106,6 +134,8 @@ class LLGuidance:
 
     def _grammar(self, constraint: Constraint) -> str:
         kind, source = constraint.kind, constraint.source
+        if kind == PREPARED:
+            return source
         if kind == "json_schema":
             return self._json_grammar(source)
         if kind == "regex":
@@ -119,63 +149,114 @@ class LLGuidance:
             return lark_of_calls(json.loads(source), self._json_options, self._special_ids)
         try:
             return any_to_lark(source)
-        except GbnfToLarkError as error:
-            raise GrammarError(_reason(str(error))) from None
+        except Exception as error:  # also its plain ones, of names that no rule defines
+            raise GrammarError(readable(str(error))) from None
 
 
-class _Scratch:
-    """A mask that llguidance writes to; its address is read once, which takes as long as a small mask."""
+class _Masks:
+    """Computes masks. A single one goes to memory whose address is read once: that takes as long as a small mask.
 
-    def __init__(self, vocab_size: int) -> None:
-        self.mask = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
-        self.address = self.mask.ctypes.data
+    Args:
+        threads: for the masks of a step. 1: the calling thread computes them one by one, which costs less than a pool.
+    """
+
+    def __init__(self, vocab_size: int, threads: int) -> None:
+        self.scratch = np.zeros(-(-vocab_size // 32), dtype=np.uint32)
+        self._address = self.scratch.ctypes.data
+        self._pool = llguidance.LLExecutor(threads) if threads > 1 else None
+
+    def compute(self, matcher: llguidance.LLMatcher) -> np.ndarray:
+        """The mask [W] of a state, until the next call."""
+        matcher.unsafe_compute_mask_ptr(self._address, self.scratch.nbytes)
+        return self.scratch
+
+    def fill_all(self, entries: Entries, tables: np.ndarray) -> None:
+        """`mask_batch.FillAll` of matchers."""
+        address, one = tables.ctypes.data, tables.strides[0]
+        if self._pool is not None and len(entries) > 1:
+            self._pool.unsafe_compute_mask_ptr(entries, address, one, len(tables))
+            return
+        for matcher, place in entries:
+            matcher.unsafe_compute_mask_ptr(address + place * one, one)
 
 
 class LLGrammar:
-    """Implements `CompiledGrammar`. The matchers of a backend are used by one thread."""
+    """Implements `CompiledGrammar`. The matchers of a backend are used by one thread.
+
+    Args:
+        first: [W] uint32, the mask of the first token, which all requests with the grammar share.
+    """
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int], end_tags: EndTags, scratch: _Scratch
+        self,
+        matcher: llguidance.LLMatcher,
+        first: np.ndarray,
+        eos_ids: frozenset[int],
+        end_tags: EndTags,
+        masks: _Masks,
     ) -> None:
         self._matcher = matcher
+        self._first = first
         self._eos_ids = eos_ids
         self._end_tags = end_tags
-        self._scratch = scratch
+        self._masks = masks
 
     def matcher(self, reasoning: FreeReasoning | None = None) -> Matcher:
-        state = LLState(self._matcher.deep_copy(), self._eos_ids, self._scratch)
+        state = LLState(self._matcher.deep_copy(), self._first, self._eos_ids, self._masks)
         return state if reasoning is None else ReasoningMatcher(reasoning, self._end_tags, state)
 
 
 class LLState:
     """Implements `PositionMasks`. An end token, behind which nothing is sampled, is not given to llguidance."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, eos_ids: frozenset[int], scratch: _Scratch) -> None:
+    def __init__(
+        self, matcher: llguidance.LLMatcher, first: np.ndarray, eos_ids: frozenset[int], masks: _Masks
+    ) -> None:
         self._matcher = matcher
+        self._first = first
         self._eos_ids = eos_ids
+        self._accepted = 0
         self._past_end = 0
-        self._scratch = scratch
+        self._masks = masks
 
     def accept(self, token: int) -> None:
         if self._past_end or token in self._eos_ids:
             self._past_end += 1
-        elif not self._matcher.consume_token(token):
-            raise GrammarError(_reason(self._matcher.get_error()))
+        elif self._matcher.consume_token(token):
+            self._accepted += 1
+        else:
+            self.check()
 
     def fill(self, mask: np.ndarray) -> None:
         if self._past_end:
             return
-        scratch = self._scratch
-        self._matcher.unsafe_compute_mask_ptr(scratch.address, scratch.mask.nbytes)
+        if not self._accepted:
+            mask &= self._first
+            return
+        found = self._masks.compute(self._matcher)
+        self.check()
+        mask &= found
+
+    def fill_later(self, batch: MaskBatch, place: int) -> None:
+        if self._accepted and not self._past_end:
+            batch.add(self._masks.fill_all, self._matcher, place)
+        else:
+            self.fill(batch.tables[place])
+
+    def forced(self) -> list[int]:
+        return [] if self._past_end else self._matcher.compute_ff_tokens()
+
+    def check(self) -> None:
         if self._matcher.is_error():
-            raise GrammarError(_reason(self._matcher.get_error()))
-        mask &= scratch.mask
+            raise GrammarError(readable(self._matcher.get_error()))
 
     def rollback(self, count: int) -> None:
         ended = min(count, self._past_end)
         self._past_end -= ended
-        if count > ended and not self._matcher.rollback(count - ended):
-            raise GrammarError(_reason(self._matcher.get_error()))
+        if count > ended:
+            self._accepted -= count - ended
+            if not self._matcher.rollback(count - ended):
+                raise GrammarError(readable(self._matcher.get_error()))
 
 
 def _json_options(settings: GrammarSettings) -> JsonOptions:
@@ -184,9 +265,3 @@ def _json_options(settings: GrammarSettings) -> JsonOptions:
     if settings.constrained_json_disable_any_whitespace:
         return {**strict, "whitespace_flexible": False}
     return {**strict, "whitespace_pattern": settings.constrained_json_whitespace_pattern or ANY_WHITESPACE}
-
-
-def _reason(message: str) -> str:
-    """llguidance's message on one line, without the grammar that it quotes."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return " ".join(lines)[:MAX_MESSAGE] or "unknown reason"

@@ -11,6 +11,7 @@ import numpy as np
 
 from moe_engine.structured_output.backend import Matcher
 from moe_engine.structured_output.constraint import FreeReasoning
+from moe_engine.structured_output.mask_batch import MaskBatch
 from moe_engine.structured_output.vocabulary import Vocabulary
 
 
@@ -55,6 +56,11 @@ class ReasoningMatcher:
         states = self._states
         return (self._inside or bool(states)) and not (states and states[-1] == len(self._tag.text))
 
+    @property
+    def _may_begin(self) -> bool:
+        """Whether the next token may be the start tag."""
+        return self._start is not None and not self._num_after and not self._states
+
     def accept(self, token: int) -> None:
         if self._reasons:
             before = self._states[-1] if self._states else 0
@@ -70,8 +76,21 @@ class ReasoningMatcher:
             mask &= ~self._tag.overruns[self._states[-1] if self._states else 0]
             return
         self._after.fill(mask)
-        if self._start is not None and not self._num_after and not self._states:
+        if self._may_begin:
+            assert self._start is not None
             mask[self._start >> 5] |= np.uint32(1 << (self._start & 31))
+
+    def fill_later(self, batch: MaskBatch, place: int) -> None:
+        if self._reasons or self._may_begin:
+            self.fill(batch.tables[place])
+        else:
+            self._after.fill_later(batch, place)
+
+    def check(self) -> None:
+        self._after.check()
+
+    def forced(self) -> list[int]:
+        return [] if self._reasons or self._may_begin else self._after.forced()
 
     def rollback(self, count: int) -> None:
         behind = min(count, self._num_after)

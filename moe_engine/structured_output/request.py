@@ -128,15 +128,18 @@ def json_source(field: str, value: Any, types: tuple[type, ...]) -> str:
     try:
         if isinstance(value, str):
             value = json.loads(value)
-        _check_depth(field, value)
         source = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         source.encode()
+        if source.count("{") + source.count("[") > MAX_DEPTH:
+            _check_depth(field, value)
     except json.JSONDecodeError as error:
         raise InputError(f"{field}: is not valid JSON: {error}", field=field) from None
     except RecursionError:
         raise InputError(f"{field}: nested too deep; at most {MAX_DEPTH} levels", field=field) from None
     except UnicodeEncodeError:
         raise InputError(f"{field}: holds half of a surrogate pair; send valid Unicode", field=field) from None
+    except ValueError:
+        raise InputError(f"{field}: an object or list holds itself", field=field) from None
     if not isinstance(value, types):
         raise InputError(f"{field}: expected a JSON object, got {source:.80}", field=field)
     return source

@@ -12,6 +12,7 @@ from typing import Any, NotRequired, TypedDict
 from moe_engine.errors import InputError
 from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.request import json_source
+from moe_engine.structured_output.tool_parameters import OneParameter, parameters_of_call
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, CallSyntax, ToolCallParser
 
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -19,12 +20,14 @@ ANY_ARGUMENTS = {"type": "object"}
 
 
 class OneCall(TypedDict):
-    """A call: `begin`, JSON of `schema`, `end`. With `after_number`, a number and this text stand behind `begin`."""
+    """A call: `begin`, JSON of `schema`, `end`. With `after_number`, a number and this text stand behind `begin`. With
+    `parameters` these stand in the place of the JSON."""
 
     name: str
     begin: str
     after_number: NotRequired[str]
     schema: Any
+    parameters: NotRequired[list[OneParameter]]
     end: str
 
 
@@ -33,7 +36,8 @@ class Calls(TypedDict):
 
     Without `required` there may be text instead, or before the calls.
 
-    `several`: more than one call is allowed. `content`: JSON of this schema takes the place of the text.
+    `several`: more than one call is allowed. `content`: JSON of this schema takes the place of the text. `form`: the
+    format, if it writes arguments one by one.
     """
 
     begin: str
@@ -44,6 +48,7 @@ class Calls(TypedDict):
     several: bool
     required: bool
     content: NotRequired[Any]
+    form: NotRequired[str]
 
 
 def tool_constraint(
@@ -58,7 +63,7 @@ def tool_constraint(
     """
     Args:
         tools: the functions that may be called, as in OpenAI's requests.
-        form: a key of `TOOL_FORMATS` whose format has a syntax.
+        form: a key of `TOOL_FORMATS`.
         where: the client's field, for messages.
         required: the output is calls only, whose arguments match. Otherwise only those of strict functions match, and
             others are any object.
@@ -68,7 +73,6 @@ def tool_constraint(
         InputError: names the field of the tool.
     """
     syntax = TOOL_FORMATS[form].syntax
-    assert syntax is not None
     seen: set[str] = set()
     calls = []
     for i, tool in enumerate(tools):
@@ -81,6 +85,8 @@ def tool_constraint(
         begin=syntax.begin, after_begin=syntax.after_begin, between=syntax.between, end=syntax.end,
         calls=calls, several=several, required=required,
     )  # fmt: skip
+    if syntax.parameters is not None:
+        found["form"] = form
     if content is not None:
         found["content"] = json.loads(content.source)
     return Constraint("tool_calls", json.dumps(found, ensure_ascii=False, separators=(",", ":")), where)
@@ -91,6 +97,12 @@ def _call(function: Mapping[str, Any], form: str, syntax: CallSyntax, field: str
     if not _is_readable(name, form, syntax):
         raise InputError(f"{field}.name: {name!r:.80} cannot be written in format {form}", field=f"{field}.name")
     schema = _arguments(function.get("parameters"), f"{field}.parameters") if enforced else ANY_ARGUMENTS
+    if syntax.parameters is not None:
+        whole = schema if enforced else function.get("parameters")
+        whole = whole if isinstance(whole, Mapping) else {}
+        found = parameters_of_call(whole, syntax.parameters, f"{field}.parameters", strict=enforced)
+        begin, end = syntax.before_arguments(name), syntax.after_arguments
+        return OneCall(name=name, begin=begin, schema=schema, parameters=found, end=end)
     if syntax.numbered:
         begin = f"{syntax.before_name}{name}:"
         return OneCall(
@@ -100,8 +112,8 @@ def _call(function: Mapping[str, Any], form: str, syntax: CallSyntax, field: str
 
 
 def _is_readable(name: str, form: str, syntax: CallSyntax) -> bool:
-    parser = ToolCallParser(form)
-    call = syntax.before_arguments(name) + "{}" + syntax.after_arguments
+    parser = ToolCallParser(form, is_json=syntax.parameters is not None)
+    call = syntax.before_arguments(name) + ("" if syntax.parameters else "{}") + syntax.after_arguments
     deltas = parser.push(syntax.begin + syntax.after_begin + call + syntax.end)[1] + parser.finish()[1]
     return "".join(delta.arguments for delta in deltas) == "{}" and [d.name for d in deltas if d.name] == [name]
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from moe_engine.structured_output.backend import GrammarError, GrammarSettings, Matcher
 from moe_engine.structured_output.constraint import Constraint, FreeReasoning
+from moe_engine.structured_output.mask_batch import FilledAtOnce
 from moe_engine.structured_output.reasoning import EndTags, ReasoningMatcher
 from moe_engine.structured_output.vocabulary import Vocabulary
 from moe_engine.structured_output.xgrammar_limits import check_regex, check_schema
@@ -43,6 +44,9 @@ class XGrammar:
         self._end_tags = EndTags(vocabulary)
         self._words = -(-len(vocabulary.tokens) // 32)
         self._any_whitespace = not settings.constrained_json_disable_any_whitespace
+
+    def prepare(self, constraint: Constraint) -> Constraint:
+        return constraint
 
     def compile(self, constraint: Constraint) -> XCompiled:
         try:
@@ -96,7 +100,7 @@ class XCompiled:
         return state if reasoning is None else ReasoningMatcher(reasoning, self._end_tags, state)
 
 
-class XState:
+class XState(FilledAtOnce):
     """Implements `PositionMasks`. An end token, behind which nothing is sampled, is not given to xgrammar."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, eos_ids: frozenset[int], words: int) -> None:
@@ -116,6 +120,9 @@ class XState:
             return
         if self._matcher.fill_next_token_bitmask(self._found):
             mask &= self._found[0].view(np.uint32)
+
+    def forced(self) -> list[int]:
+        return []
 
     def rollback(self, count: int) -> None:
         ended = min(count, self._past_end)

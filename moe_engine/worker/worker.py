@@ -123,12 +123,12 @@ class Worker:
             raise
         return cls(runner, thread, info, experts, options)
 
-    def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """A future of the step's result, or of its `StepError`."""
+    def execute(self, plan: StepPlan, masks: LaunchedStep | None = None) -> Future[StepResult]:
+        """A future of the step's result, or of its `StepError`. `masks`: of a plan with masked rows."""
         if self._collector is None:
-            return self._thread.submit(self.runner.execute, plan)
+            return self._thread.submit(self._execute, plan, masks)
         future: Future[StepResult] = Future()
-        self._thread.submit(self._launch, plan, future, self._collector)
+        self._thread.submit(self._launch, plan, masks, future, self._collector)
         return future
 
     def launch(self, plan: StepPlan, *, reports_drafts: bool = True) -> LaunchedStep:
@@ -138,8 +138,7 @@ class Worker:
             reports_drafts: whether `LaunchedStep.drafts` gets the draft trees.
         """
         launched = self._launched = LaunchedStep(plan.number, reports_drafts=reports_drafts)
-        self._thread.submit(self.runner.rows.edits.masks.begin, launched)
-        launched.follow(self.execute(plan))
+        launched.follow(self.execute(plan, launched))
         return launched
 
     def sample(self, masks: StepMasks) -> None:
@@ -180,8 +179,17 @@ class Worker:
         if self._collector is not None:
             self._collector.shutdown()
 
-    def _launch(self, plan: StepPlan, future: Future[StepResult], collector: ThreadPoolExecutor) -> None:
+    def _execute(self, plan: StepPlan, masks: LaunchedStep | None) -> StepResult:
+        if masks is not None:
+            self.runner.rows.edits.masks.begin(masks)
+        return self.runner.execute(plan)
+
+    def _launch(
+        self, plan: StepPlan, masks: LaunchedStep | None, future: Future[StepResult], collector: ThreadPoolExecutor
+    ) -> None:
         try:
+            if masks is not None:
+                self.runner.rows.edits.masks.begin(masks)
             pending = self.runner.launch(plan)
         except Exception as error:
             future.set_exception(error)

@@ -118,6 +118,14 @@ def test_too_many_tokens_names_what_fits(resolved):
     refusal(resolved, V2_LITE, on=machine(60, 64), max_total_tokens=fits + 1)
 
 
+def test_the_largest_chunk_that_fits_is_named(resolved):
+    text = refusal(resolved, V2_LITE, on=machine(48, 64), chunked_prefill_size=1 << 17)
+    chunk = int(re.findall(r"it fits with --chunked-prefill-size (\d+)", text)[0])
+    assert 512 < chunk < 1 << 17
+    resolved(V2_LITE, on=machine(48, 64), chunked_prefill_size=chunk)
+    refusal(resolved, V2_LITE, on=machine(48, 64), chunked_prefill_size=2 * chunk)
+
+
 @pytest.mark.parametrize("flags", [{"chunked_prefill_size": -1}, {}, {"max_running_requests": 4096}])
 def test_nearest_flags_that_fit_do_fit(resolved, flags):
     text = refusal(resolved, V2_LITE, on=machine(38.2, 64), **flags)

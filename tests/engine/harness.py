@@ -20,6 +20,7 @@ from moe_engine.executor.make_worker import worker_options
 from moe_engine.planning.prepare import prepare
 from moe_engine.sampling_checks import parse_sampling
 from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.structured_output.compiler import GrammarCompiler
 from moe_engine.worker.worker import Worker
 from tests.logprobs import unpack
 
@@ -121,7 +122,14 @@ class InProcessEngine:
         self.worker = Worker.create(worker_options(self.config))
         self._status = SharedStatus(status, create=True)
 
-    def run(self, script: list[Scripted], *, overlap: bool = True, **scheduling: Any) -> dict[str, Answer]:
+    def run(
+        self,
+        script: list[Scripted],
+        *,
+        overlap: bool = True,
+        grammars: GrammarCompiler | None = None,
+        **scheduling: Any,
+    ) -> dict[str, Answer]:
         """Runs a script to its end; `scheduling` replaces fields of the SchedulerConfig."""
         config = dataclasses.replace(scheduler_config(self.config), **scheduling)
         self.scheduler = Scheduler(config)
@@ -131,7 +139,7 @@ class InProcessEngine:
         self.worker.on_kv_done(arrivals.report)
         core = EngineCore(
             self.scheduler, self.worker, port, self._status, StepReporter(), eos_token_ids=eos, overlap=overlap,
-            kv_arrivals=arrivals if config.host_tier_tokens else None,
+            kv_arrivals=arrivals if config.host_tier_tokens else None, grammars=grammars,
         )  # fmt: skip
         core.run()
         self.check_pool_whole()

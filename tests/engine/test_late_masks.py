@@ -19,6 +19,7 @@ import pytest
 
 from moe_engine.core import loop
 from moe_engine.core.bad_words import BadWords
+from moe_engine.structured_output.mask_batch import FilledAtOnce
 from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.speculation.agreeing import agreeing_checkpoint
 
@@ -44,7 +45,7 @@ def forbidden(outputs: list[int], limit: int) -> list[bool]:
     return out.tolist()
 
 
-class HistoryMasks:
+class HistoryMasks(FilledAtOnce):
     """`PositionMasks` of `forbidden`."""
 
     def __init__(self, sequences: Any, limit: int = VOCAB_SIZE) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from moe_engine.structured_output.backend import GrammarSettings
+from moe_engine.frontend.grammar_checks import GrammarChecks
+from moe_engine.structured_output.backend import PREPARED, GrammarSettings
+from moe_engine.structured_output.constraint import Constraint
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
@@ -28,6 +30,19 @@ STRICT = function("weather", parameters=CITY, strict=True)
 NAMED = {"type": "function", "function": {"name": "now"}}
 NO_GRAMMARS = GrammarSettings(grammar_backend="none")
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": CITY}}
+
+
+@pytest.fixture(autouse=True)
+def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constraints are checked, and the engine gets them as the server made them, not in the library's form."""
+    check = GrammarChecks.check
+
+    async def checked(self: GrammarChecks, constraint: Constraint) -> Constraint:
+        prepared = await check(self, constraint)
+        assert prepared.kind == PREPARED and prepared.where == constraint.where
+        return constraint
+
+    monkeypatch.setattr(GrammarChecks, "check", checked)
 
 
 def ask(body: dict[str, Any], client: FakeClient | None = None, **settings: Any) -> httpx.Response:
@@ -108,21 +123,21 @@ def test_refusals(body: dict[str, Any], field: str, words: str) -> None:
 
 
 def test_formats() -> None:
-    """Calls of every format with a syntax are enforced; others are refused by name."""
+    """Calls of every format are enforced."""
     body = {"tools": [WEATHER], "tool_choice": "required"}
     for form, wire in TOOL_FORMATS.items():
-        response = ask(body, tool_call_parser=form)
-        if wire.syntax is None:
-            words = f"no grammar enforces calls of --tool-call-parser {form}, only of deepseekv3, deepseekv31"
-            assert response.status_code == 400 and words in response.json()["error"]["message"]
-            assert ask({"tools": [STRICT]}, tool_call_parser=form).status_code == 200
-            continue
-        syntax = wire.syntax
-        call = syntax.before_arguments("weather") + '{"city": "Rome"}' + syntax.after_arguments
+        syntax, one = wire.syntax, wire.syntax.parameters
+        arguments = '{"city": "Rome"}'
+        if one is not None:
+            value = '"Rome"' if one.before_text is None else "Rome"
+            arguments = f"{one.before}city{one.before_text or one.after_name}{value}{one.after}"
+        call = syntax.before_arguments("weather") + arguments + syntax.after_arguments
         text = syntax.begin + syntax.after_begin + call + syntax.end
-        choice = ask(body, FakeClient(text), tool_call_parser=form).json()["choices"][0]
+        client = FakeClient(text, context_len=2048, max_req_input_len=2040, max_total_num_tokens=4096)
+        choice = ask(body, client, tool_call_parser=form).json()["choices"][0]
+        assert client.requests[0].sampling["constraint"]["kind"] == "tool_calls", form
         function = choice["message"]["tool_calls"][0]["function"]
-        assert (function["name"], json.loads(function["arguments"])) == ("weather", {"city": "Rome"})
+        assert (function["name"], json.loads(function["arguments"])) == ("weather", {"city": "Rome"}), form
         assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
 
 

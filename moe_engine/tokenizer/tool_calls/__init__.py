@@ -11,9 +11,17 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, ToolDelta
-from moe_engine.tokenizer.tool_calls.formats import TOOL_FORMATS, CallSyntax, ToolFormat
+from moe_engine.tokenizer.tool_calls.formats import TOOL_FORMATS, CallSyntax, ParameterSyntax, ToolFormat
 
-__all__ = ["TOOL_FORMATS", "CallSyntax", "ToolCallParser", "ToolDelta", "ToolFormat", "parameters_of"]
+__all__ = [
+    "TOOL_FORMATS",
+    "CallSyntax",
+    "ParameterSyntax",
+    "ToolCallParser",
+    "ToolDelta",
+    "ToolFormat",
+    "parameters_of",
+]
 
 
 class ToolCallParser:

@@ -38,9 +38,27 @@ QWEN_MARKERS = (QWEN_BEGIN, QWEN_END)
 
 
 @dataclass(frozen=True)
+class ParameterSyntax:
+    """Arguments written one by one: `before`, name, `after_name`, value, `after`; `between` separates them.
+
+    Values are JSON, and plain texts (`is_plain_text`) stand as they are behind `before_text`; None: they are JSON too.
+    `value_end`: of a text, as the parser reads it. `trims`: the parser takes line ends off a text's beginning and end.
+    """
+
+    before: str
+    after_name: str
+    before_text: str | None
+    after: str
+    value_end: str = ""
+    between: str = ""
+    trims: bool = False
+
+
+@dataclass(frozen=True)
 class CallSyntax:
     """Text around calls, for grammars: `begin` (a special token of many models), `after_begin`, calls separated by
-    `between`, `end`. A call is text around its arguments. `numbered`: its name ends with a colon and a number."""
+    `between`, `end`. A call is text around its arguments, a JSON object or `parameters`. `numbered`: its name ends with
+    a colon and a number."""
 
     begin: str
     after_begin: str
@@ -50,6 +68,9 @@ class CallSyntax:
     after_name: str
     after_arguments: str
     numbered: bool = False
+    parameters: ParameterSyntax | None = None
+    also_begins: str = ""
+    """Another text that the parser takes for the beginning of a call: free text must not contain it."""
 
     def before_arguments(self, name: str) -> str:
         number = ":0" if self.numbered else ""
@@ -59,13 +80,12 @@ class CallSyntax:
 @dataclass(frozen=True)
 class ToolFormat:
     """
-    `markers`: texts that may be special tokens, which outputs must keep. `syntax`: None if no grammar enforces calls of
-    the format.
+    `markers`: texts that may be special tokens, which outputs must keep. `syntax`: of enforced calls.
     """
 
     parse: Callable[[CallReader], Wait[None]]
-    markers: tuple[str, ...] = ()
-    syntax: CallSyntax | None = None
+    markers: tuple[str, ...]
+    syntax: CallSyntax
 
 
 def _object_syntax(begin: str, after_begin: str, end: str, between: str, arguments: str, after: str = "") -> CallSyntax:
@@ -78,7 +98,54 @@ _QWEN = ToolFormat(
     QWEN_MARKERS,
     _object_syntax(QWEN_BEGIN, "\n", "", f"\n{QWEN_BEGIN}\n", "arguments", f"\n{QWEN_END}"),
 )
-_GLM = ToolFormat(GLM45.parse, _GLM_MARKERS)
+_GLM = ToolFormat(
+    GLM45.parse,
+    _GLM_MARKERS,
+    CallSyntax(
+        QWEN_BEGIN, "", "", f"\n{QWEN_BEGIN}", "", "\n", QWEN_END,
+        parameters=ParameterSyntax(
+            "<arg_key>", "</arg_key>\n<arg_value>", "</arg_key>\n<arg_value>", "</arg_value>\n", "</arg_value>"
+        ),
+    ),
+)  # fmt: skip
+_QWEN3_CODER = ToolFormat(
+    QWEN3_CODER.parse,
+    QWEN_MARKERS,
+    CallSyntax(
+        QWEN_BEGIN, "\n", "", f"\n{QWEN_BEGIN}\n", "<function=", ">\n", f"</function>\n{QWEN_END}",
+        parameters=ParameterSyntax("<parameter=", ">\n", ">\n", "\n</parameter>\n", "</parameter>"),
+    ),
+)  # fmt: skip
+_MINIMAX_M2 = ToolFormat(
+    MINIMAX_M2.parse,
+    (MINIMAX_M2.begin, MINIMAX_M2.end),
+    CallSyntax(
+        MINIMAX_M2.begin, "\n", MINIMAX_M2.end, "", '<invoke name="', '">\n', "</invoke>\n",
+        also_begins='<invoke name="',
+        parameters=ParameterSyntax(
+            '<parameter name="', '">', '">', "</parameter>\n", "</parameter>", trims=True
+        ),
+    ),
+)  # fmt: skip
+_PYTHONIC = ToolFormat(
+    parse_pythonic,
+    (PYTHON_BEGIN, PYTHON_END),
+    CallSyntax("[", "", "]", ", ", "", "(", ")", parameters=ParameterSyntax("", "=", None, "", between=", ")),
+)
+
+
+def _dsml(block: str) -> ToolFormat:
+    syntax = CallSyntax(
+        f"<{DSML}{block}>", "\n", f"</{DSML}{block}>", "", f'<{DSML}invoke name="', '">\n', f"</{DSML}invoke>\n",
+        also_begins=f'<{DSML}invoke name="',
+        parameters=ParameterSyntax(
+            f'<{DSML}parameter name="', '" string="false">', '" string="true">', f"</{DSML}parameter>\n",
+            f"</{DSML}parameter>",
+        ),
+    )  # fmt: skip
+    return ToolFormat(dsml(block).parse, (DSML,), syntax)
+
+
 TOOL_FORMATS = {
     "deepseekv3": ToolFormat(
         DEEPSEEK_V3.parse,
@@ -92,12 +159,12 @@ TOOL_FORMATS = {
         DEEPSEEK_MARKERS,
         CallSyntax(CALLS_BEGIN, "", CALLS_END, "", CALL_BEGIN, SEPARATOR, CALL_END),
     ),
-    "deepseekv32": ToolFormat(dsml("function_calls").parse, (DSML,)),
-    "deepseekv4": ToolFormat(dsml("tool_calls").parse, (DSML,)),
+    "deepseekv32": _dsml("function_calls"),
+    "deepseekv4": _dsml("tool_calls"),
     "qwen": _QWEN,
     "qwen25": _QWEN,
     "hermes": _QWEN,
-    "qwen3_coder": ToolFormat(QWEN3_CODER.parse, QWEN_MARKERS),
+    "qwen3_coder": _QWEN3_CODER,
     "llama3": ToolFormat(parse_llama, (LLAMA_BEGIN,), _object_syntax(LLAMA_BEGIN, "", "", "; ", "parameters")),
     "mistral": ToolFormat(
         parse_mistral,
@@ -121,6 +188,6 @@ TOOL_FORMATS = {
     "glm": _GLM,
     "glm45": _GLM,
     "glm47": _GLM,
-    "minimax-m2": ToolFormat(MINIMAX_M2.parse, (MINIMAX_M2.begin, MINIMAX_M2.end)),
-    "pythonic": ToolFormat(parse_pythonic, (PYTHON_BEGIN, PYTHON_END)),
+    "minimax-m2": _MINIMAX_M2,
+    "pythonic": _PYTHONIC,
 }

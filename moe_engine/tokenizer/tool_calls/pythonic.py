@@ -6,6 +6,7 @@ import ast
 import json
 from typing import Any
 
+from moe_engine.tokenizer.tool_calls import json_text
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
@@ -14,6 +15,9 @@ PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 def parse_pythonic(reader: CallReader) -> Wait[None]:
+    if reader.is_json:
+        yield from _parse_enforced(reader)
+        return
     while marker := (yield from reader.until(("[", BEGIN, END), reader.plain)):
         if marker != "[":
             continue
@@ -26,6 +30,63 @@ def parse_pythonic(reader: CallReader) -> Wait[None]:
             reader.open(name)
             reader.arguments(json.dumps(arguments, ensure_ascii=False))
             reader.close()
+
+
+def _parse_enforced(reader: CallReader) -> Wait[None]:
+    """Values of arguments are JSON: strings may be streamed, and brackets in them are text."""
+    while marker := (yield from reader.until(("[", BEGIN, END), reader.plain)):
+        if marker != "[":
+            continue
+        before = "["
+        while name := (yield from _name_of_call(reader, before)):
+            yield from _enforced_call(reader, name)
+            yield from reader.space()
+            before = ""
+            if not (yield from reader.take(",")):
+                yield from reader.take("]")
+                break
+        if before and reader.content_is_json:
+            yield from reader.rest()
+
+
+def _name_of_call(reader: CallReader, before: str) -> Wait[str]:
+    """Passes over a name and its bracket. Empty if there is no call: the text behind `before` is plain then."""
+    out: list[str] = []
+    while (char := (yield from reader.peek())) and (char.isalnum() or char in "_. \t\r\n"):
+        out.append(char)
+        reader.skip()
+    name = "".join(out).strip(" \t\r\n")
+    if name and char == "(" and (reader.functions is None or name in reader.functions):
+        reader.skip()
+        return name
+    reader.plain(before + "".join(out))
+    return ""
+
+
+def _enforced_call(reader: CallReader, name: str) -> Wait[None]:
+    reader.open(name)
+    before = "{"
+    while True:
+        yield from reader.space()
+        if not (yield from reader.peek()):
+            return
+        if (yield from reader.take(")")):
+            break
+        key: list[str] = []
+        yield from reader.until(("=",), key.append)
+        reader.arguments(f"{before}{json.dumps(''.join(key).strip(), ensure_ascii=False)}: ")
+        before = ", "
+        yield from reader.space()
+        if (yield from reader.peek()) in ('"', "{", "["):
+            yield from json_text.value(reader, reader.arguments)
+        else:
+            while (char := (yield from reader.peek())) and char not in ",)":
+                reader.skip()
+                reader.arguments(char)
+        yield from reader.space()
+        yield from reader.take(",")
+    reader.arguments("{}" if before == "{" else "}")
+    reader.close()
 
 
 def _bracketed(reader: CallReader) -> Wait[str]:

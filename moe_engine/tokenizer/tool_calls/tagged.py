@@ -13,6 +13,7 @@ from typing import Any
 
 from moe_engine.tokenizer.tool_calls import json_text
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
+from moe_engine.tokenizer.tool_calls.plain_text import is_plain_text, schema_of
 
 DSML = "｜DSML｜"
 
@@ -39,6 +40,8 @@ class TaggedFormat:
     may_be_json: bool = False
 
     def parse(self, reader: CallReader) -> Wait[None]:
+        if reader.content_is_json and not (yield from reader.at(self.begin)):
+            yield from reader.rest()
         begins = (self.begin, self.call_begin) if self.call_begin else (self.begin,)
         while marker := (yield from reader.until(begins, reader.plain)):
             if marker == self.begin:
@@ -109,13 +112,27 @@ class TaggedFormat:
                 yield from reader.until((self.value_begin,), attributes.append)
             name = "".join(key).strip()
             reader.arguments(f"{before}{json.dumps(name, ensure_ascii=False)}: ")
-            yield from self._value(reader, _types(schema, name, "".join(attributes)))
+            if reader.is_json and not is_plain_text(schema_of(schema, name)):
+                yield from self._enforced(reader)
+            else:
+                yield from self._value(reader, _types(schema, name, "".join(attributes)))
             before = ", "
         if marker:
             reader.arguments("{}" if before == "{" else "}")
             reader.close()
             if marker == self.end and self.call_end != self.end:
                 reader.unread(marker)
+
+    def _enforced(self, reader: CallReader) -> Wait[None]:
+        """JSON that a grammar enforces: tags in its strings are text."""
+        yield from reader.space()
+        if (yield from reader.peek()) in ('"', "{", "["):
+            yield from json_text.value(reader, reader.arguments)
+            yield from reader.until((self.value_end,), lambda _: None)
+            return
+        parts: list[str] = []
+        yield from reader.until((self.value_end,), parts.append)
+        reader.arguments("".join(parts).strip())
 
     def _value(self, reader: CallReader, types: frozenset[str] | None) -> Wait[None]:
         if self.trims:

@@ -95,6 +95,8 @@ class CustomProcessors:
         self, logits: Tensor, rows: np.ndarray, lengths: np.ndarray, tokens: SlotTokens, trees: TreeText | None
     ) -> None:
         """Changes logits [S, V] in place."""
+        if not self._of:
+            return
         places: dict[int, list[int]] = {}
         for place, row in enumerate(rows.tolist()):
             if row in self._of:

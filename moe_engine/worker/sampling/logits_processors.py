@@ -53,6 +53,8 @@ class LogitsProcessors:
         self._stream = stream
         self._edits: dict[int, _Edit] = {}
         self.wanted = np.zeros(max_rows, dtype=bool)
+        self._changed = np.zeros(max_rows, dtype=bool)
+        """Rows with biases or forbidden end tokens."""
         self.penalties = Penalties(max_rows, vocab_size, slot_table, stream)
         self.masks = TokenMasker(max_rows, vocab_size, stream)
         self.custom = CustomProcessors(slot_table, stream)
@@ -98,10 +100,11 @@ class LogitsProcessors:
             new.num_prompt + sampling.min_new_tokens,
         )
         self.wanted[new.row] = True
+        self._changed[new.row] = bool(sampling.logit_bias or ends)
 
     def forget(self, row: int) -> None:
         if self._edits.pop(row, None) is not None:
-            self.wanted[row] = False
+            self.wanted[row] = self._changed[row] = False
             self.penalties.forget(row)
             self.masks.forget(row)
             self.custom.forget(row)
@@ -122,10 +125,11 @@ class LogitsProcessors:
             tokens: token ids by KV slot, of rows in `reads_tokens`.
             trees: context of the first rows of logits, if these are nodes of draft trees.
         """
-        self.penalties.apply(logits, rows, lengths, tokens, trees)
+        if self._num_reading:
+            self.penalties.apply(logits, rows, lengths, tokens, trees)
         biased: list[tuple[int, np.ndarray, np.ndarray]] = []
         banned: list[tuple[int, np.ndarray, np.ndarray]] = []
-        for index in np.nonzero(self.wanted[rows])[0].tolist():
+        for index in np.nonzero(self._changed[rows])[0].tolist():
             edit = self._edits[int(rows[index])]
             if len(edit.bias_ids):
                 biased.append((index, edit.bias_ids, edit.bias_values))

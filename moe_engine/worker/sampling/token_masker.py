@@ -6,42 +6,79 @@ Legend: S sampled rows, V vocabulary, B bytes of a packed mask, Q masked rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moe_engine.models.sizes import EDIT_BYTES
-from moe_engine.token_masks import LaunchedStep, words_of
+from moe_engine.token_masks import LaunchedStep, StepMasks, words_of
 from moe_engine.types import FinishReason, NewRow, SamplingParams
 from moe_engine.worker.device_stream import DeviceStream
 
 NOTHING_ALLOWED = FinishReason("abort", message="no token of the vocabulary is allowed", status_code=400)
-MASK_BYTES = 12
-"""Scratch memory for one masked logit: its bit as three bytes, and copies of the logit."""
+MASK_BYTES = 13
+"""Scratch memory for one masked logit: an eighth of an index of four bytes, its bound, and two copies of it."""
+BOUNDS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
+    np.float32("inf"),
+    -np.float32("inf"),
+)
+"""[256, 8] float32 by a byte of a mask: the largest values of its logits, -inf of forbidden tokens."""
 
 
 @dataclass
 class _LateMasks:
-    """Late masks of one step: positions of each row, of which the first `used` have been applied."""
+    """Late masks of one step: positions of each row, of which the first `used` have been applied.
+
+    Steps usually sample the masked rows in the order of their masks: `next_of` gives these without work for each row.
+    """
 
     tables: np.ndarray  # [P, B] uint8
-    spans: dict[int, tuple[int, int]]  # by row: first position, number of positions
-    used: dict[int, int]
+    masks: StepMasks
+    used: dict[int, int] = field(default_factory=dict)
+    in_order: int = 0
+    """Positions that `next_of` has given."""
 
     @classmethod
     def of(cls, launched: LaunchedStep, num_bytes: int) -> _LateMasks:
         masks = launched.masks.result()
-        ends = np.cumsum(masks.counts).tolist()
-        spans = {row: (end - count, count) for row, end, count in zip(masks.rows, ends, masks.counts)}
-        return cls(np.frombuffer(masks.bits, dtype=np.uint8).reshape(-1, num_bytes), spans, {})
+        return cls(np.frombuffer(masks.bits, dtype=np.uint8).reshape(-1, num_bytes), masks)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """[P] of each position."""
+        return np.repeat(self.masks.rows, self.masks.counts)
+
+    @cached_property
+    def spans(self) -> dict[int, tuple[int, int]]:
+        """By row: first position, number of positions."""
+        firsts = [0, *accumulate(self.masks.counts)]
+        return {row: (first, count) for row, first, count in zip(self.masks.rows, firsts, self.masks.counts)}
+
+    def next_of(self, rows: np.ndarray) -> np.ndarray | None:
+        """The next masks [Q, B] of rows [Q]; None if the masks have another order, or some were taken one by one."""
+        masks, fresh = self.masks, not self.in_order and not self.used
+        if fresh and masks.counts.count(1) == len(rows) == len(masks.counts) and masks.rows == rows.tolist():
+            self.in_order = len(rows)
+            return self.tables
+        end = self.in_order + len(rows)
+        if self.used or not np.array_equal(self.rows[self.in_order : end], rows):
+            return None
+        self.in_order = end
+        return self.tables[end - len(rows) : end]
 
     def take(self, row: int) -> np.ndarray | None:
         """The mask of the row's next position; None if the row needs none."""
         first, count = self.spans[row]
         if count == 0:
             return None
+        if self.in_order:
+            found, given = np.unique(self.rows[: self.in_order], return_counts=True)
+            self.used, self.in_order = dict(zip(found.tolist(), given.tolist())), 0
         place = self.used.get(row, 0)
         if place >= count:
             raise ValueError(f"row {row} samples more positions than its {count} masks")
@@ -63,7 +100,7 @@ class TokenMasker:
         self._late_rows: set[int] = set()
         self._launched: LaunchedStep | None = None
         self._late: _LateMasks | None = None
-        self._shifts: Tensor | None = None
+        self._device_bounds: Tensor | None = None
 
     def enter(self, new: NewRow) -> None:
         static = static_mask(new.sampling, self._vocab_size)
@@ -89,16 +126,15 @@ class TokenMasker:
 
     def apply(self, logits: Tensor, rows: np.ndarray) -> None:
         """Masks logits [S, V] in place, in passes over the step's rows in order. Waits for late masks."""
+        if not self._late_rows and not self._static:
+            return
         masked = np.flatnonzero(self.rows[rows])
         if not len(masked):
             return
-        tables = self._tables(rows[masked].tolist())
-        allows = np.array([table is not None for table in tables], dtype=bool)
-        places = masked[allows]
-        found = np.stack([table for table in tables if table is not None]) if len(places) else None
-        if found is None:
+        places, found = self._found(rows, masked)
+        if not len(places):
             return
-        empty = ~found.any(axis=1)
+        empty = ~found.view(np.uint32).any(axis=1)
         if empty.any():
             for index in places[empty].tolist():  # the request ends, if this position is reached
                 logits[index].fill_(torch.nan)
@@ -107,6 +143,17 @@ class TokenMasker:
         at_once = max(1, EDIT_BYTES // (MASK_BYTES * self._vocab_size))
         for begin in range(0, len(places), at_once):
             self._mask(logits, places[begin : begin + at_once].tolist(), found[begin : begin + at_once])
+
+    def _found(self, rows: np.ndarray, masked: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of `masked` that have a mask at their next position, and the masks [Q, B]."""
+        if not self._static:
+            at_once = self._late_masks(int(rows[masked[0]])).next_of(rows[masked])
+            if at_once is not None:
+                return masked, at_once
+        tables = self._tables(rows[masked].tolist())
+        allows = np.array([table is not None for table in tables], dtype=bool)
+        found = [table for table in tables if table is not None]
+        return masked[allows], np.stack(found) if found else np.zeros((0, self._num_bytes), dtype=np.uint8)
 
     def _tables(self, rows: list[int]) -> list[np.ndarray | None]:
         """The masks [B] of rows at their next positions; None: all tokens."""
@@ -124,31 +171,36 @@ class TokenMasker:
         return found
 
     def _take_late(self, row: int) -> np.ndarray | None:
+        return self._late_masks(row).take(row)
+
+    def _late_masks(self, row: int) -> _LateMasks:
+        """Of the launched step; waits for them. `row` needs one."""
         if self._late is None:
             if self._launched is None:
                 raise ValueError(f"row {row} needs a mask, but its step was executed without one")
             self._late = _LateMasks.of(self._launched, self._num_bytes)
-        return self._late.take(row)
+        return self._late
 
     def _mask(self, logits: Tensor, places: list[int], tables: np.ndarray) -> None:
         """Masks the rows `places` of logits; tables [Q, B] uint8."""
-        forbidden = self._forbidden(tables)
+        bounds = self._bounds(tables)
         if len(places) == len(logits):
-            logits.masked_fill_(forbidden, -torch.inf)
+            torch.minimum(logits, bounds, out=logits)
             return
         index = self._stream.from_list(places, torch.int64)
-        logits.index_copy_(0, index, logits.index_select(0, index).masked_fill_(forbidden, -torch.inf))
+        logits.index_copy_(0, index, torch.minimum(logits.index_select(0, index), bounds))
 
-    def _forbidden(self, tables: np.ndarray) -> Tensor:
-        """tables [Q, B] uint8 -> [Q, V] bool on the device; packed, an upload is an eighth."""
+    def _bounds(self, tables: np.ndarray) -> Tensor:
+        """tables [Q, B] uint8 -> [Q, V] float32 on the device, the largest value of each logit: -inf or +inf. A packed
+        upload is small, and the minimum with a table is several times faster on the CPU than a mask of bools."""
         if not self._stream.asynchronous:
-            unpacked = np.unpackbits(~tables, axis=1, bitorder="little")
-            return torch.from_numpy(unpacked.view(bool))[:, : self._vocab_size]
-        packed = self._stream.upload(torch.from_numpy(tables))
-        if self._shifts is None:
-            self._shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-        bits = (packed[:, :, None] >> self._shifts).bitwise_and_(1).view(len(tables), -1)
-        return bits[:, : self._vocab_size] == 0
+            found = torch.from_numpy(BOUNDS.take(tables, axis=0))
+        else:
+            if self._device_bounds is None:
+                self._device_bounds = self._stream.upload(torch.from_numpy(BOUNDS))
+            packed = self._stream.upload(torch.from_numpy(tables))
+            found = self._device_bounds.index_select(0, packed.view(-1).int())
+        return found.view(len(tables), -1)[:, : self._vocab_size]
 
 
 def static_mask(sampling: SamplingParams, vocab_size: int) -> np.ndarray | None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_engine.types import NewRow, SamplingParams
 from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.sampling.token_masker import TokenMasker
 from tests.simulated_cuda import streams
 from tests.speculation.test_ngram import WIDTH, check_drafts, naive, prepared
 from tests.worker.test_tables import check_table, make_table
@@ -56,3 +60,14 @@ def test_ngrams_are_matched_without_waits(
     drafts = drafter.propose(task)
     assert streams.waits == []
     check_drafts(drafts, texts, rows, [naive(texts[row], window[0], most, depth) for row in rows])
+
+
+def test_masks_are_applied_on_the_device() -> None:
+    masker, picks = TokenMasker(3, 70, GPU), [sorted(random.sample(range(70), 5)) for _ in range(2)]
+    for row, allowed in enumerate(picks, 1):
+        masker.enter(NewRow(row, "r", [1], 1, [], SamplingParams(allowed_token_ids=tuple(allowed)), 0, frozenset()))
+    for rows in ([1, 2], [0, 2]):
+        logits = torch.zeros(2, 70, device=GPU.device)
+        masker.apply(logits, np.array(rows))
+        found = [torch.isfinite(row).nonzero().view(-1).tolist() for row in logits.cpu()]
+        assert found == [picks[row - 1] if row else list(range(70)) for row in rows]

@@ -1,0 +1,47 @@
+"""Trial compilations: prepared grammars, a compilation that is stopped at the bound, one that crashes, and the next."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from moe_engine.demo import CHECKPOINT_DIR
+from moe_engine.errors import InputError
+from moe_engine.frontend import grammar_checks
+from moe_engine.frontend.grammar_checks import CheckChild, GrammarChecks
+from moe_engine.structured_output.backend import PREPARED, GrammarSettings
+from moe_engine.structured_output.check_process import CheckSpec
+from moe_engine.structured_output.constraint import Constraint
+from moe_engine.tokenizer.tokenizer import load_tokenizer
+from tests.structured_output.test_llguidance_backend import EOS, SIZE
+
+
+def test_bound_and_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = load_tokenizer(CHECKPOINT_DIR).source
+    assert source is not None
+    spec = CheckSpec(GrammarSettings(), source, SIZE, (EOS,))
+    checks, ask, numbers = GrammarChecks(spec), CheckChild.ask, iter((signal.SIGSTOP, signal.SIGKILL))
+
+    def hindered(child: CheckChild, constraint: Constraint) -> grammar_checks.Verdict:
+        """The process stands still, or is gone, when it gets the grammar."""
+        number = next(numbers, None)
+        monkeypatch.setattr(grammar_checks, "COMPILE_SECONDS", 0.2 if number is not None else 60.0)
+        if number is not None:
+            os.kill(child._popen.pid, number)
+        return ask(child, constraint)
+
+    monkeypatch.setattr(CheckChild, "ask", hindered)
+    try:
+        for source, words in (("a", r"^regex: .* takes longer than 0.2 s"), ("b", "^regex: the compilation crashed")):
+            with pytest.raises(InputError, match=words) as found:
+                asyncio.run(checks.check(Constraint("regex", source, "regex")))
+            assert found.value.status == 400
+        passed = asyncio.run(checks.check(Constraint("regex", "c", "regex")))
+        assert (passed.kind, passed.where) == (PREPARED, "regex")
+        with pytest.raises(InputError, match=r"^regex: unclosed group at character 2 of"):
+            asyncio.run(checks.check(Constraint("regex", "a(b", "regex")))
+    finally:
+        checks.close()
