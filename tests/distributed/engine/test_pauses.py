@@ -40,6 +40,15 @@ async def call(engine: Engine, work: Any) -> Any:
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, engine._loop))
 
 
+async def settled(pieces: list[list[int]]) -> list[int]:
+    """Tokens of each request, after the pieces on their way. An engine that continues settles when requests end."""
+    before, now = [-1], [0]
+    while now != before:
+        await asyncio.sleep(0.05)
+        before, now = now, [numbers[-1] if numbers else 0 for numbers in pieces]
+    return now
+
+
 async def paused_in_the_middle(engine: Engine, mode: PauseMode, work: Any = None) -> list[dict[str, Any]]:
     """Outputs of requests that a pause of generation finds running, and of one that arrives while it lasts."""
     for _ in range(20):  # on a busy machine requests may end before the pause arrives
@@ -57,18 +66,16 @@ async def attempt(engine: Engine, mode: PauseMode, work: Any) -> list[dict[str, 
     await begun(pieces[0], tasks[0])
     waiting = await call(engine, pausing.pause(mode))
     ended = await asyncio.gather(*tasks) if mode == "abort" or not waiting else []
-    if not waiting and not any(output["meta_info"]["finish_reason"]["type"] == "abort" for output in ended):
-        await call(engine, pausing.resume())
-        return None
-    await asyncio.sleep(0.05)  # pieces on their way
-    before = [len(numbers) for numbers in pieces]
-    if mode != "abort" and not any(0 < count < MANY for count in before):
+    before = await settled(pieces)
+    aborted = any(output["meta_info"]["finish_reason"]["type"] == "abort" for output in ended)
+    if not aborted and (mode == "abort" or not any(0 < count < MANY for count in before)):
+        # every request had ended or had not begun: the front end counts those as waiting, too
         await call(engine, pausing.resume())
         await asyncio.gather(*tasks)
         return None
     late = asyncio.create_task(collect(engine, PROMPTS[0], []))
     await asyncio.sleep(STILL)
-    assert [len(numbers) for numbers in pieces] == before and not late.done(), "nothing is computed"
+    assert [numbers[-1] if numbers else 0 for numbers in pieces] == before and not late.done(), "nothing is computed"
     states = await call(engine, engine._frontend.client.call("internal_state"))
     assert all(state["paused"] for state in states) and engine.health().alive
     if work is not None:
