@@ -55,7 +55,11 @@ class FakeCore:
     def expect_exit(self) -> None: ...
 
     def stop(self, grace: float) -> None:
+        """Returns as a process that ends on the message: behind its arrival. The client drops unsent messages then."""
         self.stopped = grace
+        if self.dead is None:
+            for inbox in self._inboxes:
+                inbox.poll(10_000)
 
     # -- used by the test
 
