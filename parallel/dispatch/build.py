@@ -114,10 +114,9 @@ class PhasedDispatcher:
         """Rebuilds all dispatchers for the group's live ranks; pending dispatches are dropped. Collective."""
         self._by_phase = self._make()
 
-    @property
-    def takes_rows(self) -> bool:
-        """See `Dispatcher.takes_rows`; true only if true in every phase, since producers do not know the phase."""
-        return all(dispatcher.takes_rows for dispatcher in self._by_phase.values())
+    def takes_rows(self) -> dict[Phase, bool]:
+        """See `Dispatcher.takes_rows`."""
+        return {phase: dispatcher.takes_rows for phase, dispatcher in self._by_phase.items()}
 
     def reads_int64(self, phase: Phase) -> bool:
         """See `Dispatcher.reads_int64`."""
