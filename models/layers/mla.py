@@ -203,13 +203,7 @@ class MLAAttention:
             return self._o(self._expanded(q, cache, chunks[0]).flatten(1))
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for chunk in chunks:
-            part, into = q[chunk.tokens], out[chunk.tokens]
-            if chunk.absorbed:
-                self._absorbed(part, cache, chunk, into)
-            elif chunk.context_chunks:
-                self._expanded_in_chunks(part, cache, chunk, into)
-            else:
-                into.copy_(self._expanded(part, cache, chunk))
+            self._attend(q[chunk.tokens], cache, chunk, out[chunk.tokens])
         return self._o(out.flatten(1))
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
@@ -279,6 +273,15 @@ class MLAAttention:
         if self._q is not None:
             q = self._q(hidden if self._q_norm is None else self._q_norm(q))
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
+
+    def _attend(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
+        """q [T, H, N+R] -> out [T, H, V] of one chunk, in its form."""
+        if chunk.absorbed:
+            self._absorbed(q, cache, chunk, out)
+        elif chunk.context_chunks:
+            self._expanded_in_chunks(q, cache, chunk, out)
+        else:
+            out.copy_(self._expanded(q, cache, chunk))
 
     def _absorbed(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over the latent itself."""
