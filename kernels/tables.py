@@ -163,6 +163,10 @@ MLA += [
         why_not_captured=vendors.flash_mla_uncaptured, pages=(64,), lacks_expanded=True,
     ),
     Row(
+        "trtllm_mla", f"{_ATTENTION}.vendors.trtllm_mla:TrtllmMLA", 46, vendors.trtllm_mla,
+        workspace=workspaces.trtllm_mla, pages=(64, 32),
+    ),
+    Row(
         "flashinfer", f"{_ATTENTION}.vendors.flashinfer_mla:FlashInferMLA", 40, vendors.flashinfer_mla,
         workspace=workspaces.flashinfer,
     ),

@@ -55,7 +55,10 @@ class DispatchedExperts:
         read, able = kernel.input_format(weights), kernel.capabilities
         alignment = 0 if able.row_alignment is None else able.row_alignment(weights)
         self._arriving = replace(read, column_scales=able.column_scales, row_alignment=max(alignment, 1))
-        self.input_format = read if read.rows and dispatcher.takes_rows else UNQUANTIZED
+        self._sends_rows = {phase: read.rows and takes for phase, takes in dispatcher.takes_rows().items()}
+        rows = any(self._sends_rows.values())  # a producer does not know the phase: it leaves what any of them sends
+        plain = not all(self._sends_rows.values())
+        self.input_format = replace(read, unquantized=read.unquantized or plain) if rows else UNQUANTIZED
         self.on_arrival: Callable[[Tensor], None] | None = None
         """Callback with the number of tokens received by each of this rank's slots, int32 [P/G]."""
 
@@ -73,7 +76,7 @@ class DispatchedExperts:
         return out if add is None else out.add_(add)
 
     def _dispatch(self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, phase: Phase) -> tuple[ExpertBatch, Any]:
-        x = as_format(x, self.input_format)
+        x = as_format(x, self.input_format if self._sends_rows[phase] else UNQUANTIZED)
         return self._dispatcher.dispatch(x, topk_ids, topk_weights, phase, self._arriving)
 
     # -- the same in stages, with communication in a comm stream

@@ -77,6 +77,11 @@ class Routing:
         return routed + self.tokens * self.shared
 
     @property
+    def each(self) -> list[int]:
+        """Expected rows of each local expert."""
+        return [round(self.rows / self.local)] * self.local if self.local else []
+
+    @property
     def touched(self) -> float:
         """Expected local experts with a token."""
         return self.local * share_touched(self.tokens, self.top_k, self.num_experts) + self.shared

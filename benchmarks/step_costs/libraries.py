@@ -210,7 +210,7 @@ class Libraries:
                 ids = topk_idx.new_empty(received, topk_idx.shape[1])
                 weights = topk_weights.new_empty(received, topk_idx.shape[1])
                 rows = out if scales is None else (out, scales.new_empty(received, scales.shape[1]))
-                return rows, ids, weights, None, tokens, None
+                return rows, ids, weights, libraries._recorder.setting.routing.each, tokens, None
 
             def combine(self, x: Tensor, handle: int) -> Any:
                 row_bytes = 2 * x.shape[1]

@@ -79,7 +79,7 @@ class Session:
         else:
             steps.enter(drafts=bool(case.mtp))
             action = steps.decode if not case.mtp else lambda: steps.decode_drafted(case.mtp)
-            action()
+        action()  # what runs once, as the probe of a library, is not part of a step
         recorder.waits.clear()
         recorder.lines = []
         action()

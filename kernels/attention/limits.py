@@ -20,6 +20,14 @@ FLASHMLA_LATENT, FLASHMLA_ROTARY = 512, 64
 FLASHMLA_RECORD_HEADS = (64, 128)
 """Query heads that FlashMLA's kernels over FP8 records are built for; smaller counts are padded."""
 
+TRTLLM_WIDTHS = ((512, 64), (256, 64))
+"""(C, P) that trtllm-gen's MLA decode has kernels for."""
+
+TRTLLM_HEADS = 64, 128
+"""Query heads: up to the first, or the second; counts between are padded."""
+
+TRTLLM_PAGES = (32, 64)
+
 FA3_WIDEST = 256
 FA3_MIN_LATENT, FA3_MAX_LATENT, FA3_MAX_ROTARY = 256, 512, 64
 
@@ -53,6 +61,27 @@ def flashmla_records(heads: int) -> str | None:
     return f"FlashMLA reads FP8 records for at most {most} query heads, not {heads}" if heads > most else None
 
 
+def trtllm_absorbed(latent: int, rotary: int, heads: int) -> str | None:
+    if (latent, rotary) not in TRTLLM_WIDTHS:
+        known = " or ".join(f"{c}+{p}" for c, p in TRTLLM_WIDTHS)
+        return f"trtllm-gen's MLA has kernels for {known} channels, not {latent}+{rotary}"
+    if heads > TRTLLM_HEADS[1]:
+        return f"trtllm-gen's MLA has kernels for at most {TRTLLM_HEADS[1]} query heads, not {heads}"
+    return None
+
+
+def trtllm_page(page_size: int) -> str | None:
+    if page_size not in TRTLLM_PAGES:
+        known = " or ".join(map(str, TRTLLM_PAGES))
+        return f"trtllm-gen's MLA reads pages of {known} tokens, --page-size is {page_size}"
+    return None
+
+
+def trtllm_heads(heads: int) -> int:
+    """`heads`, padded to a number that has kernels."""
+    return heads if heads <= TRTLLM_HEADS[0] else TRTLLM_HEADS[1]
+
+
 def fa3_absorbed(latent: int, rotary: int) -> str | None:
     """`qv`: the value as a second part of the key. Source: hopper/flash_api.cpp."""
     fits = FA3_MIN_LATENT <= latent <= FA3_MAX_LATENT and rotary <= FA3_MAX_ROTARY
@@ -82,6 +111,12 @@ def flashinfer_gqa(widths: HeadWidths) -> str | None:
 
 def flashmla(widths: HeadWidths) -> str | None:
     return flashmla_absorbed(widths.latent, widths.rotary)
+
+
+def trtllm_mla(widths: HeadWidths) -> str | None:
+    """Prompts run on FlashInfer's kernels."""
+    own = trtllm_absorbed(widths.latent, widths.rotary, widths.heads)
+    return own or flashinfer_expanded(widths.key, widths.value)
 
 
 def fa3_mla(widths: HeadWidths) -> str | None:

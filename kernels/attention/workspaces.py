@@ -21,6 +21,9 @@ MULTIPROCESSORS = 160
 FLASHINFER_BYTES = 128 * MIB
 """FlashInfer's recommended size for split results; captured plans may need more."""
 
+TRTLLM_BYTES = 128 * MIB
+"""Workspace of trtllm-gen's MLA decode: counters and split results."""
+
 FLASHINFER_PLAN_BYTES = 8 * MIB
 """Bytes of each FlashInfer wrapper, on the device (and page-locked on the host)."""
 
@@ -145,6 +148,11 @@ def flashmla(load: AttentionLoad) -> int:
     kept = load.list_bytes if load.record_page else load.table_bytes
     prompts = flashinfer(replace(load, graphs=0, recorded=0))
     return splits * load.tokens_each * load.row_bytes + kept + prompts
+
+
+def trtllm_mla(load: AttentionLoad) -> int:
+    """A workspace and the page table of captured steps; and FlashInfer's memory for prompts and draft trees."""
+    return TRTLLM_BYTES + load.table_bytes + flashinfer(replace(load, graphs=0, recorded=0))
 
 
 def fa3(load: AttentionLoad) -> int:

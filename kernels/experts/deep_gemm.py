@@ -1,13 +1,16 @@
 """Routed experts by DeepGEMM's grouped products, FP8 or bf16: gate and up, SiLU-mul, down.
 
+Local tokens of a decode step are few rows for each expert, and most of DeepGEMM's aligned rows would be padding: the
+Triton kernels run them over the same weights (measured as faster in vLLM's PR 13932).
+
 Legend: D hidden, I expert width, E experts, M rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +37,14 @@ from moe_engine.kernels.quantization.protocol import (
 from moe_engine.kernels.quantization.reference import dequantize_weight
 from moe_engine.kernels.vendors.warming import StepShapes, row_counts
 
+if TYPE_CHECKING:
+    from moe_engine.kernels.experts.triton_experts import TritonExperts
+
 ROOMY = 2
 """Aligned rows per valid row from which on the intermediate is compacted before the activation."""
+
+FEW_ROWS = 64
+"""Mean rows of an expert, up to which padding to DeepGEMM's 128 rows costs more than its faster tiles save."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +72,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Layer:
-    """Type of `ExpertWeights.data`."""
+    """Type of `ExpertWeights.data`. few: the same memory, for the kernel of few rows; None: there is none."""
 
     gate_up: Stack
     down: Stack
     power_of_two: bool = False
+    few: ExpertWeights | None = None
 
 
 class DeepGemmExperts:
@@ -84,6 +94,7 @@ class DeepGemmExperts:
 
     def __init__(self, deep_gemm: DeepGemm | None = None) -> None:
         self._gemm = deep_gemm or DeepGemm()
+        self._few = _kernel_of_few_rows(self._gemm)
         self._shapes: dict[tuple[Any, ...], ExpertWeights] = {}
 
     @property
@@ -132,6 +143,9 @@ class DeepGemmExperts:
 
     def _weights(self, num_experts: int, hidden: int, width: int, layer: Layer) -> ExpertWeights:
         num_bytes = layer.gate_up.num_bytes + layer.down.num_bytes
+        if self._few is not None:
+            parts = (layer.gate_up.data, layer.gate_up.scales, layer.down.data, layer.down.scales)
+            layer = replace(layer, few=self._few.over(num_experts, hidden, width, *parts, layer.power_of_two))
         weights = ExpertWeights(num_experts, hidden, width, layer, num_bytes)
         self._shapes.setdefault((num_experts, hidden, width, layer.gate_up.data.dtype), weights)
         return weights
@@ -185,6 +199,9 @@ class DeepGemmExperts:
         width = (x.rows.data if isinstance(x, QuantizedActivation) else x).shape[1]
         if x.dtype != torch.bfloat16 or width != weights.hidden:
             raise ValueError(f"rows of {width} {x.dtype} do not fit experts of hidden size {weights.hidden}")
+        if layer.few is not None and topk_ids.numel() <= FEW_ROWS * weights.num_experts:
+            assert self._few is not None
+            return self._few.routed_rows(x, topk_weights, topk_ids, layer.few, add)
         alignment, by_ends = self._gemm.alignment, self._gemm.row_alignment(topk_ids.device) > 0
         order = permutation.sort_by_expert(topk_ids, weights.num_experts, alignment, marks_padding=not by_ends)
         groups = self._gemm.aligned(order)
@@ -311,6 +328,14 @@ class DeepGemmExperts:
                     self.run(ExpertBatch("padded", rows, counts=counts, mean_rows=mean), weights)
                     runs += 2
         return runs
+
+
+def _kernel_of_few_rows(gemm: DeepGemm) -> TritonExperts | None:
+    if not gemm.shares_with_triton:
+        return None
+    from moe_engine.kernels.experts.triton_experts import TritonExperts
+
+    return TritonExperts()
 
 
 def expected_rows(mean_rows: int, capacity: int) -> int:

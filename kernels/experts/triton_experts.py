@@ -37,6 +37,10 @@ from moe_engine.kernels.quantization.triton_rows import quantize_rows
 from moe_engine.kernels.triton.launch import element
 from moe_engine.kernels.vendors.warming import StepShapes
 
+PAIRS = 48
+"""Pairs (token, expert) up to which each is a group of its own: experts that several tokens choose are rare, their
+second read hits the cache, and sorting would cost a launch."""
+
 _PADDED_MEAN = 64
 """Rows per expert for the tile choice of a padded batch whose size is unknown to the host: the capacity is a worst
 case."""
@@ -71,6 +75,8 @@ class TritonExperts:
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
         self._permutation = TritonPermutation()
+        self._identity: dict[torch.device, Tensor] = {}
+        """int32 [PAIRS], 0 and on."""
         self._shapes: dict[tuple[Any, ...], ExpertWeights] = {}  # one layer per shape
 
     @property
@@ -106,6 +112,17 @@ class TritonExperts:
         weights = ExpertWeights(num_experts, hidden, width, data, num_bytes)
         self._shapes.setdefault((num_experts, hidden, width, data.gate_up.dtype), weights)
         return weights
+
+    def over(
+        self, num_experts: int, hidden: int, width: int, gate_up: Tensor, gate_up_scales: Tensor | None, down: Tensor,
+        down_scales: Tensor | None, power_of_two: bool,
+    ) -> ExpertWeights:  # fmt: skip
+        """Weights in another owner's memory: gate_up [E, 2I, D] and down [E, D, I], in FP8 with float32 scales
+        [E, 2I / 128, D / 128] and [E, D / 128, I / 128]."""
+        if gate_up_scales is not None:
+            gate_up_scales = gate_up_scales.unflatten(1, (2, num_blocks(width)))
+        data = TritonExpertWeights(gate_up, down, gate_up_scales, down_scales, power_of_two)
+        return self._weights(num_experts, hidden, width, data)
 
     def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
         data: TritonExpertWeights = weights.data
@@ -162,11 +179,25 @@ class TritonExperts:
         self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
     ) -> ExpertRows:
         """Tokens are quantized once and read in place by the first product: no copy of K rows per token."""
+        if topk_ids.numel() <= PAIRS and not self._deterministic:
+            return self._pairs(x, topk_weights, topk_ids, weights, add)
         order = self._permutation.sort_by_expert(topk_ids, weights.num_experts)
         groups = self._grouped(order.offsets, weights, topk_ids.numel())
         rows = x.rows if isinstance(x, QuantizedActivation) else self._quantized(x.contiguous(), weights)
         out = self._products(rows, weights, groups, x.dtype, order.source, topk_ids.shape[1])
         return ExpertRows(out, order.positions, topk_weights, add)
+
+    def _pairs(
+        self, x: Activation, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None
+    ) -> ExpertRows:
+        """`routed_rows` of few pairs, unsorted: pair p has row p."""
+        ids, device = topk_ids.to(torch.int32).contiguous(), topk_ids.device
+        if device not in self._identity:  # made by the eager run before a capture
+            self._identity[device] = torch.arange(PAIRS, dtype=torch.int32, device=device)
+        groups = Groups(ids.view(-1), weights.num_experts, 0, ids.numel(), 1, self._tiles_of(weights), pairs=True)
+        rows = x.rows if isinstance(x, QuantizedActivation) else self._quantized(x.contiguous(), weights)
+        out = self._products(rows, weights, groups, x.dtype, top_k=ids.shape[1])
+        return ExpertRows(out, self._identity[device][: ids.numel()].view_as(ids), topk_weights, add)
 
     def warm_up(self, shapes: StepShapes) -> int:
         """Runs batches in the dispatcher's layout; rows of local tokens occur in the warm-up steps themselves. An idle

@@ -43,7 +43,8 @@ class Groups:
     """Row ranges of the experts.
 
     Attributes:
-        sizes: int32 [E + 1] offsets, or int32 [E] counts of a padded batch.
+        sizes: int32 [E + 1] offsets, or int32 [E] counts of a padded batch, or with `pairs` int32 [M] the expert of
+            each row, any other number for none.
         capacity: rows for each expert of a padded batch; 0: `sizes` are offsets.
         num_rows: max number of rows.
         mean_rows: host-side estimate of rows per expert: selects the tiles.
@@ -56,9 +57,12 @@ class Groups:
     num_rows: int
     mean_rows: int
     tiles: ExpertTiles
+    pairs: bool = False
 
     def max_tiles(self, block_m: int) -> int:
         """Max row tiles: every expert may end in a partial tile."""
+        if self.pairs:
+            return self.num_rows
         if self.capacity:
             return self.num_experts * triton.cdiv(self.capacity, block_m)
         return min(self.num_rows, self.num_rows // block_m + self.num_experts)
@@ -67,9 +71,13 @@ class Groups:
 @triton.jit
 def find_tile(
     program, sizes, capacity, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
-    NUM_N: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+    NUM_N: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Program -> (expert, column tile, its first row, end of the expert's rows); expert >= NUM_EXPERTS: no tile."""
+    if PAIRS:
+        row = program // NUM_N
+        expert = tl.load(sizes + row)
+        return tl.where(expert < 0, NUM_EXPERTS, expert), program % NUM_N, row, row + 1
     experts = tl.arange(0, EXPERTS)
     known = experts < NUM_EXPERTS
     if PADDED:
@@ -99,18 +107,19 @@ def gate_up_kernel(
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first.
 
-    With GATHER row m is x[source[m] // TOP_K]. FP8: scales of weight are [E, 2, WIDTH / 128, K / 128]; the scale of row
-    m of expert e and block b of x is x_scales[e * x_scale_skip + m * x_scale_row + b * x_scale_stride].
+    With GATHER row m is x[source[m] // TOP_K], with PAIRS x[m // TOP_K]. FP8: scales of weight are
+    [E, 2, WIDTH / 128, K / 128]; the scale of row m of expert e and block b of x is
+    x_scales[e * x_scale_skip + m * x_scale_row + b * x_scale_stride].
     """
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SCALE_ROWS: tl.constexpr = (WIDTH + 127) // 128
     expert, tile_n, first, end = find_tile(
-        tl.program_id(0), sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, NUM_N, GROUP, PADDED
+        tl.program_id(0), sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, NUM_N, GROUP, PADDED, PAIRS
     )
     if expert >= NUM_EXPERTS:
         return
@@ -118,7 +127,9 @@ def gate_up_kernel(
     cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     x_rows = tl.minimum(rows, end - 1)
-    if GATHER:
+    if PAIRS:
+        x_rows = x_rows // TOP_K
+    elif GATHER:
         x_rows = tl.load(source + x_rows) // TOP_K
     w_row = expert * (2 * WIDTH) + tile_n * BLOCK_N
     w_rows = expert.to(tl.int64) * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
@@ -160,19 +171,22 @@ def down_kernel(
     x, x_scales, sizes, weight, weight_scales, out, capacity, x_scale_stride,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
+    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128]."""
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SCALE_ROWS: tl.constexpr = (WIDTH + 127) // 128
     expert, tile_n, first, end = find_tile(
-        tl.program_id(0), sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, NUM_N, GROUP, PADDED
+        tl.program_id(0), sizes, capacity, NUM_EXPERTS, EXPERTS, BLOCK_M, NUM_N, GROUP, PADDED, PAIRS
     )
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     if expert >= NUM_EXPERTS:
+        if PAIRS:  # the sum reads the rows of all pairs
+            nothing = tl.zeros((BLOCK_N,), out.dtype.element_ty)
+            tl.store(out + first.to(tl.int64) * WIDTH + cols, nothing, mask=cols < WIDTH)
         return
     rows = first + tl.arange(0, BLOCK_M)
-    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
     x_rows = tl.minimum(rows, end - 1)
     w_row = expert * WIDTH + tile_n * BLOCK_N
@@ -209,7 +223,7 @@ def gate_up(
     Args:
         x: [M, D], or with `source` [T, D], or padded [E, C, D]; `QuantizedRows` with FP8 weights.
         weight: [E, 2I, D], gate's rows first. scales: float32 [E, 2, ceil(I / 128), ceil(D / 128)] of FP8 weights.
-        source: int32 [M] pairs; row m is token source[m] // top_k.
+        source: int32 [M] pairs; row m is token source[m] // top_k. None with groups of pairs: token m // top_k.
 
     Rows outside all groups are unspecified.
     """
@@ -228,7 +242,7 @@ def gate_up(
             data, _scales(x), source, groups.sizes, matrix, scales, out.data, _scales(out), groups.capacity,
             _scale_stride(x), *_row_scales(x), _scale_stride(out),
             **_constants(groups, width, hidden, scales is not None, tiles, tma),
-            **_gathering(top_k if source is not None else 0, power_of_two),
+            **_gathering(top_k, source is not None, power_of_two),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out
@@ -285,13 +299,13 @@ def _constants(groups: Groups, n: int, k: int, fp8: bool, tiles: Tiles, tma: boo
     return {
         "NUM_EXPERTS": groups.num_experts, "EXPERTS": triton.next_power_of_2(groups.num_experts), "K": k, "WIDTH": n,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": groups.tiles.block_k, "GROUP": tiles.group,
-        "PADDED": groups.capacity > 0, "SWAP_AB": tiles.swap_ab, "TMA": tma, "FP8": fp8,
+        "PADDED": groups.capacity > 0, "PAIRS": groups.pairs, "SWAP_AB": tiles.swap_ab, "TMA": tma, "FP8": fp8,
     }  # fmt: skip
 
 
-def _gathering(top_k: int, power_of_two: bool) -> dict[str, Any]:
-    """Extra constants of the first product; `top_k` 0: rows are not gathered."""
-    return {"TOP_K": max(top_k, 1), "GATHER": top_k > 0, "POWER_OF_TWO": power_of_two}
+def _gathering(top_k: int, gathers: bool, power_of_two: bool) -> dict[str, Any]:
+    """Extra constants of the first product."""
+    return {"TOP_K": top_k, "GATHER": gathers, "POWER_OF_TWO": power_of_two}
 
 
 def cases_of(
@@ -301,11 +315,12 @@ def cases_of(
     padded: bool,
     dtype: torch.dtype = torch.bfloat16,
     deterministic: bool = False,
+    pairs: bool = False,
 ) -> list[AotCase]:
-    """Both products of a layer's experts on one rank, with gathered rows unless padded."""
+    """Both products of a layer's experts on one rank, with gathered rows unless padded or `pairs`."""
     fp8, kind = model.fp8, element(FP8 if model.fp8 else dtype)
     table = tiles_of(kind, deterministic)
-    groups = Groups(torch.empty(0), num_experts, int(padded), 0, mean_rows, table)
+    groups = Groups(torch.empty(0), num_experts, int(padded), 0, mean_rows, table, pairs)
     first, second = table.gate_up.at(mean_rows), table.down.at(mean_rows)
     signature = {
         "x": f"*{kind}", "sizes": "*i32:1", "weight": f"*{kind}", "capacity": "i32", "x_scale_stride": "i32",
@@ -313,13 +328,14 @@ def cases_of(
     scales = ("x_scales", "weight_scales")
     none: dict[str, Any] = {} if fp8 else dict.fromkeys(scales)
     signature |= dict.fromkeys(scales, "*fp32") if fp8 else {}
-    name = f"{model.name}_e{num_experts}_{'padded' if padded else 'grouped'}{'_fixed' * deterministic}"
+    layout = "padded" if padded else "pairs" if pairs else "grouped"
+    name = f"{model.name}_e{num_experts}_{layout}{'_fixed' * deterministic}"
     constants = _constants(groups, model.width, model.hidden, fp8, first, first.tma)
-    constants |= _gathering(0 if padded else model.top_k, False)
+    constants |= _gathering(1 if padded else model.top_k, layout == "grouped", False)
     more = {"out": f"*{kind}"} | dict.fromkeys(("x_scale_row", "x_scale_skip", "out_scale_stride"), "i32")
     more |= {"out_scales": "*fp32"} if fp8 else {}
-    more |= {} if padded else {"source": "*i32"}
-    nothing = none | ({} if fp8 else {"out_scales": None}) | ({"source": None} if padded else {})
+    more |= {"source": "*i32"} if layout == "grouped" else {}
+    nothing = none | ({} if fp8 else {"out_scales": None}) | ({} if layout == "grouped" else {"source": None})
     if first.tma:
         more["weight"] = f"tensordesc<{kind}[{first.block_n}, {table.block_k}]>"
     up = AotCase(
@@ -346,6 +362,8 @@ def aot_cases() -> list[AotCase]:
             (DEEPSEEK_V2_LITE, 64, True),
         ):
             found |= {case.name: case for case in cases_of(model, num_experts, mean_rows, padded)}
+    for model, num_experts in ((DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64)):
+        found |= {case.name: case for case in cases_of(model, num_experts, 1, False, pairs=True)}
     fixed = (
         cases_of(model, count, 8, False, deterministic=True)
         for model, count in ((DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64))

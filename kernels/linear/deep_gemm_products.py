@@ -100,6 +100,11 @@ class DeepGemm:
         """(x [T, H, K], weight [H, N, K], power_of_two) -> the product per head, quantized; None with torch kernels."""
         self._ends: bool | None = None
 
+    @property
+    def shares_with_triton(self) -> bool:
+        """True if Triton runs here and its kernels read weights in the library's layout: scales are not packed."""
+        return not self.exponents and self._quantization is not reference
+
     def _needs_ends(self, device: torch.device) -> bool:
         """Whether grouped products take group ends; known after the first one, in the warm-up."""
         if self._ends is None:

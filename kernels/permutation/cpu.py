@@ -91,8 +91,12 @@ class CpuPermutation(TorchPermutation):
         self._lib.moe_rows_permute(
             x.data_ptr(), x.stride(0) * size, x.shape[1] * size, positions.data_ptr(), *positions.shape, out.data_ptr()
         )
-        if scales is not None and out_scales is not None:
-            self.permute(scales, positions, out_scales)
+        if scales is None or out_scales is None:
+            return
+        rows = out_scales if out_scales.is_contiguous() else out_scales.new_empty(out_scales.shape)
+        self.permute(scales, positions, rows)
+        if rows is not out_scales:
+            out_scales.copy_(rows)
 
     def combine(
         self, rows: Tensor, positions: Tensor, weights: Tensor | None = None, add: Tensor | None = None

@@ -92,7 +92,7 @@ class Permutation(Protocol):
         """Copies row t of x [T, D] to rows positions[t] of out [M, D], contiguous; other rows become unspecified.
 
         Args:
-            scales, out_scales: of quantized rows: float32 [T, B] and [M, B], copied with them.
+            scales, out_scales: of quantized rows: float32 [T, B] and [M, B] (in any strides), copied with them.
         """
 
     def combine(

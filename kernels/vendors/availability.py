@@ -16,6 +16,12 @@ def flashinfer_mla(device: Device, need: Need) -> str | None:
     return _flashinfer(device, need) or _too_wide(limits.flashinfer_mla, need)
 
 
+def trtllm_mla(device: Device, need: Need) -> str | None:
+    name = "trtllm-gen's MLA"
+    reason = _promises(name, need) or probe.TRTLLM_MLA.why_not(device, need) or _plain_cache(name, need)
+    return reason or _too_wide(limits.trtllm_mla, need) or limits.trtllm_page(need.page_size)
+
+
 def flashinfer_gqa(device: Device, need: Need) -> str | None:
     return _flashinfer(device, need) or _too_wide(limits.flashinfer_gqa, need)
 

@@ -95,6 +95,14 @@ FLASHINFER = Library(
     majors=(8, 9, 10, 12),
     compiles=True,
 )  # fmt: skip
+TRTLLM_MLA = Library(
+    "FlashInfer's trtllm-gen MLA",
+    FLASHINFER.modules,
+    FLASHINFER.install,
+    (*FLASHINFER.provides, "mla.trtllm_batch_decode_with_kv_cache_mla"),
+    majors=(10,),
+    compiles=True,
+)
 FLASHINFER_SAMPLING = Library(
     "FlashInfer",
     ("flashinfer",),

@@ -41,9 +41,9 @@ class Embedding:
         if self._group.size == 1:
             return F.embedding(ids, self.weight)
         local = ids - self._first
-        elsewhere = (local < 0) | (local >= len(self.weight))
-        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
-        return self._sum(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+        held = local.clamp(0, len(self.weight) - 1)
+        rows = F.embedding(held, self.weight)
+        return self._sum(rows.masked_fill_((local != held).unsqueeze(1), 0))
 
 
 class Head:

@@ -199,10 +199,11 @@ class MLAAttention:
             query = self.before(hidden, batch.positions, batch.slots, cache)
             return self.after(self.attend(query, batch, chunks))
         q = self._enter(hidden, batch.positions, batch.slots, cache)
+        if len(chunks) == 1 and not chunks[0].context_chunks and chunks[0].tokens == slice(0, len(q)):
+            return self._o(self._expanded(q, cache, chunks[0]).flatten(1))
         out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
         for chunk in chunks:
-            attend = self._absorbed if chunk.absorbed else self._expanded
-            attend(q[chunk.tokens], cache, chunk, out[chunk.tokens])
+            self._attend(q[chunk.tokens], cache, chunk, out[chunk.tokens])
         return self._o(out.flatten(1))
 
     def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
@@ -273,6 +274,15 @@ class MLAAttention:
             q = self._q(hidden if self._q_norm is None else self._q_norm(q))
         return q.view(-1, mla.num_heads, mla.qk_head_dim), kv_a
 
+    def _attend(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
+        """q [T, H, N+R] -> out [T, H, V] of one chunk, in its form."""
+        if chunk.absorbed:
+            self._absorbed(q, cache, chunk, out)
+        elif chunk.context_chunks:
+            self._expanded_in_chunks(q, cache, chunk, out)
+        else:
+            out.copy_(self._expanded(q, cache, chunk))
+
     def _absorbed(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over the latent itself."""
         mixed = self._backend.absorbed(
@@ -293,17 +303,14 @@ class MLAAttention:
         latent[..., mla.kv_lora_rank :] = q[..., mla.qk_nope_head_dim :]
         return latent
 
-    def _expanded(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
-        """q [T, H, N+R] -> out [T, H, V] over keys and values of the whole context."""
+    def _expanded(self, q: Tensor, cache: Tensor, chunk: AttentionChunk) -> Tensor:
+        """q [T, H, N+R] -> [T, H, V] over keys and values of the whole context."""
         backend, queries, shared = self._backend, chunk.queries, chunk.shared
-        if chunk.context_chunks:
-            self._expanded_in_chunks(q, cache, chunk, out)
-            return
         gathered, plan = (queries, chunk.plan) if shared is None else (shared.queries, shared.plan)
         kv, rope = self._expand(q, cache, gathered, plan, gathered.num_context_tokens, chunk)
         attend = backend.expanded if shared is None else self._capabilities.expanded_shared
         assert attend is not None
-        out.copy_(attend(q, kv, rope, queries, self._scale, chunk.plan))
+        return attend(q, kv, rope, queries, self._scale, chunk.plan)
 
     def _expanded_in_chunks(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """`_expanded` in context chunks; at most one chunk's keys and values exist at a time."""

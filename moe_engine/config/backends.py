@@ -49,7 +49,7 @@ class BackendArgs:
         choices=_attention,
         synonyms=CPU_SYNONYMS,
         unsupported={
-            **dict.fromkeys(("trtllm_mla", "trtllm_mha"), TENSORRT),
+            "trtllm_mha": TENSORRT,
             **dict.fromkeys(("fa4", "flex_attention", "cutedsl_mla", "cutlass_mla"), MORE_GPU),
             **dict.fromkeys(("dsa", "nsa", "qsa", "dsv4"), "sparse attention (DeepSeek V3.2)"),
             **dict.fromkeys(("aiter", "wave", "ascend", "intel_xpu"), OTHER_DEVICES),

@@ -114,10 +114,9 @@ class PhasedDispatcher:
         """Rebuilds all dispatchers for the group's live ranks; pending dispatches are dropped. Collective."""
         self._by_phase = self._make()
 
-    @property
-    def takes_rows(self) -> bool:
-        """See `Dispatcher.takes_rows`; true only if true in every phase, since producers do not know the phase."""
-        return all(dispatcher.takes_rows for dispatcher in self._by_phase.values())
+    def takes_rows(self) -> dict[Phase, bool]:
+        """See `Dispatcher.takes_rows`."""
+        return {phase: dispatcher.takes_rows for phase, dispatcher in self._by_phase.items()}
 
     def reads_int64(self, phase: Phase) -> bool:
         """See `Dispatcher.reads_int64`."""
@@ -166,11 +165,12 @@ def _exchanged(make_exchange: Callable[[Groups, DispatchShape, bool], Exchange])
 
 
 def _with_layout(groups: Groups, shape: DispatchShape, exchange: Exchange, static: bool) -> ExchangedDispatcher:
-    """With the batch layout of the experts, and in normal mode a check of the router's choices."""
+    """With the batch layout of the experts; on the host and in normal mode with a check of the router's choices. On a
+    device the check would wait for each layer, and routers there give valid ids by construction."""
     rows, device = groups.permutation_of(shape), groups.experts.device
     padded = static and not groups.host_arranges
     layout: Layout = PaddedLayout(shape, rows, device) if padded else GroupedLayout(shape, rows, device)
-    return ExchangedDispatcher(shape, exchange, layout, checks=None if static else rows)
+    return ExchangedDispatcher(shape, exchange, layout, checks=rows if groups.host_arranges and not static else None)
 
 
 def _all_to_all(groups: Groups, group: Group, shape: DispatchShape, static: bool) -> Exchange:

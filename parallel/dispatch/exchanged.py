@@ -52,7 +52,7 @@ class ExchangedDispatcher(Dispatcher):
         slot = self._slots.take()
         sent = encode(x, topk_ids, topk_weights, self._shape.fp8, format)
         arrived, handle = self._exchange.deliver(sent, slot)
-        batch, positions = self._layout.expand(arrived, format.rows, slot)
+        batch, positions = self._layout.expand(arrived, format, slot)
         if batch.layout == "padded":
             batch = replace(batch, mean_rows=self._shape.mean_rows(len(x)))
         return batch, ExchangedHandle(slot, topk_weights, arrived.weights, positions, handle)

@@ -12,6 +12,7 @@ Legend: T tokens of this rank, N received tokens, D hidden, K experts per token,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -70,12 +71,14 @@ class Tokens:
         scales: float32 [N, D / 128], or None.
         ids: int32 [N, K], counted from the receiving side's first expert; outside its experts: none there.
         weights: float32 [N, K] router weights.
+        counts: tokens of each local expert, if the host has read them; else None.
     """
 
     data: Tensor
     scales: Tensor | None
     ids: Tensor
     weights: Tensor
+    counts: Sequence[int] | None = None
 
     def first(self, count: int) -> Tokens:
         """The first `count` tokens, as views."""
@@ -103,9 +106,9 @@ class Exchange(Protocol):
 class Layout(Protocol):
     """Permutes received tokens into an `ExpertBatch`, and sums its rows back (unpermute)."""
 
-    def expand(self, tokens: Tokens, keeps_fp8: bool, slot: int) -> tuple[ExpertBatch, Tensor]:
-        """Returns the batch, with scales if the tokens have them and `keeps_fp8`, and for each (token, choice) its row
-        of the batch: int32 [N, K], -1 if none."""
+    def expand(self, tokens: Tokens, format: ActivationFormat, slot: int) -> tuple[ExpertBatch, Tensor]:
+        """Returns the batch in the experts' `format`, with scales if it has rows and the tokens have scales, and for
+        each (token, choice) its row of the batch: int32 [N, K], -1 if none."""
 
     def reduce(self, rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
         """rows from the kernel -> [N, D]: sum_k weights[n, k] * rows[positions[n, k]], 0 without any."""

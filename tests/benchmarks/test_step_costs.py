@@ -32,7 +32,7 @@ def test_a_step_launches_reads_and_waits_as_expected(group) -> None:
     known = expected()
     for values in run(group):
         assert held(values) == known[values["case"]], f"{values['case']} differs: {UPDATE}"
-        assert values["host_waits"] == 0
+        assert group.prefill or values["host_waits"] == 0
 
 
 # -- the roofline

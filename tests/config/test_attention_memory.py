@@ -94,7 +94,12 @@ def test_widths_and_capabilities_are_refused_at_start(prepared: Callable[..., Re
         prepared(attention_backend="fa3", capability=(10, 0))
     assert "triton" in workspace(prepared(SMALL))[1]
     assert "fa3" in workspace(prepared())[1]
-    assert "flashinfer" in workspace(prepared(capability=(10, 0)))[1]
+    assert "trtllm_mla" in workspace(prepared(capability=(10, 0)))[1]
+    assert "flashinfer" in workspace(prepared(capability=(10, 0), page_size=1))[1]
+    with pytest.raises(
+        ConfigError, match=r"--attention-backend trtllm_mla:.*pages of 32 or 64 tokens, --page-size is 16"
+    ):
+        prepared(attention_backend="trtllm_mla", page_size=16, capability=(10, 0))
 
 
 def test_sizes_by_hand() -> None:

@@ -135,7 +135,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--hicache-storage-backend file", "hierarchical KV cache"),
         ("--cpu-offload-gb 4", "weights offloaded to RAM"),
         ("--kv-cache-dtype nvfp4", "4-bit KV caches"),
-        ("--attention-backend trtllm_mla", "TensorRT-LLM kernels"),
+        ("--attention-backend trtllm_mha", "TensorRT-LLM kernels"),
         ("--attention-backend aiter", "other accelerators"),
         ("--triton-attention-num-kv-splits 16", "settings of individual Triton kernels"),
         ("--triton-attention-reduce-in-fp32", "settings of individual Triton kernels"),

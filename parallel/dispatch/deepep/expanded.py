@@ -23,7 +23,6 @@ from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, Ac
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.dispatch.buffers import Slots
 from moe_engine.parallel.dispatch.deepep.startup import adapter_gbs
-from moe_engine.parallel.dispatch.expert_ids import check_choices
 from moe_engine.parallel.dispatch.payload import decode, encode
 from moe_engine.parallel.dispatch.protocol import Dispatcher, DispatchShape, Tokens
 
@@ -130,8 +129,6 @@ class ElasticDispatcher(Dispatcher):
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
     ) -> tuple[ExpertBatch, ExpandedHandle]:
-        if self._wait:
-            check_choices(self._permutation, topk_ids, self._shape.num_experts)
         slot = self._slots.take()
         sent = encode(x, topk_ids, topk_weights, self._shape.fp8, format)
         received, _, row_weights, lib_handle, _ = self._buffer.dispatch(

@@ -112,7 +112,7 @@ class LegacyExchange:
     def deliver(self, tokens: Tokens, slot: int) -> tuple[Tokens, Any]:
         ids = tokens.ids.to(self._ids_dtype)
         per_rank, per_node, per_expert, in_rank, _ = self._buffer.get_dispatch_layout(ids, self._shape.num_experts)
-        received, recv_ids, recv_weights, _, handle, _ = self._buffer.dispatch(
+        received, recv_ids, recv_weights, counts, handle, _ = self._buffer.dispatch(
             tokens.data if tokens.scales is None else (tokens.data, tokens.scales),
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node,
@@ -122,7 +122,7 @@ class LegacyExchange:
             topk_weights=tokens.weights,
         )
         data, scales = received if isinstance(received, tuple) else (received, None)
-        return Tokens(data, scales, recv_ids.to(torch.int32), recv_weights), handle
+        return Tokens(data, scales, recv_ids.to(torch.int32), recv_weights, counts), handle
 
     def collect(self, partial: Tensor, handle: Any) -> Tensor:
         sums, _, _ = self._buffer.combine(partial, handle)

@@ -177,7 +177,7 @@ def dispatch(
     if not setup.rows:
         return dispatcher.dispatch(x, ids, weights, phase, ActivationFormat(row_alignment=aligned))
     sent: Activation = x
-    if dispatcher.takes_rows:
+    if dispatcher.takes_rows()[phase]:
         sent = QuantizedActivation(reference.quantize_rows(x), None, x.dtype)
     format = replace(ActivationFormat.fp8(False), row_alignment=aligned, column_scales=setup.aligned)
     batch, handle = dispatcher.dispatch(sent, ids, weights, phase, format)

@@ -186,6 +186,67 @@ def _mla(p: Any, q_starts, kv_starts, indices, lens, query, kv_cache, out) -> Te
     return lse
 
 
+def trtllm_decode(arch: int) -> Any:
+    """`mla.trtllm_batch_decode_with_kv_cache_mla` of a GPU; it may leave anything in its workspace but expects its own
+    values there."""
+    seen: dict[int, Tensor] = {}
+
+    def decode(
+        query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
+        max_seq_len, sparse_mla_top_k=0, out=None, bmm1_scale=1.0, bmm2_scale=1.0, sinks=None, enable_pdl=None,
+        backend="auto", cum_seq_lens_q=None, max_q_len=None, return_lse=False,
+    ):  # fmt: skip
+        must(arch == 10, "trtllm-gen has kernels for sm_100 only")
+        must(backend == "trtllm-gen", "auto imports CuTeDSL and may not be captured: name the backend")
+        must(not sparse_mla_top_k and sinks is None and not return_lse, "not emulated")
+        must((kv_lora_rank, qk_rope_head_dim) in ((512, 64), (256, 64)), "no kernels for these widths")
+        must(workspace_buffer.dtype == torch.uint8 and workspace_buffer.numel() >= MIN_WORKSPACE, "128 MiB of bytes")
+        if workspace_buffer.data_ptr() not in seen:
+            must(recording() or not workspace_buffer[:4096].any(), "a workspace must be zero at its first use")
+            seen[workspace_buffer.data_ptr()] = workspace_buffer
+        heads, width, page = query.shape[-2], query.shape[-1], kv_cache.shape[-2]
+        must(not 64 < heads < 128 and heads <= 128, f"no kernels for {heads} heads")
+        must(kv_cache.dim() == 3 and page in (32, 64), f"pages of 32 or 64 tokens, kv_cache is {list(kv_cache.shape)}")
+        must(width == kv_cache.shape[-1] == kv_lora_rank + qk_rope_head_dim, "head widths differ")
+        must(query.dtype in HALF and kv_cache.dtype == query.dtype and query.is_contiguous(), "contiguous, one dtype")
+        must(isinstance(bmm1_scale, float) and bmm2_scale == 1.0, "scales are floats in captured steps")
+        check_index(block_tables, "block_tables", 2)
+        check_index(seq_lens, "seq_lens")
+        must(len(block_tables) == len(seq_lens), "batch sizes differ")
+        if cum_seq_lens_q is None:
+            must(query.dim() == 4 and len(query) == len(seq_lens), "one count of query tokens for all requests")
+            starts = torch.arange(len(query) + 1, dtype=torch.int32) * query.shape[1]
+        else:
+            must(query.dim() == 3 and max_q_len is not None, "compact queries need max_q_len, or the host waits")
+            check_index(cum_seq_lens_q, "cum_seq_lens_q")
+            must(len(cum_seq_lens_q) == len(seq_lens) + 1, "batch sizes differ")
+            starts = cum_seq_lens_q
+        return _trtllm(
+            starts, max_q_len, block_tables, seq_lens, max_seq_len, query, kv_cache, kv_lora_rank, bmm1_scale
+        )
+
+    return decode
+
+
+@launched
+def _trtllm(starts, most, tables, lens, longest, query, kv_cache, latent, scale) -> Tensor:
+    out = poison(*query.shape[:-1], latent, dtype=query.dtype)
+    flat, results = query.flatten(0, -3), out.flatten(0, -3)
+    bounds = starts.tolist()
+    must(bounds[0] == 0 and bounds[-1] == len(flat), "cum_seq_lens_q must cover the query tokens")
+    for i, length in enumerate(lens.tolist()):
+        rows, count = slice(bounds[i], bounds[i + 1]), bounds[i + 1] - bounds[i]
+        must(0 < count <= length <= longest and (most is None or count <= most), "lengths beyond their maxima")
+        pages = tables[i, : -(-length // kv_cache.shape[1])].long()
+        must(len(pages) * kv_cache.shape[1] >= length, "block_tables are narrower than the context")
+        must(bool(((pages >= 0) & (pages < len(kv_cache))).all()), "a page number is out of range")
+        keys = kv_cache[pages].flatten(0, 1)[:length, None]
+        results[rows] = softmax_rows(flat[rows], keys, keys[..., :latent], scale, causal(count, length))[0].to(
+            out.dtype
+        )
+    return out
+
+
 class BatchPrefillWithRaggedKVCacheWrapper:
     made = 0
 
@@ -369,7 +430,11 @@ def module(arch: int = 9) -> Any:
     wrapper = type("BatchMLAPagedAttentionWrapper", (BatchMLAPagedAttentionWrapper,), {"arch": arch})
     return SimpleNamespace(
         __name__="flashinfer",
-        mla=SimpleNamespace(BatchMLAPagedAttentionWrapper=wrapper, MLAPlanMetadata=MLAPlanMetadata),
+        mla=SimpleNamespace(
+            BatchMLAPagedAttentionWrapper=wrapper,
+            MLAPlanMetadata=MLAPlanMetadata,
+            trtllm_batch_decode_with_kv_cache_mla=trtllm_decode(arch),
+        ),
         BatchPrefillWithRaggedKVCacheWrapper=BatchPrefillWithRaggedKVCacheWrapper,
         BatchPrefillWithPagedKVCacheWrapper=BatchPrefillWithPagedKVCacheWrapper,
         sampling=SimpleNamespace(

@@ -16,6 +16,7 @@ from moe_engine.kernels.attention.vendors.flashinfer import SPARE
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
+from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
 from tests.kernels.cpu.formulas import NAN, attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 
@@ -36,6 +37,7 @@ def flash_mla(arch: int = 9, plans_itself: bool = True, wheel: bool = False) -> 
 MLA = {
     "flashinfer": (lambda: FlashInferMLA(flashinfer_emulator.module()), (1, 16, 64)),
     "fa3": (lambda: FA3MLA(fa3_emulator.module()), (1, 16, 64)),
+    "trtllm_mla": (lambda: TrtllmMLA(flashinfer_emulator.module(10), 10), (32, 64)),
     "flashmla": (flash_mla, (64, 128)),
     "flashmla of the wheel": (lambda: flash_mla(wheel=True), (64,)),
     "flashmla of 2025": (lambda: flash_mla(plans_itself=False), (64,)),

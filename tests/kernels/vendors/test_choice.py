@@ -22,7 +22,7 @@ HOPPER, BLACKWELL, AMPERE = (Device("cuda", f"GPU {major}", (major, 0)) for majo
 CPU = Device("cpu", "test")
 BF16 = Need("bfloat16", page_size=64)
 TABLES = {"linear": tables.LINEAR, "experts": tables.EXPERTS, "mla": tables.MLA, "gqa": tables.GQA}
-VENDOR_ROWS = {"deep_gemm", "flashinfer", "flashmla", "fa3"}
+VENDOR_ROWS = {"deep_gemm", "flashinfer", "flashmla", "fa3", "trtllm_mla"}
 
 
 @pytest.fixture
@@ -43,7 +43,10 @@ def test_nothing_vendor_related_runs_on_a_cpu(everything_installed):
 def test_a_missing_library_is_said_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setattr(probe, "_found", lambda name: False)
     for table in TABLES:
-        for why in refusals(table, HOPPER).values():
+        for name, why in refusals(table, HOPPER).items():
+            if name == "trtllm_mla":  # not on this GPU
+                why = refusals(table, BLACKWELL)[name]
+            assert why is not None
             assert "is not installed" in why and ("pip install" in why or "build" in why)
 
 
@@ -54,7 +57,7 @@ def test_a_missing_library_is_said_with_the_way_to_get_it(monkeypatch):
         ("experts", BLACKWELL, {"deep_gemm"}),
         ("linear", AMPERE, set()),
         ("mla", HOPPER, {"flashmla", "flashinfer", "fa3"}),
-        ("mla", BLACKWELL, {"flashinfer"}),
+        ("mla", BLACKWELL, {"flashinfer", "trtllm_mla"}),
         ("mla", AMPERE, {"flashinfer"}),
         ("gqa", HOPPER, {"flashinfer", "fa3"}),
     ],
@@ -91,6 +94,7 @@ def test_auto_takes_what_is_installed_and_tells_of_the_rest(everything_installed
     choice = select("attention", tables.MLA, "auto", HOPPER, BF16)
     assert choice.row.name == "fa3" and choice.refused["flashmla"] == "less preferred than fa3"
     assert select("attention", tables.MLA, "auto", BLACKWELL, replace(BF16, page_size=1)).row.name == "flashinfer"
+    assert select("attention", tables.MLA, "auto", BLACKWELL, BF16).row.name == "trtllm_mla"
     with pytest.raises(ValueError, match="'fa3' cannot run here: FlashAttention 3 has kernels for sm_90"):
         select("attention", tables.MLA, "fa3", BLACKWELL, BF16)
 

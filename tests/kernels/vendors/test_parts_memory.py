@@ -113,7 +113,7 @@ def test_a_long_prompt_holds_no_more_than_the_ledger_counts(checkpoint, monkeypa
 
     def attend() -> None:
         for chunk in chunks:
-            attention._expanded(q[chunk.tokens], cache, chunk, out[chunk.tokens])
+            attention._attend(q[chunk.tokens], cache, chunk, out[chunk.tokens])
 
     attend()  # lists of slots and lengths stay for all layers
     with Held() as held:

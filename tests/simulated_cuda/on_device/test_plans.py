@@ -15,6 +15,7 @@ from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
+from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
 from moe_engine.worker.device_stream import CudaGraphs
 from tests.kernels.cpu.formulas import attend, close, normal
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
@@ -35,6 +36,7 @@ def flash_mla(plans_itself: bool) -> FlashMLA:
 MLA = {
     "flashinfer": (lambda: FlashInferMLA(flashinfer_emulator.module(9), 9), 1),
     "flashinfer on Blackwell": (lambda: FlashInferMLA(flashinfer_emulator.module(10), 10), 16),
+    "trtllm_mla": (lambda: TrtllmMLA(flashinfer_emulator.module(10), 10), 32),
     "fa3": (lambda: FA3MLA(fa3_emulator.module()), 16),
     "flashmla": (lambda: flash_mla(True), 128),
     "flashmla of 2025": (lambda: flash_mla(False), 64),
@@ -176,7 +178,7 @@ def test_batches_without_plans_in_place() -> None:
     for make, _ in (*MLA.values(), *GQA.values()):
         backend = make()
         assert backend.capabilities.plan_in_place(prompts) is None
-        if not isinstance(backend, (FA3MLA, FA3GQA)):
+        if not isinstance(backend, (FA3MLA, FA3GQA, TrtllmMLA)):
             assert backend.capabilities.plan_in_place(static.batch) is None
 
 
