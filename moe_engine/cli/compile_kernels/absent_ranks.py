@@ -112,12 +112,8 @@ class _EvenAllToAll(VariableAllToAll):
 class _EvenLayout(GroupedLayout):
     """As if every choice were of this rank's experts."""
 
-    def expand(self, tokens: Tokens, keeps_fp8: bool, slot: int) -> tuple[ExpertBatch, Tensor]:
-        self._num_pairs = tokens.ids.numel()
-        return super().expand(tokens, keeps_fp8, slot)
-
-    def _count(self, offsets: Tensor) -> int:
-        return self._num_pairs
+    def _count(self, tokens: Tokens, offsets: Tensor, alignment: int) -> int:
+        return -(-tokens.ids.numel() // alignment) * alignment
 
 
 def even_routes(group: Group, shape: DispatchShape) -> Dispatcher:
@@ -136,7 +132,7 @@ class _Phase(Dispatcher):
     """One phase of a `PhasedDispatcher`, as a `Dispatcher`."""
 
     def __init__(self, whole: PhasedDispatcher, phase: Phase) -> None:
-        self._whole, self._phase, self.takes_rows = whole, phase, whole.takes_rows
+        self._whole, self._phase, self.takes_rows = whole, phase, whole.takes_rows()[phase]
 
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
