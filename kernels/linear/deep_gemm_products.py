@@ -99,6 +99,10 @@ class DeepGemm:
         self.heads_quantized = _heads_quantized(self._quantization)
         """(x [T, H, K], weight [H, N, K], power_of_two) -> the product per head, quantized; None with torch kernels."""
         self._ends: bool | None = None
+        if hasattr(self._lib, "set_pdl"):
+            # programmatic dependent launch: a kernel starts before the one ahead ends, and waits (griddepcontrol)
+            # before its first read of global memory, whatever ran ahead
+            self._lib.set_pdl(True)
 
     @property
     def shares_with_triton(self) -> bool:

@@ -36,6 +36,7 @@ class DeepGemmEmulator:
 
     Attributes:
         transposed: how often activation scales had to be brought into the kernel's layout first.
+        pdl: whether programmatic dependent launch is on; builds without group ends cannot set it.
         compiled: keys of the kernels compiled so far; `sealed` forbids more.
     """
 
@@ -43,7 +44,7 @@ class DeepGemmEmulator:
         self.arch = arch
         self.transposed = 0
         self.compiled: set[tuple[Any, ...]] = set()
-        self.sealed = False
+        self.sealed = self.pdl = False
         contiguous = self.contiguous_with_ends if takes_ends else self.contiguous
         bf16 = self.bf16_contiguous_with_ends if takes_ends else self.bf16_contiguous
         self.module = SimpleNamespace(
@@ -56,8 +57,13 @@ class DeepGemmEmulator:
             transform_sf_into_required_layout=self.transform_sf_into_required_layout,
             get_mk_alignment_for_contiguous_layout=lambda: ALIGNMENT,
         )
+        if takes_ends:
+            self.module.set_pdl = self.set_pdl
 
     # entry points
+
+    def set_pdl(self, enable: bool) -> None:
+        self.pdl = enable
 
     def fp8_gemm_nt(
         self, a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False

@@ -59,6 +59,11 @@ def near(got: Tensor, want: Tensor) -> None:
     assert error < FP8_ERROR, f"relative error {error:.3f}"
 
 
+@pytest.mark.parametrize("arch,takes_ends", BUILDS)
+def test_dependent_launch_is_on_where_the_library_has_it(arch, takes_ends):
+    assert library(arch, takes_ends)[0].pdl == takes_ends
+
+
 @pytest.mark.parametrize("arch", [9, 10])
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_linear_equals_float64(arch, power_of_two):
