@@ -38,7 +38,8 @@ class SpeculativeArgs:
     speculative_draft_model_path: str | None = flag(
         None,
         "Folder or hub id of the draft model. STANDALONE needs one: a small model with the same vocabulary. NEXTN uses "
-        "the MTP layers of the model's own checkpoint: leave it out.",
+        "the MTP layers of the model's own checkpoint (leave it out), or an MTP layer exported on its own (SGLang's "
+        "...NextN checkpoints).",
         aliases=("--speculative-draft-model",),
         metavar="PATH",
     )

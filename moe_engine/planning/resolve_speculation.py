@@ -30,10 +30,14 @@ NGRAM_WINDOW = ("speculative_ngram_min_match_window_size", "speculative_ngram_ma
 
 @dataclass(frozen=True)
 class DraftModel:
-    """The draft model of --speculative-draft-model-path: its local folder and its config.json."""
+    """The draft model of --speculative-draft-model-path: its local folder and its config.json.
+
+    is_nextn: it is an MTP layer exported on its own, and `config` that of a model with this layer alone.
+    """
 
     path: str
     config: ModelConfig
+    is_nextn: bool = False
 
 
 def resolve_speculation(
@@ -129,6 +133,11 @@ def _check_drafter(
                 "--speculative-algorithm STANDALONE needs --speculative-draft-model-path: the folder of a small model "
                 f"with the vocabulary of {model.source}"
             )
+        if draft.is_nextn:
+            raise ConfigError(
+                f"--speculative-draft-model-path {draft.path}: an MTP layer exported on its own; use "
+                "--speculative-algorithm NEXTN"
+            )
         _check_standalone(model, draft, context_len)
 
 
@@ -140,10 +149,11 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
             "separate EAGLE heads are not supported yet; use NGRAM, which needs no weights, or STANDALONE with a draft "
             "model"
         )
-    if draft is not None:
-        raise NotAvailableYet(
-            f"--speculative-draft-model-path {draft.path}: not supported yet: MTP layers of another checkpoint; leave "
-            "it out to use the model's own, or use --speculative-algorithm STANDALONE for a complete draft model"
+    if draft is not None and not draft.is_nextn:
+        raise ConfigError(
+            f"--speculative-draft-model-path {draft.path}: a complete model; {asked} drafts with the model's own MTP "
+            "layers (leave the path out) or with an MTP layer exported on its own (...NextN in architectures); use "
+            "--speculative-algorithm STANDALONE for a complete draft model"
         )
     if model.stored_layers != model.num_layers and args.model.load_format != "dummy":
         raise ConfigError(

@@ -50,8 +50,9 @@ def add_speculation(
     num_bytes = 0
     if config.method == "nextn":
         layers = load_mtp(
-            options.model_path, options.model, runner.model, getattr(torch, options.dtype), stream.device,
-            options.load_format, progress, options.dummy_seed,
+            config.draft_model_path or options.model_path, options.model, runner.model, getattr(torch, options.dtype),
+            stream.device, options.load_format, progress, options.dummy_seed,
+            exported=config.draft_model_path is not None,
         )  # fmt: skip
         num_bytes = layers.weight_bytes
         drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model.hidden_size)
