@@ -104,7 +104,7 @@ class SpeculationConfig:
     vocabulary) or ``ngram`` (prompt lookup, no weights). `num_steps` is the depth of the tree, `topk` its width (1: a
     chain), `num_draft_tokens` its nodes with the root, so a chain has `num_steps` + 1. With `auto_depth` the engine
     chooses each step's depth between 0 and `num_steps`. Thresholds below 1 accept more than the target's own
-    choice (SGLang's lossy acceptance); 1 is lossless.
+    choice (SGLang's lossy acceptance); 1 is lossless. With `simulated_accept_length` drafts are accepted at random.
     """
 
     method: str
@@ -114,6 +114,7 @@ class SpeculationConfig:
     auto_depth: bool = False
     accept_threshold_single: float = 1.0
     accept_threshold_acc: float = 1.0
+    simulated_accept_length: float | None = None
     draft_model_path: str | None = None
     ngram_min_match: int = 1
     ngram_max_match: int = 12

@@ -63,6 +63,7 @@ def resolve_speculation(
     _check_thresholds(flags, record)
     _check_window(args, method)
     tree = _tree(args, method, record)
+    _check_simulation(flags, tree, record)
     if tree.topk > 1 and args.backends.enable_deterministic_inference:
         raise ConfigError(
             f"--speculative-eagle-topk {tree.topk} with --enable-deterministic-inference: prompt chunks in one batch "
@@ -82,6 +83,7 @@ def resolve_speculation(
         auto_depth=tree.auto_depth,
         accept_threshold_single=flags.speculative_accept_threshold_single,
         accept_threshold_acc=flags.speculative_accept_threshold_acc,
+        simulated_accept_length=flags.speculative_simulated_accept_length,
         draft_model_path=draft.path if draft is not None else None,
         ngram_min_match=flags.speculative_ngram_min_match_window_size,
         ngram_max_match=flags.speculative_ngram_max_match_window_size,
@@ -201,6 +203,22 @@ def _check_thresholds(flags: SpeculativeArgs, record: Record) -> None:
             raise ConfigError(f"{option_of(name)} {value:g}: must be above 0 and at most 1 (1: lossless)")
         if value < 1:
             record.remark(f"{option_of(name)} {value:g}: not lossless, accepts drafts that the model might not sample")
+
+
+def _check_simulation(flags: SpeculativeArgs, tree: Tree, record: Record) -> None:
+    length, option = flags.speculative_simulated_accept_length, "--speculative-simulated-accept-length"
+    if length is None:
+        return
+    if tree.topk > 1:
+        raise ConfigError(f"{option} {length:g}: needs chains; use --speculative-eagle-topk 1")
+    if not 1 <= length <= tree.steps + 1:
+        raise ConfigError(
+            f"{option} {length:g}: must be at least 1 and at most {tree.steps + 1}, the tokens that a step of "
+            f"{tree.steps} drafts can yield; more need --speculative-num-steps"
+        )
+    record.remark(
+        f"{option} {length:g}: drafts are accepted at random, answers are not the model's; for benchmarks only"
+    )
 
 
 def _check_window(args: EngineArgs, method: str) -> None:

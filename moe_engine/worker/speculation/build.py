@@ -61,7 +61,8 @@ def add_speculation(
     else:
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match, stream)
     fused = None
-    if isinstance(drafter, MTPDrafter) and config.topk == 1 and not config.has_thresholds:
+    exact = not config.has_thresholds and config.simulated_accept_length is None
+    if isinstance(drafter, MTPDrafter) and config.topk == 1 and exact:
         fused = FusedStep(drafter, rows, runner.sampler, pool.layers)
     runner.speculation = SpeculativeStep(
         config, drafter, rows, runner.builder, runner.sampler, pool, target, stream, fused
