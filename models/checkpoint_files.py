@@ -6,6 +6,7 @@ safetensors: 8 bytes little-endian header length, the header (JSON: name -> dtyp
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -53,6 +54,14 @@ def read_checkpoint(directory: Path) -> dict[str, WeightFile]:
     return _with_prefix(_read_indexed(directory, index) if index.is_file() else _read_files(directory))
 
 
+def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
+    """`read_checkpoint` of an MTP layer exported on its own, where it is layer 0, under the names that it has behind
+    `layer` main layers. Raises as `read_checkpoint`."""
+    files, first = read_checkpoint(directory), "model.layers.0."
+    own = [name for name in files if name.startswith(first)]
+    return _renamed(files, {name: f"model.layers.{layer}.{name.removeprefix(first)}" for name in own})
+
+
 def _read_files(directory: Path) -> dict[str, WeightFile]:
     single = directory / "model.safetensors"
     files: dict[str, WeightFile] = {}
@@ -66,12 +75,16 @@ def _with_prefix(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
     """The tensors of a model that was saved without a head, under the names that they have in a model with a head."""
     if f"{_BODY[0]}weight" not in files:
         return files
-    full = {name: f"model.{name}" if name.startswith(_BODY) else name for name in files}
-    renamed = {
-        id(file): WeightFile(file.path, {full.get(name, name): tensor for name, tensor in file.tensors.items()})
+    return _renamed(files, {name: f"model.{name}" for name in files if name.startswith(_BODY)})
+
+
+def _renamed(files: dict[str, WeightFile], names: Mapping[str, str]) -> dict[str, WeightFile]:
+    """The same tensors with new `names`, old -> new."""
+    changed = {
+        id(file): WeightFile(file.path, {names.get(name, name): tensor for name, tensor in file.tensors.items()})
         for file in files.values()
     }
-    return {full[name]: renamed[id(file)] for name, file in files.items()}
+    return {names.get(name, name): changed[id(file)] for name, file in files.items()}
 
 
 def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:

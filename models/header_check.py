@@ -6,7 +6,7 @@ shape or unsupported dtype, or belong to no layer. External models have their ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from moe_engine.errors import CheckpointError
@@ -16,7 +16,14 @@ from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.plain import plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_files, hint_for
-from moe_engine.models.tensors import Kind, TensorSpec, model_tensors, names_outside_model, names_outside_mtp
+from moe_engine.models.tensors import (
+    Kind,
+    TensorSpec,
+    model_tensors,
+    mtp_tensors,
+    names_outside_model,
+    names_outside_mtp,
+)
 
 MAX_SHOWN = 5
 
@@ -39,13 +46,33 @@ def check_headers(
     check = _Check(files, format_in_files(config.weight_format, files))
     problems = [problem for spec in model_tensors(config, include_mtp) for problem in check.problems(spec)]
     problems += _unexpected(files, config, include_mtp, check.known)
-    if problems:
-        shown = "; ".join(problems[:MAX_SHOWN])
-        more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
-        raise CheckpointError(
-            f"{directory}: {len(problems)} tensors do not match config.json: {shown}{more}; "
-            "check that config.json belongs to these files and that no file is missing"
-        )
+    _raise(directory, problems)
+
+
+def check_nextn_headers(directory: str | Path, files: Mapping[str, WeightFile], config: ModelConfig) -> None:
+    """`check_headers` for an MTP layer exported on its own.
+
+    Args:
+        files: from `read_nextn`.
+        config: of the model.
+    """
+    check = _Check(files, format_in_files(config.weight_format, files))
+    specs = (spec.within(f"model.layers.{config.num_layers}") for spec in mtp_tensors(config))
+    problems = [problem for spec in specs for problem in check.problems(spec)]
+    outside = names_outside_mtp(config, files)
+    problems += [f"{name} belongs to no MTP layer" for name in sorted(files.keys() - check.known - outside)]
+    _raise(directory, problems)
+
+
+def _raise(directory: str | Path, problems: Sequence[str]) -> None:
+    if not problems:
+        return
+    shown = "; ".join(problems[:MAX_SHOWN])
+    more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
+    raise CheckpointError(
+        f"{directory}: {len(problems)} tensors do not match config.json: {shown}{more}; "
+        "check that config.json belongs to these files and that no file is missing"
+    )
 
 
 class _Check:

@@ -69,8 +69,12 @@ def load_mtp(
     load_format: str = "auto",
     progress: bool = False,
     seed: int = 0,
+    exported: bool = False,
 ) -> MTPLayers:
     """The MTP layers of a loaded `model`, with its kernels, embedding and head. Arguments as in `load_model`.
+
+    Args:
+        exported: `path` has the MTP layer alone (SGLang's NextN checkpoints).
 
     Raises:
         CheckpointError: with file and tensor. ConfigError: config.json has no MTP layers, or the family has none.
@@ -81,7 +85,9 @@ def load_mtp(
             "has no MTP layers for drafting; use a checkpoint with MTP layers, or another --speculative-algorithm"
         )
     with torch.no_grad():
-        reader = _open(path, config, dtype, device, load_format, progress, seed, partial(names_outside_mtp, config))
+        outside = partial(names_outside_mtp, config)
+        layer = config.num_layers if exported else None
+        reader = _open(path, config, dtype, device, load_format, progress, seed, outside, layer)
         layers = MTPLayers(model, reader)
         reader.finish()
     return layers
@@ -131,10 +137,14 @@ def _open(
     progress: bool,
     seed: int,
     ignore: Ignore,
+    nextn_layer: int | None = None,
 ) -> WeightSource:
     device = torch.device(device)
     if isinstance(dtype, str):
         dtype = getattr(torch, activation_dtype(config, dtype, device.type))
     options: dict[str, Any] = {"dtype": dtype, "device": device, "format": config.weight_format}
-    options |= {"seed": seed} if load_format == "dummy" else {"ignore": ignore, "progress": progress}
+    if load_format == "dummy":
+        options |= {"seed": seed}
+    else:
+        options |= {"ignore": ignore, "progress": progress, "nextn_layer": nextn_layer}
     return open_source(load_format, path, **options)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.checkpoint_files import ELEMENT_BYTES, TensorHeader, read_checkpoint
+from moe_engine.models.checkpoint_files import ELEMENT_BYTES, TensorHeader, read_checkpoint, read_nextn
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.plain import PLAIN, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
@@ -93,6 +93,7 @@ class WeightReader:
         format: of the matrices, by config.json.
         ignore: returns the names that may stay unread (and do not count for the progress bar).
         progress: a bar with bytes, rate and remaining time on stderr.
+        nextn_layer: the directory has one MTP layer exported on its own, which is this layer of the model.
 
     Attributes:
         num_bytes_read: bytes of tensors and scales read so far; only the slices of sliced tensors.
@@ -109,13 +110,14 @@ class WeightReader:
         format: WeightFormat = PLAIN,
         ignore: Callable[[Collection[str]], Collection[str]] = lambda names: (),
         progress: bool = False,
+        nextn_layer: int | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = torch.device(device)
         self._directory = Path(directory) if isinstance(directory, (str, Path)) else directory.path
         self._lock = threading.Lock()
         self.num_bytes_read = 0
-        self._files = _open_files(directory)
+        self._files = _open_files(directory, nextn_layer)
         self.format = format_in_files(format, self._files)
         # A projection of width 0 (no shared experts, as saved by transformers) has no data and is never requested.
         self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
@@ -227,11 +229,11 @@ class WeightReader:
             self._bar.update(num_bytes)
 
 
-def _open_files(directory: str | Path | TensorFile) -> dict[str, TensorFile]:
+def _open_files(directory: str | Path | TensorFile, nextn_layer: int | None = None) -> dict[str, TensorFile]:
     """Tensor name -> its file."""
     if not isinstance(directory, (str, Path)):
         return dict.fromkeys(directory.entries, directory)
-    files = read_checkpoint(Path(directory))
+    files = read_checkpoint(Path(directory)) if nextn_layer is None else read_nextn(Path(directory), nextn_layer)
     if not files:
         raise CheckpointError(
             f"{directory}: holds no *.safetensors file; convert the checkpoint to safetensors, "

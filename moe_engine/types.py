@@ -102,9 +102,9 @@ class SpeculationConfig:
 
     `method` names the drafter: ``nextn`` (the checkpoint's own MTP layers), ``standalone`` (a small model of the same
     vocabulary) or ``ngram`` (prompt lookup, no weights). `num_steps` is the depth of the tree, `topk` its width (1: a
-    chain), `num_draft_tokens` its nodes with the root, so a chain has `num_steps` + 1. With `auto_depth` the engine
-    chooses each step's depth between 0 and `num_steps`. Thresholds below 1 accept more than the target's own
-    choice (SGLang's lossy acceptance); 1 is lossless.
+    chain), `num_draft_tokens` its nodes with the root, so a chain has `num_steps` + 1; `auto_depth`: each step has a
+    depth of 0 to `num_steps`. Thresholds below 1 accept more than the target's own choice (SGLang's lossy acceptance);
+    1 is lossless. `simulated_accept_length`: drafts are accepted at random.
     """
 
     method: str
@@ -114,6 +114,7 @@ class SpeculationConfig:
     auto_depth: bool = False
     accept_threshold_single: float = 1.0
     accept_threshold_acc: float = 1.0
+    simulated_accept_length: float | None = None
     draft_model_path: str | None = None
     ngram_min_match: int = 1
     ngram_max_match: int = 12
@@ -474,8 +475,7 @@ class StepPlan:
 class StepResult:
     """Output of a step: the accepted tokens of each request of the plan that samples, in plan order.
 
-    `logprobs[i]` belong to tokens[i], None where not requested; `prompt_logprobs[row]` to the prompt tokens computed in
-    this step.
+    `logprobs[i]` belong to tokens[i], None where not requested; `prompt_logprobs[row]` to the step's prompt tokens.
     """
 
     number: int

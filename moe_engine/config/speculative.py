@@ -38,7 +38,8 @@ class SpeculativeArgs:
     speculative_draft_model_path: str | None = flag(
         None,
         "Folder or hub id of the draft model. STANDALONE needs one: a small model with the same vocabulary. NEXTN uses "
-        "the MTP layers of the model's own checkpoint: leave it out.",
+        "the MTP layers of the model's own checkpoint (leave it out), or an MTP layer exported on its own (SGLang's "
+        "...NextN checkpoints).",
         aliases=("--speculative-draft-model",),
         metavar="PATH",
     )
@@ -73,6 +74,12 @@ class SpeculativeArgs:
         "Accept a draft of probability p with probability min(1, p / this). Below 1, answers may differ from those "
         "without speculation.",
         metavar="P",
+    )
+    speculative_simulated_accept_length: float | None = flag(
+        None,
+        "For benchmarks: accept drafts at random, so that a verify step yields this many tokens on average (at least "
+        "1), whatever the model says. Answers are not the model's; the log and every response say so.",
+        metavar="TOKENS",
     )
     speculative_ngram_min_match_window_size: int = flag(
         1, "NGRAM: fewest last tokens that must match earlier text.", metavar="TOKENS"

@@ -16,15 +16,15 @@ from pathlib import Path
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.model import OTHER_FORMATS
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint
+from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint, read_nextn
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.header_check import check_headers
+from moe_engine.models.header_check import check_headers, check_nextn_headers
 from moe_engine.models.pooling import with_pooling
 from moe_engine.parallel.recording.config import recorder_directory
 from moe_engine.planning.checkpoint import locate, sums
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
-from moe_engine.planning.draft_model import load_draft
+from moe_engine.planning.draft_model import load_draft, with_nextn
 from moe_engine.planning.machine import Machine, probe_machine
 from moe_engine.planning.remarks import unread_variables
 from moe_engine.planning.resolve import ResolvedConfig, resolve
@@ -60,6 +60,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     found = machine or probe_machine(args.model.device)
     config_folder = folder if folder.is_dir() else folder.parent
     draft = load_draft(args)
+    model = with_nextn(model, draft)
     files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder)
     resolve_once = partial(
         resolve,
@@ -76,9 +77,12 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     resolved = resolve_profile(args, model, found.device, resolve_once)
     resolved = _with_secret(resolved)
     if files is not None:
+        exported = draft is not None and draft.is_nextn
         uses_mtp = resolved.speculation is not None and resolved.speculation.method == "nextn"
-        _check_weights(config_folder, files, model, uses_mtp)
-        if draft is not None and resolved.draft_model is not None:
+        _check_weights(config_folder, files, model, uses_mtp and not exported)
+        if draft is not None and exported:
+            check_nextn_headers(draft.path, read_nextn(Path(draft.path), model.num_layers), model)
+        elif draft is not None and resolved.draft_model is not None:
             draft_folder = Path(draft.path)
             _check_weights(draft_folder, read_checkpoint(draft_folder), draft.config)
     on_cpu = resolved.device == "cpu"

@@ -38,6 +38,7 @@ VARIABLES = {
     "--linear-backend",
     "DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": "use --max-dispatch-tokens-per-rank",
     "DISABLE_SGL_KERNEL": "use --ops-backend",
+    "SIMULATE_ACC_LEN": "use --speculative-simulated-accept-length",
 }
 """SGLang's variables, without their prefix, that a flag replaces here."""
 

@@ -270,7 +270,7 @@ def _drafts(
     """The drafter, and its draft model if it has one."""
     speculation = resolve_speculation(args, model, draft, context_len, record)
     _check_shared_drafts(args, speculation, model, parallel)
-    if draft is None or speculation is None or speculation.draft_model_path is None:
+    if draft is None or draft.is_nextn or speculation is None or speculation.draft_model_path is None:
         return speculation, None
     return speculation, draft.config.within(context_len)
 

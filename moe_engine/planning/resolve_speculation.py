@@ -30,10 +30,14 @@ NGRAM_WINDOW = ("speculative_ngram_min_match_window_size", "speculative_ngram_ma
 
 @dataclass(frozen=True)
 class DraftModel:
-    """The draft model of --speculative-draft-model-path: its local folder and its config.json."""
+    """The draft model of --speculative-draft-model-path: its local folder and its config.json.
+
+    is_nextn: it is an MTP layer exported on its own, and `config` that of a model with this layer alone.
+    """
 
     path: str
     config: ModelConfig
+    is_nextn: bool = False
 
 
 def resolve_speculation(
@@ -59,6 +63,7 @@ def resolve_speculation(
     _check_thresholds(flags, record)
     _check_window(args, method)
     tree = _tree(args, method, record)
+    _check_simulation(flags, tree, record)
     if tree.topk > 1 and args.backends.enable_deterministic_inference:
         raise ConfigError(
             f"--speculative-eagle-topk {tree.topk} with --enable-deterministic-inference: prompt chunks in one batch "
@@ -78,6 +83,7 @@ def resolve_speculation(
         auto_depth=tree.auto_depth,
         accept_threshold_single=flags.speculative_accept_threshold_single,
         accept_threshold_acc=flags.speculative_accept_threshold_acc,
+        simulated_accept_length=flags.speculative_simulated_accept_length,
         draft_model_path=draft.path if draft is not None else None,
         ngram_min_match=flags.speculative_ngram_min_match_window_size,
         ngram_max_match=flags.speculative_ngram_max_match_window_size,
@@ -129,6 +135,11 @@ def _check_drafter(
                 "--speculative-algorithm STANDALONE needs --speculative-draft-model-path: the folder of a small model "
                 f"with the vocabulary of {model.source}"
             )
+        if draft.is_nextn:
+            raise ConfigError(
+                f"--speculative-draft-model-path {draft.path}: an MTP layer exported on its own; use "
+                "--speculative-algorithm NEXTN"
+            )
         _check_standalone(model, draft, context_len)
 
 
@@ -140,10 +151,11 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
             "separate EAGLE heads are not supported yet; use NGRAM, which needs no weights, or STANDALONE with a draft "
             "model"
         )
-    if draft is not None:
-        raise NotAvailableYet(
-            f"--speculative-draft-model-path {draft.path}: not supported yet: MTP layers of another checkpoint; leave "
-            "it out to use the model's own, or use --speculative-algorithm STANDALONE for a complete draft model"
+    if draft is not None and not draft.is_nextn:
+        raise ConfigError(
+            f"--speculative-draft-model-path {draft.path}: a complete model; {asked} drafts with the model's own MTP "
+            "layers (leave the path out) or with an MTP layer exported on its own (...NextN in architectures); use "
+            "--speculative-algorithm STANDALONE for a complete draft model"
         )
     if model.stored_layers != model.num_layers and args.model.load_format != "dummy":
         raise ConfigError(
@@ -191,6 +203,22 @@ def _check_thresholds(flags: SpeculativeArgs, record: Record) -> None:
             raise ConfigError(f"{option_of(name)} {value:g}: must be above 0 and at most 1 (1: lossless)")
         if value < 1:
             record.remark(f"{option_of(name)} {value:g}: not lossless, accepts drafts that the model might not sample")
+
+
+def _check_simulation(flags: SpeculativeArgs, tree: Tree, record: Record) -> None:
+    length, option = flags.speculative_simulated_accept_length, "--speculative-simulated-accept-length"
+    if length is None:
+        return
+    if tree.topk > 1:
+        raise ConfigError(f"{option} {length:g}: needs chains; use --speculative-eagle-topk 1")
+    if not 1 <= length <= tree.steps + 1:
+        raise ConfigError(
+            f"{option} {length:g}: must be at least 1 and at most {tree.steps + 1}, the tokens that a step of "
+            f"{tree.steps} drafts can yield; more need --speculative-num-steps"
+        )
+    record.remark(
+        f"{option} {length:g}: drafts are accepted at random, answers are not the model's; for benchmarks only"
+    )
 
 
 def _check_window(args: EngineArgs, method: str) -> None:

@@ -83,7 +83,9 @@ def create_app(frontend: Frontend, client: EngineClient, settings: ServerSetting
         from moe_engine.server.tracing import TraceRequests
 
         app.add_middleware(TraceRequests, tracing=tracing)
-    app.add_middleware(RequestIds, root_path=keys.fastapi_root_path)
+    simulated = settings.args.speculative.speculative_simulated_accept_length
+    marks = [] if simulated is None else [(b"x-simulated-accept-length", f"{simulated:g}".encode())]
+    app.add_middleware(RequestIds, root_path=keys.fastapi_root_path, more=marks)
     return app
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,11 +22,13 @@ class RequestIds:
     Args:
         root_path: prefix of paths behind a proxy (`--fastapi-root-path`), removed from paths that have it: a proxy may
             strip it or not.
+        more: further headers of every response.
     """
 
-    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
+    def __init__(self, app: ASGIApp, root_path: str = "", more: Sequence[tuple[bytes, bytes]] = ()) -> None:
         self._app = app
         self._root_path = root_path
+        self._more = tuple(more)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,7 +39,7 @@ class RequestIds:
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (HEADER, value)]
+                message["headers"] = [*message.get("headers", ()), (HEADER, value), *self._more]
             await send(message)
 
         if self._root_path and scope["path"].startswith(self._root_path + "/"):

@@ -94,7 +94,7 @@ class MemoryRelease:
     def _all_weights(self) -> list[Tensor]:
         self._weights.settle()
         try:
-            return [tensor for part in parts_of(self._runner) for tensor in weights_of(part)]
+            return [tensor for part in parts_of(self._runner, exported=True) for tensor in weights_of(part)]
         except TypeError as error:
             raise MoeEngineError(str(error)) from None
 

@@ -25,7 +25,7 @@ def memory_usage(runner: ModelRunner) -> dict[str, int]:
         TypeError: a kernel keeps its weights in a form that is not tensors.
     """
     states, device = runner.rows.states, runner.stream.device
-    parts = parts_of(runner)
+    parts = parts_of(runner, exported=True)
     tables = (part.rotary.cos_sin for part in parts if isinstance(part, Decoder))
     return {
         "weights": _bytes(chain(tables, *map(weights_of, parts))),

@@ -20,8 +20,9 @@ from moe_engine.worker.speculation.build import mtp_layers
 Part = Decoder | MTPLayers
 
 
-def parts_of(runner: ModelRunner) -> list[Part]:
-    """The model, and its MTP layers if they draft. A draft model of its own checkpoint is none of them.
+def parts_of(runner: ModelRunner, exported: bool = False) -> list[Part]:
+    """The model, and its MTP layers if they draft. A draft model of its own checkpoint is none of them, nor are MTP
+    layers of one, unless `exported`.
 
     Raises:
         MoeEngineError: an external model.
@@ -31,7 +32,10 @@ def parts_of(runner: ModelRunner) -> list[Part]:
     if not isinstance(inner, Decoder):
         raise MoeEngineError(f"{type(inner).__name__}: the weights of external models cannot be replaced")
     mtp = mtp_layers(runner)
-    return [inner] if mtp is None else [inner, mtp]
+    speculation = runner.speculation
+    if mtp is None or (speculation is not None and speculation.config.draft_model_path and not exported):
+        return [inner]
+    return [inner, mtp]
 
 
 def modules_of(parts: Iterable[Part], names: Iterable[str]) -> Iterator[Reloadable]:

@@ -149,6 +149,9 @@ def shape(steps, topk, tokens):
         (SMALL, shape(2, 2, 8), ["2 steps of topk 2 have at most 7", "use 7"]),
         (SMALL, {**NEXTN, "speculative_accept_threshold_single": 0}, ["threshold-single 0", "at most 1"]),
         (SMALL, {**NEXTN, "speculative_accept_threshold_acc": 1.5}, ["threshold-acc 1.5"]),
+        (SMALL, {**NEXTN, "speculative_simulated_accept_length": 4.5}, ["accept-length 4.5", "at most 4"]),
+        (SMALL, {**NEXTN, "speculative_simulated_accept_length": 0.5}, ["accept-length 0.5", "at least 1"]),
+        (SMALL, {"speculative_simulated_accept_length": 2.0}, ["needs --speculative-algorithm"]),
         (SMALL, {**NEXTN, "speculative_num_steps": "many"}, ["--speculative-num-steps many"]),
         (SMALL, {**NEXTN, "speculative_num_steps": -1}, ["--speculative-num-steps -1"]),
         (SMALL, {"speculative_algorithm": "EAGLE3"}, ["EAGLE3: not supported yet", "EAGLE draft heads"]),
@@ -198,12 +201,11 @@ def test_draft_paths(model_dir, tmp_path):
     for name, what in (
         ("LlamaForCausalLMEagle", "an EAGLE head"),
         ("LlamaForCausalLMEagle3", "an EAGLE-3 head"),
-        ("DeepseekV3ForCausalLMNextN", "an MTP layer exported"),
     ):
         head = model_dir({**LLAMA, "architectures": [name]}, name=name)
         with pytest.raises(NotAvailableYet, match=what):
             start("EAGLE", head)
-    with pytest.raises(NotAvailableYet, match="MTP layers of another checkpoint"):
+    with pytest.raises(ConfigError, match=r"a complete model; .*MTP layer exported on its own"):
         start("NEXTN", model_dir(SMALL, name="other"))
 
 

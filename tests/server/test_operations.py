@@ -40,6 +40,13 @@ def test_every_response_has_the_id_of_its_request():
     assert get(FakeClient(), "/v1/models", api_key="k").headers[ID]  # 401
 
 
+def test_responses_with_simulated_acceptance_say_so():
+    flags = {"speculative_algorithm": "NGRAM", "speculative_simulated_accept_length": 2.5}
+    mark = "x-simulated-accept-length"
+    assert post(FakeClient(), "/v1/chat/completions", CHAT, **flags).headers[mark] == "2.5"
+    assert mark not in get(FakeClient(), "/health").headers
+
+
 def test_the_request_log_has_the_id(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "moe_engine.server"):
         post(FakeClient(), "/generate", {"text": "a"}, headers={ID: "trace-2"}, log_requests=True)

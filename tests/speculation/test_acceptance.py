@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe_engine.worker.speculation.acceptance import accept, accept_chains, force
+from moe_engine.worker.speculation.acceptance import accept, accept_at_random, accept_chains, force
 
 VOCAB = 4  # so small that drafts are often accepted
 BROKEN = -1
@@ -137,3 +137,17 @@ def test_forced_drafts_reach_the_probability_of_the_thresholds(single: float, ac
         share = (equal | forced[:, 0]).float().mean().item()
         wanted = 1.0 if p >= single else min(1.0, p / acc)
         assert share == pytest.approx(wanted, abs=5 * (wanted * (1 - wanted) / draws) ** 0.5 + 1e-6)
+
+
+@pytest.mark.parametrize("length", [1.0, 1.7, 3.0, 4.0])
+def test_simulated_acceptance_has_its_length_and_keeps_drafts(length: float) -> None:
+    sampled, drafts = torch.randint(9, (4000, 4)), torch.randint(9, (4000, 4))
+    drafts[:1000, 2:] = -1  # fewer drafts
+    found = accept_at_random(sampled, drafts, length, torch.rand(4000))
+    assert float(found.counts[1000:].double().mean()) == pytest.approx(length, abs=0.05)
+    assert int(found.counts[:1000].max()) <= 2
+    for row in range(900, 1100):
+        count = int(found.counts[row])
+        own = [*drafts[row, 1:count].tolist(), int(sampled[row, count - 1])]
+        assert found.tokens[row].tolist() == own + own[-1:] * (4 - count)
+        assert found.path[row].tolist() == [*range(count), *[count - 1] * (4 - count)]

@@ -82,6 +82,24 @@ def accept_chains(sampled: Any, drafts: Any, depth: int) -> Accepted:
     return Accepted(*map(torch.as_tensor, (sampled[rows[:, None], path], counts, path)))
 
 
+def accept_at_random(sampled: Tensor, drafts: Tensor, length: float, uniform: Tensor) -> Accepted:
+    """Chains whose first drafts are accepted whatever the target sampled, for benchmarks: `length` tokens of each on
+    average, fewer where there are fewer drafts.
+
+    Args:
+        sampled, drafts: [D, N] as in `accept`.
+        uniform: [D] numbers in [0, 1).
+    """
+    place = torch.arange(drafts.shape[1], device=drafts.device)
+    offered = (drafts[:, 1:] >= 0).cumprod(1).sum(1)
+    least = int(length)
+    counts = torch.minimum(least + (uniform < length - least), offered + 1).long()
+    path = torch.minimum(place, counts[:, None] - 1)
+    # the drafts behind the root, then the token sampled at the last of them
+    tokens = torch.where(place < counts[:, None] - 1, drafts.roll(-1, 1), sampled.gather(1, path[:, -1:]))
+    return Accepted(tokens, counts, path)
+
+
 def force(probabilities: Tensor, uniform: Tensor, single: float, acc: float) -> Tensor:
     """[D, N] bool: drafts that the thresholds accept although the target sampled another token.
 

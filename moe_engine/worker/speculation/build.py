@@ -50,8 +50,9 @@ def add_speculation(
     num_bytes = 0
     if config.method == "nextn":
         layers = load_mtp(
-            options.model_path, options.model, runner.model, getattr(torch, options.dtype), stream.device,
-            options.load_format, progress, options.dummy_seed,
+            config.draft_model_path or options.model_path, options.model, runner.model, getattr(torch, options.dtype),
+            stream.device, options.load_format, progress, options.dummy_seed,
+            exported=config.draft_model_path is not None,
         )  # fmt: skip
         num_bytes = layers.weight_bytes
         drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model.hidden_size)
@@ -60,7 +61,8 @@ def add_speculation(
     else:
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match, stream)
     fused = None
-    if isinstance(drafter, MTPDrafter) and config.topk == 1 and not config.has_thresholds:
+    exact = not config.has_thresholds and config.simulated_accept_length is None
+    if isinstance(drafter, MTPDrafter) and config.topk == 1 and exact:
         fused = FusedStep(drafter, rows, runner.sampler, pool.layers)
     runner.speculation = SpeculativeStep(
         config, drafter, rows, runner.builder, runner.sampler, pool, target, stream, fused

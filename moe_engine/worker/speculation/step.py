@@ -27,7 +27,7 @@ from moe_engine.worker.sampling.penalties import TreeText
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.sampling.sampling_state import Draw, uniforms
 from moe_engine.worker.sampling.step_sampling import Drawn
-from moe_engine.worker.speculation.acceptance import Accepted, accept, accept_chains, force
+from moe_engine.worker.speculation.acceptance import Accepted, accept, accept_at_random, accept_chains, force
 from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
 from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
@@ -318,6 +318,8 @@ class SpeculativeStep:
         """Verifies the trees against the token sampled at each row of logits [S]. Returns also the prompts' tokens."""
         nodes, tokens, parents = verification.nodes, verification.tokens, verification.parents
         prompts = drawn.tokens[verification.decodes.num_nodes :]
+        if self.config.simulated_accept_length is not None and verification.depth:
+            return self._accept_at_random(drawn.tokens[nodes], verification), prompts
         if parents is None and drawn.chances is None:
             on_nodes, drafts, nodes = self._stream.arrays(drawn.tokens, tokens, nodes)
             return accept_chains(on_nodes[nodes], drafts, verification.depth), prompts
@@ -394,6 +396,12 @@ class SpeculativeStep:
         self.drafter.update_cache(Computed(rows, starts, counts, kept, offsets, hidden, batch, forward))
 
     # -- helpers
+
+    def _accept_at_random(self, on_nodes: Tensor, verification: Verification) -> Accepted:
+        assert self.config.simulated_accept_length is not None
+        seeds = self._rows.sampling.mixed_seed[verification.rows]
+        numbers = self._upload(uniforms(seeds, verification.starts, _FORCE_SALT))
+        return accept_at_random(on_nodes, verification.tokens, self.config.simulated_accept_length, numbers)
 
     def _forced(self, chances: Tensor, sampled: SampledRows, verification: Verification) -> Tensor:
         """[D, N]: drafts that the thresholds accept. chances [S, J]: probabilities of `drafts_below`."""
