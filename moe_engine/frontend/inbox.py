@@ -68,8 +68,8 @@ class Inbox:
         if self.left:
             return
         self.generated_ids += delta.token_ids
-        for part in _prompt_parts(delta, self._limit):
-            self._parts.append(part)
+        if delta.prompt_logprobs is not None:
+            self._parts.extend(_prompt_parts(delta, self._limit))
         if not (self._parts and self._parts[-1].take(delta, self._limit)):
             self._parts.append(_Part(delta))
         self._event.set()

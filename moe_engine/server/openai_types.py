@@ -172,7 +172,7 @@ _SHAPING = ("stream", "stream_options", "n", "echo", "logprobs", "top_logprobs")
 
 def response_fields(request: R, **bulk: Any) -> R:
     """A copy with only the fields that shape the response. `bulk`: small values for required fields."""
-    names = {field.name for field in msgspec.structs.fields(request)}
+    names = request.__struct_fields__  # `msgspec.structs.fields` evaluates all annotations again
     return type(request)(**bulk, **{name: getattr(request, name) for name in _SHAPING if name in names})
 
 
