@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
     from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
     from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
+    from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
     from moe_engine.kernels.experts.cpu import CpuExperts
     from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
     from moe_engine.kernels.experts.protocol import ExpertsKernel
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
     MLA: list[MLABackend] = [
         torch_attention.TorchMLA(), cpu_attention.CpuMLA(), triton_attention.TritonMLA(), FA3MLA(), FlashInferMLA(),
-        FlashMLA(),
+        FlashMLA(), TrtllmMLA(),
     ]  # fmt: skip
     GQA: list[GQABackend] = [
         torch_attention.TorchGQA(), cpu_attention.CpuGQA(), triton_attention.TritonGQA(), FA3GQA(), FlashInferGQA(),

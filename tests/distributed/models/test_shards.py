@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.sharding import local_config
 from moe_engine.models.weights import WeightReader
 from moe_engine.parallel.context import SINGLE, ParallelContext
+from moe_engine.parallel.dispatch.protocol import Phase
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.topology import Topology
 from tests.models.checkpoints import make_checkpoint
@@ -67,6 +68,13 @@ class Imagined:
         out.zero_()
 
 
+class ImaginedDispatcher:
+    """Answers what a layer asks while it is built; sends nothing."""
+
+    def takes_rows(self) -> dict[str, bool]:
+        return dict.fromkeys(get_args(Phase), False)
+
+
 def imagine(topology: Topology, rank: int, calls: list[str]) -> ParallelContext:
     sizes = {
         "world": (rank, topology.tp_size),
@@ -75,7 +83,7 @@ def imagine(topology: Topology, rank: int, calls: list[str]) -> ParallelContext:
         "ep": (topology.ep_rank(rank), topology.ep_size),
     }
     groups: dict[str, Any] = {name: Imagined(name, *place, calls) for name, place in sizes.items()}
-    dispatcher: Any = object() if topology.travels else None
+    dispatcher: Any = ImaginedDispatcher() if topology.travels else None
     return ParallelContext(topology, rank, dispatcher=dispatcher, **groups)
 
 
