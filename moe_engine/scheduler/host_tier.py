@@ -58,6 +58,10 @@ class HostTier:
         """Place -> slot, for the next plan."""
         self._new_loads: list[KVLoad] = []
         self._arrived: list[int] = []
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Further state of a subclass."""
 
     @property
     def num_loading(self) -> int:
@@ -71,17 +75,32 @@ class HostTier:
     def num_stored(self) -> int:
         return self.num_places - len(self._free)
 
+    # -- places
+
+    def take_places(self, count: int) -> list[int] | None:
+        """Free places, made free if needed by dropping the oldest prefixes; None if there are too few."""
+        missing = count - len(self._free)
+        if count == 0 or (missing > 0 and self.tree.drop_oldest(missing) < missing):
+            return None
+        places = self._free[-count:]
+        del self._free[-count:]
+        places.reverse()  # ascending in a fresh pool: neighbours are copied at once
+        return places
+
+    def give_places(self, places: list[int]) -> None:
+        self._free += places
+
+    def held_places(self) -> list[int]:
+        """Places in use outside the tree."""
+        return []
+
     # -- eviction
 
     def _store(self, slots: list[int]) -> list[int] | None:
         """Copies slots to the host before the next step; None if the host pool is too small."""
-        missing = len(slots) - len(self._free)
-        if missing > 0 and self.tree.drop_oldest(missing) < missing:
-            return None
-        places = self._free[-len(slots) :]
-        del self._free[-len(slots) :]
-        places.reverse()  # ascending in a fresh pool: neighbours are copied at once
-        self._new_stores.update(zip(places, slots))
+        places = self.take_places(len(slots))
+        if places is not None:
+            self._new_stores.update(zip(places, slots))
         return places
 
     def _release(self, places: list[int]) -> None:
@@ -194,6 +213,10 @@ class HostTier:
             if not node.slots and (node.alive or node.children or node.lock):
                 findings.append(f"an absent node that ends at {node.end} is in use")
             owned.update(places)
+        held = self.held_places()
+        if len(held) != len(set(held)) or not owned.isdisjoint(held):
+            findings.append("places of transfers are shared")
+        owned.update(held)
         everything = set(range(self.num_places))
         if len(self._free) != len(set(self._free)) or not owned.isdisjoint(self._free):
             findings.append("places of the host tier are free twice, or free and in use")

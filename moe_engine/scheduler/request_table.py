@@ -81,6 +81,8 @@ class RequestTable:
         request.end_ids = end_ids(request)
         self.live[request.rid] = request
         self.queue.push(request, front=request.retractions > 0)
+        if request.bootstrap is not None and not request.retractions:
+            self.kv_cache.enter_transfer(request)
         return events
 
     def _displace(self, request: Request, now: float) -> list[RequestEvent]:

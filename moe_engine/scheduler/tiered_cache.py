@@ -11,7 +11,7 @@ An absent node with slots is being loaded (`load`): its slots are being written,
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from moe_engine.scheduler.radix_cache import ChildKey, Match, Node, RadixCache
 
@@ -80,6 +80,28 @@ class TieredCache(RadixCache):
             if child.end > limit or child.tokens != tokens[node.end : child.end]:
                 return
             node = child
+
+    def add_absent(self, tokens: list[int], begin: int, end: int, extra_key: Hashable, places: list[int]) -> list[int]:
+        """Tokens [begin, end) of a prefix were stored in `places` by others: they join the tree, behind what it has of
+        them. Returns the places taken over; none if the prefix before `begin` is not in the tree any more."""
+        node = self.match(tokens, end, extra_key)
+        for child in self._walk_absent(node, tokens, end):
+            if child.end > end or child.tokens != tokens[node.end : child.end]:
+                return []
+            node = child
+        assert isinstance(node, TierNode)
+        key = self.child_key(tokens, node.end) if node.end < end else 0
+        if not begin <= node.end < end or key in node.absent or key in node.children:
+            self._offer(node)
+            return []
+        self._serial += 1
+        self._clock += 1
+        child = TierNode(node, tokens[node.end : end], [], self._serial)
+        child.alive, child.places, child.last_access = False, places[node.end - begin :], self._clock
+        node.absent[key] = child
+        self._offer_tier(child)
+        self.version += 1
+        return child.places
 
     def begin_load(self, node: Node, tokens: list[int], limit: int, load: int) -> list[TierNode]:
         """Marks the absent nodes behind `node` as being loaded, so that they stay; ends at a load in progress."""
