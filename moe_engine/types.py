@@ -263,6 +263,8 @@ class Request:
     lora_id: int = NO_LORA
     """Number of its LoRA adapter; `lora_pinned`: the adapter keeps its slot."""
     lora_pinned: bool = False
+    lora_key: str = ""
+    """Fingerprint of the adapter, for KV that outlives the engine; empty: not known."""
     hidden: list[bytes] | None = None  # final hidden states since the last event; None: not requested
     num_hidden: int = 0  # positions whose states have been taken
 
@@ -284,6 +286,10 @@ class Request:
     spec_accepted: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when first scheduled."""
+    loaded_host: int = 0
+    """Tokens of its prefix that were loaded for it from the connector's memory; `loaded_storage`: those that came from
+    storage."""
+    loaded_storage: int = 0
     first_scheduled: float | None = None
     retractions: int = 0
     failed_steps: int = 0
@@ -419,6 +425,34 @@ class KVLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class KVFetch:
+    """Reads the pages `keys` from the storage to these pages of the connector's memory; without pages it looks them up.
+    Fetches and backups share one numbering."""
+
+    id: int
+    keys: list[bytes]
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class KVBackup:
+    """Writes these pages of the connector's memory to the storage under `keys`."""
+
+    id: int
+    keys: list[bytes]
+    pages: list[int]
+
+
+class KVReport(NamedTuple):
+    """Progress of a fetch or backup on one rank, or the least of all ranks: the number of leading pages that are read,
+    found or stored. Nothing of the operation reads or writes memory after the report with `ended`."""
+
+    id: int
+    num_pages: int
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
 class KVOps:
     """Copies between the KV pool and a connector (`scheduler.kv_connector`). Every rank runs them in plan order, before
     the step's forward: it waits for the loads `arrived`, stores, then begins `loads`.
@@ -431,6 +465,11 @@ class KVOps:
     store_places: list[int] = field(default_factory=list)
     loads: list[KVLoad] = field(default_factory=list)
     arrived: list[int] = field(default_factory=list)
+    fetches: list[KVFetch] = field(default_factory=list)
+    backups: list[KVBackup] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)
+    """Of the storage below the connector's memory (`scheduler.storage_tier`), behind the stores; `stops` are fetches
+    and backups that end with the page they are at. A number that is repeated behind a failed step is begun once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
     "kv_connectors": {"errors"},
+    "storage": {"errors", "step_settings"},
     "sampling_checks": {"errors", "types", "validation", "structured_output"},
     "structured_output": {"errors", "types", "validation", "tokenizer", "processes"},
     "validation": {"errors"},
@@ -48,9 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": BASE,
     "processes": {"errors"},
     "config": BASE | {"kernels", "parallel", "tokenizer"},
-    "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes", "scheduler"},
+    "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes", "scheduler", "storage"},
     "tuning": BASE | MODEL | PLAN | {"processes", "scheduler", "core", "frontend"},
-    "worker": BASE | MODEL | {"processes"},
+    "worker": BASE | MODEL | {"processes", "storage"},
     "core": BASE | MODEL | PLAN | {"logs", "processes", "scheduler", "worker"},
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
@@ -76,7 +77,7 @@ NO_TORCH_FILES = (
     "launch_server",
     "__init__",
 )
-NO_TORCH = ("structured_output", "scheduler", "tokenizer", "server", "processes", "tuning", *NO_TORCH_FILES)
+NO_TORCH = ("structured_output", "storage", "scheduler", "tokenizer", "server", "processes", "tuning", *NO_TORCH_FILES)
 TORCH_IN_FUNCTIONS_ONLY = ("config", "planning", "frontend", "core", "executor", "cluster", "cli")
 MAY_IMPORT_TORCH = ("moe_engine/cli/compile_kernels/",)
 """Rooms of the packages above that are imported by one command alone."""

@@ -49,6 +49,8 @@ IDLE_POLL_SECONDS = 0.2
 """Interval of an idle core's liveness updates in the shared status."""
 CALL_POLL_SECONDS = 0.005
 """Poll interval of an idle core for its ranks' replies to a call."""
+STORAGE_POLL_SECONDS = 0.02
+"""Of an idle core while the storage works: the deadlines of waiting requests."""
 STATUS_INTERVAL_SECONDS = 0.05
 SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
 
@@ -150,18 +152,32 @@ class EngineCore:
             self._note_busy(not idle and not self._paused)
             self._status.write(last_turn=time.monotonic())
             may_wait = (no_steps and (not idle or not self._stopping)) or self._waits_for_kv
-            may_wait = may_wait or (self._paused and self._in_flight is None)
-            timeout = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
+            may_wait = (may_wait and not self._scheduler.kv_cache.has_kv_ops) or (
+                self._paused and self._in_flight is None
+            )
+            timeout = self._poll_seconds()
             for message in self._transport.receive(timeout if may_wait else 0.0):
                 self._handle(message)
             self._answer_calls()
             if self._grammars:
                 self._enter_ready()
-            if self._kv_arrivals is not None and (loads := self._kv_arrivals.take()):
-                self._scheduler.kv_arrived(loads)
+            if self._kv_arrivals is not None:
+                loads, reports = self._kv_arrivals.take(), self._kv_arrivals.take_storage()
+                if loads or reports:
+                    self._scheduler.kv_arrived(loads, reports)
             self._step()
             if self._kv_arrivals is not None:
-                self._waits_for_kv = self._in_flight is None and self._scheduler.num_loading > 0
+                waits = self._scheduler.num_loading > 0 or self._scheduler.kv_cache.num_fetching() > 0
+                self._waits_for_kv = self._in_flight is None and waits
+
+    def _poll_seconds(self) -> float:
+        """How long `receive` waits."""
+        if self._calls:
+            return CALL_POLL_SECONDS
+        storage = self._scheduler.kv_cache.storage
+        if storage is None or not storage.num_open or self._kv_arrivals is None:
+            return IDLE_POLL_SECONDS
+        return CALL_POLL_SECONDS if self._kv_arrivals.polls else STORAGE_POLL_SECONDS
 
     def start_over(self) -> None:
         """After `run` has raised: running requests return to the queue and are computed again by the next `run`."""

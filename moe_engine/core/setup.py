@@ -69,8 +69,9 @@ def make_core(
     }
     kv_arrivals = None
     if config.host_tier_tokens:
-        kv_arrivals = KVArrivals(transport.wake)
-        worker.on_kv_done(kv_arrivals.report)
+        group_size = config.parallel.topology.attn_tp_size if config.storage is not None else 1
+        kv_arrivals = KVArrivals(transport.wake, group_size, driver.take_kv_reports)
+        worker.on_kv_done(kv_arrivals.report, kv_arrivals.report_storage)
     scheduler = Scheduler(scheduler_config(config))
     return EngineCore(
         scheduler,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.errors import ConfigError
+from moe_engine.step_settings import StorageSettings
 from moe_engine.types import SpeculationConfig
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
@@ -49,6 +50,10 @@ class SchedulerConfig:
     """Size of the host-RAM tier (``--enable-hierarchical-cache``); 0: none."""
     kv_connector: str = "host"
     """Class of the tier (`moe_engine.kv_connectors`)."""
+    hicache_write_policy: str = "write_back"
+    """When KV is stored there (``--hicache-write-policy``, resolved)."""
+    storage: StorageSettings | None = None
+    """Storage below the tier; None: none."""
     window: int = 0
     """Tokens that windowed layers attend to, the query's included, if their KV is bounded; 0: it is not."""
     num_window_slots: int = 0

@@ -150,6 +150,8 @@ class SchedulerStats:
     num_drains_total: int
     host_hit_tokens_total: int = 0
     """Tokens loaded from the host-RAM tier; of the tier also the tokens in use and its size."""
+    storage_hit_tokens_total: int = 0
+    """Of these, tokens that were read from storage."""
     host_used_tokens: int = 0
     host_total_tokens: int = 0
     speculation: SpecStats | None = None

@@ -14,8 +14,9 @@ from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
+from moe_engine.scheduler.storage_tier import StorageTier
 from moe_engine.scheduler.window_room import WindowRoom
-from moe_engine.types import Request, RowWrite
+from moe_engine.types import KVReport, Request, RowWrite
 
 
 def token_run(request: Request, start: int, end: int) -> list[int]:
@@ -45,6 +46,11 @@ class KVCacheManager:
         if config.host_tier_tokens:
             made = connector_class(config.kv_connector)
             self.connector = made(config.host_tier_tokens, self.slots, self.make_room)
+            configure = getattr(self.connector, "configure", None)
+            if configure is not None:
+                configure(config.hicache_write_policy, config.storage, self._bigrams)
+        self.storage: StorageTier | None = getattr(self.connector, "storage", None)
+        """Storage below the connector's memory, if there is any."""
         self.tree: RadixCache = self._new_tree(config) if self.connector is None else self.connector.tree
         self.step = 0
 
@@ -247,6 +253,24 @@ class KVCacheManager:
     def window_pool(self) -> tuple[DeferredFreePool, set[int]] | None:
         """The pool of window pages and those in use; None without such a pool."""
         return None
+
+    # -- KV outside the pool
+
+    @property
+    def has_kv_ops(self) -> bool:
+        """Whether the connector has something for the next plan."""
+        return self.connector is not None and self.connector.has_new_loads
+
+    def num_fetching(self) -> int:
+        """Reads of the storage that waiting requests wait for (`StorageTier.poll`)."""
+        return self.storage.poll() if self.storage is not None else 0
+
+    def kv_arrived(self, kv_done: Sequence[int], reports: Sequence[KVReport]) -> None:
+        """See `Scheduler.kv_arrived`."""
+        assert self.connector is not None
+        self.connector.update_connector_output(kv_done, self.step)
+        if self.storage is not None:
+            self.storage.reported(reports)
 
     # -- steps
 

@@ -52,6 +52,7 @@ def snapshot(
         oldest_wait_seconds=now - oldest if oldest is not None else 0.0,
         num_drains_total=totals.drains,
         host_hit_tokens_total=connector.num_loaded_tokens if connector is not None else 0,
+        storage_hit_tokens_total=getattr(connector, "num_loaded_from_storage", 0),
         host_used_tokens=connector.num_stored if connector is not None else 0,
         host_total_tokens=connector.num_places if connector is not None else 0,
         speculation=speculation,
