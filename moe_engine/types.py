@@ -14,6 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moe_engine.errors import InputError
+from moe_engine.kv_ops import KVBackup as KVBackup
+from moe_engine.kv_ops import KVFetch as KVFetch
+from moe_engine.kv_ops import KVLoad as KVLoad
+from moe_engine.kv_ops import KVOps as KVOps
+from moe_engine.kv_ops import KVReport as KVReport
 from moe_engine.structured_output.constraint import Constraint
 
 GREEDY_TEMPERATURE = 1e-6
@@ -290,6 +295,8 @@ class Request:
     """Tokens of its prefix that were loaded for it from the connector's memory; `loaded_storage`: those that came from
     storage."""
     loaded_storage: int = 0
+    tiers: tuple[int, int, str] | None = None
+    """Of `cached_tokens` those from host memory and from storage, and the storage's name; None without a KV tier."""
     first_scheduled: float | None = None
     retractions: int = 0
     failed_steps: int = 0
@@ -413,63 +420,6 @@ class StepFacts:
             depth=depth if drafting else 0,
             **more,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class KVLoad:
-    """Copies KV from `places` of the connector to `slots` of the pool. The copy may end after the step."""
-
-    id: int
-    places: list[int]
-    slots: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class KVFetch:
-    """Reads the pages `keys` from the storage to these pages of the connector's memory; without pages it looks them up.
-    Fetches and backups share one numbering."""
-
-    id: int
-    keys: list[bytes]
-    pages: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class KVBackup:
-    """Writes these pages of the connector's memory to the storage under `keys`."""
-
-    id: int
-    keys: list[bytes]
-    pages: list[int]
-
-
-class KVReport(NamedTuple):
-    """Progress of a fetch or backup on one rank, or the least of all ranks: the number of leading pages that are read,
-    found or stored. Nothing of the operation reads or writes memory after the report with `ended`."""
-
-    id: int
-    num_pages: int
-    ended: bool
-
-
-@dataclass(frozen=True, slots=True)
-class KVOps:
-    """Copies between the KV pool and a connector (`scheduler.kv_connector`). Every rank runs them in plan order, before
-    the step's forward: it waits for the loads `arrived`, stores, then begins `loads`.
-
-    Stores copy store_slots[i] of the pool to store_places[i]; places are distinct. The step may overwrite the slots.
-    `arrived` are loads that the scheduler regards as complete: this step and later steps may use their slots.
-    """
-
-    store_slots: list[int] = field(default_factory=list)
-    store_places: list[int] = field(default_factory=list)
-    loads: list[KVLoad] = field(default_factory=list)
-    arrived: list[int] = field(default_factory=list)
-    fetches: list[KVFetch] = field(default_factory=list)
-    backups: list[KVBackup] = field(default_factory=list)
-    stops: list[int] = field(default_factory=list)
-    """Of the storage below the connector's memory (`scheduler.storage_tier`), behind the stores; `stops` are fetches
-    and backups that end with the page they are at. A number that is repeated behind a failed step is begun once."""
 
 
 @dataclass(frozen=True, slots=True)

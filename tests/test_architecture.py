@@ -23,7 +23,8 @@ MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
 FACTS = {
-    "errors", "types", "step_settings", "token_masks", "sampling_checks", "custom_logit_processor", "validation",
+    "errors", "kv_ops", "types", "step_settings", "token_masks", "sampling_checks", "custom_logit_processor",
+    "validation",
 }  # fmt: skip
 BASE = FACTS | {"structured_output", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
@@ -31,7 +32,8 @@ PLAN = {"config", "planning", "tokenizer"}
 # package -> what it may import of this project, besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "types": {"errors", "structured_output"},
+    "kv_ops": set(),
+    "types": {"errors", "kv_ops", "structured_output"},
     "step_settings": set(),
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
@@ -56,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
     "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
-    "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic"},
+    "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic", "storage"},
     "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "tuning"},
     "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server", "tuning"},
     "launch_server": {"cli"},
@@ -66,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 NO_TORCH_FILES = (
     "step_settings",
+    "kv_ops",
     "types",
     "token_masks",
     "custom_logit_processor",

@@ -19,6 +19,7 @@ import msgspec
 from moe_engine.core import messages
 from moe_engine.core.bad_words import BadWords
 from moe_engine.core.core_methods import NO_METHODS, CoreMethod, NoArgs, PauseArgs
+from moe_engine.core.deltas import deltas_of
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.grammar_queue import GrammarQueue, grammar_of
@@ -392,6 +393,7 @@ class EngineCore:
             logprobs=logprobs,
             extra_key=message.extra_key,
             lora_id=message.lora_id,
+            lora_key=message.lora_key,
             lora_pinned=message.lora_pinned,
             hidden=[] if message.return_hidden_states else None,
             seed=message.seed,
@@ -437,7 +439,7 @@ class EngineCore:
 
     def _publish(self, events: list[RequestEvent]) -> None:
         if events:
-            self._send_deltas(_deltas(events))
+            self._send_deltas(deltas_of(events))
 
     def _send_deltas(self, deltas: list[messages.RequestDelta]) -> None:
         self._transport.send(messages.StepOutput(deltas=deltas, group=self._group))
@@ -481,36 +483,3 @@ def _reply_of(call_id: int, call: PendingCall) -> messages.Reply | None:
     error = call.exception()
     value = call.result() if error is None else describe(error)
     return messages.Reply(id=call_id, ok=error is None, value=value)
-
-
-def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:
-    """One delta per event. Most events only carry a token: a fast path, because a step has hundreds of them."""
-    plain = messages.RequestDelta
-    return [
-        plain(rid, tokens, None, None, None, cached, retractions)
-        if finish is None and logprobs is None and prompt_logprobs is None and vector is None
-        else _delta(event)
-        for event in events
-        for rid, tokens, finish, cached, retractions, logprobs, prompt_logprobs, _, _, vector in (event,)
-    ]
-
-
-def _delta(event: RequestEvent) -> messages.RequestDelta:
-    return messages.RequestDelta(
-        event.rid,
-        event.token_ids,
-        event.finish_reason.to_dict() if event.finish_reason else None,
-        event.logprobs,
-        event.prompt_logprobs,
-        event.cached_tokens,
-        event.retractions,
-        _queue_time(event),
-        event.speculation,
-        event.vector,
-    )
-
-
-def _queue_time(event: RequestEvent) -> float:
-    """Seconds from arrival in the queue to the first step; known at the last event."""
-    timing = event.timing
-    return timing.first_scheduled - timing.queued_at if timing and timing.first_scheduled is not None else 0.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moe_engine import logs
 from moe_engine.config.parallel import ParallelArgs
-from moe_engine.core.core_methods import CoreMethod, ExpertDumps, LoraId, settings_methods
+from moe_engine.core.core_methods import CoreMethod, ExpertDumps, LoraId, NewWeights, settings_methods
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import StepWorker
@@ -84,6 +84,7 @@ def make_core(
         worker_stats=lambda: own | worker.state() | scheduler.table.settings.values(),
         methods={"write_experts": ExpertDumps(config.experts.directory).method()}
         | _lora_methods(scheduler)
+        | _storage_methods(scheduler)
         | settings_methods(scheduler.table.settings),
         check=check,
         dp_sync=dp_sync,
@@ -98,6 +99,13 @@ def make_core(
 def _lora_methods(scheduler: Scheduler) -> dict[str, CoreMethod]:
     slots = scheduler.table.lora
     return {} if slots is None else {"retire_lora": CoreMethod(lambda args: slots.retire(args.lora_id), LoraId)}
+
+
+def _storage_methods(scheduler: Scheduler) -> dict[str, CoreMethod]:
+    storage = scheduler.kv_cache.storage
+    return (
+        {} if storage is None else {"renew_storage": CoreMethod(lambda args: storage.renew(args.weights), NewWeights)}
+    )
 
 
 def _grammar_compiler(config: ResolvedConfig) -> GrammarCompiler | None:

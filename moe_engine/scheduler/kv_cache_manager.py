@@ -256,6 +256,14 @@ class KVCacheManager:
 
     # -- KV outside the pool
 
+    def note_hit(self, request: Request, cached: int) -> None:
+        """The first `cached` tokens of a request that is scheduled first were cached."""
+        request.cached_tokens = cached
+        if self.connector is not None:
+            fetched = min(request.loaded_storage, cached)
+            backend = self.storage.settings.backend if self.storage is not None else ""
+            request.tiers = min(request.loaded_host, cached - fetched), fetched, backend
+
     @property
     def has_kv_ops(self) -> bool:
         """Whether the connector has something for the next plan."""

@@ -379,7 +379,7 @@ class Scheduler:
                 request.followed = True
                 if request.first_scheduled is None:
                     request.first_scheduled = now
-                    request.cached_tokens = job.start
+                    self.kv_cache.note_hit(request, job.start)
                     self.totals.cached_tokens += job.start
                     self.totals.prompt_tokens += len(request.prompt_ids)
             if not job.is_last:

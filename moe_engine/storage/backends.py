@@ -24,19 +24,7 @@ def _file(settings: StorageSettings, rank: int) -> PageStorage:
     return FileStorage(settings.directory, settings.max_bytes)
 
 
-def _mooncake(settings: StorageSettings, rank: int) -> PageStorage:
-    from moe_engine.storage.mooncake_storage import MooncakeStorage
-
-    return MooncakeStorage(extra_of(settings), settings.max_bytes, rank)
-
-
-def _nixl(settings: StorageSettings, rank: int) -> PageStorage:
-    from moe_engine.storage.nixl_storage import NixlStorage
-
-    return NixlStorage(settings.directory, settings.max_bytes, rank)
-
-
-BACKENDS: dict[str, Maker] = {"file": _file, "mooncake": _mooncake, "nixl": _nixl}
+BACKENDS: dict[str, Maker] = {"file": _file}
 
 
 def open_storage(settings: StorageSettings, rank: int = 0) -> PageStorage:

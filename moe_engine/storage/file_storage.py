@@ -43,7 +43,7 @@ class FileStorage:
     def __init__(self, directory: str, max_bytes: int = 0) -> None:
         self._root = Path(directory)
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(0o700, parents=True, exist_ok=True)
             probe = self._root / f".probe-{os.getpid()}-{threading.get_ident()}"
             probe.write_bytes(b"x")
             probe.unlink()

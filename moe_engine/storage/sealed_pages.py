@@ -12,6 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from moe_engine.storage.protocol import Buffer, PageStorage
 
@@ -120,6 +121,21 @@ class SealedPages:
             except Exception as error:  # of any backend
                 self._failed("writes", error)
         return stored
+
+    def clear(self) -> None:
+        """Removes all pages of the storage."""
+        try:
+            self._storage.clear()
+        except Exception as error:  # of any backend
+            self._failed("writes", error)
+
+    def facts(self) -> dict[str, Any]:
+        """Plain values: of the backend, and errors and wrong pages since the start."""
+        try:
+            found = self._storage.describe()
+        except Exception as error:  # of any backend
+            found = {"error": f"{type(error).__name__}: {error}"}
+        return found | {"num_errors": self.num_errors, "num_corrupt": self.num_corrupt}
 
     def _discard(self, name: str) -> None:
         """Removes a page with wrong bytes, so that it is stored again."""

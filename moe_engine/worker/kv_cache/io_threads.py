@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
+
+from moe_engine.processes.watched_thread import start_watched
 
 
 class IOThreads:
@@ -23,7 +24,7 @@ class IOThreads:
         if not self._started:
             self._started = True
             for i in range(self._num_threads):
-                threading.Thread(target=self._run, name=f"{self._name}-{i}", daemon=True).start()
+                start_watched(f"{self._name}-{i}", self._run, self._failed)
         self._calls.put((call, args))
 
     def close(self) -> None:
@@ -31,6 +32,9 @@ class IOThreads:
         self._closed = True
         for _ in range(self._num_threads):
             self._calls.put(None)
+
+    def _failed(self, message: str) -> None:
+        """The other threads go on; requests wait for no report longer than their bound."""
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:

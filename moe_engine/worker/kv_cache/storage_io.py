@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 from moe_engine.storage.sealed_pages import SealedPages
 from moe_engine.types import KVBackup, KVFetch, KVOps, KVReport
@@ -67,6 +68,7 @@ class StorageIO:
         self._open: set[int] = set()
         self._lock = threading.Lock()
         self._closed = False
+        self._num_clearing = 0
         self._reporter: Reporter | None = None
 
     def report_to(self, reporter: Reporter) -> None:
@@ -88,7 +90,8 @@ class StorageIO:
             if number > self._last:
                 self._last = number
                 self._report(number, 0, True)  # of a step that failed before it began
-        for op in sorted((*ops.fetches, *ops.backups), key=attrgetter("id")):
+        begun: list[KVFetch | KVBackup] = [*ops.fetches, *ops.backups]
+        for op in sorted(begun, key=attrgetter("id")):
             if not self._begin(op.id):
                 continue
             if isinstance(op, KVFetch):
@@ -97,6 +100,22 @@ class StorageIO:
                 self._writer.submit(self._guard, partial(self._backup, op), op.id, before)
             else:
                 self._report(op.id, 0, True)
+
+    def clear(self) -> None:
+        """Begins to remove all pages, behind the writes submitted so far; `facts` shows when it has ended."""
+        self._num_clearing += 1
+        self._writer.submit(self._clear)
+
+    def _clear(self) -> None:
+        try:
+            self.pages.clear()
+        finally:
+            self._num_clearing -= 1
+
+    def facts(self) -> dict[str, Any]:
+        """Plain values: of the backend, errors since the start, operations in progress."""
+        found = self.pages.facts()
+        return found | {"num_open": self.num_open, "is_clearing": self._num_clearing > 0}
 
     def close(self) -> None:
         """Stops without waiting for reads or writes that hang; operations behind the current ones do not run."""
