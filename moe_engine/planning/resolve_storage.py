@@ -61,7 +61,10 @@ def read_extra(memory: MemoryArgs) -> dict[str, Any]:
 
 
 def with_storage_page(args: EngineArgs, record: Record) -> EngineArgs:
-    """The page size that storage needs, unless it is given."""
+    """The page size that storage needs, unless it is given; notes the write policy."""
+    if args.memory.hicache_write_policy == "auto":
+        why = "no storage below it" if args.memory.hicache_storage_backend is None else "storage has all that is cached"
+        record.note("hicache_write_policy", resolve_write_policy(args), why)
     if args.memory.hicache_storage_backend is None or args.memory.page_size is not None:
         return args
     page = record.note("page_size", PAGE, "storage keeps pages of tokens")

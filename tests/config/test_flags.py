@@ -157,7 +157,7 @@ def test_unsupported_flags_are_refused_by_name(text, words):
     "text",
     [
         "--pp-size 1 --attn-cp-size 1 --moe-dp-size 1 --cpu-offload-gb 0",
-        "--pipeline-parallel-size 1 --hicache-io-backend kernel --disaggregation-mode null",
+        "--pipeline-parallel-size 1 --disaggregation-mode null",
         "--cuda-graph-backend-prefill disabled",
     ],
 )
