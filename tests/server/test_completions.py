@@ -71,4 +71,5 @@ def test_suffix(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = next(name for name in FORMS if name != form)
     refused = post(client, PATH, {"prompt": "a", "suffix": "b"}, completion_template=other)
     assert refused.status_code == 400 and "--completion-template" in refused.text
-    assert post(client, PATH, {"prompt": "a", "suffix": ""}).status_code == 200 and seen[-1] == "a"
+    assert post(client, PATH, {"prompt": "a", "suffix": ""}).status_code == 200
+    assert "a" in seen
