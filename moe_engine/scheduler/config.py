@@ -54,6 +54,8 @@ class SchedulerConfig:
     """When KV is stored there (``--hicache-write-policy``, resolved)."""
     storage: StorageSettings | None = None
     """Storage below the tier; None: none."""
+    kv_events: bool = False
+    """Whether the radix cache collects events (``--kv-events-config``)."""
     window: int = 0
     """Tokens that windowed layers attend to, the query's included, if their KV is bounded; 0: it is not."""
     num_window_slots: int = 0
