@@ -144,7 +144,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--quantization marlin", "other quantisation schemes"),
         ("--quantization awq", "other quantisation schemes"),
         ("--load-format gguf", "other checkpoint formats"),
-        ("--tool-call-parser gpt-oss", "more output parsers"),
+        ("--tool-call-parser step3", "more output parsers"),
     ],
 )  # fmt: skip
 def test_unsupported_flags_are_refused_by_name(text, words):
