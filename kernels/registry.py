@@ -28,6 +28,8 @@ class Row:
         lacks_expanded: it has no kernels for the expanded form of MLA: its constructor takes `expanded`, the most
             preferred other row.
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
+        sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
+        biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
     """
 
@@ -42,6 +44,8 @@ class Row:
     pages: tuple[int, ...] = ()
     lacks_expanded: bool = False
     windows: bool = False
+    sinks: bool = False
+    biases: bool = False
     reads_fp8: Callable[[Device], bool] | None = None
 
     def score(self, device: Device, need: Need) -> int:
@@ -126,6 +130,10 @@ def select(
 def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
     if family == "attention" and need.windows and not row.windows:
         return "no sliding windows"
+    if family == "attention" and need.sinks and not row.sinks:
+        return "no attention sinks"
+    if family == "experts" and need.biases and not row.biases:
+        return "no biases of experts"
     return row.why_not(device, need)
 
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 class RenewablePlan(Protocol):
     """A plan at fixed addresses, so that captured launches (a CUDA graph) can run with the plan of another step."""
 
+    on_device: bool
+    """Launches read the lengths on the device: `renew` needs upper bounds in `context_lens`, and what it writes serves
+    all plans of the backend for as many requests."""
+
     def renew(self) -> None:
         """Replans for the queries' current `context_lens`, in stream order; no host wait."""
 
@@ -72,6 +76,10 @@ class AttentionCapabilities:
 
     windows: bool = False
     """`paged` supports `PagedQueries.window`. The row in `kernels.tables` has the same field."""
+
+    sinks: Callable[[Tensor, Tensor, Tensor, PagedQueries, float, Any, Tensor], Tensor] | None = None
+    """`GQABackend.paged` with a last argument, float32 [H]: a logit of each head that takes part in the softmax of
+    every query and has no value (gpt-oss). The row in `kernels.tables` has a field of this name."""
 
     decoder: DecoderCalls | None = None
     """Whole layers, decoders and draft chains in one call."""

@@ -12,6 +12,8 @@ from msgspec import UNSET, Meta, Struct
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.logprob_format import LogprobOptions
+from moe_engine.frontend.session_params import SessionParams
+from moe_engine.frontend.session_turns import Joined
 from moe_engine.sampling_checks import MAX_COUNT, Count, CustomProcessor, SamplingRequest, TokenId, parse_sampling
 from moe_engine.structured_output.constraint import FreeReasoning
 from moe_engine.types import SamplingParams
@@ -63,10 +65,12 @@ class GenerateRequest(Struct, kw_only=True):
     lora_path: Annotated[
         str | list[str | None] | None, Meta(description="name of a loaded LoRA adapter; null: the base model")
     ] = None
-    session_params: OffOnly = None
     bootstrap_host: BootstrapHost | list[BootstrapHost | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
     bootstrap_room: BootstrapRoom | list[BootstrapRoom | None] | None = None
+    session_params: Annotated[
+        SessionParams | list[SessionParams | None] | None, Meta(description="the session that the request continues")
+    ] = None
     return_hidden_states: bool | list[bool | None] | None = None
     return_routed_experts: OffOnly = None
     max_thinking_tokens: OffOnly = None
@@ -120,6 +124,9 @@ class Prompt:
     """Name of its LoRA adapter, as `lora_path` gives it."""
     bootstrap: tuple[str, int, int] | None = None
     """Host, port (0: the server's own) and room of a transfer between servers."""
+    session: SessionParams | None = None
+    joined: Joined | None = None
+    """With a session: how `ids` begin, once its earlier tokens are in front of them."""
     length_asked: bool = True
     """The client chose `max_new_tokens`; a default is reduced to the free room."""
     max_new_tokens: int = field(default=0)
@@ -162,6 +169,7 @@ def split_prompts(
                 lora=_pick(inp.lora_path, i, count, is_batch, "lora_path") or None,
                 bootstrap=_bootstrap(inp, i, count, is_batch),
                 length_asked=_length_asked(inp, i),
+                session=_session(inp, i, count, is_batch),
             )
         )
     return prompts, is_batch
@@ -177,6 +185,11 @@ def _bootstrap(inp: GenerateInput, index: int, count: int, is_batch: bool) -> tu
     if not host:
         raise InputError("bootstrap_host: bootstrap_room needs the prefill server's host", field="bootstrap_host")
     return host.strip("[]"), _pick(inp.bootstrap_port, index, count, is_batch, "bootstrap_port") or 0, room
+
+
+def _session(inp: GenerateInput, index: int, count: int, is_batch: bool) -> SessionParams | None:
+    params: SessionParams | None = _pick(inp.session_params, index, count, is_batch, "session_params")
+    return None if params is None or params.is_empty else params
 
 
 def _length_asked(inp: GenerateInput, index: int) -> bool:

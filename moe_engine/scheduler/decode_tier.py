@@ -93,20 +93,20 @@ class DecodeTier(HostTier):
         """The tokens become a prefix in the tier, except those that were computed here meanwhile."""
         end -= end % self.tree.page_size
         self.num_transferred_tokens += end - incoming.begin
-        kept: set[int] = set()
-        if end > incoming.begin and not incoming.cancelled:
-            places = incoming.places[: end - incoming.begin]
+        pages = self._pages(incoming.places)
+        count = (end - incoming.begin) // self.tree.page_size
+        if count > 0 and not incoming.cancelled:
             namespace = incoming.request.namespace
-            kept.update(self.tree.add_absent(incoming.keys, incoming.begin, end, namespace, places))
-        self.give_places([place for place in incoming.places if place not in kept])
+            self._give(self.tree.add_absent(incoming.keys[:end], incoming.begin, pages[:count], namespace))
+            pages = pages[count:]
+        self._give(pages)
 
     # -- failures
 
     def reset(self) -> None:
-        lost = [place for incoming in self.incoming.values() for place in incoming.places]
         super().reset()
-        taken = set(lost)
-        self._free = [place for place in self._free if place not in taken]
+        taken = set(self.held_pages())
+        self._free = [page for page in self._free if page not in taken]
         for room, incoming in self.incoming.items():
             incoming.cancelled = True
             self.link.command("cancel", room)
@@ -115,5 +115,5 @@ class DecodeTier(HostTier):
 
     # -- integrity
 
-    def held_places(self) -> list[int]:
-        return [place for incoming in self.incoming.values() for place in incoming.places]
+    def held_pages(self) -> list[int]:
+        return [page for incoming in self.incoming.values() for page in self._pages(incoming.places)]

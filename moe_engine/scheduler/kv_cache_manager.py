@@ -17,8 +17,9 @@ from moe_engine.scheduler.prefill_tier import PrefillTier
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
+from moe_engine.scheduler.storage_tier import StorageTier
 from moe_engine.scheduler.window_room import WindowRoom
-from moe_engine.types import Request, RowWrite
+from moe_engine.types import KVReport, Request, RowWrite
 
 
 def token_run(request: Request, start: int, end: int) -> list[int]:
@@ -50,6 +51,11 @@ class KVCacheManager:
             self.connector = made(config.host_tier_tokens, self.slots, self.make_room)
             if (transfers := self.transfers) is not None:
                 transfers.uses_bigrams = config.bigram_prefixes
+            configure = getattr(self.connector, "configure", None)
+            if configure is not None:
+                configure(config.hicache_write_policy, config.storage, self._bigrams)
+        self.storage: StorageTier | None = getattr(self.connector, "storage", None)
+        """Storage below the connector's memory, if there is any."""
         self.tree: RadixCache = self._new_tree(config) if self.connector is None else self.connector.tree
         if config.kv_events:
             self.tree.events = KVEventLog(config.page_size, config.bigram_prefixes)
@@ -270,6 +276,32 @@ class KVCacheManager:
         """A queued request names a transfer."""
         if self.transfers is not None:
             self.transfers.enter(request, self.step)
+
+    # -- KV outside the pool
+
+    def note_hit(self, request: Request, cached: int) -> None:
+        """The first `cached` tokens of a request that is scheduled first were cached."""
+        request.cached_tokens = cached
+        if self.connector is not None:
+            fetched = min(request.loaded_storage, cached)
+            backend = self.storage.settings.backend if self.storage is not None else ""
+            request.tiers = min(request.loaded_host, cached - fetched), fetched, backend
+
+    @property
+    def has_kv_ops(self) -> bool:
+        """Whether the connector has something for the next plan."""
+        return self.connector is not None and self.connector.has_new_loads
+
+    def num_fetching(self) -> int:
+        """Reads of the storage that waiting requests wait for (`StorageTier.poll`)."""
+        return self.storage.poll() if self.storage is not None else 0
+
+    def kv_arrived(self, kv_done: Sequence[int], reports: Sequence[KVReport]) -> None:
+        """See `Scheduler.kv_arrived`."""
+        assert self.connector is not None
+        self.connector.update_connector_output(kv_done, self.step)
+        if self.storage is not None:
+            self.storage.reported(reports)
 
     # -- steps
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from moe_engine.kv_ops import KVOps
 from moe_engine.scheduler.host_tier import HostTier
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.transfer_link import TransferLink, digest_of
-from moe_engine.types import KVOps, Request, Status
+from moe_engine.types import Request, Status
 
 PIECE_TOKENS = 256
 """Tokens of a piece: a copy, and a message."""
@@ -60,7 +61,7 @@ class PrefillTier(HostTier):
 
     @property
     def has_new_loads(self) -> bool:
-        return self._stages or bool(self._new_loads)
+        return self._stages or super().has_new_loads
 
     def enter(self, request: Request, step: int) -> None:
         """A request whose KV a decode server will ask for."""
@@ -150,7 +151,7 @@ class PrefillTier(HostTier):
             assert ops is not None
             self._serial += 1
             self._stages = False
-            ops = KVOps(ops.store_slots, ops.store_places, ops.loads, ops.arrived, self._serial)
+            ops = replace(ops, serial=self._serial)
         return ops
 
     def _close(self, room: int, outgoing: Outgoing, step: int) -> None:
@@ -195,5 +196,5 @@ class PrefillTier(HostTier):
         own = [outgoing.node for outgoing in self.outgoing.values() if outgoing.node is not None]
         return super().held_nodes() + own
 
-    def held_places(self) -> list[int]:
-        return [place for o in self.outgoing.values() for _, places in o.pieces for place in places]
+    def held_pages(self) -> list[int]:
+        return [page for o in self.outgoing.values() for _, places in o.pieces for page in self._pages(places)]

@@ -74,7 +74,7 @@ class ReceiveWeightsRequest(Struct):
 
     names: Annotated[list[str], Meta(min_length=1)]
     dtypes: list[str]
-    shapes: list[list[Annotated[int, Meta(ge=0)]]]
+    shapes: list[list[Annotated[int, Meta(ge=0, le=2**62)]]]
     group_name: Annotated[str, Meta(min_length=1, max_length=256)] = "weight_update_group"
     load_format: Literal["auto"] | None = None
     flush_cache: Annotated[bool | None, Meta(description="the prefix cache is flushed in any case")] = None
@@ -228,7 +228,7 @@ class StateShown(TypedDict):
     """By scheduler. `bounds`: least and largest value of each setting."""
 
     values: dict[str, Any]
-    bounds: dict[str, list[float | None]]
+    bounds: dict[str, list[float | str | None]]
 
 
 class MemoryChanged(TypedDict):
@@ -262,6 +262,15 @@ Logprob = tuple[float | None, int, str | None]
 Alternatives = list[Logprob] | None
 
 
+class CachedTokensDetails(TypedDict):
+    """Cached tokens by the tier that they came from."""
+
+    device: int
+    host: int
+    storage: NotRequired[int]
+    storage_backend: NotRequired[str]
+
+
 class MetaInfo(TypedDict):
     id: str
     finish_reason: FinishReason | None
@@ -271,6 +280,8 @@ class MetaInfo(TypedDict):
     num_retractions: int
     completion_tokens: int
     cached_tokens: int
+    cached_tokens_details: NotRequired[CachedTokensDetails]
+    """At the end, with --enable-hierarchical-cache."""
     queue_time: float
     e2e_latency: NotRequired[float]
     first_token_latency: NotRequired[float]
@@ -403,19 +414,6 @@ class OldLoad(TypedDict):
     num_reqs: int
     num_waiting_reqs: int
     num_tokens: int
-
-
-ExpertView = TypedDict(
-    "ExpertView",
-    {
-        "layers": int,
-        "experts": int,
-        "counts": list[list[int]] | None,  # [layers][experts]
-        "balancedness": dict[str, float],
-        "recording": bool,
-        "pass": int,
-    },
-)
 
 
 class DoctorFinding(TypedDict):

@@ -114,11 +114,12 @@ class InProcessEngine:
     """A loaded model whose scheduler is made anew for each run, with other limits and switches.
 
     Args:
-        path: checkpoint directory. flags: as of the server; they fix what the worker allocates.
+        path: checkpoint directory.
+        flags: as of the server; they fix what the worker allocates. One thread computes unless they say otherwise.
     """
 
     def __init__(self, path: Path | str, status: Path, **flags: Any) -> None:
-        self.config = prepare(EngineArgs.from_kwargs(model_path=str(path), **flags))
+        self.config = prepare(EngineArgs.from_kwargs(**{"model_path": str(path), "cpu_threads": 1} | flags))
         self.worker = Worker.create(worker_options(self.config))
         self._status = SharedStatus(status, create=True)
 
@@ -136,7 +137,7 @@ class InProcessEngine:
         port = ScriptedPort(script)
         eos = frozenset(self.config.model.eos_token_ids)
         arrivals = KVArrivals(port.wake)
-        self.worker.on_kv_done(arrivals.report)
+        self.worker.on_kv_done(arrivals.report, arrivals.report_storage)
         core = EngineCore(
             self.scheduler, self.worker, port, self._status, StepReporter(), eos_token_ids=eos, overlap=overlap,
             kv_arrivals=arrivals if config.host_tier_tokens else None, grammars=grammars,

@@ -15,6 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moe_engine.core.kv_transfer import wire
+from moe_engine.core.kv_transfer.rows import StagedRows
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.processes.zmq_sockets import HANDSHAKE_FAILED, SECRET_HINT, JobKeys, connect
 from moe_engine.scheduler.transfer_link import TransferLink
@@ -64,20 +65,20 @@ class Peer:
 class DecodeAgent:
     """
     Args:
-        host: rows of the tier, [places, bytes of a token].
+        rows: the places of the tier.
         wake_core: ends a wait of the core's loop.
     """
 
     def __init__(
         self,
         link: TransferLink,
-        host: np.ndarray,
+        rows: StagedRows,
         schema: dict[str, str],
         default_port: int,
         keys: JobKeys | None,
         wake_core: Callable[[], None],
     ) -> None:
-        self._link, self._host, self._schema = link, host, schema
+        self._link, self._rows, self._schema = link, rows, schema
         self._default_port, self._keys, self._wake_core = default_port, keys, wake_core
         self._context = zmq.Context()
         self._peers: dict[str, Peer] = {}
@@ -176,13 +177,13 @@ class DecodeAgent:
         state = transfer.state
         if name == "data":
             begin, end, expected = values
-            rows = np.frombuffer(payload, np.uint8)
-            if rows.size != (end - begin) * self._host.shape[1] or wire.checksum(rows) != expected:
+            rows = np.frombuffer(bytearray(payload), np.uint8)
+            if rows.size != (end - begin) * self._rows.row_bytes or wire.checksum(rows) != expected:
                 answers = state.fail("the bytes of a piece have another size or checksum than the sender's")
             else:
                 if state.accepts(begin, end):
                     places = transfer.places[begin - state.begin : end - state.begin]
-                    self._host[places] = rows.reshape(end - begin, -1)
+                    self._rows.write(places, rows.reshape(end - begin, -1))
                 answers = state.handle(("data", begin, end))
         else:
             answers = state.handle((name, *values))

@@ -36,10 +36,9 @@ def open_transfers(
     port = flags.disaggregation_bootstrap_port
     schema, keys = cache_schema(config), job_keys(config.parallel.secret)
     if isinstance(tier, DecodeTier):
-        DecodeAgent(tier.link, copies.host_rows, schema, port, keys, wake)
+        DecodeAgent(tier.link, copies, schema, port, keys, wake)
     else:
-        stored = lambda: copies.stored  # noqa: E731
-        PrefillAgent(tier.link, copies.host_rows, stored, schema, f"tcp://{_address(config)}:{port}", keys, wake)
+        PrefillAgent(tier.link, copies, schema, f"tcp://{_address(config)}:{port}", keys, wake)
 
     def both() -> None:
         check()

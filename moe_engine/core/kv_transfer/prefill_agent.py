@@ -14,6 +14,7 @@ import numpy as np
 import zmq
 
 from moe_engine.core.kv_transfer import wire
+from moe_engine.core.kv_transfer.rows import StagedRows
 from moe_engine.core.kv_transfer.schema import difference
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.processes.zmq_sockets import JobKeys, bind
@@ -42,8 +43,7 @@ class Transfer:
 class PrefillAgent:
     """
     Args:
-        host: rows of the tier, [places, bytes of a token].
-        stored: number of the last copies that are complete.
+        rows: the places of the tier.
         wake_core: ends a wait of the core's loop.
 
     Raises:
@@ -53,14 +53,13 @@ class PrefillAgent:
     def __init__(
         self,
         link: TransferLink,
-        host: np.ndarray,
-        stored: Callable[[], int],
+        rows: StagedRows,
         schema: dict[str, str],
         address: str,
         keys: JobKeys | None,
         wake_core: Callable[[], None],
     ) -> None:
-        self._link, self._host, self._stored, self._schema = link, host, stored, schema
+        self._link, self._rows, self._schema = link, rows, schema
         self._wake_core = wake_core
         self._transfers: dict[int, Transfer] = {}
         self._peers: dict[bytes, float] = {}
@@ -157,9 +156,9 @@ class PrefillAgent:
         if state.state is State.SENDING and not transfer.announced:
             transfer.announced = True
             self._report("granted", room, state.sent, state.limit)
-        while transfer.pieces and state.may_send and transfer.pieces[0][2] <= self._stored():
+        while transfer.pieces and state.may_send and transfer.pieces[0][2] <= self._rows.stored:
             end, places, _ = transfer.pieces.popleft()
-            payload = self._host[places]  # a copy: the places are free afterwards
+            payload = self._rows.read(places)  # a copy: the places are free afterwards
             self._send(room, transfer, state.data(end), payload)
             self._report("sent", room, end)
         if transfer.all_staged and not transfer.pieces:

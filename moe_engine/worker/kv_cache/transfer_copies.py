@@ -6,8 +6,9 @@ from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
+import torch
 
-from moe_engine.types import KVOps
+from moe_engine.kv_ops import KVOps
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 
 
@@ -17,9 +18,17 @@ class TransferCopies(KVCopies):
     stored = 0
 
     @property
-    def host_rows(self) -> np.ndarray:
-        """[places, bytes of a token]"""
-        return self._host.numpy()
+    def row_bytes(self) -> int:
+        """Bytes of a token."""
+        return sum(self._pool.row_widths)
+
+    def read(self, places: list[int]) -> np.ndarray:
+        """Rows of the host pool [n, row_bytes]; new memory. In any thread."""
+        return self.host.take(torch.tensor(places)).contiguous().numpy()
+
+    def write(self, places: list[int], rows: np.ndarray) -> None:
+        """The opposite of `read`."""
+        self.host.put(torch.tensor(places), torch.from_numpy(rows))
 
     def start(self, ops: KVOps) -> None:
         super().start(ops)
