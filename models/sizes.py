@@ -98,7 +98,7 @@ def _weight_bytes(
         elif spec.name.endswith(_KV_B):
             plain += 2 * held
         elif spec.kind is Kind.LINEAR and spec.name.startswith(_LAYER):
-            kept += held * format.bytes_per_element(spec.shape, dtype_bytes)
+            kept += held * format.bytes_per_element(spec.name.removesuffix(".weight"), spec.shape, dtype_bytes)
         else:
             plain += held
     rotary = config.context_length * config.rope.width

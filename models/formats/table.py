@@ -9,24 +9,32 @@ from collections.abc import Collection
 from typing import Any
 
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.awq import AWQFormat
 from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
+from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
+from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 
-FORMATS: dict[str, type[Any]] = {"fp8": BlockFP8Format}
-"""By `quant_method`: classes of `WeightFormat` with `parse(section of config.json)`, `hint(dtype)`, and `checkpoint`,
-the name in messages."""
+FORMATS: dict[str, type[Any]] = {
+    "fp8": BlockFP8Format,
+    "compressed-tensors": CompressedTensors,
+    "awq": AWQFormat,
+    "gptq": GPTQFormat,
+    "w8a8_int8": RowInt8,
+}
+"""By `quant_method`: classes with `parse(section of config.json)`, which returns a `WeightFormat`, `hint(dtype)`, and
+`checkpoint`, the name in messages."""
 
 
 def parse_format(fields: Fields) -> WeightFormat:
     """The format that config.json names. Raises ConfigError for unsupported methods."""
-    section = fields.section("quantization_config")
+    section = fields.section("quantization_config") or fields.section("compression_config")
     if section is None:
         return PLAIN
     method = section.text("quant_method")
     if method not in FORMATS:
-        supported = " or a ".join(_checkpoints())
-        section.fail("quant_method", f"{method!r} is not supported; use a {supported} checkpoint")
+        section.fail("quant_method", f"{method!r} is not supported; use a checkpoint in {supported_checkpoints()}")
     found: WeightFormat = FORMATS[method].parse(section)
     return found
 
@@ -48,7 +56,9 @@ def hint_for(dtype: str) -> str:
 
 
 def supported_checkpoints() -> str:
-    return " or ".join(_checkpoints())
+    """Their names, as part of a message."""
+    *names, last = _checkpoints()
+    return f"{', '.join(names)} or {last}"
 
 
 def _checkpoints() -> list[str]:

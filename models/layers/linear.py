@@ -117,8 +117,8 @@ def format_for(
     Args:
         declared: the kernel's `capabilities.quantized`.
     """
-    format = reader.format.kernel_format()
-    if format is None or type(format) not in declared:
+    format, *others = (reader.format.kernel_format(part.name) for part in parts)
+    if format is None or type(format) not in declared or any(other != format for other in others):
         return None
     return format if all(reader.keeps(*part) for part in parts) else None
 

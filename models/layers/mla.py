@@ -126,7 +126,7 @@ class MLAAttention:
         self._q_norm: RMSNorm | None = None
         self._q: Linear | None = None
         """The query's own product; None: its rows are in `_kv_a`."""
-        if rank is None and self._absorb_and_write is not None and not mla.bias and self._joins(reader, query):
+        if rank is None and self._absorb_and_write is not None and not mla.bias and self._joins(reader, prefix, query):
             both, rows = [f"{prefix}.q_proj", kv_a], [query, mla.cache_width]
             self._kv_a = load_linear(kernel, reader, both, rows, hidden, out_shares=[self._share, WHOLE])
             return
@@ -140,10 +140,10 @@ class MLAAttention:
         self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank, out_shares=shares)
         self._q_norm.feed(self._q.input_format)
 
-    def _joins(self, reader: WeightSource, query: int) -> bool:
+    def _joins(self, reader: WeightSource, prefix: str, query: int) -> bool:
         """True if rows of q, of which this rank holds its share, keep whole blocks of a quantized weight before the
         rows of kv_a."""
-        format = reader.format.kernel_format()
+        format = reader.format.kernel_format(f"{prefix}.q_proj")
         return format is None or self._share.width(query) % format.row_block == 0
 
     def _load_kv_b(self, whole: MLAConfig, reader: WeightSource, prefix: str) -> None:

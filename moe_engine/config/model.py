@@ -58,13 +58,14 @@ class ModelArgs:
     )
     quantization: str | None = flag(
         None,
-        "Quantisation of the weights. Left out: from config.json. fp8: DeepSeek's 128x128 blocks; a GPU keeps them in "
-        "FP8 where a kernel supports it, a CPU dequantises them while loading.",
-        choices=("fp8",),
+        "Quantisation of the checkpoint's weights. Left out: from config.json. Kernels that multiply a format keep it "
+        "as stored; others get dequantised weights.",
+        choices=("fp8", "compressed-tensors", "awq", "gptq", "w8a8_int8"),
+        synonyms={"awq_marlin": "awq", "gptq_marlin": "gptq"},
         unsupported=dict.fromkeys(
-            ("awq", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp8",
-             "modelopt_fp4", "modelopt_mixed", "w8a8_int8", "w8a8_fp8", "moe_wna16", "mxfp8", "mxfp4", "nvfp4_online",
-             "w4afp8", "quark", "quark_mxfp4", "compressed-tensors", "auto-round", "qoq", "petit_nvfp4"),
+            ("marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mixed", "w8a8_fp8",
+             "moe_wna16", "mxfp8", "mxfp4", "nvfp4_online", "w4afp8", "quark", "quark_mxfp4", "auto-round", "qoq",
+             "petit_nvfp4"),
             OTHER_QUANTIZATION,
         ),
     )  # fmt: skip

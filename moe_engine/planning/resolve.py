@@ -395,6 +395,10 @@ def _check_quantization(args: EngineArgs, model: ModelConfig, record: Record) ->
             f"--quantization {asked}: not supported yet: quantising while loading ({model.source}: the weights are not "
             "quantised); leave it out"
         )
+    if asked is not None and asked != found:
+        raise ConfigError(
+            f"--quantization {asked}: {model.source} declares {found} (quantization_config); leave the flag out"
+        )
     if asked is None and found is not None:
         record.note("quantization", found, "from config.json")
 
