@@ -82,14 +82,15 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class GQAConfig:
-    """Grouped-query attention; `qk_norm` normalises each head of q and k before the rotation (Qwen3)."""
+    """Grouped-query attention. `qk_norm`: q and k are normed before the rotation, each head (``head``, Qwen3) or all
+    heads together (``projection``, MiniMax-M2)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""
 
     kind = "gqa"
 

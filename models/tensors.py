@@ -55,16 +55,24 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Tensor names of a family's MoE block and of an expert's projections."""
+    """Tensor names of a family's MoE block: of an expert's projections, and of the router's weight and bias, which are
+    relative to the block."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    router: str = "gate.weight"
+    router_bias: str = "gate.e_score_correction_bias"
 
 
-EXPERT_NAMES = {"MixtralForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2")}
+_W = ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_correction_bias")
+_EXPERT_NAMES = {"MixtralForCausalLM": _W, "MiniMaxM2ForCausalLM": _W}
 """By architecture; others use the default."""
+
+
+def expert_names(config: ModelConfig) -> ExpertNames:
+    return _EXPERT_NAMES.get(config.architecture, ExpertNames())
 
 
 def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[TensorSpec]:
@@ -133,7 +141,8 @@ def _gqa(a: GQAConfig, hidden: int) -> Iterator[TensorSpec]:
         yield from _linear(name, rows, hidden, a.qkv_bias)
     yield from _linear("o_proj", hidden, query, a.o_bias)
     if a.qk_norm:
-        yield from (_norm(name, a.head_dim) for name in ("q_norm", "k_norm"))
+        widths = (query, key) if a.qk_norm == "projection" else (a.head_dim, a.head_dim)
+        yield from (_norm(name, width) for name, width in zip(("q_norm", "k_norm"), widths))
 
 
 def feed_forward_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSpec]:
@@ -142,11 +151,10 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSp
     if not is_moe or moe is None:
         yield from _mlp("mlp", hidden, config.intermediate_size, config.mlp_bias)
         return
-    names = EXPERT_NAMES.get(config.architecture, ExpertNames())
-    gate = f"{names.block}.gate"
-    yield TensorSpec(f"{gate}.weight", (moe.num_experts, hidden), Kind.WIDE)
+    names = expert_names(config)
+    yield TensorSpec(f"{names.block}.{names.router}", (moe.num_experts, hidden), Kind.WIDE)
     if moe.has_bias:
-        yield TensorSpec(f"{gate}.e_score_correction_bias", (moe.num_experts,), Kind.WIDE)
+        yield TensorSpec(f"{names.block}.{names.router_bias}", (moe.num_experts,), Kind.WIDE)
     for name, shape in (
         (names.gate, (moe.width, hidden)),
         (names.up, (moe.width, hidden)),

@@ -21,6 +21,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import CacheGroup, GQAConfig, ModelConfig
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.projection_norm import ProjectionNorms
 from moe_engine.models.sharding import local_attention
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -78,7 +79,12 @@ class GQAttention:
         o_proj, hidden = [f"{prefix}.o_proj"], [config.hidden_size]
         self._o = load_linear(backends.linear, reader, o_proj, hidden, query, gqa.o_bias, in_share=share)
         self._q_norm = self._k_norm = None
-        if gqa.qk_norm:
+        self._both_norms: ProjectionNorms | None = None
+        if gqa.qk_norm == "projection":
+            self._both_norms = ProjectionNorms(
+                self._ops, reader, prefix, (query, key), config.norm_eps, (share, kv_share), parallel.attn_tp
+            )
+        elif gqa.qk_norm:
             self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_norm", gqa.head_dim, config.norm_eps)
             self._k_norm = RMSNorm(self._ops, reader, f"{prefix}.k_norm", gqa.head_dim, config.norm_eps)
 
@@ -131,13 +137,22 @@ class GQAttention:
         num_heads, both = gqa.num_heads, gqa.num_heads + gqa.num_kv_heads
         qkv = self._qkv(hidden).view(-1, both + gqa.num_kv_heads, gqa.head_dim)  # [T, H+2G, Dh]
         q, k, v = qkv[:, :num_heads], qkv[:, num_heads:both], qkv[:, both:]
-        if self._q_norm is None or self._k_norm is None:
+        if self._both_norms is not None:
+            q, k = self._norm_both(q, k)
+        elif self._q_norm is None or self._k_norm is None:
             self._ops.rotate_leading(qkv[:, :both], positions, self._rotary)
             return q, k, v
-        q, k = self._q_norm(q), self._k_norm(k)
+        else:
+            q, k = self._q_norm(q), self._k_norm(k)
         self._ops.rotate_leading(q, positions, self._rotary)
         self._ops.rotate_leading(k, positions, self._rotary)
         return q, k, v
+
+    def _norm_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, H, Dh] and k [T, G, Dh], normed over all their heads."""
+        assert self._both_norms is not None
+        new_q, new_k = self._both_norms(q.flatten(1), k.flatten(1))
+        return new_q.view(q.shape), new_k.view(k.shape)
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, groups: Groups) -> Tensor:
         """q [T, H, Dh] -> [T, H, Dh], the decode group, then the prefill group."""

@@ -6,7 +6,6 @@ Legend: T tokens, D hidden, E experts, K experts per token, I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -36,6 +35,7 @@ from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.load_threads import for_each
+from moe_engine.models.tensors import ExpertNames, expert_names
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
@@ -45,15 +45,6 @@ from moe_engine.parallel.share import WHOLE, Share
 
 if TYPE_CHECKING:
     from moe_engine.parallel.recording.recorder import ExpertRecorder
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """Tensor names of an expert's projections in a family."""
-
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
 
 
 def router_spec(moe: MoEConfig, num_shared: int = 0) -> RouterSpec:
@@ -102,23 +93,22 @@ class MoE:
         backends: Backends,
         reader: WeightSource,
         parallel: ParallelContext,
-        prefix: str,
-        names: ExpertNames | None = None,
     ) -> None:
-        moe = config.moe
+        moe, names = config.moe, expert_names(config)
         assert moe is not None
         hidden, wide = config.hidden_size, torch.float32
         self.layer_index = layer_index
-        gate = reader.tensor(f"{prefix}.gate.weight", (moe.num_experts, hidden), dtype=wide)
+        prefix = f"model.layers.{layer_index}.{names.block}"
+        gate = reader.tensor(f"{prefix}.{names.router}", (moe.num_experts, hidden), dtype=wide)
         self._gate = backends.ops.prepare_gate(gate)  # [E, D]
-        bias = f"{prefix}.gate.e_score_correction_bias"
+        bias = f"{prefix}.{names.router_bias}"
         self._bias = reader.tensor(bias, (moe.num_experts,), dtype=wide) if moe.has_bias else None
         travels = parallel.dispatcher is not None
         self.tokens = TokenLayout.SHARE if travels else TokenLayout.ALL
         self._tables = parallel.experts
         shared = f"{prefix}.shared_experts"
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
-        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names or ExpertNames(), part, shared)
+        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared)
         num_shared = self._num_fused(backends, parallel, reader)
         self._spec = router_spec(moe, num_shared)
         held = held_experts(moe, layer_index, parallel)

@@ -19,7 +19,18 @@ from torch import Tensor
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
 from tests.models.fp8 import dequantise_fp8, quantise_fp8
 
-KINDS = ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+KINDS = (
+    "deepseek_v3",
+    "deepseek_v2",
+    "deepseek_v2_lite",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "minimax_m2",
+)
 
 YARN = {
     "type": "yarn",
@@ -122,6 +133,11 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**_GQA, "head_dim": 24, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {**_GQA, "head_dim": 24, "rotary_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3}
+        | {"intermediate_size": 32, "use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
     ),
     "mixtral": ("Mixtral", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }

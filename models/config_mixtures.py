@@ -1,0 +1,43 @@
+"""config.json of the mixture-of-experts families on grouped-query attention -> ModelConfig. Imports no torch.
+
+Parsers as in `config_families`, which has Qwen3-MoE and Mixtral.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from moe_engine.models.config import ModelConfig, MoEConfig
+from moe_engine.models.config_families import check_moe, parse_gqa
+from moe_engine.models.config_fields import Fields
+
+
+def parse_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """MiniMax-M2, M2.1, M2.5: q and k are normed over the whole projection, every layer is a mixture, the router has a
+    bias that counts for the choice only."""
+    _refuse_other_minimax(fields)
+    moe = MoEConfig(
+        num_experts=fields.integer("num_local_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=fields.integer("intermediate_size"),
+        shared_width=0,
+        score="sigmoid",
+        has_bias=fields.flag("use_routing_bias", True),
+        renormalize=True,
+    )
+    check_moe(fields, moe)
+    layers = (True,) * fields.integer("num_hidden_layers")
+    return parse_gqa(fields, generation, moe, layers, qk_norm="projection" if fields.flag("use_qk_norm", True) else "")
+
+
+def _refuse_other_minimax(fields: Fields) -> None:
+    """Raises ConfigError for settings of other MiniMax models."""
+    if (kind := fields.text("qk_norm_type", "per_layer")) != "per_layer":
+        fields.fail("qk_norm_type", f"{kind!r} is not supported; supported: per_layer")
+    if (score := fields.text("scoring_func", "sigmoid")) != "sigmoid":
+        fields.fail("scoring_func", f"{score!r} is not supported for this model; supported: sigmoid")
+    if any(kind != 1 for kind in fields.raw.get("attn_type_list") or ()):
+        fields.fail("attn_type_list", "has layers of linear attention (MiniMax-M1), which are not supported")
+    if fields.integer("shared_intermediate_size", 0, minimum=0):
+        fields.fail("shared_intermediate_size", "is not 0: shared experts of MiniMax-Text-01 are not supported")
