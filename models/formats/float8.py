@@ -47,6 +47,9 @@ class Float8:
     def kernel_format(self) -> KernelFormat | None:
         return None
 
+    def of_dtype(self, dtype: str) -> Float8:
+        return self
+
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         return False
 
