@@ -19,7 +19,7 @@ from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.codes import GroupCodes
+    from moe_engine.kernels.quantization.forms import GroupCodes
     from moe_engine.kernels.quantization.protocol import QuantizedWeight
     from moe_engine.models.formats.codes import Codes
 
@@ -51,6 +51,14 @@ class IntegerScheme(ABC):
     """End of the name of the tensor of codes."""
     extras: ClassVar[tuple[str, ...]]
 
+    @property
+    def coded(self) -> bool:
+        return not self.act_order
+
+    @property
+    def blocks(self) -> bool:
+        return False
+
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         return prefix + self.marker in names
 
@@ -71,7 +79,7 @@ class IntegerScheme(ABC):
         return Fraction(self.bits, 8) + Fraction(size, self.group or shape[-1])
 
     def kernel_format(self) -> GroupCodes | None:
-        from moe_engine.kernels.quantization.codes import GroupCodes
+        from moe_engine.kernels.quantization.forms import GroupCodes
 
         if self.act_order:
             return None

@@ -28,6 +28,14 @@ class Scheme(Protocol):
     def extras(self) -> tuple[str, ...]:
         """Ends of the names of a matrix's tensors that have no parameters of the model."""
 
+    @property
+    def coded(self) -> bool:
+        """True if kernels take it as codes of 4 or 8 bits (`quantization.forms`)."""
+
+    @property
+    def blocks(self) -> bool:
+        """True if kernels take it as FP8 blocks."""
+
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         """True if a checkpoint with these names stores the matrix so."""
 
@@ -68,6 +76,13 @@ class SchemeFormat:
     def of_dtype(self, dtype: str) -> SchemeFormat:
         """For a model whose unquantized weights have this dtype."""
         return replace(self, rules=tuple((modules, scheme.of_dtype(dtype)) for modules, scheme in self.rules))
+
+    def kept_by(self, device: str, coded: frozenset[str]) -> frozenset[str]:
+        """Kernel families that multiply the weights as stored; `coded`: those with rows for 4 and 8 bits."""
+        if any(scheme.coded for _, scheme in self.rules):
+            return coded
+        every = device == "cuda" and any(scheme.blocks for _, scheme in self.rules)
+        return frozenset(("linear", "experts")) if every else frozenset()
 
     def held_by(self, kept: frozenset[str]) -> SchemeFormat:
         """As kernels hold the weights, if rows of these families multiply them as stored."""

@@ -53,7 +53,8 @@ def kept_format(declared: WeightFormat, device: str, coded: frozenset[str] = fro
         coded: kernel families whose rows multiply weights of 4 and 8 bits.
     """
     if isinstance(declared, SchemeFormat):
-        return declared.held_by(coded) if coded and declared.has_kernel_formats else PLAIN
+        kept = declared.kept_by(device, coded)
+        return declared.held_by(kept) if kept else PLAIN
     return declared if declared.kept_on(device) else PLAIN
 
 
