@@ -65,7 +65,7 @@ class Online:
             return Fraction(self.codes.num_bytes(1, shape[-1]), shape[-1]) if self.codes.takes(shape[-1]) else None
         return 1 + Fraction(4, 128 * 128)
 
-    def kernel_format(self) -> KernelFormat | None:
+    def kernel_format(self) -> KernelFormat:
         from moe_engine.kernels.quantization.protocol import BlockFP8
 
         return BlockFP8() if self.codes is None else self.codes
@@ -128,7 +128,8 @@ def _load_rows(
         part.data.copy_(made.data)
         part.scales.copy_(made.scales)
     elif isinstance(form, GroupCodes):
-        coded = form.empty(*plain.shape, plain.device)
+        n, k = plain.shape
+        coded = form.empty(n, k, plain.device)
         quantize_codes(plain, coded)
         out[start:stop].copy_(coded.dequantized())
     else:
