@@ -58,7 +58,7 @@ def _uncaptured_torch(device: Device, need: Need) -> str | None:
 
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
-    torch_uncaptured: WhyNot | None = None, windows: bool = False,
+    torch_uncaptured: WhyNot | None = None, windows: bool = False, codes: bool = False,
 ) -> list[Row]:  # fmt: skip
     package = f"moe_engine.kernels.{family}"
     return [
@@ -70,13 +70,13 @@ def _rows(
             why_not_captured=torch_uncaptured,
             windows=windows,
         ),
-        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, windows=windows),
+        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, windows=windows, codes=codes),
     ]
 
 
 OPS = _rows("ops", "TorchOps", "CpuOps")
-LINEAR = _rows("linear", "TorchLinear", "CpuLinear")
-EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch)
+LINEAR = _rows("linear", "TorchLinear", "CpuLinear", codes=True)
+EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, codes=True)
 MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.integers import SCALES, consume, read_row_scales, row_scales
@@ -27,6 +27,9 @@ _CHUNK_ELEMENTS = 1 << 22
 @dataclass(frozen=True)
 class Float8:
     """`weight` e4m3 [N, K] and `weight_scale` [N, 1], [N], [1] or []: value = element * scale."""
+
+    coded: ClassVar[bool] = False
+    blocks: ClassVar[bool] = False
 
     @property
     def extras(self) -> tuple[str, ...]:
@@ -46,6 +49,9 @@ class Float8:
 
     def kernel_format(self) -> KernelFormat | None:
         return None
+
+    def of_dtype(self, dtype: str) -> Float8:
+        return self
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         return False

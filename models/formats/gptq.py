@@ -77,7 +77,8 @@ class GPTQFormat:
         if form not in ("gptq", "gptq_v2"):
             section.fail("checkpoint_format", f"{form!r} is not supported; served are gptq and gptq_v2")
         symmetric, offset = section.flag("sym", True), int(form == "gptq")
-        scheme = GPTQ(parse_bits(section), parse_group(section), symmetric, section.flag("desc_act", False), offset)
+        bits, group, ordered = parse_bits(section), parse_group(section), section.flag("desc_act", False)
+        scheme = GPTQ(bits, group, symmetric, ordered, zero_offset=offset)
         skipped = Modules(
             ("lm_head",) if not section.flag("lm_head", False) else (), name_list(section, "modules_to_not_convert")
         )
@@ -104,7 +105,11 @@ def _dynamic(section: Fields, scheme: GPTQ) -> tuple[list[tuple[Modules, Scheme]
             continue
         own = Fields({**section.raw, **(settings or {})}, section.source, "quantization_config.dynamic.")
         changed = GPTQ(
-            parse_bits(own), parse_group(own), own.flag("sym", True), own.flag("desc_act", False), scheme.zero_offset
+            parse_bits(own),
+            parse_group(own),
+            own.flag("sym", True),
+            own.flag("desc_act", False),
+            zero_offset=scheme.zero_offset,
         )
         rules.append((Modules((target,)), changed))
     return rules, tuple(skipped)

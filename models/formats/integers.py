@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
+from moe_engine.errors import CheckpointError
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
@@ -18,10 +19,12 @@ from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
+    from moe_engine.kernels.quantization.forms import GroupCodes
+    from moe_engine.kernels.quantization.protocol import QuantizedWeight
     from moe_engine.models.formats.codes import Codes
 
 SCALES = ("F16", "BF16", "F32")
+_SPELLED = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,29 @@ class IntegerScheme(ABC):
         bits: 4 or 8.
         group: columns with a common scale; 0: a scale per row.
         symmetric: there are no zero points: code 2^(bits - 1) is 0.
-        act_order: the columns of a group are not adjacent (a tensor has the group of each column).
+        act_order: the columns of a group are not adjacent (a tensor has the group of each column). Such weights are
+            dequantized.
+        scale_dtype: of the scales of groups, that of the unquantized model; others are dequantized. Scales of rows are
+            kept in float32.
     """
 
     bits: int
     group: int
     symmetric: bool
     act_order: bool = False
+    scale_dtype: str = "bfloat16"
 
     marker: ClassVar[str]
     """End of the name of the tensor of codes."""
     extras: ClassVar[tuple[str, ...]]
+
+    @property
+    def coded(self) -> bool:
+        return not self.act_order
+
+    @property
+    def blocks(self) -> bool:
+        return False
 
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         return prefix + self.marker in names
@@ -58,23 +73,51 @@ class IntegerScheme(ABC):
         """The slice's codes. Every tensor of the matrix counts as read then."""
 
     def bytes_per_element(self, shape: Shape) -> Fraction | None:
-        return None
+        if self.act_order:
+            return None
+        size = (4 if self.group == 0 or self.scale_dtype == "float32" else 2) + (0 if self.symmetric else 1)
+        return Fraction(self.bits, 8) + Fraction(size, self.group or shape[-1])
 
-    def kernel_format(self) -> KernelFormat | None:
-        return None
+    def kernel_format(self) -> GroupCodes | None:
+        from moe_engine.kernels.quantization.forms import GroupCodes
+
+        if self.act_order:
+            return None
+        scales = "float32" if self.group == 0 else self.scale_dtype
+        return GroupCodes(self.bits, self.group, not self.symmetric, scales)
+
+    def of_dtype(self, dtype: str) -> Self:
+        return replace(self, scale_dtype=dtype) if dtype in _SPELLED else self
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
-        return False
+        format = self.kernel_format()
+        if format is None or not format.takes(cut.shape(shape)[1]) or not cut.keeps_whole(shape, (1, self.group or 1)):
+            return False
+        scale = next(t for t in self.tensors(prefix, shape, source.names) if t.name.endswith(("scale", "scales")))
+        return self.group == 0 or source.dtype_of(scale.name) == _SPELLED[self.scale_dtype]
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
-        from torch import Tensor
+        from moe_engine.kernels.quantization.codes import CodedWeight
 
         codes = self.read(source, prefix, shape, cut)
-        assert isinstance(out, Tensor)
-        codes.dequantize_into(out)
+        if not isinstance(out, CodedWeight):
+            codes.dequantize_into(out)  # type: ignore[arg-type]  # a Tensor
+            return
+        first = int(codes.groups[0])
+        groups = slice(first, first + out.scales.shape[1])
+        out.codes.copy_(codes.values)
+        out.scales.copy_(codes.scales[:, groups])
+        if out.zeros is not None:
+            assert codes.zeros is not None
+            out.zeros.copy_(codes.zeros[:, groups])
+        elif codes.zeros is not None and not bool((codes.zeros == out.format.middle).all()):
+            raise CheckpointError(f"{prefix}: has zero points, but config.json says that its weights are symmetric")
 
     def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        raise ValueError("no kernel format")
+        from moe_engine.kernels.quantization.codes import CodedWeight
+
+        assert isinstance(out, CodedWeight)
+        out.randomize(deviation, normal)
 
 
 def consume(source: StoredTensors, *tensors: StoredTensor) -> None:

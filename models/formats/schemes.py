@@ -6,9 +6,9 @@ A scheme knows how one matrix is stored; `SchemeFormat` is the `WeightFormat` th
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import NONE, Modules
@@ -28,6 +28,14 @@ class Scheme(Protocol):
     def extras(self) -> tuple[str, ...]:
         """Ends of the names of a matrix's tensors that have no parameters of the model."""
 
+    @property
+    def coded(self) -> bool:
+        """True if kernels take it as codes of 4 or 8 bits (`quantization.forms`)."""
+
+    @property
+    def blocks(self) -> bool:
+        """True if kernels take it as FP8 blocks."""
+
     def stored(self, prefix: str, names: Collection[str]) -> bool:
         """True if a checkpoint with these names stores the matrix so."""
 
@@ -37,6 +45,9 @@ class Scheme(Protocol):
         """Memory in the kernels' form; None: only dequantized."""
 
     def kernel_format(self) -> KernelFormat | None: ...
+
+    def of_dtype(self, dtype: str) -> Self:
+        """For a model whose unquantized weights have this dtype."""
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool: ...
 
@@ -59,6 +70,23 @@ class SchemeFormat:
     method: str
     rules: tuple[tuple[Modules, Scheme], ...]
     skipped: Modules = NONE
+    kept: frozenset[str] = frozenset(("linear", "experts"))
+    """Kernel families whose rows multiply the weights as stored, for the memory ledger."""
+
+    def of_dtype(self, dtype: str) -> SchemeFormat:
+        """For a model whose unquantized weights have this dtype."""
+        return replace(self, rules=tuple((modules, scheme.of_dtype(dtype)) for modules, scheme in self.rules))
+
+    def kept_by(self, device: str, coded: frozenset[str]) -> frozenset[str]:
+        """Kernel families that multiply the weights as stored; `coded`: those with rows for 4 and 8 bits."""
+        if any(scheme.coded for _, scheme in self.rules):
+            return coded
+        every = device == "cuda" and any(scheme.blocks for _, scheme in self.rules)
+        return frozenset(("linear", "experts")) if every else frozenset()
+
+    def held_by(self, kept: frozenset[str]) -> SchemeFormat:
+        """As kernels hold the weights, if rows of these families multiply them as stored."""
+        return replace(self, kept=kept)
 
     @property
     def name(self) -> str:
@@ -87,12 +115,13 @@ class SchemeFormat:
         return any(name.endswith(scheme.extras) for _, scheme in self.rules)
 
     def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
-        scheme = self.scheme_of(prefix)
+        family = "experts" if ".experts." in prefix else "linear"
+        scheme = self.scheme_of(prefix) if family in self.kept else None
         found = None if scheme is None else scheme.bytes_per_element(shape)
         return Fraction(dtype_bytes) if found is None else found
 
     def kept_on(self, device: str) -> bool:
-        return False
+        return bool(self.kept)
 
     def kernel_format(self, prefix: str) -> KernelFormat | None:
         scheme = self.scheme_of(prefix)

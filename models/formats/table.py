@@ -15,6 +15,7 @@ from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowI
 from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.schemes import SchemeFormat
 
 FORMATS: dict[str, type[Any]] = {
     "fp8": BlockFP8Format,
@@ -36,7 +37,8 @@ def parse_format(fields: Fields) -> WeightFormat:
     if method not in FORMATS:
         section.fail("quant_method", f"{method!r} is not supported; use a checkpoint in {supported_checkpoints()}")
     found: WeightFormat = FORMATS[method].parse(section)
-    return found
+    dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype")
+    return found.of_dtype(dtype) if isinstance(found, SchemeFormat) and isinstance(dtype, str) else found
 
 
 def format_in_files(declared: WeightFormat, names: Collection[str]) -> WeightFormat:
@@ -44,8 +46,15 @@ def format_in_files(declared: WeightFormat, names: Collection[str]) -> WeightFor
     return BlockFP8Format() if declared == PLAIN and has_scales(names) else declared
 
 
-def kept_format(declared: WeightFormat, device: str) -> WeightFormat:
-    """The format in which a device holds the weights: `PLAIN` if they are dequantized."""
+def kept_format(declared: WeightFormat, device: str, coded: frozenset[str] = frozenset()) -> WeightFormat:
+    """The format in which a device holds the weights: `PLAIN` if they are dequantized.
+
+    Args:
+        coded: kernel families whose rows multiply weights of 4 and 8 bits.
+    """
+    if isinstance(declared, SchemeFormat):
+        kept = declared.kept_by(device, coded)
+        return declared.held_by(kept) if kept else PLAIN
     return declared if declared.kept_on(device) else PLAIN
 
 

@@ -8,6 +8,7 @@ from moe_engine.config.field import flag
 from moe_engine.config.values import parse_count, parse_json_object
 
 OTHER_FORMATS = "other checkpoint formats"
+TORCHAO = ("int4wo-32", "int4wo-64", "int4wo-128", "int4wo-256", "int8wo", "int8dq", "fp8wo")
 OTHER_QUANTIZATION = "other quantisation schemes"
 
 
@@ -58,9 +59,10 @@ class ModelArgs:
     )
     quantization: str | None = flag(
         None,
-        "Quantisation of the checkpoint's weights. Left out: from config.json. Kernels that multiply a format keep it "
-        "as stored; others get dequantised weights.",
-        choices=("fp8", "compressed-tensors", "awq", "gptq", "w8a8_int8"),
+        "Format of the weights. Left out: from config.json. For a checkpoint that is not quantised: int4, int8, fp8 or "
+        "a name of torchao's, and weights are quantised while loading. Kernels that multiply a format keep it; others "
+        "get the values of the quantised weights.",
+        choices=("fp8", "int8", "int4", *TORCHAO, "compressed-tensors", "awq", "gptq", "w8a8_int8"),
         synonyms={"awq_marlin": "awq", "gptq_marlin": "gptq"},
         unsupported=dict.fromkeys(
             ("marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mixed", "w8a8_fp8",
@@ -69,6 +71,13 @@ class ModelArgs:
             OTHER_QUANTIZATION,
         ),
     )  # fmt: skip
+    torchao_config: str = flag(
+        "",
+        "SGLang's flag for torchao's names of --quantization: int4wo-128 (a scale per 128 columns), int8wo, fp8wo. "
+        "int8dq is served as int8wo: activations are not quantised.",
+        choices=("", *TORCHAO),
+        unsupported=dict.fromkeys(("fp8dq-per_tensor", "fp8dq-per_row"), "quantised activations of plain checkpoints"),
+    )
     context_length: int | None = flag(
         None,
         "Max length of prompt plus answer, in tokens. Left out: from config.json. A smaller value saves memory of the "

@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.models import sizes
 from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.cut import Cut
-from moe_engine.models.formats.table import parse_format
+from moe_engine.models.footprint import held_bytes
+from moe_engine.models.formats.table import kept_format, parse_format
 from moe_engine.models.header_check import check_headers
 from moe_engine.models.loader import load_model
 from moe_engine.models.weights import WeightReader
@@ -43,14 +45,17 @@ EIGHTHS = {"kv_lora_rank": 32, "v_head_dim": 16}
 """Widths of which AWQ and GPTQ pack eight values in an int32."""
 
 
-def write_both(folder: Path, kind: str, options: dict[str, Any], chosen: Any = is_quantised) -> tuple[Path, Path]:
+def write_both(
+    folder: Path, kind: str, options: dict[str, Any], chosen: Any = is_quantised, **sizes: int
+) -> tuple[Path, Path]:
     """A quantised checkpoint, and one with its values."""
-    overrides = EIGHTHS if kind.startswith("deepseek") else {}
+    overrides = (EIGHTHS if kind.startswith("deepseek") else {}) | sizes
     path = make_checkpoint(kind, folder / "quantised", seed=4, tokenizer=False, **overrides)
     stored, plain = quantise(load_file(path / "model.safetensors"), seed=3, chosen=chosen, **options)
     fields = json.loads((path / "config.json").read_text())
     write_tensors(path, stored)
-    (path / "config.json").write_text(json.dumps(fields | {"quantization_config": section(**options)}))
+    dtype = {"torch_dtype": "float16" if options["layout"] in ("awq", "gptq") else "bfloat16"}
+    (path / "config.json").write_text(json.dumps(fields | dtype | {"quantization_config": section(**options)}))
     other = folder / "plain"
     other.mkdir()
     write_tensors(other, plain)
@@ -58,11 +63,15 @@ def write_both(folder: Path, kind: str, options: dict[str, Any], chosen: Any = i
     return path, other
 
 
-def logits_of(path: Path) -> Tensor:
-    """A prompt and three greedy tokens."""
+def loaded(path: Path, row: str = "torch", **options: Any) -> Stepper:
     config = load_model_config(path)
-    backends = make_backends(config)
-    model = Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
+    backends = make_backends(config, row)
+    return Stepper(load_model(path, config, "float32", "cpu", backends, **options), config, backends)
+
+
+def logits_of(path: Path, row: str = "torch", **options: Any) -> Tensor:
+    """A prompt and three greedy tokens."""
+    model = loaded(path, row, **options)
     found = model.step([Chunk(0, [3, 141, 59, 26, 5], False)])
     for _ in range(3):
         found += model.step([Chunk(0, [int(found[-1][-1].argmax())], True)])
@@ -88,6 +97,30 @@ def test_kimi_k2_has_int4_experts_and_plain_other_weights(tmp_path: Path) -> Non
     for plain_name in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.shared_experts.up_proj", "lm_head"):
         assert format.scheme_of(plain_name) is None  # type: ignore[attr-defined]
     assert torch.equal(logits_of(path), logits_of(plain))
+
+
+KEPT = [name for name in LAYOUTS if "act-order" not in name]
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize("layout", KEPT)
+def test_kernels_multiply_the_codes_and_the_ledger_counts_them(tmp_path: Path, layout: str) -> None:
+    """The C++ rows hold codes: whole-decoder calls, experts and slices; random weights too."""
+    path, plain = write_both(tmp_path, "deepseek_v3", LAYOUTS[layout], **WIDE)
+    want = logits_of(plain, "cpu")
+    torch.testing.assert_close(logits_of(path, "cpu"), want, rtol=2e-4, atol=2e-4 * float(want.abs().max()))
+    stepper = loaded(path, "cpu")
+    layer: Any = stepper.model.layers[1]  # type: ignore[attr-defined]
+    moe = layer.feed_forward
+    assert moe.weights.data.form is not None and layer.attention.fused is not None and moe.fused is not None
+    config = stepper.config
+    coded = kept_format(config.weight_format, "cpu", frozenset(("linear", "experts")))
+    counted = sizes.weight_bytes(config, 4, format=coded)
+    held = held_bytes(stepper.model)
+    assert abs(held - counted) <= 0.02 * counted, (held, counted)
+    assert counted < 0.75 * sizes.weight_bytes(config, 4)
+    logits = logits_of(path, "cpu", load_format="dummy")
+    assert logits.isfinite().all() and 0.1 < logits.std() < 10
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

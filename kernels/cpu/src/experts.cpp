@@ -13,14 +13,16 @@ namespace moe {
 struct Shape {
   int64_t experts, hidden, width;
   int64_t width_panels, hidden_panels, hidden_steps, width_steps;
+  int64_t hidden_panel, width_panel;  // units of a panel of gate or up, and of down
   int64_t expert_units;
+  const Coding *up_form, *down_form;  // null: plain panels
 };
 
 template <class T>
-static Shape shape_of(int64_t experts, int64_t hidden, int64_t width) {
+static Shape shape_of(int64_t experts, int64_t hidden, int64_t width, const Coding* up_form, const Coding* down_form) {
   Shape s{experts, hidden, width, panels_of(width), panels_of(hidden), packed_steps<T>(hidden), packed_steps<T>(width),
-          0};
-  s.expert_units = LANES * (2 * s.width_panels * s.hidden_steps + s.hidden_panels * s.width_steps);
+          panel_units<T>(hidden, up_form), panel_units<T>(width, down_form), 0, up_form, down_form};
+  s.expert_units = 2 * s.width_panels * s.hidden_panel + s.hidden_panels * s.width_panel;
   return s;
 }
 
@@ -54,15 +56,14 @@ static INLINE void activate(const float* gate, const float* up, int64_t ldc, int
 template <class T, class RowsOf, class Out>
 static void run_units(const Unit* units, int64_t count, const Shape& s, const uint32_t* weights, T* hidden,
                       int64_t hidden_stride, const RowsOf& rows_of, const Out& out_of) {
-  const int64_t step_bytes = LANES * 4;
-  int64_t up_width = panels_per_task(s.width_panels, 2 * s.hidden_steps * step_bytes, count);
+  int64_t up_width = panels_per_task(s.width_panels, 2 * s.hidden_panel * 4, count);
   int64_t up_parts = ceil_div(s.width_panels, up_width);
   parallel(count * up_parts, [&](int64_t task) {
     const Unit& unit = units[task / up_parts];
     const int64_t first = task % up_parts * up_width, last = std::min(first + up_width, s.width_panels);
     int64_t stride = 0;
     const void* x = rows_of(unit, &stride);
-    const Packed w{weights + unit.expert * s.expert_units, 2 * s.width_panels, s.hidden_steps};
+    const Packed w{weights + unit.expert * s.expert_units, 2 * s.width_panels, s.hidden_steps, s.up_form};
     float* gate = scratch<float>(PRODUCT, 2 * unit.rows * GROUP * LANES);
     float* up = gate + unit.rows * GROUP * LANES;
     for (int64_t p = first; p < last; p += GROUP) {
@@ -77,13 +78,13 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
         std::memset(hidden + (unit.begin + i) * hidden_stride + s.width, 0,
                     size_t(hidden_stride - s.width) * sizeof(T));
   });
-  int64_t down_width = panels_per_task(s.hidden_panels, s.width_steps * step_bytes, count);
+  int64_t down_width = panels_per_task(s.hidden_panels, s.width_panel * 4, count);
   int64_t down_parts = ceil_div(s.hidden_panels, down_width);
   parallel(count * down_parts, [&](int64_t task) {
     const Unit& unit = units[task / down_parts];
     const int64_t first = task % down_parts * down_width, last = std::min(first + down_width, s.hidden_panels);
-    const Packed w{weights + unit.expert * s.expert_units + 2 * s.width_panels * s.hidden_steps * LANES,
-                   s.hidden_panels, s.width_steps};
+    const Packed w{weights + unit.expert * s.expert_units + 2 * s.width_panels * s.hidden_panel, s.hidden_panels,
+                   s.width_steps, s.down_form};
     float* c = scratch<float>(PRODUCT, unit.rows * GROUP * LANES);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
@@ -169,15 +170,17 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
 // A dense gated MLP from the packed weights of two linear layers, gate_up [2I, D] with I a multiple of 16.
 template <class T>
 static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const uint32_t* gate_up,
-                const uint32_t* down, int64_t out_features, T* out, int64_t ldo) {
+                const uint32_t* down, int64_t out_features, T* out, int64_t ldo, const Coding* up_form,
+                const Coding* down_form) {
   if (m <= 0) return;
   const int64_t in_steps = packed_steps<T>(hidden), mid_steps = packed_steps<T>(width);
-  const Packed first{gate_up, 2 * panels_of(width), in_steps}, second{down, panels_of(out_features), mid_steps};
+  const Packed first{gate_up, 2 * panels_of(width), in_steps, up_form};
+  const Packed second{down, panels_of(out_features), mid_steps, down_form};
   const Rows<T> rows(x, ldx, m, hidden, SHARED_ROWS);
   const int64_t stride = padded_k<T>(width) + 64 / int64_t(sizeof(T)), width_panels = panels_of(width);
   T* middle = scratch<T>(SHARED_HIDDEN, m * stride);
   const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
-  const int64_t up_width = panels_per_task(width_panels, 2 * in_steps * LANES * 4, row_tasks);
+  const int64_t up_width = panels_per_task(width_panels, 8 * panel_units<T>(hidden, up_form), row_tasks);
   parallel(row_tasks * ceil_div(width_panels, up_width), [&](int64_t task) {
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * up_width;
     const int64_t here = std::min(row_block, m - row), end = std::min(begin + up_width, width_panels);
@@ -196,7 +199,7 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
       for (int64_t i = 0; i < here; i++)
         std::memset(middle + (row + i) * stride + width, 0, size_t(stride - width) * sizeof(T));
   });
-  const int64_t down_width = panels_per_task(second.panels, mid_steps * LANES * 4, row_tasks);
+  const int64_t down_width = panels_per_task(second.panels, 4 * panel_units<T>(width, down_form), row_tasks);
   parallel(row_tasks * ceil_div(second.panels, down_width), [&](int64_t task) {
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * down_width;
     const int64_t here = std::min(row_block, m - row), end = std::min(begin + down_width, second.panels);
@@ -215,41 +218,46 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
 
 using namespace moe;
 
-API int64_t moe_expert_bytes(int is_bf16, int64_t hidden, int64_t width) {
-  return 4 * (is_bf16 ? shape_of<bf16>(1, hidden, width) : shape_of<float>(1, hidden, width)).expert_units;
+API int64_t moe_expert_bytes(int is_bf16, int64_t hidden, int64_t width, const Coding* up_form,
+                             const Coding* down_form) {
+  return 4 * (is_bf16 ? shape_of<bf16>(1, hidden, width, up_form, down_form)
+                      : shape_of<float>(1, hidden, width, up_form, down_form))
+                 .expert_units;
 }
 
 // Exactly one of offsets [E + 1] (contiguous rows) and counts [E] (`capacity` rows per expert) is given.
 API void moe_experts(int is_bf16, const void* x, const int32_t* offsets, const int32_t* counts, int64_t capacity,
-                     int64_t experts, int64_t hidden, int64_t width, const void* weights, void* out) {
+                     int64_t experts, int64_t hidden, int64_t width, const void* weights, void* out,
+                     const Coding* up_form, const Coding* down_form) {
   auto w = static_cast<const uint32_t*>(weights);
   if (is_bf16)
-    batch(static_cast<const bf16*>(x), offsets, counts, capacity, shape_of<bf16>(experts, hidden, width), w,
+    batch(static_cast<const bf16*>(x), offsets, counts, capacity, shape_of<bf16>(experts, hidden, width, up_form, down_form), w,
           static_cast<bf16*>(out));
   else
-    batch(static_cast<const float*>(x), offsets, counts, capacity, shape_of<float>(experts, hidden, width), w,
+    batch(static_cast<const float*>(x), offsets, counts, capacity, shape_of<float>(experts, hidden, width, up_form, down_form), w,
           static_cast<float*>(out));
 }
 
 API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
                     const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
-                    const void* sum, int64_t lds, void* out) {
+                    const void* sum, int64_t lds, void* out, const Coding* up_form, const Coding* down_form) {
   auto w = static_cast<const uint32_t*>(weights);
   if (is_bf16)
-    routed(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids, shape_of<bf16>(experts, hidden, width), w,
+    routed(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids, shape_of<bf16>(experts, hidden, width, up_form, down_form), w,
            static_cast<const bf16*>(sum), lds, static_cast<bf16*>(out));
   else
-    routed(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids, shape_of<float>(experts, hidden, width), w,
+    routed(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids, shape_of<float>(experts, hidden, width, up_form, down_form), w,
            static_cast<const float*>(sum), lds, static_cast<float*>(out));
 }
 
 API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const void* gate_up,
-                 const void* down, int64_t out_features, void* out, int64_t ldo) {
+                 const void* down, int64_t out_features, void* out, int64_t ldo, const Coding* up_form,
+                 const Coding* down_form) {
   auto first = static_cast<const uint32_t*>(gate_up), second = static_cast<const uint32_t*>(down);
   if (is_bf16)
     mlp(static_cast<const bf16*>(x), ldx, m, hidden, width, first, second, out_features, static_cast<bf16*>(out),
-        ldo);
+        ldo, up_form, down_form);
   else
     mlp(static_cast<const float*>(x), ldx, m, hidden, width, first, second, out_features,
-        static_cast<float*>(out), ldo);
+        static_cast<float*>(out), ldo, up_form, down_form);
 }

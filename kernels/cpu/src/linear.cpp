@@ -23,12 +23,12 @@ static void pack(const T* weight, int64_t ldw, int64_t n, int64_t k, uint32_t* o
 
 template <class T>
 static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t* weight, int64_t n, const float* bias,
-                   T* out, int64_t ldo) {
+                   T* out, int64_t ldo, const Coding* form) {
   if (m <= 0 || n <= 0) return;
-  const Packed w{weight, panels_of(n), packed_steps<T>(k)};
+  const Packed w{weight, panels_of(n), packed_steps<T>(k), form};
   const Rows<T> rows(x, ldx, m, k, SHARED_ROWS);
   const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
-  const int64_t width = panels_per_task(w.panels, w.steps * LANES * 4, row_tasks), tasks = ceil_div(w.panels, width);
+  const int64_t width = panels_per_task(w.panels, 4 * panel_units<T>(k, form), row_tasks), tasks = ceil_div(w.panels, width);
   parallel(row_tasks * tasks, [&](int64_t task) {
     // Adjacent tasks share their panels: the weights are read from memory once for all rows.
     const int64_t row = task % row_tasks * row_block, first = task / row_tasks * width;
@@ -104,12 +104,12 @@ API void moe_pack(int is_bf16, const void* weight, int64_t ldw, int64_t n, int64
 }
 
 API void moe_linear(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t k, const void* weight, int64_t n,
-                    const float* bias, void* out, int64_t ldo) {
+                    const float* bias, void* out, int64_t ldo, const Coding* form) {
   auto w = static_cast<const uint32_t*>(weight);
   if (is_bf16)
-    linear(static_cast<const bf16*>(x), ldx, m, k, w, n, bias, static_cast<bf16*>(out), ldo);
+    linear(static_cast<const bf16*>(x), ldx, m, k, w, n, bias, static_cast<bf16*>(out), ldo, form);
   else
-    linear(static_cast<const float*>(x), ldx, m, k, w, n, bias, static_cast<float*>(out), ldo);
+    linear(static_cast<const float*>(x), ldx, m, k, w, n, bias, static_cast<float*>(out), ldo, form);
 }
 
 API void moe_linear_heads(int is_bf16, const void* x, int64_t x_token, int64_t x_head, int64_t tokens, int64_t heads,
