@@ -24,10 +24,8 @@ def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
         v_head_dim=fields.integer("v_head_dim"),
         bias=fields.flag("attention_bias"),
     )
-    moe = _deepseek_moe(fields)
-    first, frequency = fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("moe_layer_freq", 1)
-    layers = fields.integer("num_hidden_layers")
-    moe_layers = tuple(moe is not None and i >= first and i % frequency == 0 for i in range(layers))
+    moe = parse_deepseek_moe(fields)
+    moe_layers = deepseek_moe_layers(fields, moe)
     interleaved = fields.flag("rope_interleave", True)
     return _build(
         fields,
@@ -39,7 +37,8 @@ def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
     )
 
 
-def _deepseek_moe(fields: Fields) -> MoEConfig | None:
+def parse_deepseek_moe(fields: Fields) -> MoEConfig | None:
+    """Experts and router in the fields of DeepSeek; None: a dense model."""
     num_experts = fields.integer("n_routed_experts", None)
     if num_experts is None:
         return None
@@ -72,6 +71,13 @@ def _deepseek_moe(fields: Fields) -> MoEConfig | None:
     )
     check_moe(fields, moe)
     return moe
+
+
+def deepseek_moe_layers(fields: Fields, moe: MoEConfig | None) -> tuple[bool, ...]:
+    """Which layers are mixtures, in the fields of DeepSeek."""
+    first, frequency = fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("moe_layer_freq", 1)
+    layers = fields.integer("num_hidden_layers")
+    return tuple(moe is not None and i >= first and i % frequency == 0 for i in range(layers))
 
 
 def check_moe(fields: Fields, moe: MoEConfig) -> None:
@@ -134,9 +140,15 @@ def parse_gqa(
     generation: Mapping[str, Any],
     moe: MoEConfig | None,
     moe_layers: tuple[bool, ...],
+    partial_rotary: float = 1.0,
     **attention_fields: Any,
 ) -> ModelConfig:
-    """A model on grouped-query attention; `attention_fields` of its `GQAConfig` replace those by model_type."""
+    """A model on grouped-query attention.
+
+    Args:
+        partial_rotary: the part of a head that is rotated, where the file has none.
+        attention_fields: of its `GQAConfig`, in the place of those by model_type.
+    """
     model_type = fields.text("model_type", "llama")
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", None) or num_heads
@@ -159,19 +171,21 @@ def parse_gqa(
         fields,
         generation,
         attention=attention,
-        rope=parse_rope(fields, _rotary_width(fields, head_dim), interleaved=False, scales_softmax=False),
+        rope=parse_rope(
+            fields, _rotary_width(fields, head_dim, partial_rotary), interleaved=False, scales_softmax=False
+        ),
         moe=moe,
         moe_layers=moe_layers or (False,) * fields.integer("num_hidden_layers"),
         windows=_windows(fields, model_type),
     )
 
 
-def _rotary_width(fields: Fields, head_dim: int) -> int:
+def _rotary_width(fields: Fields, head_dim: int, default: float) -> int:
     """Rotated channels of a head: `rotary_dim`, or a part of them in either dialect."""
     section = fields.section("rope_parameters")
     part = None if section is None else section.number("partial_rotary_factor", None, above=0)
     if part is None:
-        part = fields.number("partial_rotary_factor", 1.0, above=0)
+        part = fields.number("partial_rotary_factor", default, above=0)
     width = fields.integer("rotary_dim", int(head_dim * part))
     if width > head_dim:
         fields.fail("rotary_dim", f"{width} is more than head_dim {head_dim}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from moe_engine.models.config import ModelConfig, MoEConfig
-from moe_engine.models.config_families import check_moe, parse_gqa
+from moe_engine.models.config_families import check_moe, deepseek_moe_layers, parse_deepseek_moe, parse_gqa
 from moe_engine.models.config_fields import Fields
 
 
@@ -41,3 +41,19 @@ def _refuse_other_minimax(fields: Fields) -> None:
         fields.fail("attn_type_list", "has layers of linear attention (MiniMax-M1), which are not supported")
     if fields.integer("shared_intermediate_size", 0, minimum=0):
         fields.fail("shared_intermediate_size", "is not 0: shared experts of MiniMax-Text-01 are not supported")
+
+
+def parse_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7: DeepSeek's router and shared expert, biases of q, k and v, half of
+    each head rotated, and norms of q and k in the large models."""
+    moe = parse_deepseek_moe(fields)
+    return parse_gqa(
+        fields,
+        generation,
+        moe,
+        deepseek_moe_layers(fields, moe),
+        partial_rotary=0.5,
+        qkv_bias=fields.flag("attention_bias"),
+        o_bias=False,
+        qk_norm="head" if fields.flag("use_qk_norm") else "",
+    )

@@ -1,5 +1,5 @@
 """Llama, Mistral, Qwen2 and Qwen3, and the mixture-of-experts models on the same attention (Qwen3-MoE, Mixtral,
-MiniMax-M2)."""
+MiniMax-M2, GLM-4.5)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from moe_engine.parallel.context import ParallelContext
 class DenseModel(Decoder):
     """`Model` of the GQA families. `batch.kv[layer]` is (keys, values), each [num_slots, G, Dh]."""
 
+    has_mtp = True
+
     def __init__(
         self,
         config: ModelConfig,
@@ -39,7 +41,8 @@ class DenseModel(Decoder):
 
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
         config, layer = self.config, f"model.layers.{layer_index}"
-        if config.moe_layers[layer_index]:
+        is_mtp = layer_index >= config.num_layers
+        if config.is_moe if is_mtp else config.moe_layers[layer_index]:
             return MoE(config, layer_index, self.backends, reader, self.parallel)
         widths = config.hidden_size, config.intermediate_size
         return MLP.dense(self.backends, reader, self.parallel, f"{layer}.mlp", *widths, config.mlp_bias)

@@ -20,6 +20,15 @@ _LAYERS = "model.layers."
 _ROTARY = "rotary_emb.inv_freq"
 
 
+_MTP_ON_GQA = ("Glm4MoeForCausalLM",)
+"""Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names."""
+
+
+def has_mtp_names(config: ModelConfig) -> bool:
+    """True if MTP layers of the architecture are known."""
+    return config.attention.kind == "mla" or config.architecture in _MTP_ON_GQA
+
+
 class Kind(enum.Enum):
     """Storage of a tensor: LINEAR weights are in the checkpoint's `WeightFormat`, WIDE weights are kept in float32."""
 

@@ -48,6 +48,9 @@ class GQAttention:
     On many ranks H and G count this rank's heads, and the result is their partial sum.
     """
 
+    fused = None
+    """The layer in one call, for draft chains: no kernel has it."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -64,7 +67,7 @@ class GQAttention:
         self._gqa, self._layer_index, self._rotary = gqa, layer_index, rotary
         self._ops = backends.ops
         self._backend: GQABackend = backends.attention  # type: ignore[assignment]
-        self._group = next(i for i, group in enumerate(config.cache_groups) if layer_index in group.layers)
+        self._group = _group_of(config, layer_index)
         self._all_groups = config.cache_groups
         self._scale = gqa.head_dim**-0.5 * config.rope.softmax_factor
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
@@ -111,6 +114,11 @@ class GQAttention:
         q, k, v = self._project(hidden, positions)
         self._ops.write_kv(k, v, slots, *cache)
         return q
+
+    def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
+        """Writes the keys and values of `forward` without computing its result; of a layer without a window."""
+        _, k, v = self._project(hidden, batch.positions)
+        self._ops.write_kv(k, v, batch.slots, *self.cache_of(batch))
 
     def cache_of(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """This layer's caches, [num_slots, G, Dh] each."""
@@ -164,6 +172,16 @@ class GQAttention:
         for tokens, queries in inputs.queries:
             out[tokens] = paged(q[tokens], k_cache, v_cache, queries, self._scale, plan)
         return out
+
+
+def _group_of(config: ModelConfig, layer_index: int) -> int:
+    """The cache group of a layer; MTP layers, which come after the model's, see all positions."""
+    mtp = layer_index >= config.num_layers
+    return next(
+        i
+        for i, group in enumerate(config.cache_groups)
+        if (group.window is None if mtp else layer_index in group.layers)
+    )
 
 
 def group_inputs(batch: ForwardBatch, groups: Sequence[CacheGroup], backend: GQABackend) -> Groups:

@@ -11,8 +11,10 @@ from tests.models.family_parity import run_family
 
 
 @pytest.mark.usefixtures("forked_processes")
-@pytest.mark.parametrize("kind", ["minimax_m2"])
-def test_tokens_equal_transformers(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "form"), [("qwen3_moe", "chunked"), ("minimax_m2", "chunked"), ("glm4_moe", "MTP drafts")]
+)
+def test_tokens_equal_transformers(kind: str, form: str, tmp_path: Path) -> None:
     seed = random.randrange(2**31)
-    for form, result in run_family(kind, tmp_path, seed, ["chunked"], count=6, longest=150).items():
+    for result in run_family(kind, tmp_path, seed, [form], count=6, longest=150).values():
         assert result.tokens and not result.wrong and result.error < 1e-4, (kind, form, seed, result)

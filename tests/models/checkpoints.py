@@ -30,6 +30,7 @@ KINDS = (
     "qwen3_moe",
     "mixtral",
     "minimax_m2",
+    "glm4_moe",
 )
 
 YARN = {
@@ -138,6 +139,13 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         {**_GQA, "head_dim": 24, "rotary_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3}
         | {"intermediate_size": 32, "use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": True}
+        | {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+        | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}
+        | {"norm_topk_prob": True, "rms_norm_eps": 1e-5},
     ),
     "mixtral": ("Mixtral", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }

@@ -43,7 +43,12 @@ FORMS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SHAPE: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 3}
-KINDS: dict[str, dict[str, Any]] = {"deepseek_v3": {"num_mtp_layers": 1}, "qwen3_moe": {}, "minimax_m2": {}}
+KINDS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_mtp_layers": 1},
+    "qwen3_moe": {},
+    "minimax_m2": {},
+    "glm4_moe": {"num_mtp_layers": 1},
+}
 """Options of the checkpoints of the table."""
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
 

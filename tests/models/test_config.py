@@ -178,6 +178,29 @@ def test_minimax_m2(tmp_path: Path) -> None:
     assert config.moe is not None and config.moe.renormalize and config.moe.scale == 1.0 and config.moe.has_bias
 
 
+GLM_45: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 5120,
+    "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True,
+    "use_qk_norm": True, "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1,
+    "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1, "rope_theta": 1000000, "max_position_embeddings": 131072, "vocab_size": 151552,
+    "eos_token_id": [151329, 151336, 151338], "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_glm_45(tmp_path: Path) -> None:
+    config = parse(tmp_path, GLM_45)
+    assert sizes.num_parameters(config) == pytest.approx(352.8e9, rel=2e-3)
+    assert num_active_parameters(config) == pytest.approx(32.0e9, rel=4e-2)
+    assert config.moe_layers == (False,) * 3 + (True,) * 89 and config.rope.width == 64
+    attention = config.attention
+    assert isinstance(attention, GQAConfig) and attention.qk_norm == "head"
+    assert attention.qkv_bias and not attention.o_bias
+    air = parse(tmp_path, GLM_45 | {"use_qk_norm": False, "partial_rotary_factor": None})
+    assert air.rope.width == 64 and not air.attention.qk_norm  # type: ignore[union-attr]
+
+
 def test_kimi_k2_reads_as_deepseek_v3(tmp_path: Path) -> None:
     kimi = {"model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1}
     config = parse(tmp_path, V3 | kimi | {"num_nextn_predict_layers": 0, "architectures": None})
