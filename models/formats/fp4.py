@@ -23,7 +23,7 @@ from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.forms import GroupCodes
+    from moe_engine.kernels.quantization.codes import GroupCodes
     from moe_engine.kernels.quantization.protocol import QuantizedWeight
 
 _ONE = ((), (1, 1))
@@ -72,8 +72,8 @@ class FP4:
         return Fraction(1, 2) + Fraction(2, self.group)
 
     def kernel_format(self) -> GroupCodes:
-        from moe_engine.kernels.quantization.forms import FP4 as VALUES
-        from moe_engine.kernels.quantization.forms import GroupCodes
+        from moe_engine.kernels.quantization.codes import FP4 as VALUES
+        from moe_engine.kernels.quantization.codes import GroupCodes
 
         return GroupCodes(4, self.group, values=VALUES)
 
