@@ -9,8 +9,7 @@ from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.cpu.tensors import rows
-from moe_engine.kernels.quantization.codes import CodedWeight
-from moe_engine.kernels.quantization.forms import GroupCodes
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 
 _SCALES = {"float32": 0, "bfloat16": 1, "float16": 2}
 

@@ -57,7 +57,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_packed_bytes": (L, [N, L, L]),
     "moe_pack": (None, [N, P, L, L, L, P]),
     "moe_linear": (None, [N, P, L, L, L, P, L, P, P, L, P]),
-    "moe_linear_heads": (None, [N, P, L, L, L, L, L, P, L, P, L, L]),
+    "moe_linear_heads": (None, [N, P, L, L, L, L, L, P, L, P, L, L, P]),
     "moe_expert_bytes": (L, [N, L, L, P, P]),
     "moe_experts": (None, [N, P, P, P, L, L, L, L, P, P, P, P]),
     "moe_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, L, P, P, P]),

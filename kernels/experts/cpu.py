@@ -14,8 +14,7 @@ from moe_engine.kernels.cpu.tensors import ANY_KIND, ExpertPanels, kind_of, rese
 from moe_engine.kernels.decoder.layers import fuse_moe
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
-from moe_engine.kernels.quantization.codes import CodedWeight
-from moe_engine.kernels.quantization.forms import GroupCodes
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 

@@ -11,8 +11,7 @@ from moe_engine.kernels.cpu import coded
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import ANY_KIND, Panels, common_kind, kind_of, reserve, rows
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
-from moe_engine.kernels.quantization.codes import CodedWeight
-from moe_engine.kernels.quantization.forms import GroupCodes
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
@@ -21,7 +20,7 @@ class CpuLinear:
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()
-        self.capabilities = LinearCapabilities({GroupCodes: self.prepare_coded})
+        self.capabilities = LinearCapabilities({GroupCodes: self.prepare_coded}, coded_heads=self.prepare_coded_heads)
 
     def _pack(self, weights: Tensor, bias: Tensor | None) -> PreparedLinear:
         heads, n, k = weights.shape
@@ -40,12 +39,21 @@ class CpuLinear:
 
     def prepare_coded(self, weight: CodedWeight, bias: Tensor | None) -> PreparedLinear:
         """A weight of 4 or 8 bits, multiplied as it is. Raises ValueError: its columns are not whole groups."""
-        n, k = weight.codes.shape
-        form = coded.form_of(weight.format, k)
-        storage = reserve(self._lib, self._lib.moe_coded_bytes(form.address, n, k))
-        coded.pack(self._lib, weight, storage.data_ptr())
+        return self._pack_coded(weight, 1, bias)
+
+    def prepare_coded_heads(self, weight: CodedWeight, heads: int) -> PreparedLinear:
+        return self._pack_coded(weight, heads, None)
+
+    def _pack_coded(self, weight: CodedWeight, heads: int, bias: Tensor | None) -> PreparedLinear:
+        rows, k = weight.codes.shape
+        form, n = coded.form_of(weight.format, k), rows // heads
+        size = self._lib.moe_coded_bytes(form.address, n, k)
+        storage = reserve(self._lib, heads, size)
+        for head in range(heads):
+            part = weight.rows(head * n, (head + 1) * n)
+            coded.pack(self._lib, part, storage.data_ptr() + head * size)
         padded, pointer, num_bytes = _pad(bias, n)
-        data = Panels(ANY_KIND, storage.data_ptr(), pointer, storage, padded, form=form.address)
+        data = Panels(ANY_KIND, storage.data_ptr(), pointer, storage, padded, heads, form.address)
         return PreparedLinear(k, n, data, bias, storage.numel() + num_bytes)
 
     def input_format(self, weight: PreparedLinear) -> ActivationFormat:
@@ -96,15 +104,16 @@ class CpuLinear:
         x = rows(x)
         tokens, heads, k = x.shape
         n = weight.out_features
-        if kind_of(x.dtype) != data.kind or k != weight.in_features or heads != data.heads:
+        kind = kind_of(x.dtype)
+        if data.kind not in (kind, ANY_KIND) or k != weight.in_features or heads != data.heads:
             raise _mismatch(x, weight)
         if out is None:
             out = torch.empty((tokens, heads, n), dtype=x.dtype)
         elif out.dtype != x.dtype or out.shape != (tokens, heads, n) or out.stride(-1) != 1:
             return out.copy_(self.run_heads(x, weight))
         self._lib.moe_linear_heads(
-            data.kind, x.data_ptr(), x.stride(0), x.stride(1), tokens, heads, k, data.weight, n, out.data_ptr(),
-            out.stride(0), out.stride(1),
+            kind, x.data_ptr(), x.stride(0), x.stride(1), tokens, heads, k, data.weight, n, out.data_ptr(),
+            out.stride(0), out.stride(1), data.form,
         )  # fmt: skip
         return out
 

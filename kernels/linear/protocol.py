@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from moe_engine.kernels.quantization.codes import CodedWeight
 from moe_engine.kernels.quantization.protocol import ActivationFormat, KernelFormat, QuantizedActivation
 from moe_engine.kernels.vendors.warming import StepShapes
 
@@ -36,6 +37,9 @@ class LinearCapabilities:
     quantized: Mapping[type[KernelFormat], Callable[[Any, Tensor | None], PreparedLinear]] = field(default_factory=dict)
     """Formats that are multiplied without dequantization, each with its `prepare`: a `QuantizedWeight` [N, K] of that
     format, bias [N] in the activation dtype, or None. May keep or drop the weight."""
+
+    coded_heads: Callable[[CodedWeight, int], PreparedLinear] | None = None
+    """`prepare_heads` of codes [H N, K] of that many heads."""
 
     warm_up: Callable[[StepShapes], int] | None = None
     """Compiles what the kernel compiles at first use, see `vendors.warming`; returns the number of products run."""

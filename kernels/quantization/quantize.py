@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.quantization.codes import SCALE_DTYPES, CodedWeight
+from moe_engine.kernels.quantization.codes import CodedWeight
 
 CHUNK_ELEMENTS = 1 << 21
 RANGES = (1.0, 0.93, 0.86)
@@ -29,7 +29,7 @@ def quantize_codes(weight: Tensor, out: CodedWeight) -> None:
     for start in range(0, n, step):
         rows = slice(start, start + step)
         grouped = weight[rows].float().view(-1, k // format.group_of(k), format.group_of(k))
-        codes, scales = _quantized(grouped, format.middle, SCALE_DTYPES[format.scales])
+        codes, scales = _quantized(grouped, format.middle, getattr(torch, format.scales))
         out.codes[rows].copy_(codes.view(-1, k))
         out.scales[rows].copy_(scales)
 

@@ -10,12 +10,14 @@ from typing import Any
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.compressed_ints import ByteInts, PackedInts
 from moe_engine.models.formats.float8 import Float8
+from moe_engine.models.formats.fp4 import MXFP4_COMPRESSED, NVFP4_COMPRESSED
 from moe_engine.models.formats.integers import parse_bits, parse_group
 from moe_engine.models.formats.module_rules import Modules, check_patterns, name_list
 from moe_engine.models.formats.schemes import Scheme, SchemeFormat
 
 _PACKED = ("pack-quantized",)
 _BYTES = ("int-quantized", "naive-quantized")
+_FP4 = {"nvfp4-pack-quantized": NVFP4_COMPRESSED, "mxfp4-pack-quantized": MXFP4_COMPRESSED}
 _FLOATS = ("float-quantized", "naive-quantized")
 
 
@@ -62,6 +64,8 @@ def _scheme(section: Fields, group: Fields) -> Scheme:
         if strategy not in ("tensor", "channel"):
             weights.fail("strategy", f"{strategy!r} is not supported for FP8; served are tensor and channel")
         return Float8()
+    if kind == "float" and form in _FP4 and weights.integer("num_bits") == 4:
+        return _FP4[form]
     if kind != "int" or form not in (*_PACKED, *_BYTES):
         section.fail("format", f"{form!r} with {kind} weights is not supported; served are {_served()}")
     if strategy not in ("group", "channel", "tensor") or (strategy == "tensor" and form in _PACKED):
@@ -79,7 +83,10 @@ def _scheme(section: Fields, group: Fields) -> Scheme:
 
 
 def _served() -> str:
-    return "int weights in pack-quantized or int-quantized, and 8-bit float weights in float-quantized"
+    return (
+        "int weights in pack-quantized or int-quantized, float weights of 8 bits in float-quantized and of "
+        "4 bits in nvfp4-pack-quantized or mxfp4-pack-quantized"
+    )
 
 
 class RowInt8:

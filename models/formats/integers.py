@@ -19,7 +19,7 @@ from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.forms import GroupCodes
+    from moe_engine.kernels.quantization.codes import GroupCodes
     from moe_engine.kernels.quantization.protocol import QuantizedWeight
     from moe_engine.models.formats.codes import Codes
 
@@ -79,7 +79,7 @@ class IntegerScheme(ABC):
         return Fraction(self.bits, 8) + Fraction(size, self.group or shape[-1])
 
     def kernel_format(self) -> GroupCodes | None:
-        from moe_engine.kernels.quantization.forms import GroupCodes
+        from moe_engine.kernels.quantization.codes import GroupCodes
 
         if self.act_order:
             return None

@@ -14,13 +14,13 @@ from moe_engine.errors import ConfigError
 from moe_engine.models.cut import Cut
 from moe_engine.models.formats.module_rules import Modules
 from moe_engine.models.formats.plain import PLAIN
-from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moe_engine.kernels.quantization.forms import GroupCodes
+    from moe_engine.kernels.quantization.codes import GroupCodes
     from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
 
 GROUPS = (32, 64, 128, 256)
@@ -112,8 +112,7 @@ def _load_rows(
 ) -> None:
     import torch
 
-    from moe_engine.kernels.quantization.codes import CodedWeight
-    from moe_engine.kernels.quantization.forms import GroupCodes
+    from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
     from moe_engine.kernels.quantization.protocol import BlockWeight
     from moe_engine.kernels.quantization.quantize import quantize_codes
     from moe_engine.kernels.quantization.reference import dequantize_weight, quantize_weight
@@ -148,8 +147,19 @@ def online_format(name: str) -> SchemeFormat | None:
     return SchemeFormat("fp8" if name.startswith("fp8") else name, rules, Modules(parts=_UNQUANTIZED))
 
 
+def derived_codes(format: WeightFormat) -> GroupCodes | None:
+    """The form of matrices that layers hold in a layout of their own, kv_b's absorbed halves and the head: 8 bits where
+    the projections have 4 or 8; None: plain."""
+    from moe_engine.kernels.quantization.codes import GroupCodes
+
+    if not isinstance(format, SchemeFormat) or "linear" not in format.kept:
+        return None
+    online = any(isinstance(scheme, Online) and scheme.coded for _, scheme in format.rules)
+    return GroupCodes(8, 0, scales="float32") if online else None
+
+
 def _codes_of(name: str) -> GroupCodes | None:
-    from moe_engine.kernels.quantization.forms import GroupCodes
+    from moe_engine.kernels.quantization.codes import GroupCodes
 
     if name.startswith("fp8"):
         return None

@@ -27,16 +27,17 @@ Shape = tuple[int, ...]
 class StoredTensor:
     """A tensor of a checkpoint: its name, shape and accepted dtypes, in the spelling of safetensors.
 
-    `other_shapes`: accepted too.
+    `other_shapes`: accepted too; `any_shape`: every shape is.
     """
 
     name: str
     shape: Shape
     dtypes: tuple[str, ...]
     other_shapes: tuple[Shape, ...] = ()
+    any_shape: bool = False
 
     def fits(self, shape: Shape) -> bool:
-        return shape == self.shape or shape in self.other_shapes
+        return self.any_shape or shape == self.shape or shape in self.other_shapes
 
 
 class StoredTensors(Protocol):

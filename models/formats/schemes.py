@@ -30,7 +30,7 @@ class Scheme(Protocol):
 
     @property
     def coded(self) -> bool:
-        """True if kernels take it as codes of 4 or 8 bits (`quantization.forms`)."""
+        """True if kernels take it as codes of 4 or 8 bits (`quantization.codes`)."""
 
     @property
     def blocks(self) -> bool:

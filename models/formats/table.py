@@ -10,19 +10,25 @@ from typing import Any
 
 from moe_engine.models.config_fields import Fields
 from moe_engine.models.formats.awq import AWQFormat
+from moe_engine.models.formats.bitsandbytes import BitsAndBytes
 from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
 from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
+from moe_engine.models.formats.float8_checkpoints import FP8Format, ModelOpt, RowFP8
 from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.schemes import SchemeFormat
 
 FORMATS: dict[str, type[Any]] = {
-    "fp8": BlockFP8Format,
+    "fp8": FP8Format,
+    "fbgemm_fp8": RowFP8,
+    "w8a8_fp8": RowFP8,
+    "modelopt": ModelOpt,
     "compressed-tensors": CompressedTensors,
     "awq": AWQFormat,
     "gptq": GPTQFormat,
     "w8a8_int8": RowInt8,
+    "bitsandbytes": BitsAndBytes,
 }
 """By `quant_method`: classes with `parse(section of config.json)`, which returns a `WeightFormat`, `hint(dtype)`, and
 `checkpoint`, the name in messages."""
@@ -71,4 +77,4 @@ def supported_checkpoints() -> str:
 
 
 def _checkpoints() -> list[str]:
-    return ["bf16", *(known.checkpoint for known in FORMATS.values())]
+    return list(dict.fromkeys(("bf16", *(known.checkpoint for known in FORMATS.values()))))

@@ -29,8 +29,9 @@ from moe_engine.kernels.quantization.protocol import (
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.cut import Cut
+from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.layers import mla_chunks
-from moe_engine.models.layers.linear import Linear, Projection, load_linear
+from moe_engine.models.layers.linear import Linear, Projection, load_linear, prepare_heads
 from moe_engine.models.layers.mla_chunks import AttentionChunk, ContextChunk
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.step_adapters import KVBAdapters, StepAdapters
@@ -155,10 +156,14 @@ class MLAAttention:
         """kv_b as stored, with this rank's rows."""
         weight = reader.linear(*self.kv_b_part)
         heads = weight.view(mla.num_heads, per_head, mla.kv_lora_rank)
-        keys = heads[:, : mla.qk_nope_head_dim].transpose(1, 2).contiguous()  # [H, C, N]
-        self._w_uk = self._linear.prepare_heads(keys)
+        form, first = derived_codes(reader.format), heads[:, : mla.qk_nope_head_dim]
+        last = heads[:, mla.qk_nope_head_dim :]
+        self._w_uk, keys = prepare_heads(self._linear, first.transpose(1, 2).contiguous(), form)  # [H, C, N]
         self._keys = None if self._absorb_and_write is None else keys
-        self._w_uv = self._linear.prepare_heads(heads[:, mla.qk_nope_head_dim :].contiguous())  # [H, V, C]
+        self._w_uv, values = prepare_heads(self._linear, last.contiguous(), form)  # [H, V, C]
+        if form is not None:
+            first.copy_(keys.transpose(1, 2))
+            last.copy_(values)
         self._kv_b = Linear(self._linear, weight)
 
     @property

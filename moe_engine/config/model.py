@@ -8,6 +8,10 @@ from moe_engine.config.field import flag
 from moe_engine.config.values import parse_count, parse_json_object
 
 OTHER_FORMATS = "other checkpoint formats"
+CHECKPOINTS = (
+    "compressed-tensors", "awq", "gptq", "w8a8_int8", "w8a8_fp8", "fbgemm_fp8", "modelopt", "bitsandbytes"
+)  # fmt: skip
+"""Formats of checkpoints beside fp8."""
 TORCHAO = ("int4wo-32", "int4wo-64", "int4wo-128", "int4wo-256", "int8wo", "int8dq", "fp8wo")
 OTHER_QUANTIZATION = "other quantisation schemes"
 
@@ -62,10 +66,12 @@ class ModelArgs:
         "Format of the weights. Left out: from config.json. For a checkpoint that is not quantised: int4, int8, fp8 or "
         "a name of torchao's, and weights are quantised while loading. Kernels that multiply a format keep it; others "
         "get the values of the quantised weights.",
-        choices=("fp8", "int8", "int4", *TORCHAO, "compressed-tensors", "awq", "gptq", "w8a8_int8"),
-        synonyms={"awq_marlin": "awq", "gptq_marlin": "gptq"},
+        choices=("fp8", "int8", "int4", *TORCHAO, *CHECKPOINTS),
+        synonyms={
+            "awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp8": "modelopt", "modelopt_fp4": "modelopt",
+        },
         unsupported=dict.fromkeys(
-            ("marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp8", "modelopt_fp4", "modelopt_mixed", "w8a8_fp8",
+            ("marlin", "gguf", "modelopt_mixed",
              "moe_wna16", "mxfp8", "mxfp4", "nvfp4_online", "w4afp8", "quark", "quark_mxfp4", "auto-round", "qoq",
              "petit_nvfp4"),
             OTHER_QUANTIZATION,

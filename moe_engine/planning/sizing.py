@@ -109,9 +109,7 @@ class SizingInput:
     @property
     def weight_format(self) -> WeightFormat:
         """The format in which the device's kernels hold the weights."""
-        rows = self.kernels.model
-        coded = frozenset(family for family in ("linear", "experts") if rows.row(family).codes)
-        return kept_format(self.model.weight_format, self.machine.device, coded)
+        return kept_format(self.model.weight_format, self.machine.device, self.kernels.model.codes)
 
     @property
     def local_model(self) -> ModelConfig:

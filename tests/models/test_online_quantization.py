@@ -12,8 +12,7 @@ from torch import Tensor
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.quantization.codes import CodedWeight
-from moe_engine.kernels.quantization.forms import GroupCodes
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.models import sizes
 from moe_engine.models.config_file import load_model_config

@@ -12,7 +12,8 @@ struct Router;
 API void moe_linear(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t k, const void* weight, int64_t n,
                     const float* bias, void* out, int64_t ldo, const moe::Coding* form);
 API void moe_linear_heads(int is_bf16, const void* x, int64_t x_token, int64_t x_head, int64_t tokens, int64_t heads,
-                          int64_t k, const void* weight, int64_t n, void* out, int64_t out_token, int64_t out_head);
+                          int64_t k, const void* weight, int64_t n, void* out, int64_t out_token, int64_t out_head,
+                          const moe::Coding* form);
 API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const void* gate_up,
                  const void* down, int64_t out_features, void* out, int64_t ldo, const moe::Coding* up_form,
                  const moe::Coding* down_form);

@@ -26,13 +26,13 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
   moe_write_latent(is_bf16, 0, down + rank * size, l.down.out, l.kv_norm, l.eps, positions, l.table, l.rotary,
                    l.interleaved, slots, 1, form, cache, cache_row, tokens, latent);
   moe_linear_heads(is_bf16, q, l.heads * head, head, tokens, l.heads, nope, l.keys.panels, latent, absorbed,
-                   l.heads * row, row);
+                   l.heads * row, row, l.keys.form);
   for (int64_t i = 0; i < tokens * l.heads; i++)
     std::memcpy(absorbed + (i * row + latent) * size, q + (i * head + nope) * size, size_t(l.rotary * size));
   moe_absorbed(is_bf16, form, absorbed, l.heads * row, row, cache, cache_row, queries, l.heads, latent, l.rotary,
                l.scale, mixed);
   moe_linear_heads(is_bf16, mixed, l.heads * latent, latent, tokens, l.heads, latent, l.values.panels, value, values,
-                   l.heads * value, value);
+                   l.heads * value, value, l.values.form);
   multiply(is_bf16, l.o, values, l.heads * value, tokens, out);
 }
 

@@ -46,11 +46,13 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
 // x [T, H, K] by strides -> out [T, H, N] by strides; weight: H packed matrices.
 template <class T>
 static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t tokens, int64_t heads, int64_t k,
-                         const uint32_t* weight, int64_t n, T* out, int64_t out_token, int64_t out_head) {
+                         const uint32_t* weight, int64_t n, T* out, int64_t out_token, int64_t out_head,
+                         const Coding* form) {
   if (tokens <= 0 || n <= 0) return;
   const int64_t panels = panels_of(n), steps = packed_steps<T>(k), padded = padded_k<T>(k);
+  const int64_t panel = panel_units<T>(k, form);
   const int64_t row_block = std::min<int64_t>(tokens, ROW_BLOCK), row_tasks = ceil_div(tokens, row_block);
-  const int64_t width = panels_per_task(panels, steps * LANES * 4, row_tasks * heads), parts = ceil_div(panels, width);
+  const int64_t width = panels_per_task(panels, 4 * panel, row_tasks * heads), parts = ceil_div(panels, width);
   parallel(heads * row_tasks * parts, [&](int64_t task) {
     const int64_t head = task / (row_tasks * parts), row = task / parts % row_tasks * row_block;
     const int64_t first = task % parts * width, last = std::min(first + width, panels);
@@ -66,7 +68,7 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
       a = copy;
       stride = padded;
     }
-    const Packed w{weight + head * panels * steps * LANES, panels, steps};
+    const Packed w{weight + head * panels * panel, panels, steps, form};
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t count = std::min(GROUP, last - p), column = p * LANES;
@@ -113,12 +115,13 @@ API void moe_linear(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t 
 }
 
 API void moe_linear_heads(int is_bf16, const void* x, int64_t x_token, int64_t x_head, int64_t tokens, int64_t heads,
-                          int64_t k, const void* weight, int64_t n, void* out, int64_t out_token, int64_t out_head) {
+                          int64_t k, const void* weight, int64_t n, void* out, int64_t out_token, int64_t out_head,
+                          const Coding* form) {
   auto w = static_cast<const uint32_t*>(weight);
   if (is_bf16)
     linear_heads(static_cast<const bf16*>(x), x_token, x_head, tokens, heads, k, w, n, static_cast<bf16*>(out),
-                 out_token, out_head);
+                 out_token, out_head, form);
   else
     linear_heads(static_cast<const float*>(x), x_token, x_head, tokens, heads, k, w, n, static_cast<float*>(out),
-                 out_token, out_head);
+                 out_token, out_head, form);
 }

@@ -10,8 +10,7 @@ from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.linear.cpu import CpuLinear
-from moe_engine.kernels.quantization.codes import CodedWeight
-from moe_engine.kernels.quantization.forms import FP4, GroupCodes
+from moe_engine.kernels.quantization.codes import FP4, CodedWeight, GroupCodes
 
 FORMATS = [
     GroupCodes(4, 32),
