@@ -38,14 +38,14 @@ class LinearCapabilities:
     """Formats that are multiplied without dequantization, each with its `prepare`: a `QuantizedWeight` [N, K] of that
     format, bias [N] in the activation dtype, or None. May keep or drop the weight."""
 
-    coded_heads: Callable[[CodedWeight, int], PreparedLinear] | None = None
-    """`prepare_heads` of codes [H N, K] of that many heads."""
-
     warm_up: Callable[[StepShapes], int] | None = None
     """Compiles what the kernel compiles at first use, see `vendors.warming`; returns the number of products run."""
 
     heads_quantized: Callable[[Tensor, PreparedLinear, ActivationFormat], QuantizedActivation] | None = None
     """`run_heads` of x [T, H, K] as quantized rows [T, H N] in the consumer's format; N is a multiple of 128."""
+
+    coded_heads: Callable[[CodedWeight, int], PreparedLinear] | None = None
+    """`prepare_heads` of codes [H N, K] of that many heads."""
 
 
 class LinearKernel(Protocol):

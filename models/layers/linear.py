@@ -124,7 +124,8 @@ def prepare_heads(kernel: LinearKernel, weight: Tensor, form: GroupCodes | None)
 
 def quantized(weight: Tensor, form: GroupCodes) -> CodedWeight:
     """A copy of weight [N, K] in a form."""
-    coded = form.empty(*weight.shape, weight.device)
+    n, k = weight.shape
+    coded = form.empty(n, k, weight.device)
     quantize_codes(weight, coded)
     return coded
 
