@@ -86,10 +86,12 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
     const Packed w{weights + unit.expert * s.expert_units + 2 * s.width_panels * s.hidden_panel, s.hidden_panels,
                    s.width_steps, s.down_form};
     float* c = scratch<float>(PRODUCT, unit.rows * GROUP * LANES);
+    int64_t stride = hidden_stride * int64_t(sizeof(T));
+    const void* x = hidden + unit.begin * hidden_stride;
+    if (s.down_form) x = coded_rows<T>(*s.down_form, x, &stride, unit.rows, s.width, ROWS);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(hidden + unit.begin * hidden_stride, hidden_stride * int64_t(sizeof(T)), unit.rows, s.width, w, p,
-                 here, p + here, c, GROUP * LANES);
+      product<T>(x, stride, unit.rows, s.width, w, p, here, p + here, c, GROUP * LANES);
       const int64_t columns = std::min(here * LANES, s.hidden - column);
       for (int64_t i = 0; i < unit.rows; i++) {
         T* to = out_of(unit, i) + column;
@@ -102,8 +104,18 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
 // Rows [source, source + rows) of x, in place if the kernel can read them.
 template <class T>
 static INLINE const void* own_rows(const T* x, int64_t ldx, const int32_t* index, int64_t rows, int64_t k,
-                                   int64_t* stride) {
+                                   int64_t* stride, const Coding* form) {
   const int64_t padded = padded_k<T>(k);
+  if (form && index && rows > 1) {  // gathered, then in the form's format
+    T* copy = scratch<T>(VALUES, rows * k);
+    for (int64_t i = 0; i < rows; i++) std::memcpy(copy + i * k, x + index[i] * ldx, size_t(k) * sizeof(T));
+    *stride = k * int64_t(sizeof(T));
+    return coded_rows<T>(*form, copy, stride, rows, k, ROWS);
+  }
+  if (form) {
+    *stride = ldx * int64_t(sizeof(T));
+    return coded_rows<T>(*form, x + (index ? index[0] : 0) * ldx, stride, rows, k, ROWS);
+  }
   if (padded == k && (!index || rows == 1)) {
     *stride = ldx * int64_t(sizeof(T));
     return x + (index ? index[0] : 0) * ldx;
@@ -135,7 +147,7 @@ static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int
   run_units<T>(
       units, count, s, weights, hidden, stride,
       [&](const Unit& unit, int64_t* apart) {
-        return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart);
+        return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart, s.up_form);
       },
       [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; });
 }
@@ -161,7 +173,7 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
   run_units<T>(
       units, count, s, weights, hidden, stride,
       [&](const Unit& unit, int64_t* apart) {
-        return own_rows<T>(x, ldx, token_of + unit.begin, unit.rows, s.hidden, apart);
+        return own_rows<T>(x, ldx, token_of + unit.begin, unit.rows, s.hidden, apart, s.up_form);
       },
       [&](const Unit& unit, int64_t i) { return partial + (unit.begin + i) * s.hidden; });
   combine_rows<T>(partial, s.hidden, positions, top_k, topk, top_k, sum, lds, out, tokens, s.hidden);
@@ -176,7 +188,7 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
   const int64_t in_steps = packed_steps<T>(hidden), mid_steps = packed_steps<T>(width);
   const Packed first{gate_up, 2 * panels_of(width), in_steps, up_form};
   const Packed second{down, panels_of(out_features), mid_steps, down_form};
-  const Rows<T> rows(x, ldx, m, hidden, SHARED_ROWS);
+  const Rows<T> rows(x, ldx, m, hidden, SHARED_ROWS, up_form);
   const int64_t stride = padded_k<T>(width) + 64 / int64_t(sizeof(T)), width_panels = panels_of(width);
   T* middle = scratch<T>(SHARED_HIDDEN, m * stride);
   const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
@@ -204,10 +216,12 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * down_width;
     const int64_t here = std::min(row_block, m - row), end = std::min(begin + down_width, second.panels);
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
+    int64_t apart = stride * int64_t(sizeof(T));
+    const void* a = middle + row * stride;
+    if (down_form) a = coded_rows<T>(*down_form, a, &apart, here, width, ROWS);
     for (int64_t p = begin; p < end; p += GROUP) {
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
-      product<T>(middle + row * stride, stride * int64_t(sizeof(T)), here, width, second, p, count,
-                 p + count, c, GROUP * LANES);
+      product<T>(a, apart, here, width, second, p, count, p + count, c, GROUP * LANES);
       finish<T>(c, GROUP * LANES, here, std::min(count * LANES, out_features - column), nullptr,
                 out + row * ldo + column, ldo);
     }
