@@ -56,7 +56,7 @@ class ServerArgs:
         "embedded model gets its own parser.",
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
-            ("auto", "minimax-append-think", "gpt-oss", "deepseek-v4", "deepseek-v41", "mistral",
+            ("auto", "gpt-oss", "deepseek-v4", "deepseek-v41", "mistral",
              "nemotron_3", "hunyuan", "mimo"),
             MORE_PARSERS,
         ),

@@ -11,6 +11,7 @@ from msgspec import Meta
 from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import Dimensions
 from moe_engine.frontend.generate_input import DpRank, GenerateInput, Priority, Rid, Text
+from moe_engine.frontend.session_params import SessionParams
 from moe_engine.sampling_checks import Choices, Count, JsonOrText, SamplingFields, Source, TokenId, build_sampling
 from moe_engine.validation import NotAvailable, OffOnly
 
@@ -51,7 +52,7 @@ class CommonRequest(SamplingFields, kw_only=True):
     lora_path: Annotated[
         str | list[str | None] | None, Meta(description="name of a loaded LoRA adapter; a list: for each prompt")
     ] = None
-    session_params: OffOnly = None
+    session_params: Annotated[SessionParams | None, Meta(description="the session that the request continues")] = None
     return_hidden_states: Annotated[bool, Meta(description="the last state, in the choice; not in a stream")] | None = (
         None
     )
@@ -201,6 +202,7 @@ def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field
         extra_key=req.extra_key,
         model=req.model,
         lora_path=req.lora_path,
+        session_params=req.session_params,
         routed_dp_rank=req.routed_dp_rank,
         data_parallel_rank=req.data_parallel_rank,
         cumulative=False,
