@@ -42,7 +42,8 @@ class Need:
     """Requirements of the model and the launch on a backend: the activation dtype's name and the kinds of work.
 
     `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant, bit
-    for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers.
+    for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers. `sinks`:
+    attention has sinks. `biases`: routed experts have biases and a clamped activation.
     """
 
     dtype: str
@@ -53,6 +54,8 @@ class Need:
     deterministic: bool = False
     moe: bool = True
     windows: bool = False
+    sinks: bool = False
+    biases: bool = False
 
 
 @lru_cache

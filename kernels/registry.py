@@ -29,6 +29,8 @@ class Row:
             preferred other row.
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
         codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as they are.
+        sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
+        biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
     """
 
@@ -43,6 +45,8 @@ class Row:
     pages: tuple[int, ...] = ()
     lacks_expanded: bool = False
     windows: bool = False
+    sinks: bool = False
+    biases: bool = False
     reads_fp8: Callable[[Device], bool] | None = None
     codes: bool = False
 
@@ -128,6 +132,10 @@ def select(
 def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
     if family == "attention" and need.windows and not row.windows:
         return "no sliding windows"
+    if family == "attention" and need.sinks and not row.sinks:
+        return "no attention sinks"
+    if family == "experts" and need.biases and not row.biases:
+        return "no biases of experts"
     return row.why_not(device, need)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from moe_engine.kernels.attention import workspaces
 from moe_engine.kernels.cpu.availability import why_not as cpu_why_not
@@ -58,7 +59,7 @@ def _uncaptured_torch(device: Device, need: Need) -> str | None:
 
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
-    torch_uncaptured: WhyNot | None = None, windows: bool = False, codes: bool = False,
+    torch_uncaptured: WhyNot | None = None, codes: bool = False, **has: Any,
 ) -> list[Row]:  # fmt: skip
     package = f"moe_engine.kernels.{family}"
     return [
@@ -68,17 +69,17 @@ def _rows(
             0,
             torch_why_not,
             why_not_captured=torch_uncaptured,
-            windows=windows,
+            **has,
         ),
-        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, windows=windows, codes=codes),
+        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, codes=codes, **has),
     ]
 
 
 OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear", codes=True)
-EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, codes=True)
+EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, codes=True)
 MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch)
-GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True)
+GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True, sinks=True)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 LORA = _rows("lora", "TorchLora", "CpuLora")
@@ -115,6 +116,7 @@ EXPERTS.append(
         20,
         _triton,
         _FIXED,
+        biases=True,
         reads_fp8=_multiplies_fp8,
     )
 )
@@ -143,6 +145,7 @@ GQA.append(
         workspaces.triton,
         _uncaptured_triton,
         windows=True,
+        sinks=True,
     )
 )
 

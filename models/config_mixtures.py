@@ -6,11 +6,13 @@ Parsers as in `config_families`, which has Qwen3-MoE and Mixtral.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.config_families import check_moe, deepseek_moe_layers, parse_deepseek_moe, parse_gqa
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
 
 
 def parse_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -41,6 +43,34 @@ def _refuse_other_minimax(fields: Fields) -> None:
         fields.fail("attn_type_list", "has layers of linear attention (MiniMax-M1), which are not supported")
     if fields.integer("shared_intermediate_size", 0, minimum=0):
         fields.fail("shared_intermediate_size", "is not 0: shared experts of MiniMax-Text-01 are not supported")
+
+
+def parse_gpt_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """gpt-oss: sinks, windows in every second layer, biases everywhere, a softmax over the chosen experts' logits."""
+    moe = MoEConfig(
+        num_experts=fields.integer("num_local_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=fields.integer("intermediate_size"),
+        shared_width=0,
+        score="softmax",
+        has_bias=True,
+        renormalize=True,
+        bias_on_logits=True,
+        biased=True,
+        alpha=fields.number("swiglu_alpha", 1.702, above=0),
+        limit=fields.number("swiglu_limit", 7.0, above=0),
+    )
+    check_moe(fields, moe)
+    layers = fields.integer("num_hidden_layers")
+    kinds = ["sliding_attention", "full_attention"] * layers
+    raw = {"layer_types": kinds[:layers], "attention_bias": True, "use_sliding_window": True} | dict(fields.raw)
+    quantization = fields.section("quantization_config")
+    method = "" if quantization is None else quantization.text("quant_method")
+    if method == MXFP4:
+        raw.pop("quantization_config")
+    read = Fields(raw, fields.source)
+    config = parse_gqa(read, generation, moe, (True,) * layers, sinks=True)
+    return replace(config, weight_format=FusedExpertsFormat(moe.num_experts, method), raw=fields.raw)
 
 
 def parse_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:

@@ -1,5 +1,5 @@
 """Llama, Mistral, Qwen2 and Qwen3, and the mixture-of-experts models on the same attention (Qwen3-MoE, Mixtral,
-MiniMax-M2, GLM-4.5)."""
+MiniMax-M2, GLM-4.5, gpt-oss)."""
 
 from __future__ import annotations
 

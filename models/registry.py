@@ -87,6 +87,7 @@ for _name, _target, _parser in (
     ("Qwen3MoeForCausalLM", _DENSE, "parse_qwen3_moe"),
     ("MixtralForCausalLM", _DENSE, "parse_mixtral"),
     ("Glm4MoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_glm4_moe"),
+    ("GptOssForCausalLM", _DENSE, f"{_MIXTURES}:parse_gpt_oss"),
     ("MiniMaxM2ForCausalLM", _DENSE, f"{_MIXTURES}:parse_minimax_m2"),
     ("LlamaForSequenceClassification", _DENSE, "parse_dense"),
     ("Qwen2ForSequenceClassification", _DENSE, "parse_dense"),
@@ -111,6 +112,7 @@ _BY_MODEL_TYPE = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "minimax_m2": "MiniMaxM2ForCausalLM",
 }
 

@@ -12,7 +12,7 @@ from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
-from moe_engine.models.tensors import EMBEDDING, Kind, TensorSpec, model_tensors
+from moe_engine.models.tensors import BIASES, EMBEDDING, GATE_UP_BIAS, Kind, TensorSpec, model_tensors
 from moe_engine.parallel.topology import Topology
 
 ONE_RANK = Topology()
@@ -96,7 +96,7 @@ def _weight_bytes(
     for spec in model_tensors(config, include_mtp):
         held = _held_elements(config, spec, topology, redundant_experts)
         if spec.kind is Kind.WIDE:
-            wide += spec.num_elements
+            wide += spec.num_elements if not spec.name.endswith(BIASES) else held
         elif spec.name.endswith(_KV_B):
             plain += held if derived else 2 * held
             kept += _absorbed_bytes(config, held, derived) if derived else 0
@@ -122,6 +122,10 @@ def _absorbed_bytes(config: ModelConfig, elements: int, form: GroupCodes) -> int
 def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int) -> int:
     """Elements on one rank of a tensor, or of all experts' tensors of one name."""
     name, count = spec.name, spec.num_elements
+    if name.endswith(BIASES):
+        slots, experts = spec.shape[0] + redundant_experts, spec.shape[0]
+        split = topology.moe_tp_size if name.endswith(GATE_UP_BIAS) else 1
+        return slots // topology.ep_size * (count // experts // split)
     if spec.copies > 1:
         return (spec.copies + redundant_experts) // topology.ep_size * (count // topology.moe_tp_size)
     return -(-count // _parts(config, name, topology))

@@ -17,6 +17,9 @@ from moe_engine.models.pooling import score_layers
 
 EMBEDDING = "model.embed_tokens.weight"
 _LAYERS = "model.layers."
+GATE_UP_BIAS, DOWN_BIAS = "experts.gate_up_proj_bias", "experts.down_proj_bias"
+"""Biases of all routed experts, in the block: [E, 2I], gate and up alternating, and [E, D]."""
+BIASES = (GATE_UP_BIAS, DOWN_BIAS)
 _ROTARY = "rotary_emb.inv_freq"
 
 
@@ -76,7 +79,11 @@ class ExpertNames:
 
 
 _W = ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_correction_bias")
-_EXPERT_NAMES = {"MixtralForCausalLM": _W, "MiniMaxM2ForCausalLM": _W}
+_EXPERT_NAMES = {
+    "MixtralForCausalLM": _W,
+    "MiniMaxM2ForCausalLM": _W,
+    "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
+}
 """By architecture; others use the default."""
 
 
@@ -149,6 +156,8 @@ def _gqa(a: GQAConfig, hidden: int) -> Iterator[TensorSpec]:
     for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
         yield from _linear(name, rows, hidden, a.qkv_bias)
     yield from _linear("o_proj", hidden, query, a.o_bias)
+    if a.sinks:
+        yield TensorSpec("sinks", (a.num_heads,), Kind.WIDE)
     if a.qk_norm:
         widths = (query, key) if a.qk_norm == "projection" else (a.head_dim, a.head_dim)
         yield from (_norm(name, width) for name, width in zip(("q_norm", "k_norm"), widths))
@@ -170,6 +179,9 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSp
         (names.down, (hidden, moe.width)),
     ):
         yield TensorSpec(f"{names.block}.experts.*.{name}.weight", shape, copies=moe.num_experts)
+    if moe.biased:
+        yield TensorSpec(f"{names.block}.{GATE_UP_BIAS}", (moe.num_experts, 2 * moe.width), Kind.WIDE)
+        yield TensorSpec(f"{names.block}.{DOWN_BIAS}", (moe.num_experts, hidden), Kind.WIDE)
     if moe.shared_width:
         yield from _mlp(f"{names.block}.shared_experts", hidden, moe.shared_width)
 

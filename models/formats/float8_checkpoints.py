@@ -18,7 +18,7 @@ class FP8Format:
     """Entry of the table of formats: ``quant_method: fp8``: blocks; or, without `weight_block_size`, a scale per matrix
     if activation scales are static or layers are left out."""
 
-    checkpoint = "FP8"
+    checkpoint = "block-FP8"
 
     @staticmethod
     def parse(section: Fields) -> WeightFormat:

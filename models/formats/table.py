@@ -14,6 +14,7 @@ from moe_engine.models.formats.bitsandbytes import BitsAndBytes
 from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
 from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
 from moe_engine.models.formats.float8_checkpoints import FP8Format, ModelOpt, RowFP8
+from moe_engine.models.formats.fused_experts import FusedExpertsFormat
 from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
@@ -61,6 +62,8 @@ def kept_format(declared: WeightFormat, device: str, coded: frozenset[str] = fro
     if isinstance(declared, SchemeFormat):
         kept = declared.kept_by(device, coded)
         return declared.held_by(kept) if kept else PLAIN
+    if isinstance(declared, FusedExpertsFormat):
+        return declared if declared.has_kernel_formats and "experts" in coded else PLAIN
     return declared if declared.kept_on(device) else PLAIN
 
 

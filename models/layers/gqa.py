@@ -5,8 +5,9 @@ Legend: T tokens, D hidden, H query heads, G KV heads, Dh head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import CacheGroup, GQAConfig, ModelConfig
+from moe_engine.models.cut import Cut
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.projection_norm import ProjectionNorms
@@ -81,6 +83,13 @@ class GQAttention:
         )  # fmt: skip
         o_proj, hidden = [f"{prefix}.o_proj"], [config.hidden_size]
         self._o = load_linear(backends.linear, reader, o_proj, hidden, query, gqa.o_bias, in_share=share)
+        self._paged: Callable[..., Tensor] = self._backend.paged
+        if gqa.sinks:
+            sinks = (whole.num_heads,)
+            self._sinks = reader.tensor(f"{prefix}.sinks", sinks, Cut(share.cut(whole.num_heads)), dtype=torch.float32)
+            supported = self._backend.capabilities.sinks
+            assert supported is not None
+            self._paged = partial(_with_sinks, supported, self._sinks)
         self._q_norm = self._k_norm = None
         self._both_norms: ProjectionNorms | None = None
         if gqa.qk_norm == "projection":
@@ -164,7 +173,7 @@ class GQAttention:
 
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, groups: Groups) -> Tensor:
         """q [T, H, Dh] -> [T, H, Dh], the decode group, then the prefill group."""
-        inputs, paged = groups[self._group], self._backend.paged
+        inputs, paged = groups[self._group], self._paged
         plan = inputs.plan
         if len(inputs.queries) == 1:
             return paged(q, k_cache, v_cache, inputs.queries[0][1], self._scale, plan)
@@ -172,6 +181,10 @@ class GQAttention:
         for tokens, queries in inputs.queries:
             out[tokens] = paged(q[tokens], k_cache, v_cache, queries, self._scale, plan)
         return out
+
+
+def _with_sinks(paged: Callable[..., Tensor], sinks: Tensor, *args: Any) -> Tensor:
+    return paged(*args, sinks)
 
 
 def _group_of(config: ModelConfig, layer_index: int) -> int:

@@ -30,6 +30,7 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.cut import Cut
+from moe_engine.models.layers.expert_biases import empty_biases, fill_biases
 from moe_engine.models.layers.linear import Projection, empty_weight, format_for
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.overlap_stages import Stages, finish
@@ -60,6 +61,7 @@ def router_spec(moe: MoEConfig, num_shared: int = 0) -> RouterSpec:
         renormalize=moe.renormalize,
         scale=moe.scale,
         num_shared=num_shared,
+        bias_on_logits=moe.bias_on_logits,
     )
 
 
@@ -305,7 +307,7 @@ class StoredExperts:
         shared: str = "",
     ) -> None:  # fmt: skip
         self.kernel = kernel
-        self._prefix, self._names, self._shared = prefix, names, shared
+        self._prefix, self._names, self._shared, self._moe = prefix, names, shared, moe
         self._num_experts, self._hidden, self._whole, self._shared_width = (
             moe.num_experts, hidden, moe.width, moe.shared_width
         )  # fmt: skip
@@ -328,6 +330,9 @@ class StoredExperts:
             weights = self.kernel.allocate(*sizes, reader.dtype, reader.device)
         else:
             weights = self.kernel.capabilities.quantized[type(format)].allocate(*sizes, reader.device, format)
+        if self._moe.biased:
+            weights.bias = empty_biases(self._moe, len(held), self._width, self._hidden, reader.device)
+            weights.num_bytes += sum(part.nbytes for part in weights.bias.memory)
         self.fill(reader, weights, slots)
         for expert in sorted(set(range(self._num_experts)).difference(slots)):
             for projection in self._projections(expert):
@@ -350,6 +355,9 @@ class StoredExperts:
                 store(weights, slot, *parts)
 
         for_each(len(experts), scratch, load)
+        if weights.bias is not None:
+            block = self._prefix.removesuffix(".experts")
+            fill_biases(weights.bias, reader, block, self._moe, slots, self._cut)
 
     def _format(self, reader: WeightSource, expert: int) -> KernelFormat | None:
         return format_for(self.kernel.capabilities.quantized, reader, self._projections(expert))

@@ -1,69 +1,17 @@
-// Products with coded weights: codes become bf16 (or float) in registers, a group's sum is multiplied by its scale.
+// Products with coded weights: a group's sum is multiplied by its scale. Codes become floats in registers; with VNNI
+// and bf16 rows see coded_integers.h.
 //
 // Legend: M rows, K in-features, N out-features, G groups, MR x NR rows x panels of a tile.
 #include "coded.h"
 
-#include "vec.h"
+#include "coded_integers.h"
 
 namespace moe {
-
-constexpr int OCTET = 8;          // elements of K decoded at once
-constexpr int64_t FAR = 1024;     // prefetch distance of codes in bytes
-
-static INLINE float from_half(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
-  uint32_t bits;
-  if (exponent == 0) {
-    const float value = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
-    std::memcpy(&bits, &value, 4);
-  } else {
-    bits = (exponent == 31 ? 255u << 23 : (exponent + 112) << 23) | fraction << 13;
-  }
-  bits |= sign;
-  float r;
-  std::memcpy(&r, &bits, 4);
-  return r;
-}
-
-static INLINE F16 load_scales(const char* p, int64_t type) {
-  if (type == SCALE_BF16) return load(reinterpret_cast<const bf16*>(p));
-  F16 r;
-  if (type == SCALE_F32) {
-    std::memcpy(&r, p, sizeof r);
-    return r;
-  }
-#if defined(MOE_AVX512)
-  r.v[0] = (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#else
-  float lane[LANES];
-  for (int i = 0; i < LANES; i++) {
-    uint16_t half;
-    std::memcpy(&half, p + 2 * i, 2);
-    lane[i] = from_half(half);
-  }
-  r = load(lane);
-#endif
-  return r;
-}
-
-static INLINE F16 load_bytes(const char* p, bool is_signed) {
-#if defined(MOE_AVX512)
-  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  F16 r;
-  r.v[0] = (vf)_mm512_cvtepi32_ps(is_signed ? _mm512_cvtepi8_epi32(raw) : _mm512_cvtepu8_epi32(raw));
-  return r;
-#else
-  float lane[LANES];
-  for (int i = 0; i < LANES; i++) lane[i] = is_signed ? float(int8_t(p[i])) : float(uint8_t(p[i]));
-  return load(lane);
-#endif
-}
 
 // The table as a kernel reads it.
 struct Values {
 #if defined(MOE_AVX512)
   __m512 floats;
-  __m512i halves;  // bf16, twice
 #elif defined(__AVX2__) && defined(__FMA__)
   __m256 low, high;
 #else
@@ -73,9 +21,6 @@ struct Values {
   explicit Values(const Coding& form) {
 #if defined(MOE_AVX512)
     floats = _mm512_loadu_ps(form.table);
-    const __m512i bits = _mm512_srli_epi32(_mm512_castps_si512(floats), 16);
-    const __m256i half = _mm512_cvtepi32_epi16(bits);
-    halves = _mm512_inserti64x4(_mm512_castsi256_si512(half), half, 1);
 #elif defined(__AVX2__) && defined(__FMA__)
     low = _mm256_loadu_ps(form.table), high = _mm256_loadu_ps(form.table + 8);
 #else
@@ -105,15 +50,20 @@ struct Octet {
   F16 value[OCTET];
 
   INLINE void take(const char* p, const Values& values) {
-    if constexpr (BITS == 8) {
+    PARTS_LOOP {
+      vu codes;
+      std::memcpy(&codes, p + i * sizeof(vu), sizeof(vu));
+      if constexpr (BITS == 8) {
+        vu more;
+        std::memcpy(&more, p + LANES * 4 + i * sizeof(vu), sizeof(vu));
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; n++) {
+          value[n].v[i] = __builtin_convertvector((vi)(codes >> (8 * n) & 255u), vf) - 128.f;
+          value[4 + n].v[i] = __builtin_convertvector((vi)(more >> (8 * n) & 255u), vf) - 128.f;
+        }
+      } else {
 #pragma GCC unroll 8
-      for (int k = 0; k < OCTET; k++) value[k] = load_bytes(p + k * LANES, true);
-    } else {
-      PARTS_LOOP {
-        vu codes;
-        std::memcpy(&codes, p + i * sizeof(vu), sizeof(vu));
-#pragma GCC unroll 8
-        for (int n = 0; n < OCTET; n++) value[2 * (n % 4) + n / 4].v[i] = values.of(codes >> (4 * n));
+        for (int n = 0; n < OCTET; n++) value[n / 2 + n % 2 * 4].v[i] = values.of(codes >> (4 * n));
       }
     }
   }
@@ -125,38 +75,6 @@ struct Octet {
     }
   }
 };
-
-#if defined(MOE_AVX512_BF16)
-template <int BITS>
-struct Octet<bf16, BITS> {
-  __m512i unit[OCTET / 2];  // two elements of 16 columns each
-
-  INLINE void take(const char* p, const Values& values) {
-    if constexpr (BITS == 8) {
-#pragma GCC unroll 4
-      for (int u = 0; u < OCTET / 2; u++) {  // integers below 256 are exact in the upper halves of floats
-        const __m512i even = (__m512i)load_bytes(p + 2 * u * LANES, true).v[0];
-        const __m512i odd = (__m512i)load_bytes(p + (2 * u + 1) * LANES, true).v[0];
-        unit[u] = _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(even, 16), odd);
-      }
-    } else {
-      const __m512i codes = _mm512_loadu_si512(p);  // an index is 5 bits: the table is there twice
-      unit[0] = _mm512_permutexvar_epi16(codes, values.halves);
-      unit[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), values.halves);
-      unit[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), values.halves);
-      unit[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), values.halves);
-    }
-  }
-  INLINE void add(F16& sum, const bf16* a) const {
-#pragma GCC unroll 4
-    for (int u = 0; u < OCTET / 2; u++) {
-      int pair;
-      std::memcpy(&pair, a + 2 * u, 4);
-      sum.v[0] = (vf)_mm512_dpbf16_ps((__m512)sum.v[0], (__m512bh)_mm512_set1_epi32(pair), (__m512bh)unit[u]);
-    }
-  }
-};
-#endif
 
 // Sums of each group of a row, for zero points: [M, G].
 template <class T>
@@ -217,7 +135,7 @@ __attribute__((noinline)) static void coded_tile(const Coding& form, const char*
       const char* end = panels + g * group_bytes + codes + n * panel;
       const F16 scale = load_scales(end, form.scale_type);
       if (form.has_zeros) {
-        F16 zeros = load_bytes(end + LANES * scale_bytes, false);
+        F16 zeros = load_bytes(end + LANES * scale_bytes);
         if (BITS == 8) zeros = zeros - set1(128.f);
         for (int i = 0; i < MR; i++) part[i][n] = part[i][n] - zeros * set1(sums[i * groups + g]);
       }
@@ -276,9 +194,24 @@ static void coded(const Coding& form, const char* x, int64_t ldx, int64_t m, int
 }
 
 template <class T>
+const char* coded_rows(const Coding& form, const void* x, int64_t* ldx, int64_t m, int64_t k, Purpose purpose) {
+#if defined(MOE_VNNI)
+  if constexpr (sizeof(T) == 2) return integer_rows(form, x, ldx, m, k, purpose);
+#endif
+  (void)form, (void)ldx, (void)m, (void)k, (void)purpose;
+  return static_cast<const char*>(x);
+}
+
+template const char* coded_rows<float>(const Coding&, const void*, int64_t*, int64_t, int64_t, Purpose);
+template const char* coded_rows<bf16>(const Coding&, const void*, int64_t*, int64_t, int64_t, Purpose);
+
+template <class T>
 void coded_product(const Coding& form, const void* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
                    int64_t count, float* c, int64_t ldc) {
   const char* rows = static_cast<const char*>(x);
+#if defined(MOE_VNNI)
+  if constexpr (sizeof(T) == 2) return integer_product(form, rows, ldx, m, k, panels, count, c, ldc);
+#endif
   if (form.bits == 4)
     coded<T, 4>(form, rows, ldx, m, k, panels, count, c, ldc);
   else
@@ -292,16 +225,20 @@ template void coded_product<bf16>(const Coding&, const void*, int64_t, int64_t, 
 
 // Codes [N, K], a byte each, of one group of one panel.
 static void pack_codes(const Coding& form, const uint8_t* const* rows, int64_t first, uint8_t* out) {
-  for (int64_t j = 0; j < form.group; j += OCTET)
+  const int64_t bytes = OCTET * form.bits / 8;  // of a column
+  for (int64_t j = 0; j < form.group; j += OCTET, out += LANES * bytes)
     for (int column = 0; column < LANES; column++) {
       const uint8_t* from = rows[column] ? rows[column] + first + j : nullptr;
-      if (form.bits == 8) {
-        for (int n = 0; n < OCTET; n++) out[(j + n) * LANES + column] = from ? uint8_t(from[n] ^ 128) : 0;
-        continue;
+      for (int n = 0; n < 4; n++) {
+        const uint8_t low = from ? from[n] : 0, high = from ? from[4 + n] : 0;
+        uint8_t* to = out + column * 4 + n;
+        if (form.bits == 4) {
+          *to = uint8_t((low & 15) | high << 4);
+        } else {
+          *to = low;
+          to[LANES * 4] = high;
+        }
       }
-      uint32_t word = 0;
-      for (int n = 0; n < OCTET && from; n++) word |= uint32_t(from[2 * (n % 4) + n / 4] & 15) << (4 * n);
-      std::memcpy(out + j / OCTET * LANES * 4 + column * 4, &word, 4);
     }
 }
 

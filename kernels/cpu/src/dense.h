@@ -50,10 +50,14 @@ struct Rows {
   const char* data;
   int64_t stride;  // bytes
 
-  Rows(const T* x, int64_t ldx, int64_t m, int64_t k, Purpose purpose) {
+  Rows(const T* x, int64_t ldx, int64_t m, int64_t k, Purpose purpose, const Coding* form) {
     const int64_t padded = padded_k<T>(k);
     data = reinterpret_cast<const char*>(x);
     stride = ldx * int64_t(sizeof(T));
+    if (form) {
+      data = coded_rows<T>(*form, x, &stride, m, k, purpose);
+      return;
+    }
     if (padded == k) return;
     T* copy = scratch<T>(purpose, m * padded);
     parallel_ranges(m, double(k) * 0.1, [&](int64_t from, int64_t to) {

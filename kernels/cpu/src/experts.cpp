@@ -10,12 +10,20 @@
 
 namespace moe {
 
+// Biases of the products and a clamped activation: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up
+// within +-limit.
+struct ExpertBiases {
+  const float *gate_up, *down;  // [E, 2I], gate first, and [E, D]
+  float alpha, limit;
+};
+
 struct Shape {
   int64_t experts, hidden, width;
   int64_t width_panels, hidden_panels, hidden_steps, width_steps;
   int64_t hidden_panel, width_panel;  // units of a panel of gate or up, and of down
   int64_t expert_units;
   const Coding *up_form, *down_form;  // null: plain panels
+  const ExpertBiases* biases = nullptr;
 };
 
 template <class T>
@@ -52,6 +60,21 @@ static INLINE void activate(const float* gate, const float* up, int64_t ldc, int
       store_some(out + i * ldo + j, silu(load(gate + i * ldc + j)) * load(up + i * ldc + j), columns - j);
 }
 
+// The same with biases.
+template <class T>
+static INLINE void activate_clamped(const float* gate, const float* up, int64_t ldc, int64_t rows, int64_t columns,
+                                    const ExpertBiases& b, const float* bias, int64_t width, T* out, int64_t ldo) {
+  const F16 limit = set1(b.limit), alpha = set1(b.alpha), one = set1(1.f);
+  for (int64_t j = 0; j < columns; j += LANES) {
+    const F16 gate_bias = load_some(bias + j, columns - j), up_bias = load_some(bias + width + j, columns - j);
+    for (int64_t i = 0; i < rows; i++) {
+      const F16 g = min(load(gate + i * ldc + j) + gate_bias, limit);
+      const F16 u = max(min(load(up + i * ldc + j) + up_bias, limit), zero() - limit);
+      store_some(out + i * ldo + j, (u + one) * (g * sigmoid(g * alpha)), columns - j);
+    }
+  }
+}
+
 // Both passes. `rows_of(unit, &stride)` returns the unit's rows of x, padded for the kernel.
 template <class T, class RowsOf, class Out>
 static void run_units(const Unit* units, int64_t count, const Shape& s, const uint32_t* weights, T* hidden,
@@ -70,8 +93,13 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
       product<T>(x, stride, unit.rows, s.hidden, w, p, here, s.width_panels + p, gate, GROUP * LANES);
       product<T>(x, stride, unit.rows, s.hidden, w, s.width_panels + p, here, p + here, up, GROUP * LANES);
-      activate(gate, up, GROUP * LANES, unit.rows, std::min(here * LANES, s.width - column),
-               hidden + unit.begin * hidden_stride + column, hidden_stride);
+      const int64_t columns = std::min(here * LANES, s.width - column);
+      T* to = hidden + unit.begin * hidden_stride + column;
+      if (s.biases)
+        activate_clamped(gate, up, GROUP * LANES, unit.rows, columns, *s.biases,
+                         s.biases->gate_up + unit.expert * 2 * s.width + column, s.width, to, hidden_stride);
+      else
+        activate(gate, up, GROUP * LANES, unit.rows, columns, to, hidden_stride);
     }
     if (last == s.width_panels)  // the padding that the second pass reads
       for (int64_t i = 0; i < unit.rows; i++)
@@ -86,11 +114,21 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
     const Packed w{weights + unit.expert * s.expert_units + 2 * s.width_panels * s.hidden_panel, s.hidden_panels,
                    s.width_steps, s.down_form};
     float* c = scratch<float>(PRODUCT, unit.rows * GROUP * LANES);
+    int64_t stride = hidden_stride * int64_t(sizeof(T));
+    const void* x = hidden + unit.begin * hidden_stride;
+    if (s.down_form) x = coded_rows<T>(*s.down_form, x, &stride, unit.rows, s.width, ROWS);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(hidden + unit.begin * hidden_stride, hidden_stride * int64_t(sizeof(T)), unit.rows, s.width, w, p,
-                 here, p + here, c, GROUP * LANES);
+      product<T>(x, stride, unit.rows, s.width, w, p, here, p + here, c, GROUP * LANES);
       const int64_t columns = std::min(here * LANES, s.hidden - column);
+      if (s.biases) {
+        const float* bias = s.biases->down + unit.expert * s.hidden + column;
+        for (int64_t i = 0; i < unit.rows; i++)
+          for (int64_t j = 0; j < columns; j += LANES) {
+            float* at = c + i * GROUP * LANES + j;
+            store(at, load(at) + load_some(bias + j, columns - j));
+          }
+      }
       for (int64_t i = 0; i < unit.rows; i++) {
         T* to = out_of(unit, i) + column;
         for (int64_t j = 0; j < columns; j += LANES) store_some(to + j, load(c + i * GROUP * LANES + j), columns - j);
@@ -102,8 +140,18 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
 // Rows [source, source + rows) of x, in place if the kernel can read them.
 template <class T>
 static INLINE const void* own_rows(const T* x, int64_t ldx, const int32_t* index, int64_t rows, int64_t k,
-                                   int64_t* stride) {
+                                   int64_t* stride, const Coding* form) {
   const int64_t padded = padded_k<T>(k);
+  if (form && index && rows > 1) {  // gathered, then in the form's format
+    T* copy = scratch<T>(VALUES, rows * k);
+    for (int64_t i = 0; i < rows; i++) std::memcpy(copy + i * k, x + index[i] * ldx, size_t(k) * sizeof(T));
+    *stride = k * int64_t(sizeof(T));
+    return coded_rows<T>(*form, copy, stride, rows, k, ROWS);
+  }
+  if (form) {
+    *stride = ldx * int64_t(sizeof(T));
+    return coded_rows<T>(*form, x + (index ? index[0] : 0) * ldx, stride, rows, k, ROWS);
+  }
   if (padded == k && (!index || rows == 1)) {
     *stride = ldx * int64_t(sizeof(T));
     return x + (index ? index[0] : 0) * ldx;
@@ -135,7 +183,7 @@ static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int
   run_units<T>(
       units, count, s, weights, hidden, stride,
       [&](const Unit& unit, int64_t* apart) {
-        return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart);
+        return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart, s.up_form);
       },
       [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; });
 }
@@ -161,7 +209,7 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
   run_units<T>(
       units, count, s, weights, hidden, stride,
       [&](const Unit& unit, int64_t* apart) {
-        return own_rows<T>(x, ldx, token_of + unit.begin, unit.rows, s.hidden, apart);
+        return own_rows<T>(x, ldx, token_of + unit.begin, unit.rows, s.hidden, apart, s.up_form);
       },
       [&](const Unit& unit, int64_t i) { return partial + (unit.begin + i) * s.hidden; });
   combine_rows<T>(partial, s.hidden, positions, top_k, topk, top_k, sum, lds, out, tokens, s.hidden);
@@ -176,7 +224,7 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
   const int64_t in_steps = packed_steps<T>(hidden), mid_steps = packed_steps<T>(width);
   const Packed first{gate_up, 2 * panels_of(width), in_steps, up_form};
   const Packed second{down, panels_of(out_features), mid_steps, down_form};
-  const Rows<T> rows(x, ldx, m, hidden, SHARED_ROWS);
+  const Rows<T> rows(x, ldx, m, hidden, SHARED_ROWS, up_form);
   const int64_t stride = padded_k<T>(width) + 64 / int64_t(sizeof(T)), width_panels = panels_of(width);
   T* middle = scratch<T>(SHARED_HIDDEN, m * stride);
   const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
@@ -204,10 +252,12 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * down_width;
     const int64_t here = std::min(row_block, m - row), end = std::min(begin + down_width, second.panels);
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
+    int64_t apart = stride * int64_t(sizeof(T));
+    const void* a = middle + row * stride;
+    if (down_form) a = coded_rows<T>(*down_form, a, &apart, here, width, ROWS);
     for (int64_t p = begin; p < end; p += GROUP) {
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
-      product<T>(middle + row * stride, stride * int64_t(sizeof(T)), here, width, second, p, count,
-                 p + count, c, GROUP * LANES);
+      product<T>(a, apart, here, width, second, p, count, p + count, c, GROUP * LANES);
       finish<T>(c, GROUP * LANES, here, std::min(count * LANES, out_features - column), nullptr,
                 out + row * ldo + column, ldo);
     }
@@ -248,6 +298,38 @@ API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int
   else
     routed(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids, shape_of<float>(experts, hidden, width, up_form, down_form), w,
            static_cast<const float*>(sum), lds, static_cast<float*>(out));
+}
+
+static Shape with_biases(Shape s, const ExpertBiases* biases) {
+  s.biases = biases;
+  return s;
+}
+
+API void moe_biased_experts(int is_bf16, const void* x, const int32_t* offsets, const int32_t* counts,
+                            int64_t capacity, int64_t experts, int64_t hidden, int64_t width, const void* weights,
+                            const ExpertBiases* biases, void* out, const Coding* up_form,
+                            const Coding* down_form) {
+  auto w = static_cast<const uint32_t*>(weights);
+  if (is_bf16)
+    batch(static_cast<const bf16*>(x), offsets, counts, capacity,
+          with_biases(shape_of<bf16>(experts, hidden, width, up_form, down_form), biases), w, static_cast<bf16*>(out));
+  else
+    batch(static_cast<const float*>(x), offsets, counts, capacity,
+          with_biases(shape_of<float>(experts, hidden, width, up_form, down_form), biases), w, static_cast<float*>(out));
+}
+
+API void moe_biased_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
+                           const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
+                           const ExpertBiases* biases, void* out, const Coding* up_form,
+                            const Coding* down_form) {
+  auto w = static_cast<const uint32_t*>(weights);
+  if (is_bf16)
+    routed<bf16>(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids,
+                 with_biases(shape_of<bf16>(experts, hidden, width, up_form, down_form), biases), w, nullptr, 0, static_cast<bf16*>(out));
+  else
+    routed<float>(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids,
+                  with_biases(shape_of<float>(experts, hidden, width, up_form, down_form), biases), w, nullptr, 0,
+                  static_cast<float*>(out));
 }
 
 API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const void* gate_up,

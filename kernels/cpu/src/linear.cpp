@@ -26,7 +26,7 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
                    T* out, int64_t ldo, const Coding* form) {
   if (m <= 0 || n <= 0) return;
   const Packed w{weight, panels_of(n), packed_steps<T>(k), form};
-  const Rows<T> rows(x, ldx, m, k, SHARED_ROWS);
+  const Rows<T> rows(x, ldx, m, k, SHARED_ROWS, form);
   const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
   const int64_t width = panels_per_task(w.panels, 4 * panel_units<T>(k, form), row_tasks), tasks = ceil_div(w.panels, width);
   parallel(row_tasks * tasks, [&](int64_t task) {
@@ -59,7 +59,11 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
     const int64_t here = std::min(row_block, tokens - row);
     const T* a = x + row * x_token + head * x_head;
     int64_t stride = x_token;
-    if (padded != k) {
+    if (form) {
+      int64_t apart = x_token * int64_t(sizeof(T));
+      a = reinterpret_cast<const T*>(coded_rows<T>(*form, a, &apart, here, k, ROWS));
+      stride = apart / int64_t(sizeof(T));
+    } else if (padded != k) {
       T* copy = scratch<T>(ROWS, here * padded);
       for (int64_t i = 0; i < here; i++) {
         std::memcpy(copy + i * padded, a + i * x_token, size_t(k) * sizeof(T));
