@@ -20,6 +20,8 @@ STRUCTURED_OUTPUTS = "vLLM's: one of json, json_object, regex, choice, grammar a
 DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions. Chat answers may use the whole context."""
 
+MAX_BEST_OF = 128
+
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
@@ -66,8 +68,11 @@ class CompletionRequest(CommonRequest, kw_only=True):
     prompt: Text | Annotated[list[Text | TokenId | list[TokenId]], Meta(min_length=1)]
     echo: bool | None = False
     logprobs: Count | None = None
-    best_of: int | None = None
-    suffix: OffOnly = None
+    best_of: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_BEST_OF)] | None,
+        Meta(description="sequences to generate; the n with the highest log-probability per token are answered"),
+    ] = None
+    suffix: Annotated[str | None, Meta(description="text behind the completion")] = None
 
 
 class ClassifyRequest(msgspec.Struct, kw_only=True):
@@ -168,7 +173,7 @@ class ChatRequest(CommonRequest, kw_only=True):
 
 R = TypeVar("R", bound=CommonRequest)
 
-_SHAPING = ("stream", "stream_options", "n", "echo", "logprobs", "top_logprobs")
+_SHAPING = ("stream", "stream_options", "n", "echo", "logprobs", "top_logprobs", "best_of")
 
 
 def response_fields(request: R, **bulk: Any) -> R:
