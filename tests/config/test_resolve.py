@@ -47,7 +47,6 @@ def test_nothing_stays_auto(resolved):
     decided = reasons(config)
     may_stay = {"revision", "download_dir", "chat_template", "api_key", "admin_api_key", "reasoning_parser",
                 "tool_call_parser", "log_level_http", "max_queued_requests", "prefill_max_requests", "model_path",
-                "completion_template",
                 "quantization", "torch_compile_cache_dir", "timeout_graceful_shutdown",
                 "constrained_json_whitespace_pattern", "ssl_certfile", "ssl_keyfile", "bucket_time_to_first_token",
                 "bucket_inter_token_latency", "bucket_e2e_request_latency", "prompt_tokens_buckets",
