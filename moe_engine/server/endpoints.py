@@ -16,6 +16,7 @@ from moe_engine.server.control_api import ControlApi
 from moe_engine.server.doctor_api import DoctorApi, History
 from moe_engine.server.embeddings_api import EmbeddingsApi
 from moe_engine.server.engine_api import EngineApi
+from moe_engine.server.expert_types import ExpertGain, ExpertView
 from moe_engine.server.experts_api import ExpertsApi
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.native_api import NativeApi
@@ -50,7 +51,6 @@ REFUSED_PATHS = {
     "/generate_from_file": ONE_BY_ONE,
     "/v1/files": ONE_BY_ONE,
     "/v1/batches": ONE_BY_ONE,
-    "/clear_hicache_storage_backend": "there is no storage backend; /flush_cache empties the tiers",
     "/vertex_generate": "use /generate, or /invocations",
     "/v1/audio/transcriptions": "audio is not accepted",
 }
@@ -110,9 +110,11 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/close_session", sessions.close, "GET POST", body=CloseSessionRequest)
     yield Endpoint("/configure_logging", operations.configure_logging, "GET POST", body=ConfigureLoggingRequest)
     yield Endpoint("/freeze_gc", operations.freeze_gc, "GET POST", str, TEXT)
+    yield Endpoint("/clear_hicache_storage_backend", operations.clear_storage, "GET POST", str, TEXT)
     yield from _of_engine(EngineApi(state), state)
     yield Endpoint("/experts", experts.page, answer=str, media=HTML)
-    yield Endpoint("/experts/data", experts.data, answer=native.ExpertView)
+    yield Endpoint("/experts/data", experts.data, answer=ExpertView)
+    yield Endpoint("/experts/gain", experts.gain, answer=ExpertGain)
     yield Endpoint("/doctor", doctor.doctor, answer=native.DoctorReport, query=native.DoctorQuery)
     yield Endpoint("/metrics", pages.measured, answer=str, media=TEXT)
     yield Endpoint("/", pages.root, answer=native.Root)
