@@ -160,7 +160,7 @@ def _overlap(config: ResolvedConfig, parallel: ParallelContext) -> Overlap | Non
     from moe_engine.worker.device_stream import make_lane
 
     flags = config.args.parallel
-    shared_expert = flags.enable_single_batch_overlap or _overlaps_by_default(config, parallel)
+    shared_expert = flags.enable_single_batch_overlap or _overlaps_by_default(config)
     if not flags.enable_two_batch_overlap and not shared_expert:
         return None
     return Overlap(
@@ -171,9 +171,9 @@ def _overlap(config: ResolvedConfig, parallel: ParallelContext) -> Overlap | Non
     )
 
 
-def _overlaps_by_default(config: ResolvedConfig, parallel: ParallelContext) -> bool:
-    """DeepEP's kernels leave most multiprocessors free; a second stream of a captured step costs no launch."""
+def _overlaps_by_default(config: ResolvedConfig) -> bool:
+    """DeepEP runs on GPUs only. Its kernels leave most multiprocessors free; a second stream of a captured step costs no launch."""
     dispatch, moe = config.parallel.dispatch, config.model.moe
     if config.args.parallel.disable_shared_expert_overlap or dispatch is None or moe is None:
         return False
-    return dispatch.row.name == "deepep" and parallel.ep.device.type == "cuda" and bool(moe.shared_width)
+    return dispatch.row.name == "deepep" and bool(moe.shared_width)
