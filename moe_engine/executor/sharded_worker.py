@@ -172,8 +172,8 @@ def _overlap(config: ResolvedConfig, parallel: ParallelContext) -> Overlap | Non
 
 
 def _overlaps_by_default(config: ResolvedConfig) -> bool:
-    """DeepEP runs on GPUs only. Its kernels leave most multiprocessors free, and a second stream of a captured step costs
-    no launch."""
+    """DeepEP runs on GPUs only. Its kernels leave most multiprocessors free, and a second stream of a captured step
+    costs no launch."""
     dispatch, moe = config.parallel.dispatch, config.model.moe
     if config.args.parallel.disable_shared_expert_overlap or dispatch is None or moe is None:
         return False
