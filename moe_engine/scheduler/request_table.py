@@ -89,6 +89,8 @@ class RequestTable:
         if self.kv_cache.storage is not None:
             self.kv_cache.storage.begin(entry)
         self.sessions.arrived(entry)
+        if request.bootstrap is not None and not request.retractions:
+            self.kv_cache.enter_transfer(request)
         return events
 
     def _displace(self, request: Request, now: float) -> list[RequestEvent]:
