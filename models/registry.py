@@ -80,6 +80,8 @@ def register(
 for _name, _target, _parser in (
     ("DeepseekV2ForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("DeepseekV3ForCausalLM", _DEEPSEEK, "parse_deepseek"),
+    ("KimiK25ForConditionalGeneration", _DEEPSEEK, "parse_deepseek"),
+    ("Kimi_K25ForConditionalGeneration", _DEEPSEEK, "parse_deepseek"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
     ("MistralForCausalLM", _DENSE, "parse_dense"),
     ("Qwen2ForCausalLM", _DENSE, "parse_dense"),
@@ -105,6 +107,7 @@ _BY_MODEL_TYPE = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "kimi_k25": "KimiK25ForConditionalGeneration",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",

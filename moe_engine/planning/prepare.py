@@ -26,9 +26,11 @@ from moe_engine.planning.checkpoint import locate, sums
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.draft_model import load_draft, with_nextn
 from moe_engine.planning.machine import Machine, probe_machine
+from moe_engine.planning.quantization import with_quantization
 from moe_engine.planning.remarks import unread_variables
 from moe_engine.planning.resolve import ResolvedConfig, resolve
 from moe_engine.planning.resolve_lora import read_adapters
+from moe_engine.planning.resolve_storage import storage_settings
 from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others
 
@@ -56,7 +58,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     """
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
     model = load_model_config(folder, json.loads(args.model.json_model_override_args))
-    model = with_pooling(model, args.model.is_embedding)
+    model = with_quantization(with_pooling(model, args.model.is_embedding), args)
     found = machine or probe_machine(args.model.device)
     config_folder = folder if folder.is_dir() else folder.parent
     draft = load_draft(args)
@@ -75,7 +77,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         dump_directory=recorder_directory(os.environ),
     )
     resolved = resolve_profile(args, model, found.device, resolve_once)
-    resolved = _with_secret(resolved)
+    resolved = dataclasses.replace(_with_secret(resolved), storage=storage_settings(resolved.args, os.environ))
     if files is not None:
         exported = draft is not None and draft.is_nextn
         uses_mtp = resolved.speculation is not None and resolved.speculation.method == "nextn"

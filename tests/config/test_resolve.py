@@ -13,7 +13,7 @@ from moe_engine.config.graphs import GraphArgs
 from moe_engine.config.lora import LoraArgs
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.speculative import SpeculativeArgs
-from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.errors import ConfigError
 from moe_engine.kernels.device import cpu_device
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.validate import LEAST, MOST
@@ -50,7 +50,8 @@ def test_nothing_stays_auto(resolved):
                 "quantization", "torch_compile_cache_dir", "timeout_graceful_shutdown",
                 "constrained_json_whitespace_pattern", "ssl_certfile", "ssl_keyfile", "bucket_time_to_first_token",
                 "bucket_inter_token_latency", "bucket_e2e_request_latency", "prompt_tokens_buckets",
-                    "generation_tokens_buckets", "workload_profile", "slo", "kv_events_config"}  # fmt: skip
+                    "generation_tokens_buckets", "workload_profile", "slo", "kv_events_config", "completion_template",
+                "hicache_storage_backend", "hicache_storage_dir", "hicache_storage_backend_extra_config"}  # fmt: skip
     for part in (SpeculativeArgs, ParallelArgs, ExpertArgs, GraphArgs, LoraArgs):  # they ask for nothing
         may_stay |= {info.name for info in fields_of(part)}
     for part in PARTS.values():
@@ -168,11 +169,6 @@ def test_contradictions_and_ranges(resolved, flags, words):
     with pytest.raises(ConfigError) as refusal:
         resolved(**flags)
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
-
-
-def test_quantising_while_loading_is_unsupported(resolved):
-    with pytest.raises(NotAvailableYet, match="--quantization fp8"):
-        resolved(quantization="fp8")
 
 
 def test_remarks_on_flags_without_effect(resolved):
