@@ -28,6 +28,7 @@ class Row:
         lacks_expanded: it has no kernels for the expanded form of MLA: its constructor takes `expanded`, the most
             preferred other row.
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
+        sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
     """
 
@@ -42,6 +43,7 @@ class Row:
     pages: tuple[int, ...] = ()
     lacks_expanded: bool = False
     windows: bool = False
+    sparse: bool = False
     reads_fp8: Callable[[Device], bool] | None = None
 
     def score(self, device: Device, need: Need) -> int:
@@ -126,6 +128,8 @@ def select(
 def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
     if family == "attention" and need.windows and not row.windows:
         return "no sliding windows"
+    if family == "attention" and need.index is not None and not row.sparse:
+        return "no sparse attention"
     return row.why_not(device, need)
 
 

@@ -56,9 +56,13 @@ def _uncaptured_torch(device: Device, need: Need) -> str | None:
     return "the torch row reads token counts per expert or context on the host"
 
 
+def _uncaptured_indexer(device: Device, need: Need) -> str | None:
+    return "sparse attention has another plan when a context exceeds the indexer's top-k"
+
+
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
-    torch_uncaptured: WhyNot | None = None, windows: bool = False,
+    torch_uncaptured: WhyNot | None = None, windows: bool = False, sparse: bool = False,
 ) -> list[Row]:  # fmt: skip
     package = f"moe_engine.kernels.{family}"
     return [
@@ -69,15 +73,17 @@ def _rows(
             torch_why_not,
             why_not_captured=torch_uncaptured,
             windows=windows,
+            sparse=sparse,
         ),
-        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, windows=windows),
+        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, windows=windows, sparse=sparse),
     ]
 
 
 OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear")
 EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch)
-MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch)
+MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True)
+INDEXER = _rows("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
@@ -195,5 +201,6 @@ FAMILIES: dict[str, list[Row]] = {
     "sampling": SAMPLING,
     "permutation": PERMUTATION,
     "lora": LORA,
+    "indexer": INDEXER,
 }
 """Every family; attention is one per kind."""
