@@ -1,5 +1,5 @@
-"""DeepSeek V2, V2-Lite, V3, R1 and V3.1 (and Kimi K2, Moonlight): MLA with dense and mixture-of-experts layers. DeepSeek
-V3.2 and GLM-5: the same with sparse attention.
+"""DeepSeek V2, V2-Lite, V3, R1 and V3.1 (and Kimi K2, Moonlight): MLA with dense and mixture-of-experts layers.
+DeepSeek V3.2 and GLM-5: the same with sparse attention.
 
 The variants differ in the config only; see `config_families.parse_deepseek`.
 """
@@ -26,7 +26,7 @@ from moe_engine.parallel.context import ParallelContext
 
 
 class DeepseekModel(Decoder):
-    """`Model` of the DeepSeek family. `batch.kv[layer]` is the latent cache [num_slots, C+R], with index keys a pair."""
+    """`Model` of these families. `batch.kv[layer]` is the latent cache [num_slots, C+R], with index keys a pair."""
 
     has_mtp = True
 

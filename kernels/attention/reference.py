@@ -68,9 +68,7 @@ class TorchMLA:
         queries.refuse_tree("expanded")
         return _expanded(q, kv, k_rope, scale, queries, [0] * queries.num_requests, queries.context_lens)
 
-    def sparse(
-        self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int
-    ) -> Tensor:
+    def sparse(self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int) -> Tensor:
         """See `SparseAttention`."""
         out = q.new_empty(q.shape[0], q.shape[1], value_width)
         block = max(1, MAX_SCORES // max(1, q.shape[2] * selected.slots.shape[1]))

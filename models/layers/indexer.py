@@ -15,7 +15,13 @@ from torch.nn.functional import layer_norm
 
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
-from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat, common_format, unquantized
+from moe_engine.kernels.quantization.protocol import (
+    UNQUANTIZED,
+    Activation,
+    ActivationFormat,
+    common_format,
+    unquantized,
+)
 from moe_engine.models.config import MLAConfig
 from moe_engine.models.layers.linear import Linear, load_linear
 from moe_engine.models.layers.mla_chunks import AttentionChunk
@@ -29,7 +35,13 @@ class Indexer:
     """Replicated on the ranks of an attention group: all compute the same selection from the same hidden states."""
 
     def __init__(
-        self, mla: MLAConfig, hidden_size: int, reader: WeightSource, backends: Backends, rotary: RotaryTable, prefix: str
+        self,
+        mla: MLAConfig,
+        hidden_size: int,
+        reader: WeightSource,
+        backends: Backends,
+        rotary: RotaryTable,
+        prefix: str,
     ) -> None:
         assert mla.indexer is not None and mla.q_lora_rank is not None and backends.indexer is not None
         self._config, self._width = mla.indexer, mla.index_width

@@ -1,4 +1,4 @@
-"""MLA with DeepSeek sparse attention: beyond the indexer's top-k, a token attends to the tokens that the indexer selects.
+"""MLA with DeepSeek sparse attention: beyond the indexer's top-k, a token attends to tokens that the indexer selects.
 
 Legend: T tokens, D hidden, H heads, N qk_nope, R rotary width, V v_head, Q q_lora_rank.
 Sources: DeepSeek-V3.2 technical report; layers that share a selection: arXiv 2603.12201 (GLM-5.2).
@@ -37,7 +37,7 @@ class SparseMLAAttention(MLAAttention):
         backends: Backends,
         parallel: ParallelContext,
         rotary: RotaryTable,
-        **limits: int,
+        **limits: Any,
     ) -> None:
         super().__init__(config, layer_index, reader, backends, parallel, rotary, **limits)
         whole = config.attention

@@ -1,8 +1,8 @@
 """transformers' sparse attention as an oracle: its selections, and how far they are from another choice.
 
-torch's topk leaves the order of equal scores open, and rounding decides between scores that are nearly equal. The oracle
-takes the lowest position of equal scores, as the engine does; prompts where a selection is decided by less than `MARGIN`
-of the scores' size are drawn again.
+torch's topk leaves the order of equal scores open, and rounding decides between scores that are nearly equal. The
+oracle takes the lowest position of equal scores, as the engine does; prompts where a selection is decided by less than
+`MARGIN` of the scores' size are drawn again.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ PROMPT_LENGTH = 90
 
 
 @contextmanager
-def observed(margins: list[float]) -> Iterator[None]:
-    """Selections of the indexers in this context; appends for each the least distance between the last selected and
-    the first rejected score, relative to the largest score."""
+def observed(margins: list[Tensor], length: int) -> Iterator[None]:
+    """Selections of the indexers for a text of `length` tokens in this context. Appends for each call the distance [T]
+    between the last selected and the first rejected score, relative to the largest one. Equal scores have a rule, and
+    so no distance."""
     original = torch.Tensor.topk
 
     def topk(scores: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
-        if scores.dim() != 3 or len(scores) != 1:  # a router's
+        if scores.shape != (1, length, length):  # a router's
             return original(scores, k, *args, **kwargs)
         values, indices = scores.sort(dim=-1, descending=True, stable=True)
         if k < scores.shape[-1]:
-            real = values[..., k] > -1e30
-            gap = (values[..., k - 1] - values[..., k]) / values[..., 0].abs().clamp(min=1e-6)
-            tie = values[..., k - 1] == values[..., k]
-            margins.append(float(gap[real & ~tie].min()) if (real & ~tie).any() else 1.0)
+            last, first = values[0, :, k - 1], values[0, :, k]
+            gap = (last - first) / values[0, :, 0].abs().clamp(min=1e-6)
+            margins.append(gap.masked_fill((first < -1e30) | (last == first), 1.0))
         return torch.return_types.topk((values[..., :k], indices[..., :k]))
 
     torch.Tensor.topk = topk  # type: ignore[method-assign, assignment]
@@ -50,12 +50,12 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
 
 
-def logits_of(model: Any, tokens: list[int]) -> tuple[Tensor, float]:
-    """Logits [T, V] of all positions, and the least margin of a selection."""
-    margins: list[float] = []
-    with observed(margins), torch.no_grad():
+def logits_of(model: Any, tokens: list[int]) -> tuple[Tensor, int]:
+    """Logits [T, V] of all positions, and how many of the first tokens have clear selections in all layers."""
+    margins = [torch.ones(len(tokens))]
+    with observed(margins, len(tokens)), torch.no_grad():
         logits = model(torch.tensor([tokens])).logits[0]
-    return logits, min(margins, default=1.0)
+    return logits, int((torch.stack(margins).amin(0) > MARGIN).cumprod(0).sum())
 
 
 def reference_logits(path: Path, seed: int, length: int = PROMPT_LENGTH) -> tuple[list[int], Tensor]:
@@ -63,7 +63,7 @@ def reference_logits(path: Path, seed: int, length: int = PROMPT_LENGTH) -> tupl
     model, generator = load(path), torch.Generator().manual_seed(seed + 7)
     for _ in range(50):
         tokens = torch.randint(0, 256, (length,), generator=generator).tolist()
-        logits, margin = logits_of(model, tokens)
-        if margin > MARGIN:
+        logits, clear = logits_of(model, tokens)
+        if clear == length:
             return tokens, logits
     raise AssertionError("no prompt with clear selections in 50 draws")

@@ -137,9 +137,7 @@ def make_kv(config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str
     if isinstance(attention, MLAConfig) and attention.indexer is not None:
         latents, keys = (num_slots, attention.cache_width), (num_slots, 1, attention.index_width)
         shared = attention.shared_layers
-        return [
-            cache(*latents) if i in shared else (cache(*latents), cache(*keys)) for i in range(config.num_layers)
-        ]
+        return [cache(*latents) if i in shared else (cache(*latents), cache(*keys)) for i in range(config.num_layers)]
     if attention.kind == "mla":
         return [cache(num_slots, attention.cache_width) for _ in range(config.num_layers)]
     heads, width = attention.num_kv_heads, attention.head_dim  # type: ignore[union-attr]

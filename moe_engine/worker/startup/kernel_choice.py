@@ -33,9 +33,7 @@ def build_backends(plan: KernelPlan) -> Backends:
     choices = tuple(choice for _, choice in built)
     _log_reasons(choices, FAILED)
     ops, linear, experts, attention, sampling, *indexer = (kernel for kernel, _ in built)
-    return Backends(
-        ops, linear, experts, attention, sampling, choices, indexer=next(iter(indexer), None)
-    )
+    return Backends(ops, linear, experts, attention, sampling, choices, indexer=next(iter(indexer), None))
 
 
 def _is_fallback(plan: KernelPlan, choice: Choice) -> bool:
