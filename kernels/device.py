@@ -51,8 +51,9 @@ class Need:
     """Requirements of the model and the launch on a backend: the activation dtype's name and the kinds of work.
 
     `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant, bit
-    for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers.
-    `index`: the model's indexer, if it has sparse attention.
+    for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers. `sinks`:
+    attention has sinks. `biases`: routed experts have biases and a clamped activation. `index`: the model's indexer, if
+    it has sparse attention.
     """
 
     dtype: str
@@ -64,6 +65,8 @@ class Need:
     moe: bool = True
     windows: bool = False
     index: IndexWidths | None = None
+    sinks: bool = False
+    biases: bool = False
 
 
 @lru_cache

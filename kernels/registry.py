@@ -29,6 +29,8 @@ class Row:
             preferred other row.
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
         sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
+        sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
+        biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
         reads_fp8: an experts backend that reads FP8 rows on this device if weights are in block FP8; None: never.
     """
 
@@ -44,6 +46,8 @@ class Row:
     lacks_expanded: bool = False
     windows: bool = False
     sparse: bool = False
+    sinks: bool = False
+    biases: bool = False
     reads_fp8: Callable[[Device], bool] | None = None
 
     def score(self, device: Device, need: Need) -> int:
@@ -130,6 +134,10 @@ def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
         return "no sliding windows"
     if family == "attention" and need.index is not None and not row.sparse:
         return "no sparse attention"
+    if family == "attention" and need.sinks and not row.sinks:
+        return "no attention sinks"
+    if family == "experts" and need.biases and not row.biases:
+        return "no biases of experts"
     return row.why_not(device, need)
 
 

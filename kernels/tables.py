@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from moe_engine.kernels.attention import workspaces
 from moe_engine.kernels.cpu.availability import why_not as cpu_why_not
@@ -62,7 +63,7 @@ def _uncaptured_indexer(device: Device, need: Need) -> str | None:
 
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
-    torch_uncaptured: WhyNot | None = None, windows: bool = False, sparse: bool = False,
+    torch_uncaptured: WhyNot | None = None, **has: Any,
 ) -> list[Row]:  # fmt: skip
     package = f"moe_engine.kernels.{family}"
     return [
@@ -72,19 +73,18 @@ def _rows(
             0,
             torch_why_not,
             why_not_captured=torch_uncaptured,
-            windows=windows,
-            sparse=sparse,
+            **has,
         ),
-        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, windows=windows, sparse=sparse),
+        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, **has),
     ]
 
 
 OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear")
-EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch)
+EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True)
 MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True)
 INDEXER = _rows("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer)
-GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True)
+GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True, sinks=True)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 LORA = _rows("lora", "TorchLora", "CpuLora")
@@ -121,6 +121,7 @@ EXPERTS.append(
         20,
         _triton,
         _FIXED,
+        biases=True,
         reads_fp8=_multiplies_fp8,
     )
 )
@@ -149,6 +150,7 @@ GQA.append(
         workspaces.triton,
         _uncaptured_triton,
         windows=True,
+        sinks=True,
     )
 )
 

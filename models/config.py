@@ -106,14 +106,16 @@ class MLAConfig:
 
 @dataclass(frozen=True)
 class GQAConfig:
-    """Grouped-query attention; `qk_norm` normalises each head of q and k before the rotation (Qwen3)."""
+    """Grouped-query attention. `qk_norm`: q and k are normed before the rotation, each head (``head``, Qwen3) or all
+    heads together (``projection``, MiniMax-M2). `sinks`: each head has a logit without a value (gpt-oss)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: str = ""
+    sinks: bool = False
 
     kind = "gqa"
 
@@ -171,7 +173,8 @@ class StateGroup:
 class MoEConfig:
     """Routed experts and their router; the fields from `score` on are those of `kernels.ops.protocol.RouterSpec`.
 
-    `shared_width` is the width of the MLP of all shared experts together (0: none).
+    `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases and
+    the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`.
     """
 
     num_experts: int
@@ -185,6 +188,10 @@ class MoEConfig:
     group_score: str | None = None
     renormalize: bool = False
     scale: float = 1.0
+    bias_on_logits: bool = False
+    biased: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True)

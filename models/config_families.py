@@ -26,10 +26,8 @@ def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
         v_head_dim=fields.integer("v_head_dim"),
         bias=fields.flag("attention_bias"),
     )
-    moe = _deepseek_moe(fields)
-    first, frequency = fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("moe_layer_freq", 1)
-    layers = fields.integer("num_hidden_layers")
-    moe_layers = tuple(moe is not None and i >= first and i % frequency == 0 for i in range(layers))
+    moe = parse_deepseek_moe(fields)
+    moe_layers = deepseek_moe_layers(fields, moe)
     interleaved = fields.flag("rope_interleave", True)
     return _build(
         fields,
@@ -56,7 +54,8 @@ def parse_sparse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> Mode
     return dataclasses.replace(config, attention=attention, moe_layers=moe_layers)
 
 
-def _deepseek_moe(fields: Fields) -> MoEConfig | None:
+def parse_deepseek_moe(fields: Fields) -> MoEConfig | None:
+    """Experts and router in the fields of DeepSeek; None: a dense model."""
     num_experts = fields.integer("n_routed_experts", None)
     if num_experts is None:
         return None
@@ -87,11 +86,19 @@ def _deepseek_moe(fields: Fields) -> MoEConfig | None:
         # DeepSeek's V2 code either renormalizes or scales; V3 does both.
         scale=1.0 if renormalize and not is_v3 else scale,
     )
-    _check_moe(fields, moe)
+    check_moe(fields, moe)
     return moe
 
 
-def _check_moe(fields: Fields, moe: MoEConfig) -> None:
+def deepseek_moe_layers(fields: Fields, moe: MoEConfig | None) -> tuple[bool, ...]:
+    """Which layers are mixtures, in the fields of DeepSeek."""
+    first, frequency = fields.integer("first_k_dense_replace", 0, minimum=0), fields.integer("moe_layer_freq", 1)
+    layers = fields.integer("num_hidden_layers")
+    return tuple(moe is not None and i >= first and i % frequency == 0 for i in range(layers))
+
+
+def check_moe(fields: Fields, moe: MoEConfig) -> None:
+    """Raises ConfigError for a router that cannot choose so many experts."""
     if moe.num_experts % moe.num_groups:
         fields.fail("n_group", f"{moe.num_groups} does not divide the {moe.num_experts} experts")
     if moe.topk_groups > moe.num_groups:
@@ -106,7 +113,7 @@ def _check_moe(fields: Fields, moe: MoEConfig) -> None:
 
 def parse_dense(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     """Llama, Mistral, Qwen2 and Qwen3."""
-    return _parse_gqa(fields, generation, None, ())
+    return parse_gqa(fields, generation, None, ())
 
 
 def parse_qwen3_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -119,11 +126,11 @@ def parse_qwen3_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfi
         score="softmax",
         renormalize=fields.flag("norm_topk_prob"),
     )
-    _check_moe(fields, moe)
+    check_moe(fields, moe)
     step = fields.integer("decoder_sparse_step", 1)
     dense = fields.raw.get("mlp_only_layers") or []
     layers = fields.integer("num_hidden_layers")
-    return _parse_gqa(fields, generation, moe, tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)))
+    return parse_gqa(fields, generation, moe, tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)))
 
 
 def parse_mixtral(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -136,8 +143,8 @@ def parse_mixtral(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
         score="softmax",
         renormalize=True,
     )
-    _check_moe(fields, moe)
-    return _parse_gqa(fields, generation, moe, (True,) * fields.integer("num_hidden_layers"))
+    check_moe(fields, moe)
+    return parse_gqa(fields, generation, moe, (True,) * fields.integer("num_hidden_layers"))
 
 
 def parse_auto(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -145,9 +152,20 @@ def parse_auto(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
     return (parse_deepseek if fields.has("kv_lora_rank") else parse_dense)(fields, generation)
 
 
-def _parse_gqa(
-    fields: Fields, generation: Mapping[str, Any], moe: MoEConfig | None, moe_layers: tuple[bool, ...]
+def parse_gqa(
+    fields: Fields,
+    generation: Mapping[str, Any],
+    moe: MoEConfig | None,
+    moe_layers: tuple[bool, ...],
+    partial_rotary: float = 1.0,
+    **attention_fields: Any,
 ) -> ModelConfig:
+    """A model on grouped-query attention.
+
+    Args:
+        partial_rotary: the part of a head that is rotated, where the file has none.
+        attention_fields: of its `GQAConfig`, in the place of those by model_type.
+    """
     model_type = fields.text("model_type", "llama")
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", None) or num_heads
@@ -160,24 +178,35 @@ def _parse_gqa(
             fields.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {num_heads}; give head_dim")
         head_dim = hidden // num_heads
     bias = model_type == "qwen2" or fields.flag("attention_bias")
-    attention = GQAConfig(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        qkv_bias=bias,
-        o_bias=bias and model_type != "qwen2",
-        qk_norm=model_type in ("qwen3", "qwen3_moe"),
-    )
-    rotary = int(head_dim * fields.number("partial_rotary_factor", 1.0))
+    kinds: dict[str, Any] = {
+        "qkv_bias": bias,
+        "o_bias": bias and model_type != "qwen2",
+        "qk_norm": "head" if model_type in ("qwen3", "qwen3_moe") else "",
+    }
+    attention = GQAConfig(num_heads, num_kv_heads, head_dim, **kinds | attention_fields)
     return _build(
         fields,
         generation,
         attention=attention,
-        rope=parse_rope(fields, rotary, interleaved=False, scales_softmax=False),
+        rope=parse_rope(
+            fields, _rotary_width(fields, head_dim, partial_rotary), interleaved=False, scales_softmax=False
+        ),
         moe=moe,
         moe_layers=moe_layers or (False,) * fields.integer("num_hidden_layers"),
         windows=_windows(fields, model_type),
     )
+
+
+def _rotary_width(fields: Fields, head_dim: int, default: float) -> int:
+    """Rotated channels of a head: `rotary_dim`, or a part of them in either dialect."""
+    section = fields.section("rope_parameters")
+    part = None if section is None else section.number("partial_rotary_factor", None, above=0)
+    if part is None:
+        part = fields.number("partial_rotary_factor", default, above=0)
+    width = fields.integer("rotary_dim", int(head_dim * part))
+    if width > head_dim:
+        fields.fail("rotary_dim", f"{width} is more than head_dim {head_dim}")
+    return int(width)
 
 
 def _build(fields: Fields, generation: Mapping[str, Any], **parts: Any) -> ModelConfig:

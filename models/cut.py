@@ -25,7 +25,7 @@ class Cut:
 
     def shape(self, whole: Sequence[int]) -> list[int]:
         """The shape of the slice of a tensor of shape `whole`."""
-        cuts = (self.rows, self.cols)[: len(whole)]
+        cuts = (self.rows, self.cols, *(None for _ in whole[2:]))
         return [n if cut is None else len(range(*cut.indices(n))) for n, cut in zip(whole, cuts)]
 
     def keeps_whole(self, whole: Sequence[int], block: tuple[int, int]) -> bool:

@@ -56,12 +56,13 @@ class DeepseekModel(Decoder):
         )
 
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
-        config, prefix = self.config, f"model.layers.{layer_index}.mlp"
+        config = self.config
         is_mtp = layer_index >= config.num_layers
         is_moe = config.is_moe if is_mtp else config.moe_layers[layer_index]
         if is_moe:
-            return MoE(config, layer_index, self.backends, reader, self.parallel, prefix)
-        return MLP.dense(self.backends, reader, self.parallel, prefix, config.hidden_size, config.intermediate_size)
+            return MoE(config, layer_index, self.backends, reader, self.parallel)
+        widths = config.hidden_size, config.intermediate_size
+        return MLP.dense(self.backends, reader, self.parallel, f"model.layers.{layer_index}.mlp", *widths)
 
     def make_stack(self, first_norm: RMSNorm) -> LayerStack | None:
         if self.parallel.world_size > 1 or self.config.state_groups:

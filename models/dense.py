@@ -1,4 +1,5 @@
-"""Llama, Mistral, Qwen2 and Qwen3, and the mixture-of-experts models on the same attention (Qwen3-MoE, Mixtral)."""
+"""Llama, Mistral, Qwen2 and Qwen3, and the mixture-of-experts models on the same attention (Qwen3-MoE, Mixtral,
+MiniMax-M2, GLM-4.5, gpt-oss)."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.gqa import GQAttention, group_inputs
 from moe_engine.models.layers.mlp import MLP
-from moe_engine.models.layers.moe import ExpertNames, MoE
+from moe_engine.models.layers.moe import MoE
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 
 
 class DenseModel(Decoder):
     """`Model` of the GQA families. `batch.kv[layer]` is (keys, values), each [num_slots, G, Dh]."""
+
+    has_mtp = True
 
     def __init__(
         self,
@@ -38,19 +41,8 @@ class DenseModel(Decoder):
 
     def make_feed_forward(self, layer_index: int, reader: WeightSource) -> FeedForward:
         config, layer = self.config, f"model.layers.{layer_index}"
-        if config.moe_layers[layer_index]:
-            return self.make_moe(layer_index, reader)
+        is_mtp = layer_index >= config.num_layers
+        if config.is_moe if is_mtp else config.moe_layers[layer_index]:
+            return MoE(config, layer_index, self.backends, reader, self.parallel)
         widths = config.hidden_size, config.intermediate_size
         return MLP.dense(self.backends, reader, self.parallel, f"{layer}.mlp", *widths, config.mlp_bias)
-
-    def make_moe(self, layer_index: int, reader: WeightSource) -> MoE:
-        prefix = f"model.layers.{layer_index}.mlp"
-        return MoE(self.config, layer_index, self.backends, reader, self.parallel, prefix)
-
-
-class MixtralModel(DenseModel):
-    """Mixtral: `DenseModel` with its own tensor names."""
-
-    def make_moe(self, layer_index: int, reader: WeightSource) -> MoE:
-        names, prefix = ExpertNames(gate="w1", up="w3", down="w2"), f"model.layers.{layer_index}.block_sparse_moe"
-        return MoE(self.config, layer_index, self.backends, reader, self.parallel, prefix, names)

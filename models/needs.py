@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_engine.kernels.device import HeadWidths, IndexWidths, Need
-from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 
 
 def head_widths(model: ModelConfig) -> HeadWidths:
@@ -39,4 +39,6 @@ def need_of_model(
         moe=model.moe is not None,
         windows=bool(model.windows),
         index=index_widths(model),
+        sinks=isinstance(model.attention, GQAConfig) and model.attention.sinks,
+        biases=model.moe is not None and model.moe.biased,
     )

@@ -28,6 +28,7 @@ ConfigParser = Callable[[Fields, Mapping[str, Any]], ModelConfig]
 ENTRY_POINT_GROUP = "moe_engine.models"
 
 _FAMILIES = "moe_engine.models.config_families"
+_MIXTURES = "moe_engine.models.config_mixtures"
 _DEEPSEEK = "moe_engine.models.deepseek:DeepseekModel"
 _DENSE = "moe_engine.models.dense:DenseModel"
 
@@ -86,7 +87,10 @@ for _name, _target, _parser in (
     ("Qwen2ForCausalLM", _DENSE, "parse_dense"),
     ("Qwen3ForCausalLM", _DENSE, "parse_dense"),
     ("Qwen3MoeForCausalLM", _DENSE, "parse_qwen3_moe"),
-    ("MixtralForCausalLM", "moe_engine.models.dense:MixtralModel", "parse_mixtral"),
+    ("MixtralForCausalLM", _DENSE, "parse_mixtral"),
+    ("Glm4MoeForCausalLM", _DENSE, f"{_MIXTURES}:parse_glm4_moe"),
+    ("GptOssForCausalLM", _DENSE, f"{_MIXTURES}:parse_gpt_oss"),
+    ("MiniMaxM2ForCausalLM", _DENSE, f"{_MIXTURES}:parse_minimax_m2"),
     ("LlamaForSequenceClassification", _DENSE, "parse_dense"),
     ("Qwen2ForSequenceClassification", _DENSE, "parse_dense"),
     ("Qwen3ForSequenceClassification", _DENSE, "parse_dense"),
@@ -96,7 +100,7 @@ for _name, _target, _parser in (
     ("Qwen2Model", _DENSE, "parse_dense"),
     ("Qwen3Model", _DENSE, "parse_dense"),
 ):
-    register(_name, _target, f"{_FAMILIES}:{_parser}")
+    register(_name, _target, _parser if ":" in _parser else f"{_FAMILIES}:{_parser}")
 _BUILT_IN = dict(_architectures)
 
 _BY_MODEL_TYPE = {
@@ -111,6 +115,9 @@ _BY_MODEL_TYPE = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "mixtral": "MixtralForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "minimax_m2": "MiniMaxM2ForCausalLM",
 }
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
-from moe_engine.models.tensors import EMBEDDING, Kind, TensorSpec, model_tensors
+from moe_engine.models.tensors import BIASES, EMBEDDING, GATE_UP_BIAS, Kind, TensorSpec, model_tensors
 from moe_engine.parallel.topology import Topology
 
 ONE_RANK = Topology()
@@ -97,7 +97,7 @@ def _weight_bytes(
     for spec in model_tensors(config, include_mtp):
         held = _held_elements(config, spec, topology, redundant_experts)
         if spec.kind is Kind.WIDE:
-            wide += spec.num_elements
+            wide += spec.num_elements if not spec.name.endswith(BIASES) else held
         elif spec.name.endswith(_KV_B):
             plain += 2 * held
         elif spec.kind is Kind.LINEAR and spec.name.startswith(_LAYER):
@@ -111,6 +111,10 @@ def _weight_bytes(
 def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int) -> int:
     """Elements on one rank of a tensor, or of all experts' tensors of one name."""
     name, count = spec.name, spec.num_elements
+    if name.endswith(BIASES):
+        slots, experts = spec.shape[0] + redundant_experts, spec.shape[0]
+        split = topology.moe_tp_size if name.endswith(GATE_UP_BIAS) else 1
+        return slots // topology.ep_size * (count // experts // split)
     if spec.copies > 1:
         return (spec.copies + redundant_experts) // topology.ep_size * (count // topology.moe_tp_size)
     return -(-count // _parts(config, name, topology))

@@ -17,7 +17,19 @@ from moe_engine.models.pooling import score_layers
 
 EMBEDDING = "model.embed_tokens.weight"
 _LAYERS = "model.layers."
+GATE_UP_BIAS, DOWN_BIAS = "experts.gate_up_proj_bias", "experts.down_proj_bias"
+"""Biases of all routed experts, in the block: [E, 2I], gate and up alternating, and [E, D]."""
+BIASES = (GATE_UP_BIAS, DOWN_BIAS)
 _ROTARY = "rotary_emb.inv_freq"
+
+
+_MTP_ON_GQA = ("Glm4MoeForCausalLM",)
+"""Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names."""
+
+
+def has_mtp_names(config: ModelConfig) -> bool:
+    """True if MTP layers of the architecture are known."""
+    return config.attention.kind == "mla" or config.architecture in _MTP_ON_GQA
 
 
 class Kind(enum.Enum):
@@ -55,16 +67,28 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Tensor names of a family's MoE block and of an expert's projections."""
+    """Tensor names of a family's MoE block: of an expert's projections, and of the router's weight and bias, which are
+    relative to the block."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    router: str = "gate.weight"
+    router_bias: str = "gate.e_score_correction_bias"
 
 
-EXPERT_NAMES = {"MixtralForCausalLM": ExpertNames("block_sparse_moe", "w1", "w3", "w2")}
+_W = ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_correction_bias")
+_EXPERT_NAMES = {
+    "MixtralForCausalLM": _W,
+    "MiniMaxM2ForCausalLM": _W,
+    "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
+}
 """By architecture; others use the default."""
+
+
+def expert_names(config: ModelConfig) -> ExpertNames:
+    return _EXPERT_NAMES.get(config.architecture, ExpertNames())
 
 
 def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[TensorSpec]:
@@ -143,8 +167,11 @@ def _gqa(a: GQAConfig, hidden: int) -> Iterator[TensorSpec]:
     for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
         yield from _linear(name, rows, hidden, a.qkv_bias)
     yield from _linear("o_proj", hidden, query, a.o_bias)
+    if a.sinks:
+        yield TensorSpec("sinks", (a.num_heads,), Kind.WIDE)
     if a.qk_norm:
-        yield from (_norm(name, a.head_dim) for name in ("q_norm", "k_norm"))
+        widths = (query, key) if a.qk_norm == "projection" else (a.head_dim, a.head_dim)
+        yield from (_norm(name, width) for name, width in zip(("q_norm", "k_norm"), widths))
 
 
 def feed_forward_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSpec]:
@@ -153,17 +180,19 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSp
     if not is_moe or moe is None:
         yield from _mlp("mlp", hidden, config.intermediate_size, config.mlp_bias)
         return
-    names = EXPERT_NAMES.get(config.architecture, ExpertNames())
-    gate = f"{names.block}.gate"
-    yield TensorSpec(f"{gate}.weight", (moe.num_experts, hidden), Kind.WIDE)
+    names = expert_names(config)
+    yield TensorSpec(f"{names.block}.{names.router}", (moe.num_experts, hidden), Kind.WIDE)
     if moe.has_bias:
-        yield TensorSpec(f"{gate}.e_score_correction_bias", (moe.num_experts,), Kind.WIDE)
+        yield TensorSpec(f"{names.block}.{names.router_bias}", (moe.num_experts,), Kind.WIDE)
     for name, shape in (
         (names.gate, (moe.width, hidden)),
         (names.up, (moe.width, hidden)),
         (names.down, (hidden, moe.width)),
     ):
         yield TensorSpec(f"{names.block}.experts.*.{name}.weight", shape, copies=moe.num_experts)
+    if moe.biased:
+        yield TensorSpec(f"{names.block}.{GATE_UP_BIAS}", (moe.num_experts, 2 * moe.width), Kind.WIDE)
+        yield TensorSpec(f"{names.block}.{DOWN_BIAS}", (moe.num_experts, hidden), Kind.WIDE)
     if moe.shared_width:
         yield from _mlp(f"{names.block}.shared_experts", hidden, moe.shared_width)
 

@@ -47,13 +47,17 @@ class SlotMemory:
         self._weights = weights
         self._spare: dict[Kind, list[list[Tensor]]] = {}
         for of_layer in weights.values():  # all the same, unless a checkpoint stores its MTP layers differently
-            like = kernel.expert_memory(of_layer, 0)
+            like = self._memory(of_layer, 0)
             if kind_of(like) not in self._spare:
                 self._spare[kind_of(like)] = [[torch.empty_like(part) for part in like] for _ in range(num_spare)]
         self.num_bytes = sum(part.nbytes for spares in self._spare.values() for spare in spares for part in spare)
 
     def slot(self, layer: int, slot: int) -> Sequence[Tensor]:
-        return self._kernel.expert_memory(self._weights[layer], slot)
+        return self._memory(self._weights[layer], slot)
+
+    def _memory(self, weights: ExpertWeights, slot: int) -> Sequence[Tensor]:
+        biases = () if weights.bias is None else (part[slot] for part in weights.bias.memory)
+        return [*self._kernel.expert_memory(weights, slot), *biases]
 
     def take_spare(self, layer: int) -> list[Tensor]:
         """Spare memory for an expert of the layer."""

@@ -21,6 +21,7 @@ from tests.random_seed import (  # noqa: F401
 )
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, here and in the servers the tests start
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as in engine processes: threads of an engine in this process sleep
 
 
 gc.disable()  # until the tests are collected: no garbage arises, and a million objects would be walked many times

@@ -41,8 +41,10 @@ OTHERS = {
     "--no-python", "--nproc-per-node", "--index-url", "--extra-index-url", "--shm-size", "--gpus", "--upgrade",
     "--constraint", "--node-list", "--mem", "--output", "--export", "--job-name", "--exclusive", "--comment",
     "--dependency", "--get-user-env", "--immediate",
+    "--cache-threshold", "--balance-abs-threshold", "--balance-rel-threshold", "--retry-max-retries", "--worker-urls",
+    "--health-failure-threshold", "--health-success-threshold", "--prometheus-port", "--tls-cert-path",
 }  # fmt: skip
-"""Flags of sbatch, srun, scancel, torchrun, pip and docker."""
+"""Flags of sbatch, srun, scancel, torchrun, pip, docker and sglang-router."""
 
 NOT_HERE = ("not supported yet", "not available yet", "refused", "removed from SGLang", "later")
 

@@ -110,11 +110,14 @@ class CpuMLA(_Backend):
 
 
 class CpuGQA(_Backend):
-    capabilities = AttentionCapabilities(windows=True)
+    @property
+    def capabilities(self) -> AttentionCapabilities:
+        return AttentionCapabilities(windows=True, sinks=self.paged)
 
     def paged(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
-    ) -> Tensor:
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         q = rows(q)
         tokens, heads, width = q.shape
         form, other = (head_form(cache, q.dtype, width) for cache in (k_cache, v_cache))
@@ -125,7 +128,7 @@ class CpuGQA(_Backend):
         self._lib.moe_paged(
             kind_of(q.dtype), form, q.data_ptr(), q.stride(0), q.stride(1), k_cache.data_ptr(), k_cache.stride(0),
             k_cache.stride(1), v_cache.data_ptr(), v_cache.stride(0), v_cache.stride(1), struct.address, heads,
-            k_cache.shape[1], width, scale, out.data_ptr(),
+            k_cache.shape[1], width, scale, None if sinks is None else sinks.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 

@@ -77,6 +77,10 @@ class AttentionCapabilities:
     windows: bool = False
     """`paged` supports `PagedQueries.window`. The row in `kernels.tables` has the same field."""
 
+    sinks: Callable[[Tensor, Tensor, Tensor, PagedQueries, float, Any, Tensor], Tensor] | None = None
+    """`GQABackend.paged` with a last argument, float32 [H]: a logit of each head that takes part in the softmax of
+    every query and has no value (gpt-oss). The row in `kernels.tables` has a field of this name."""
+
     decoder: DecoderCalls | None = None
     """Whole layers, decoders and draft chains in one call."""
 

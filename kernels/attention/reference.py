@@ -100,18 +100,23 @@ class TorchGQA:
     """`GQABackend` for any device and shape."""
 
     name = "torch"
-    capabilities = AttentionCapabilities(windows=True)
+
+    @property
+    def capabilities(self) -> AttentionCapabilities:
+        return AttentionCapabilities(windows=True, sinks=self.paged)
 
     def plan(self, batch: AttentionBatch) -> Any:
         return None
 
     def paged(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any
-    ) -> Tensor:
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: Any,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         out = torch.empty_like(q)
         for tokens, slots, visible in requests_of(queries):
             keys, values = (head_records.unpack(c.index_select(0, slots), q.shape[-1]) for c in (k_cache, v_cache))
-            _attend(q[tokens], keys, values, scale, out[tokens], visible, window=queries.window)  # [s, G, Dh]
+            more: dict[str, Any] = {"window": queries.window, "sinks": sinks}
+            _attend(q[tokens], keys, values, scale, out[tokens], visible, **more)  # keys [s, G, Dh]
         return out
 
 
@@ -160,10 +165,11 @@ def hidden_keys(
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, scale: float, out: Tensor, visible: Tensor | None = None,
     lse: Tensor | None = None, num_before: int | None = None, window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> None:  # fmt: skip
     """q [t, H, W] against keys [s, G, W] and values [s, G, V] (float32) into out [t, H, V] and lse [t, H]. Causal with
     `num_before` keys (default: s - t) before the first query token's own key, or masked by `visible` [t]; each sees its
-    last `window` keys."""
+    last `window` keys. `sinks` [H]: logits without a value."""
     num_queries, num_heads, width = q.shape
     num_keys, num_groups = keys.shape[:2]
     per_group = num_heads // num_groups
@@ -182,5 +188,10 @@ def _attend(
         if lse is not None:
             sums = scores.logsumexp(-1).view(num_groups, size, per_group)
             lse[start:stop] = sums.transpose(0, 1).reshape(size, num_heads)
-        mixed = torch.bmm(scores.softmax(-1), values)  # [G, t*H/G, V]
+        if sinks is not None:
+            own = sinks.view(num_groups, 1, per_group, 1).expand(-1, size, -1, -1).reshape(*scores.shape[:2], 1)
+            scores = torch.cat((scores, own), -1).softmax(-1)[..., :-1]
+        else:
+            scores = scores.softmax(-1)
+        mixed = torch.bmm(scores, values)  # [G, t*H/G, V]
         out[start:stop] = mixed.view(num_groups, size, per_group, -1).transpose(0, 1).reshape(size, num_heads, -1)

@@ -61,6 +61,8 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_expert_bytes": (L, [N, L, L]),
     "moe_experts": (None, [N, P, P, P, L, L, L, L, P, P]),
     "moe_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, L, P]),
+    "moe_biased_experts": (None, [N, P, P, P, L, L, L, L, P, P, P]),
+    "moe_biased_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, P]),
     "moe_mlp": (None, [N, P, L, L, L, L, P, P, L, P, L]),
     "moe_rms_norm": (None, [N, N, P, L, P, F, P, L, L]),
     "moe_add_rms_norm": (None, [N, N, P, L, P, P, F, P, L, L]),
@@ -71,7 +73,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_write_kv_fp8": (None, [N, N, P, L, L, P, N, P, L, L, L, L]),
     "moe_route": (None, [N, P, L, L, L, P, P, P, P, P]),
     "moe_absorbed": (None, [N, N, P, L, L, P, L, P, L, L, L, F, P]),
-    "moe_paged": (None, [N, N, P, L, L, P, L, L, P, L, L, P, L, L, L, F, P]),
+    "moe_paged": (None, [N, N, P, L, L, P, L, L, P, L, L, P, L, L, L, F, P, P]),
     "moe_expanded": (None, [N, P, L, L, P, L, L, P, L, P, N, L, L, L, L, F, P]),
     "moe_gather": (None, [P, L, L, P, P]),
     "moe_gather_fp8": (None, [N, N, P, L, L, L, P, P]),
@@ -112,6 +114,8 @@ class Library:
     moe_expert_bytes: Any
     moe_experts: Any
     moe_routed: Any
+    moe_biased_experts: Any
+    moe_biased_routed: Any
     moe_mlp: Any
     moe_rms_norm: Any
     moe_add_rms_norm: Any

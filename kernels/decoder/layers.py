@@ -163,11 +163,14 @@ def fuse_mla(library: Library, layer: MLALayer) -> FusedMLA | None:
 
 
 def fuse_moe(library: Library, layer: MoELayer) -> FusedMoE | None:
-    """None if a weight is not packed in panels of one dtype, or the shared expert cannot run in one call."""
+    """None if a weight is not packed in panels of one dtype, or the shared expert cannot run in one call, or experts
+    have biases."""
     shared = [] if layer.shared is None else list(layer.shared)
     panels = layer.experts.data
     kinds = {panels.kind if isinstance(panels, ExpertPanels) else None, *([kind_of_weights(shared)] if shared else [])}
     kind = kinds.pop()
+    if layer.experts.bias is not None:
+        return None
     if kinds or kind is None or layer.gate.dtype != torch.float32 or not layer.gate.is_contiguous():
         return None
     if shared and (shared[1].in_features % 16 or shared[0].bias is not None or shared[1].bias is not None):

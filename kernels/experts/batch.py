@@ -43,12 +43,33 @@ class ExpertBatch:
         return self.x.dtype if self.scales is None else self.dtype
 
 
+@dataclass(frozen=True)
+class ExpertBiases:
+    """Biases of the experts' products, and the clamped activation that comes with them (gpt-oss):
+    (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit` and up within +-limit.
+
+    Attributes:
+        gate_up: float32 [E, 2I], gate first. down: float32 [E, D], added before the router's weight.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+    alpha: float
+    limit: float
+
+    @property
+    def memory(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up, self.down
+
+
 @dataclass
 class ExpertWeights:
-    """The experts of one layer on this rank, filled expert by expert while loading. `data` is private to the kernel."""
+    """The experts of one layer on this rank, filled expert by expert while loading. `data` is private to the kernel.
+    `bias`: only for kernels whose capabilities have `biases`."""
 
     num_experts: int
     hidden: int
     width: int
     data: Any
     num_bytes: int
+    bias: ExpertBiases | None = None

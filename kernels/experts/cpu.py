@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,21 @@ from torch import Tensor
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import ExpertPanels, kind_of, reserve, rows
 from moe_engine.kernels.decoder.layers import fuse_moe
-from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
+
+
+class _Biases(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("gate_up", "down")),
+        *((name, ctypes.c_float) for name in ("alpha", "limit")),
+    ]
+
+
+def biases_struct(bias: ExpertBiases) -> _Biases:
+    """The C struct of biases, which must live as long as it."""
+    return _Biases(bias.gate_up.data_ptr(), bias.down.data_ptr(), bias.alpha, bias.limit)
 
 
 class CpuExperts:
@@ -24,7 +37,7 @@ class CpuExperts:
 
     @property
     def capabilities(self) -> ExpertsCapabilities:
-        return ExpertsCapabilities(fuse_layer=partial(fuse_moe, self._lib))
+        return ExpertsCapabilities(fuse_layer=partial(fuse_moe, self._lib), biases=True)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         kind = kind_of(dtype)
@@ -67,6 +80,13 @@ class CpuExperts:
             offsets, counts, capacity = None, sizes.data_ptr(), x.shape[1]
         else:
             raise ValueError(f"unknown layout {batch.layout!r}")
+        if weights.bias is not None:
+            biases = biases_struct(weights.bias)
+            self._lib.moe_biased_experts(
+                data.kind, x.data_ptr(), offsets, counts, capacity, weights.num_experts, weights.hidden, weights.width,
+                data.address, ctypes.addressof(biases), out.data_ptr(),
+            )  # fmt: skip
+            return out
         self._lib.moe_experts(
             data.kind, x.data_ptr(), offsets, counts, capacity, weights.num_experts, weights.hidden, weights.width,
             data.address, out.data_ptr(),
@@ -90,6 +110,14 @@ class CpuExperts:
         if add is not None and (add.dtype != x.dtype or add.shape != x.shape or add.stride(-1) != 1):
             add = add.to(x.dtype).expand(x.shape).contiguous()
         out = torch.empty((tokens, weights.hidden), dtype=x.dtype)
+        if weights.bias is not None:
+            biases = biases_struct(weights.bias)
+            self._lib.moe_biased_routed(
+                data.kind, x.data_ptr(), x.stride(0), tokens, top_k, topk_weights.data_ptr(), topk_ids.data_ptr(),
+                weights.num_experts, weights.hidden, weights.width, data.address,
+                ctypes.addressof(biases), out.data_ptr(),
+            )  # fmt: skip
+            return out if add is None else out.add_(add)
         self._lib.moe_routed(
             data.kind, x.data_ptr(), x.stride(0), tokens, top_k, topk_weights.data_ptr(), topk_ids.data_ptr(),
             weights.num_experts, weights.hidden, weights.width, data.address,

@@ -54,6 +54,9 @@ class ExpertsCapabilities:
     takes_shared: bool = False
     """Shared experts are worth a slot each behind the routed ones: they cost no launch there."""
 
+    biases: bool = False
+    """Products with `ExpertWeights.bias`. The row in `kernels.tables` has the same field."""
+
     warm_up: Callable[[StepShapes], int] | None = None
     """Compiles what the kernel compiles at first use, see `vendors.warming`; returns the number of products run."""
 
@@ -71,8 +74,8 @@ class ExpertsKernel(Protocol):
         """Stores one expert: gate, up [I, D], down [D, I], in the activation dtype."""
 
     def expert_memory(self, weights: ExpertWeights, expert: int) -> Sequence[Tensor]:
-        """All memory of one expert as contiguous views, same number and shapes for every expert of these weights:
-        prepared experts are copied from slot to slot, and from rank to rank."""
+        """All memory of one expert, without biases, as contiguous views, same number and shapes for every expert of
+        these weights: prepared experts are copied from slot to slot, and from rank to rank."""
 
     def input_format(self, weights: ExpertWeights) -> ActivationFormat:
         """The activation format that products with these experts read. If it has rows, the kernel accepts batches with

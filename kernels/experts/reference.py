@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases, ExpertWeights
 from moe_engine.kernels.experts.protocol import ExpertsCapabilities
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
@@ -22,7 +22,7 @@ class TorchExperts:
     """`ExpertsKernel` for any device; supports both layouts. `data` is (gate_up [E, 2I, D], down [E, D, I])."""
 
     name = "torch"
-    capabilities = ExpertsCapabilities(takes_shared=True)
+    capabilities = ExpertsCapabilities(takes_shared=True, biases=True)
     _permutation = TorchPermutation()
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
@@ -47,6 +47,9 @@ class TorchExperts:
         out = torch.empty_like(batch.x)
         for expert, rows, target in _groups(batch, out):
             gate_up, down = weights.data
+            if weights.bias is not None:
+                target.copy_(_biased(rows, gate_up[expert], down[expert], weights.bias, expert))
+                continue
             gate, up = F.linear(rows, gate_up[expert]).chunk(2, dim=-1)
             target.copy_(F.linear(F.silu(gate).mul_(up), down[expert]))
         return out
@@ -59,6 +62,14 @@ class TorchExperts:
         tokens = order.source[: int(order.offsets[-1])].div(topk_ids.shape[1], rounding_mode="floor")
         batch = ExpertBatch("grouped", x.index_select(0, tokens), offsets=order.offsets)
         return self._permutation.combine(self.run(batch, weights), order.positions, topk_weights, add)
+
+
+def _biased(rows: Tensor, gate_up: Tensor, down: Tensor, bias: ExpertBiases, expert: int) -> Tensor:
+    """rows [M, D] through an expert with biases and the clamped activation."""
+    gate, up = (F.linear(rows, gate_up).float() + bias.gate_up[expert]).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=bias.limit), up.clamp(-bias.limit, bias.limit)
+    inner = ((up + 1) * (gate * torch.sigmoid(bias.alpha * gate))).to(rows.dtype)
+    return F.linear(inner, down).float() + bias.down[expert]
 
 
 def _groups(batch: ExpertBatch, out: Tensor) -> list[tuple[int, Tensor, Tensor]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """The routed experts of a layer; `num_experts` of the whole model."""
+    """The routed experts of a layer; `num_experts` of the whole model. `biased`: with `ExpertBiases`."""
 
     name: str
     num_experts: int
@@ -18,6 +18,7 @@ class ExpertModel:
     hidden: int
     width: int
     fp8: bool
+    biased: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class ExpertShape:
 
 DEEPSEEK_V3 = ExpertModel("deepseek-v3", 256, 8, 7168, 2048, fp8=True)
 DEEPSEEK_V2_LITE = ExpertModel("deepseek-v2-lite", 64, 6, 2048, 1408, fp8=False)
+GPT_OSS_20B = ExpertModel("gpt-oss-20b", 32, 4, 2880, 2880, fp8=False, biased=True)
 DECODE_TOKENS = (1, 8, 32, 128, 256)
 PREFILL_TOKENS = (1024, 4096, 8192)
 

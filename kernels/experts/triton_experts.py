@@ -83,7 +83,11 @@ class TritonExperts:
     def capabilities(self) -> ExpertsCapabilities:
         blocks = QuantizedExperts(self.allocate_blocks, self.load_expert_blocks)
         return ExpertsCapabilities(
-            {BlockFP8: blocks}, routed_rows=self.routed_rows, takes_shared=True, warm_up=self.warm_up
+            {BlockFP8: blocks},
+            routed_rows=self.routed_rows,
+            takes_shared=True,
+            biases=True,
+            warm_up=self.warm_up,
         )
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
@@ -245,8 +249,8 @@ class TritonExperts:
     ) -> Tensor:
         """x [M, D] (or [T, D] with the `source` of each row) -> [M, D]."""
         data: TritonExpertWeights = weights.data
-        inner = gate_up(x, data.gate_up, data.gate_up_scales, groups, source, top_k, data.power_of_two)
-        return down(inner, data.down, data.down_scales, groups, dtype)
+        inner = gate_up(x, data.gate_up, data.gate_up_scales, groups, source, top_k, data.power_of_two, weights.bias)
+        return down(inner, data.down, data.down_scales, groups, dtype, weights.bias)
 
 
 def _rows(count: int, weights: ExpertWeights, dtype: torch.dtype) -> Tensor:

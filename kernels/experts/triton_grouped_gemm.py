@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe_engine.kernels.experts.shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3, ExpertModel
+from moe_engine.kernels.experts.batch import ExpertBiases
+from moe_engine.kernels.experts.shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3, GPT_OSS_20B, ExpertModel
 from moe_engine.kernels.experts.tiles import ExpertTiles, tiles_of
 from moe_engine.kernels.linear.products import (
     add_product,
@@ -103,13 +104,14 @@ def find_tile(
 )
 def gate_up_kernel(
     x, x_scales, source, sizes, weight, weight_scales, out, out_scales, capacity, x_scale_stride, x_scale_row,
-    x_scale_skip, out_scale_stride,
+    x_scale_skip, out_scale_stride, bias, alpha, limit,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     GATHER: tl.constexpr, SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first.
+    """out [M, WIDTH] = silu(x @ gate.T) * (x @ up.T); weight [E, 2 * WIDTH, K], gate first. BIASED: with bias
+    [E, 2 * WIDTH] and the activation of `ExpertBiases`.
 
     With GATHER row m is x[source[m] // TOP_K], with PAIRS x[m // TOP_K]. FP8: scales of weight are
     [E, 2, WIDTH / 128, K / 128]; the scale of row m of expert e and block b of x is
@@ -151,7 +153,18 @@ def gate_up_kernel(
         up_scale = load_scale(w_scale, SCALE_ROWS * STEPS + step, FP8)
         gate = add_product(gate, a, b, x_scale, gate_scale, SWAP_AB, FP8)
         up = add_product(up, a, c, x_scale, up_scale, SWAP_AB, FP8)
-    inner = gate * tl.sigmoid(gate) * up
+    if BIASED:
+        place = bias + expert * (2 * WIDTH) + tl.minimum(cols, WIDTH - 1)
+        gate_bias, up_bias = tl.load(place), tl.load(place + WIDTH)
+        if SWAP_AB:
+            gate, up = gate + gate_bias[:, None], up + up_bias[:, None]
+        else:
+            gate, up = gate + gate_bias[None, :], up + up_bias[None, :]
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        inner = (up + 1.0) * (gate * tl.sigmoid(alpha * gate))
+    else:
+        inner = gate * tl.sigmoid(gate) * up
     if SWAP_AB:
         inner = tl.trans(inner)
     inside = rows < end
@@ -168,12 +181,13 @@ def gate_up_kernel(
 
 @triton.jit(do_not_specialize=["capacity", "x_scale_stride"], do_not_specialize_on_alignment=["sizes"])
 def down_kernel(
-    x, x_scales, sizes, weight, weight_scales, out, capacity, x_scale_stride,
+    x, x_scales, sizes, weight, weight_scales, out, capacity, x_scale_stride, bias,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr,
+    SWAP_AB: tl.constexpr, TMA: tl.constexpr, FP8: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128]."""
+    """out [M, WIDTH] = x [M, K] @ weight[e].T; weight [E, WIDTH, K], in FP8 with scales [E, WIDTH / 128, K / 128].
+    BIASED: + bias [E, WIDTH]."""
     NUM_N: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     SCALE_ROWS: tl.constexpr = (WIDTH + 127) // 128
@@ -204,6 +218,8 @@ def down_kernel(
         total = add_product(total, a, b, x_scale, load_scale(w_scale, step, FP8), SWAP_AB, FP8)
     if SWAP_AB:
         total = tl.trans(total)
+    if BIASED:
+        total += tl.load(bias + expert * WIDTH + cols, cols < WIDTH, 0.0)[None, :]
     mask = (rows < end)[:, None] & (cols < WIDTH)[None, :]
     place = out + rows.to(tl.int64)[:, None] * WIDTH + cols[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=mask)
@@ -217,6 +233,7 @@ def gate_up(
     source: Tensor | None = None,
     top_k: int = 1,
     power_of_two: bool = False,
+    bias: ExpertBiases | None = None,
 ) -> Tensor | QuantizedRows:
     """The first product: [M, I] in x's dtype, or quantized if x is.
 
@@ -240,8 +257,8 @@ def gate_up(
     if grid:
         gate_up_kernel[(grid,)](
             data, _scales(x), source, groups.sizes, matrix, scales, out.data, _scales(out), groups.capacity,
-            _scale_stride(x), *_row_scales(x), _scale_stride(out),
-            **_constants(groups, width, hidden, scales is not None, tiles, tma),
+            _scale_stride(x), *_row_scales(x), _scale_stride(out), *_bias_args(bias),
+            **_constants(groups, width, hidden, scales is not None, tiles, tma, bias is not None),
             **_gathering(top_k, source is not None, power_of_two),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -249,8 +266,9 @@ def gate_up(
 
 
 def down(
-    x: Tensor | QuantizedRows, weight: Tensor, scales: Tensor | None, groups: Groups, dtype: torch.dtype
-) -> Tensor:
+    x: Tensor | QuantizedRows, weight: Tensor, scales: Tensor | None, groups: Groups, dtype: torch.dtype,
+    bias: ExpertBiases | None = None,
+) -> Tensor:  # fmt: skip
     """The second product: x [M, I] from `gate_up`, weight [E, D, I] -> [M, D] in `dtype`.
 
     `scales`: float32 [E, ceil(D / 128), ceil(I / 128)] of FP8 weights. Rows outside all groups are unspecified.
@@ -264,10 +282,15 @@ def down(
     if grid:
         down_kernel[(grid,)](
             data, _scales(x), groups.sizes, matrix, scales, out, groups.capacity, _scale_stride(x),
-            **_constants(groups, hidden, width, scales is not None, tiles, tma),
+            None if bias is None else bias.down,
+            **_constants(groups, hidden, width, scales is not None, tiles, tma, bias is not None),
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
     return out
+
+
+def _bias_args(bias: ExpertBiases | None) -> tuple[Tensor | None, float, float]:
+    return (None, 0.0, 0.0) if bias is None else (bias.gate_up, bias.alpha, bias.limit)
 
 
 def _scales(x: Tensor | QuantizedRows) -> Tensor | None:
@@ -294,12 +317,15 @@ def _weight(weight: Tensor, tiles: Tiles, block_k: int) -> tuple[Tensor | Tensor
     return TensorDescriptor.from_tensor(matrix, [tiles.block_n, block_k]), True
 
 
-def _constants(groups: Groups, n: int, k: int, fp8: bool, tiles: Tiles, tma: bool) -> dict[str, Any]:
+def _constants(
+    groups: Groups, n: int, k: int, fp8: bool, tiles: Tiles, tma: bool, biased: bool = False
+) -> dict[str, Any]:
     """Constants of a product with weights [E, `n`, `k`] (gate and up count as one `n`)."""
     return {
         "NUM_EXPERTS": groups.num_experts, "EXPERTS": triton.next_power_of_2(groups.num_experts), "K": k, "WIDTH": n,
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_K": groups.tiles.block_k, "GROUP": tiles.group,
         "PADDED": groups.capacity > 0, "PAIRS": groups.pairs, "SWAP_AB": tiles.swap_ab, "TMA": tma, "FP8": fp8,
+        "BIASED": biased,
     }  # fmt: skip
 
 
@@ -330,9 +356,15 @@ def cases_of(
     signature |= dict.fromkeys(scales, "*fp32") if fp8 else {}
     layout = "padded" if padded else "pairs" if pairs else "grouped"
     name = f"{model.name}_e{num_experts}_{layout}{'_fixed' * deterministic}"
-    constants = _constants(groups, model.width, model.hidden, fp8, first, first.tma)
+    if model.biased:
+        signature["bias"] = "*fp32"
+    else:
+        none["bias"] = None
+    constants = _constants(groups, model.width, model.hidden, fp8, first, first.tma, model.biased)
     constants |= _gathering(1 if padded else model.top_k, layout == "grouped", False)
-    more = {"out": f"*{kind}"} | dict.fromkeys(("x_scale_row", "x_scale_skip", "out_scale_stride"), "i32")
+    more = {"out": f"*{kind}", "alpha": "fp32", "limit": "fp32"} | dict.fromkeys(
+        ("x_scale_row", "x_scale_skip", "out_scale_stride"), "i32"
+    )
     more |= {"out_scales": "*fp32"} if fp8 else {}
     more |= {"source": "*i32"} if layout == "grouped" else {}
     nothing = none | ({} if fp8 else {"out_scales": None}) | ({} if layout == "grouped" else {"source": None})
@@ -342,7 +374,7 @@ def cases_of(
         f"expert_gate_up_{name}_tile{first.block_m}", gate_up_kernel, signature | more, constants | nothing,
         first.num_warps, first.num_stages, True,
     )  # fmt: skip
-    constants = _constants(groups, model.hidden, model.width, fp8, second, second.tma)
+    constants = _constants(groups, model.hidden, model.width, fp8, second, second.tma, model.biased)
     signature["weight"] = f"tensordesc<{kind}[{second.block_n}, {table.block_k}]>" if second.tma else f"*{kind}"
     result = AotCase(
         f"expert_down_{name}_tile{second.block_m}x{second.block_n}", down_kernel,
@@ -352,7 +384,8 @@ def cases_of(
 
 
 def aot_cases() -> list[AotCase]:
-    """All experts of DeepSeek V3, 16 of them (one rank), and all of V2-Lite, at decode and prefill sizes."""
+    """All experts of DeepSeek V3, 16 of them (one rank), and all of V2-Lite and gpt-oss-20b, at decode and prefill
+    sizes."""
     found: dict[str, AotCase] = {}
     for mean_rows in (8, 32, 64, 512):
         for model, num_experts, padded in (
@@ -362,7 +395,9 @@ def aot_cases() -> list[AotCase]:
             (DEEPSEEK_V2_LITE, 64, True),
         ):
             found |= {case.name: case for case in cases_of(model, num_experts, mean_rows, padded)}
-    for model, num_experts in ((DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64)):
+    for mean_rows in (8, 512):
+        found |= {case.name: case for case in cases_of(GPT_OSS_20B, 32, mean_rows, False)}
+    for model, num_experts in ((DEEPSEEK_V3, 256), (DEEPSEEK_V2_LITE, 64), (GPT_OSS_20B, 32)):
         found |= {case.name: case for case in cases_of(model, num_experts, 1, False, pairs=True)}
     fixed = (
         cases_of(model, count, 8, False, deterministic=True)

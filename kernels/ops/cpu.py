@@ -19,6 +19,7 @@ class _Router(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("experts", "top_k", "sigmoid", "groups", "topk_groups", "group_score")),
         ("renormalize", ctypes.c_int32),
         ("scale", ctypes.c_float),
+        ("bias_on_logits", ctypes.c_int32),
     ]
 
 
@@ -32,7 +33,9 @@ def router_struct(spec: RouterSpec) -> _Router:
     if spec.num_experts % groups or not 0 < spec.top_k <= spec.num_experts or spec.topk_groups > spec.num_groups:
         raise ValueError(f"invalid router: {spec}")
     numbers = (spec.num_experts, spec.top_k, spec.score == "sigmoid", groups, spec.topk_groups)
-    return _Router(*map(int, numbers), scores[spec.group_score], int(spec.renormalize), spec.scale)
+    return _Router(
+        *map(int, numbers), scores[spec.group_score], int(spec.renormalize), spec.scale, int(spec.bias_on_logits)
+    )
 
 
 def _positions(positions: Tensor) -> Tensor:

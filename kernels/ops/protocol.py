@@ -38,7 +38,8 @@ class RouterSpec:
     """Router: expert selection and weights from logits, as in DeepSeek V2 and V3 and common variants.
 
     score: ``sigmoid`` or ``softmax`` over all E, in float32. With `has_bias` the selection (not the weight) uses
-    score + bias. `group_score`: None (no groups), ``top2`` (V3: sum of the two best of a group) or ``max`` (V2).
+    score + bias; with `bias_on_logits` the bias is added to the logits instead (gpt-oss). `group_score`: None (no
+    groups), ``top2`` (V3: sum of the two best of a group) or ``max`` (V2).
     Experts outside the best `topk_groups` groups are excluded. `renormalize` divides weights by their sum (+1e-20);
     `scale` multiplies them at the end. `num_shared` shared experts follow: every token has them with weight 1, as
     choices K and on, experts E and on.
@@ -54,6 +55,7 @@ class RouterSpec:
     renormalize: bool = False
     scale: float = 1.0
     num_shared: int = 0
+    bias_on_logits: bool = False
 
     @property
     def num_choices(self) -> int:

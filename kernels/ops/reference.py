@@ -69,6 +69,8 @@ class TorchOps:
         self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         logits = F.linear(x.float(), gate.float())  # [T, E]
+        if spec.bias_on_logits and bias is not None:
+            logits, bias = logits + bias, None
         scores = logits.sigmoid() if spec.score == "sigmoid" else logits.softmax(-1)
         choice = scores if bias is None else scores + bias
         if spec.group_score is not None and spec.num_groups > spec.topk_groups:

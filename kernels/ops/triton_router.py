@@ -80,7 +80,7 @@ def router_select_kernel(
     logits, bias, real, weights, ids, num_tokens, scale,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
     SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
+    BIAS_ON_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
 ):  # fmt: skip
     """weights, ids [T, K + SHARED] from logits [PARTS, T, E]; group g's experts are row g of a [BLOCK_G, BLOCK_M] tile.
@@ -93,6 +93,8 @@ def router_select_kernel(
     score = tl.zeros((BLOCK_G * BLOCK_M,), tl.float32)
     for part in tl.static_range(PARTS):
         score += tl.load(logits + (part * num_tokens + token) * EXPERTS + expert, live, 0.0)
+    if BIAS_ON_LOGITS:
+        score += tl.load(bias + expert, live, 0.0)
     if SIGMOID:
         score = 1.0 / (1.0 + tl.exp(-score))
     else:
@@ -210,7 +212,8 @@ def _select_plan(spec: RouterSpec, parts: int, has_bias: bool, has_real: bool = 
         "PARTS": parts, "EXPERTS": spec.num_experts, "GROUPS": groups, "TOP_GROUPS": spec.topk_groups if limited else 1,
         "TOP_K": spec.top_k, "SHARED": spec.num_shared,
         "GROUP_SCORE": _GROUP_SCORES[spec.group_score] if limited else 0,
-        "SIGMOID": spec.score == "sigmoid", "HAS_BIAS": has_bias, "RENORMALIZE": spec.renormalize,
+        "SIGMOID": spec.score == "sigmoid", "HAS_BIAS": has_bias and not spec.bias_on_logits,
+        "BIAS_ON_LOGITS": has_bias and spec.bias_on_logits, "RENORMALIZE": spec.renormalize,
         "BLOCK_G": next_power_of_2(groups), "BLOCK_M": next_power_of_2(spec.num_experts // groups),
         "BLOCK_K": next_power_of_2(spec.num_choices), "HAS_REAL": has_real,
     }  # fmt: skip
@@ -250,12 +253,14 @@ def route_cases(
 V3 = RouterSpec(256, 8, "sigmoid", True, 8, 4, "top2", True, 2.5)
 V2 = RouterSpec(160, 6, "softmax", False, 8, 3, "max", False, 16.0)
 V2_LITE = RouterSpec(64, 6, "softmax")
+GPT_OSS = RouterSpec(128, 4, "softmax", True, renormalize=True, bias_on_logits=True)
 QWEN3_MOE = RouterSpec(128, 8, "softmax", renormalize=True)
 
 
 def aot_cases() -> list[AotCase]:
-    """The routers of DeepSeek-V3, V2, V2-Lite and Qwen3's mixtures, for one, some and many tokens."""
+    """The routers of DeepSeek-V3, V2, V2-Lite and Qwen3's mixtures and gpt-oss, for one, some and many tokens."""
     routers = [("v3", 7168, V3), ("v2", 5120, V2), ("v2_lite", 2048, V2_LITE), ("qwen3", 2048, QWEN3_MOE)]
+    routers.append(("gpt_oss", 2880, GPT_OSS))
     cases = [
         case
         for label, hidden, spec in routers

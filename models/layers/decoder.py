@@ -31,7 +31,7 @@ from moe_engine.models.layers.sharded_layer import ShardedLayer, choose_communic
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.pooling import score_layers
-from moe_engine.models.tensors import EXPERT_NAMES, ExpertNames
+from moe_engine.models.tensors import expert_names
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
@@ -141,7 +141,7 @@ class Decoder:
         """`modules` of one layer; `next_norm`: name of its last norm."""
         name = f"model.layers.{layer_index}"
         post = f"{name}.post_attention_layernorm"
-        block = EXPERT_NAMES.get(self.config.architecture, ExpertNames()).block
+        block = expert_names(self.config).block
 
         def attention(reader: WeightSource) -> Any:
             return self.make_attention(layer_index, reader, self.rotary)

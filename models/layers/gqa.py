@@ -5,8 +5,9 @@ Legend: T tokens, D hidden, H query heads, G KV heads, Dh head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import CacheGroup, GQAConfig, ModelConfig
+from moe_engine.models.cut import Cut
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.projection_norm import ProjectionNorms
 from moe_engine.models.sharding import local_attention
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
@@ -47,6 +50,9 @@ class GQAttention:
     On many ranks H and G count this rank's heads, and the result is their partial sum.
     """
 
+    fused = None
+    """The layer in one call, for draft chains: no kernel has it."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -63,7 +69,7 @@ class GQAttention:
         self._gqa, self._layer_index, self._rotary = gqa, layer_index, rotary
         self._ops = backends.ops
         self._backend: GQABackend = backends.attention  # type: ignore[assignment]
-        self._group = next(i for i, group in enumerate(config.cache_groups) if layer_index in group.layers)
+        self._group = _group_of(config, layer_index)
         self._all_groups = config.cache_groups
         self._scale = gqa.head_dim**-0.5 * config.rope.softmax_factor
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
@@ -77,8 +83,20 @@ class GQAttention:
         )  # fmt: skip
         o_proj, hidden = [f"{prefix}.o_proj"], [config.hidden_size]
         self._o = load_linear(backends.linear, reader, o_proj, hidden, query, gqa.o_bias, in_share=share)
+        self._paged: Callable[..., Tensor] = self._backend.paged
+        if gqa.sinks:
+            sinks = (whole.num_heads,)
+            self._sinks = reader.tensor(f"{prefix}.sinks", sinks, Cut(share.cut(whole.num_heads)), dtype=torch.float32)
+            supported = self._backend.capabilities.sinks
+            assert supported is not None
+            self._paged = partial(_with_sinks, supported, self._sinks)
         self._q_norm = self._k_norm = None
-        if gqa.qk_norm:
+        self._both_norms: ProjectionNorms | None = None
+        if gqa.qk_norm == "projection":
+            self._both_norms = ProjectionNorms(
+                self._ops, reader, prefix, (query, key), config.norm_eps, (share, kv_share), parallel.attn_tp
+            )
+        elif gqa.qk_norm:
             self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_norm", gqa.head_dim, config.norm_eps)
             self._k_norm = RMSNorm(self._ops, reader, f"{prefix}.k_norm", gqa.head_dim, config.norm_eps)
 
@@ -106,6 +124,11 @@ class GQAttention:
         self._ops.write_kv(k, v, slots, *cache)
         return q
 
+    def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
+        """Writes the keys and values of `forward` without computing its result; of a layer without a window."""
+        _, k, v = self._project(hidden, batch.positions)
+        self._ops.write_kv(k, v, batch.slots, *self.cache_of(batch))
+
     def cache_of(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """This layer's caches, [num_slots, G, Dh] each."""
         return batch.kv[self._layer_index]
@@ -131,17 +154,26 @@ class GQAttention:
         num_heads, both = gqa.num_heads, gqa.num_heads + gqa.num_kv_heads
         qkv = self._qkv(hidden).view(-1, both + gqa.num_kv_heads, gqa.head_dim)  # [T, H+2G, Dh]
         q, k, v = qkv[:, :num_heads], qkv[:, num_heads:both], qkv[:, both:]
-        if self._q_norm is None or self._k_norm is None:
+        if self._both_norms is not None:
+            q, k = self._norm_both(q, k)
+        elif self._q_norm is None or self._k_norm is None:
             self._ops.rotate_leading(qkv[:, :both], positions, self._rotary)
             return q, k, v
-        q, k = self._q_norm(q), self._k_norm(k)
+        else:
+            q, k = self._q_norm(q), self._k_norm(k)
         self._ops.rotate_leading(q, positions, self._rotary)
         self._ops.rotate_leading(k, positions, self._rotary)
         return q, k, v
 
+    def _norm_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [T, H, Dh] and k [T, G, Dh], normed over all their heads."""
+        assert self._both_norms is not None
+        new_q, new_k = self._both_norms(q.flatten(1), k.flatten(1))
+        return new_q.view(q.shape), new_k.view(k.shape)
+
     def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, groups: Groups) -> Tensor:
         """q [T, H, Dh] -> [T, H, Dh], the decode group, then the prefill group."""
-        inputs, paged = groups[self._group], self._backend.paged
+        inputs, paged = groups[self._group], self._paged
         plan = inputs.plan
         if len(inputs.queries) == 1:
             return paged(q, k_cache, v_cache, inputs.queries[0][1], self._scale, plan)
@@ -149,6 +181,20 @@ class GQAttention:
         for tokens, queries in inputs.queries:
             out[tokens] = paged(q[tokens], k_cache, v_cache, queries, self._scale, plan)
         return out
+
+
+def _with_sinks(paged: Callable[..., Tensor], sinks: Tensor, *args: Any) -> Tensor:
+    return paged(*args, sinks)
+
+
+def _group_of(config: ModelConfig, layer_index: int) -> int:
+    """The cache group of a layer; MTP layers, which come after the model's, see all positions."""
+    mtp = layer_index >= config.num_layers
+    return next(
+        i
+        for i, group in enumerate(config.cache_groups)
+        if (group.window is None if mtp else layer_index in group.layers)
+    )
 
 
 def group_inputs(batch: ForwardBatch, groups: Sequence[CacheGroup], backend: GQABackend) -> Groups:

@@ -6,7 +6,6 @@ Legend: T tokens, D hidden, E experts, K experts per token, I expert width.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -31,11 +30,13 @@ from moe_engine.kernels.quantization.protocol import (
 )
 from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.cut import Cut
+from moe_engine.models.layers.expert_biases import empty_biases, fill_biases
 from moe_engine.models.layers.linear import Projection, empty_weight, format_for
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.overlap_stages import Stages, finish
 from moe_engine.models.layers.step_adapters import StepAdapters
 from moe_engine.models.load_threads import for_each
+from moe_engine.models.tensors import ExpertNames, expert_names
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.dispatch.protocol import Phase
@@ -45,15 +46,6 @@ from moe_engine.parallel.share import WHOLE, Share
 
 if TYPE_CHECKING:
     from moe_engine.parallel.recording.recorder import ExpertRecorder
-
-
-@dataclass(frozen=True)
-class ExpertNames:
-    """Tensor names of an expert's projections in a family."""
-
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
 
 
 def router_spec(moe: MoEConfig, num_shared: int = 0) -> RouterSpec:
@@ -69,6 +61,7 @@ def router_spec(moe: MoEConfig, num_shared: int = 0) -> RouterSpec:
         renormalize=moe.renormalize,
         scale=moe.scale,
         num_shared=num_shared,
+        bias_on_logits=moe.bias_on_logits,
     )
 
 
@@ -102,23 +95,22 @@ class MoE:
         backends: Backends,
         reader: WeightSource,
         parallel: ParallelContext,
-        prefix: str,
-        names: ExpertNames | None = None,
     ) -> None:
-        moe = config.moe
+        moe, names = config.moe, expert_names(config)
         assert moe is not None
         hidden, wide = config.hidden_size, torch.float32
         self.layer_index = layer_index
-        gate = reader.tensor(f"{prefix}.gate.weight", (moe.num_experts, hidden), dtype=wide)
+        prefix = f"model.layers.{layer_index}.{names.block}"
+        gate = reader.tensor(f"{prefix}.{names.router}", (moe.num_experts, hidden), dtype=wide)
         self._gate = backends.ops.prepare_gate(gate)  # [E, D]
-        bias = f"{prefix}.gate.e_score_correction_bias"
+        bias = f"{prefix}.{names.router_bias}"
         self._bias = reader.tensor(bias, (moe.num_experts,), dtype=wide) if moe.has_bias else None
         travels = parallel.dispatcher is not None
         self.tokens = TokenLayout.SHARE if travels else TokenLayout.ALL
         self._tables = parallel.experts
         shared = f"{prefix}.shared_experts"
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
-        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names or ExpertNames(), part, shared)
+        self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared)
         num_shared = self._num_fused(backends, parallel, reader)
         self._spec = router_spec(moe, num_shared)
         held = held_experts(moe, layer_index, parallel)
@@ -315,7 +307,7 @@ class StoredExperts:
         shared: str = "",
     ) -> None:  # fmt: skip
         self.kernel = kernel
-        self._prefix, self._names, self._shared = prefix, names, shared
+        self._prefix, self._names, self._shared, self._moe = prefix, names, shared, moe
         self._num_experts, self._hidden, self._whole, self._shared_width = (
             moe.num_experts, hidden, moe.width, moe.shared_width
         )  # fmt: skip
@@ -338,6 +330,9 @@ class StoredExperts:
             weights = self.kernel.allocate(*sizes, reader.dtype, reader.device)
         else:
             weights = self.kernel.capabilities.quantized[type(format)].allocate(*sizes, reader.device, format)
+        if self._moe.biased:
+            weights.bias = empty_biases(self._moe, len(held), self._width, self._hidden, reader.device)
+            weights.num_bytes += sum(part.nbytes for part in weights.bias.memory)
         self.fill(reader, weights, slots)
         for expert in sorted(set(range(self._num_experts)).difference(slots)):
             for projection in self._projections(expert):
@@ -360,6 +355,9 @@ class StoredExperts:
                 store(weights, slot, *parts)
 
         for_each(len(experts), scratch, load)
+        if weights.bias is not None:
+            block = self._prefix.removesuffix(".experts")
+            fill_biases(weights.bias, reader, block, self._moe, slots, self._cut)
 
     def _format(self, reader: WeightSource, expert: int) -> KernelFormat | None:
         return format_for(self.kernel.capabilities.quantized, reader, self._projections(expert))

@@ -16,6 +16,7 @@ from moe_engine.errors import ConfigError, InputError, MoeEngineError
 
 COMMANDS = {
     "serve": ("serve:serve", "HTTP server with the OpenAI API and SGLang's /generate"),
+    "router": ("router.command:main", "several servers of this machine behind sglang-router"),
     "generate": ("generate:main", "generate text for one prompt, without a server"),
     "plan": (
         "serve:plan",

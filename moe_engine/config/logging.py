@@ -53,6 +53,12 @@ class LoggingArgs:
         "texts.",
         metavar="0..3",
     )
+    kv_events_config: str | None = flag(
+        None,
+        "Publishes what the radix cache stores and evicts, for KV-aware routers: a JSON object with the keys of vLLM "
+        "and SGLang: publisher, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic.",
+        metavar="JSON",
+    )
     enable_metrics: bool = flag(False, "Serve Prometheus metrics at /metrics.")
     bucket_time_to_first_token: str | None = _buckets("time to the first token")
     bucket_inter_token_latency: str | None = _buckets("time between tokens")

@@ -16,6 +16,12 @@ def _reasoning_parsers() -> tuple[str, ...]:
     return REASONING_PARSERS
 
 
+def _completion_templates() -> tuple[str, ...]:
+    from moe_engine.tokenizer.fill_in_middle import FORMS
+
+    return tuple(FORMS)
+
+
 def _tool_call_parsers() -> tuple[str, ...]:
     from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 
@@ -50,13 +56,18 @@ class ServerArgs:
     enable_return_hidden_states: bool = flag(
         False, "Allows `return_hidden_states` in requests: the final hidden states of prompt and output tokens."
     )
+    completion_template: str | None = flag(
+        None,
+        "Special tokens around `suffix` in /v1/completions (fill in the middle). Left out: those of the vocabulary.",
+        choices=_completion_templates,
+    )
     reasoning_parser: str | None = flag(
         None,
         "Parser that moves the model's reasoning into `reasoning_content`. Left out: reasoning stays in the text; the "
         "embedded model gets its own parser.",
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
-            ("auto", "minimax-append-think", "gpt-oss", "deepseek-v4", "deepseek-v41", "mistral",
+            ("auto", "gpt-oss", "deepseek-v4", "deepseek-v41", "mistral",
              "nemotron_3", "hunyuan", "mimo"),
             MORE_PARSERS,
         ),

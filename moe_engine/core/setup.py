@@ -8,12 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from moe_engine import logs
+from moe_engine.config.kv_events import parse_kv_events
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.core.core_methods import CoreMethod, ExpertDumps, LoraId, settings_methods
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.kv_arrivals import KVArrivals
+from moe_engine.core.kv_event_publisher import KVEventPublisher
 from moe_engine.core.loop import CoreTransport, EngineCore
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
@@ -72,6 +74,9 @@ def make_core(
         kv_arrivals = KVArrivals(transport.wake)
         worker.on_kv_done(kv_arrivals.report)
     scheduler = Scheduler(scheduler_config(config))
+    if (events := parse_kv_events(config.logging.kv_events_config)) is not None:
+        assert scheduler.kv_cache.tree.events is not None
+        check = _publishing(KVEventPublisher(events, scheduler.kv_cache.tree.events, group), check)
     return EngineCore(
         scheduler,
         driver,
@@ -92,6 +97,16 @@ def make_core(
         grammars=_grammar_compiler(config),
         problem_of=lambda plan: config.limits.problem_of(plan.num_tokens, len(plan.rows)),
     )
+
+
+def _publishing(events: KVEventPublisher, check: Callable[[], None]) -> Callable[[], None]:
+    """The core's check of each iteration, which also publishes the events of the one before."""
+
+    def both() -> None:
+        check()
+        events.flush()
+
+    return both
 
 
 def _lora_methods(scheduler: Scheduler) -> dict[str, CoreMethod]:

@@ -11,13 +11,11 @@ import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
-
-from msgspec.structs import asdict
 
 from moe_engine import logs
 from moe_engine.config.args import EngineArgs
@@ -25,11 +23,11 @@ from moe_engine.errors import EngineDeadError
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
 from moe_engine.frontend.core_process import CoreProcess
-from moe_engine.frontend.encoding import EncodeRequest, encode_input
 from moe_engine.frontend.frontend import Frontend
-from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest
+from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.group_updates import GROUP, GROUP_SECONDS, GroupUpdates, Trainer
 from moe_engine.frontend.memory_release import MemoryReleases
+from moe_engine.frontend.offline_requests import encode_request, generate_request
 from moe_engine.frontend.pausing import PauseMode, Pausing
 from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.run_settings import RunSettingsOfAll
@@ -41,7 +39,6 @@ from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.tokenizer.tokenizer import Tokenizer
-from moe_engine.validation import checked, refuse_unavailable
 
 T = TypeVar("T")
 Output = dict[str, Any]
@@ -126,7 +123,7 @@ class Engine:
             EngineDeadError: the engine process is dead.
             TypeError: an unknown field.
         """
-        request = _request(prompt, sampling_params, input_ids, stream, fields)
+        request = generate_request(prompt, sampling_params, input_ids, stream, fields)
         if stream:
             return self._iterate(request)
         return self._run(self._frontend.generate(request))
@@ -140,7 +137,7 @@ class Engine:
         **fields: Any,
     ) -> Output | list[Output] | AsyncIterator[Output]:
         """`generate` for asyncio, on any event loop; with `stream` the awaited value is an async iterator."""
-        request = _request(prompt, sampling_params, input_ids, stream, fields)
+        request = generate_request(prompt, sampling_params, input_ids, stream, fields)
         if stream:
             return self._aiterate(request)
         return await asyncio.wrap_future(self._submit(self._frontend.generate(request)))
@@ -164,7 +161,7 @@ class Engine:
         Raises:
             InputError: names the invalid field; or this engine generates text (`is_embedding`).
         """
-        return self._run(self._frontend.generate(_encode_request(prompt, input_ids, dimensions, fields)))
+        return self._run(self._frontend.generate(encode_request(prompt, input_ids, dimensions, fields)))
 
     async def async_encode(
         self,
@@ -174,7 +171,7 @@ class Engine:
         **fields: Any,
     ) -> Output | list[Output]:
         """`encode` for asyncio, on any event loop."""
-        request = _encode_request(prompt, input_ids, dimensions, fields)
+        request = encode_request(prompt, input_ids, dimensions, fields)
         return await asyncio.wrap_future(self._submit(self._frontend.generate(request)))
 
     def _iterate(self, request: GenerateInput) -> Iterator[Output]:
@@ -340,6 +337,17 @@ class Engine:
         done = self._run(update)
         return done.success, done.message
 
+    def open_session(
+        self, capacity_of_str_len: int = 0, session_id: str | None = None, streaming: bool = False,
+        timeout: float | None = None,
+    ) -> str:  # fmt: skip
+        """The id of a new session, for `session_params` of `generate`. `capacity_of_str_len` has no effect."""
+        return self._run(_call(self._frontend.sessions.open, session_id, streaming=streaming, timeout=timeout))
+
+    def close_session(self, session_id: str) -> None:
+        """Forgets the requests of a session; one that is not open is no error."""
+        self._run(_call(self._frontend.sessions.close, session_id))
+
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """The first `truncate_size` rows of a weight, by its name in the checkpoint, as nested lists; with several
         replicas a list of these.
@@ -428,22 +436,9 @@ class Engine:
             raise
 
 
-def _request(prompt: Any, sampling: Any, input_ids: Any, stream: bool, fields: dict[str, Any]) -> GenerateInput:
-    known = GenerateRequest.__struct_fields__
-    if unknown := [name for name in fields if name not in known]:
-        raise TypeError(f"generate() has no field {unknown[0]!r}; those of /generate are {', '.join(known)}")
-    request = checked({**fields, "input_ids": input_ids, "stream": stream}, GenerateRequest)
-    refuse_unavailable(request)
-    return GenerateInput(**{**asdict(request), "text": prompt, "sampling_params": sampling}, text_field="prompt")
-
-
-def _encode_request(prompt: Any, input_ids: Any, dimensions: int | None, fields: dict[str, Any]) -> GenerateInput:
-    known = EncodeRequest.__struct_fields__
-    if unknown := [name for name in fields if name not in known]:
-        raise TypeError(f"encode() has no field {unknown[0]!r}; those of /encode are {', '.join(known)}")
-    request = checked({**fields, "input_ids": input_ids, "dimensions": dimensions}, EncodeRequest)
-    refuse_unavailable(request)
-    return encode_input({**asdict(request), "text": prompt}, text_field="prompt")
+async def _call(function: Callable[..., T], *args: Any, **named: Any) -> T:
+    """On the event loop, which owns what the function changes."""
+    return function(*args, **named)
 
 
 async def _next(chunks: Any) -> Any:

@@ -20,6 +20,7 @@ from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.frontend.prepare import BURST, FormatOf, FrontendSettings, Job, Preparer, ReadRequest
 from moe_engine.frontend.served_adapters import ServedAdapters
 from moe_engine.frontend.served_weights import ServedWeights
+from moe_engine.frontend.sessions import Sessions
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import FinishReason
 
@@ -71,7 +72,8 @@ class Frontend:
         self._live: dict[str, _Sequence] = {}
         """By the client's id, from the start of the request until the sequence has ended here."""
         self.adapters = ServedAdapters(client, self.settings.lora)
-        self._preparer = Preparer(client.info, tokenizer, self.settings, self.adapters.choose)
+        self.sessions = Sessions(None if tokenizer is None else tokenizer.bos_id)
+        self._preparer = Preparer(client.info, tokenizer, self.settings, self.adapters.choose, self.sessions)
 
     # -- whole requests
 
@@ -194,7 +196,9 @@ class Frontend:
 
     def abort(self, rid: str = "", *, all: bool = False, reason: str = "Aborted") -> None:
         """Aborts every request whose client id starts with `rid`, or all."""
-        chosen = [s for s in self._live.values() if all or (rid and s.generation.rid.startswith(rid))]
+        self._abort([s for s in self._live.values() if all or (rid and s.generation.rid.startswith(rid))], reason)
+
+    def _abort(self, chosen: list[_Sequence], reason: str) -> None:
         for sequence in chosen:
             sequence.aborted = sequence.aborted or reason
             sequence.go.set()
@@ -283,10 +287,28 @@ class Frontend:
                 )
         sequences = _sequences(job.generations)
         self._live.update((sequence.generation.rid, sequence) for sequence in sequences)
+        try:
+            for generation in job.generations:
+                self._enter_session(generation)
+        except InputError:
+            for sequence in sequences:
+                self._leave(sequence)
+            raise
         return sequences
+
+    def _enter_session(self, generation: Generation) -> None:
+        if generation.session is None:
+            return
+        rank = generation.session.rank  # of the KV of its earlier turns
+        if generation.request.routed_dp_rank is None and rank is not None and self.client.healths()[rank].alive:
+            generation.request.routed_dp_rank = rank
+        replaced = self.sessions.begin(generation)
+        self._abort([self._live[rid] for rid in replaced if rid in self._live], "Replaced by a request of its session")
 
     def _leave(self, sequence: _Sequence) -> None:
         """Unregisters its id. Safe to call twice."""
+        if sequence.generation.turn is not None:
+            self.sessions.end(sequence.generation)
         if self._live.get(sequence.generation.rid) is sequence:
             del self._live[sequence.generation.rid]
 

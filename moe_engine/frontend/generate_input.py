@@ -12,6 +12,8 @@ from msgspec import UNSET, Meta, Struct
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.logprob_format import LogprobOptions
+from moe_engine.frontend.session_params import SessionParams
+from moe_engine.frontend.session_turns import Joined
 from moe_engine.sampling_checks import MAX_COUNT, Count, CustomProcessor, SamplingRequest, TokenId, parse_sampling
 from moe_engine.structured_output.constraint import FreeReasoning
 from moe_engine.types import SamplingParams
@@ -59,7 +61,9 @@ class GenerateRequest(Struct, kw_only=True):
     lora_path: Annotated[
         str | list[str | None] | None, Meta(description="name of a loaded LoRA adapter; null: the base model")
     ] = None
-    session_params: OffOnly = None
+    session_params: Annotated[
+        SessionParams | list[SessionParams | None] | None, Meta(description="the session that the request continues")
+    ] = None
     bootstrap_host: OffOnly = None
     bootstrap_room: OffOnly = None
     return_hidden_states: bool | list[bool | None] | None = None
@@ -113,6 +117,9 @@ class Prompt:
     """Return its final hidden states."""
     lora: str | None = None
     """Name of its LoRA adapter, as `lora_path` gives it."""
+    session: SessionParams | None = None
+    joined: Joined | None = None
+    """With a session: how `ids` begin, once its earlier tokens are in front of them."""
     length_asked: bool = True
     """The client chose `max_new_tokens`; a default is reduced to the free room."""
     max_new_tokens: int = field(default=0)
@@ -154,9 +161,15 @@ def split_prompts(
                 hidden=bool(_pick(inp.return_hidden_states, i, count, is_batch, "return_hidden_states")),
                 lora=_pick(inp.lora_path, i, count, is_batch, "lora_path") or None,
                 length_asked=_length_asked(inp, i),
+                session=_session(inp, i, count, is_batch),
             )
         )
     return prompts, is_batch
+
+
+def _session(inp: GenerateInput, index: int, count: int, is_batch: bool) -> SessionParams | None:
+    params: SessionParams | None = _pick(inp.session_params, index, count, is_batch, "session_params")
+    return None if params is None or params.is_empty else params
 
 
 def _length_asked(inp: GenerateInput, index: int) -> bool:

@@ -13,6 +13,7 @@ from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.frontend.hidden_states import HiddenStates
 from moe_engine.frontend.logprob_format import Columns, LogprobFormat, extend, num_tokens
 from moe_engine.frontend.request_times import meta_times
+from moe_engine.frontend.session_turns import Joined, Turn
 from moe_engine.tokenizer.assembler import TextAssembler
 from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import SamplingParams
@@ -76,6 +77,9 @@ class Generation:
         """Name of its LoRA adapter."""
         self.hidden: HiddenStates | None = None
         """Requested final hidden states."""
+        self.session: Joined | None = None
+        """How its prompt continues a session; `turn`: its place there, while it runs."""
+        self.turn: Turn | None = None
         self.tokenizer = tokenizer
         self.text = ""
         self.output_ids: list[int] = []

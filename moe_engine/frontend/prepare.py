@@ -26,6 +26,7 @@ from moe_engine.frontend.grammar_checks import GrammarChecks
 from moe_engine.frontend.hidden_states import NOT_ENABLED, HiddenStates
 from moe_engine.frontend.logits_fields import complete_sampling
 from moe_engine.frontend.logprob_format import LogprobFormat, LogprobOptions, PythonLogprobs
+from moe_engine.frontend.sessions import Sessions
 from moe_engine.step_settings import LoraSettings
 from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.structured_output.check_process import CheckSpec
@@ -36,7 +37,7 @@ from moe_engine.types import SamplingParams
 
 BULK = (
     "text", "input_ids", "sampling_params", "rid", "extra_key", "token_ids_logprob", "top_logprobs_num",
-    "custom_logit_processor", "lora_path",
+    "custom_logit_processor", "lora_path", "session_params",
 )  # fmt: skip
 """Fields of a request that its prompts hold."""
 FormatOf = Callable[[LogprobOptions], LogprobFormat]
@@ -107,15 +108,22 @@ class Preparer:
         tokenizer: None with `--skip-tokenizer-init`.
         settings: the operator's choices.
         choose: the adapter of a prompt.
+        sessions: earlier requests that a prompt may continue.
     """
 
     def __init__(
-        self, info: EngineInfo, tokenizer: Tokenizer | None, settings: FrontendSettings, choose: ChooseAdapter
+        self,
+        info: EngineInfo,
+        tokenizer: Tokenizer | None,
+        settings: FrontendSettings,
+        choose: ChooseAdapter,
+        sessions: Sessions,
     ) -> None:
         self._info = info
         self._tokenizer = tokenizer
         self._settings = settings
         self._choose = choose
+        self._sessions = sessions
         self._seeds = random.Random(settings.random_seed)
         self.grammar_checks = GrammarChecks(_check_spec(info, tokenizer, settings))
         self._numbers = itertools.count(1)
@@ -149,12 +157,14 @@ class Preparer:
         complete_sampling(prompts, self._tokenizer, inp.sampling_field, custom=custom)
         self._add_reasoning(inp, prompts)
         for i, prompt in enumerate(prompts):
-            self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
+            if prompt.session is None:  # else in `begin`, with the tokens of its session
+                self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
         return ReadRequest(msgspec.structs.replace(inp, **dict.fromkeys(BULK)), prompts, is_batch)
 
     async def begin(self, read: ReadRequest, logprob_format: FormatOf | None = None) -> Job:
         """Builds the sequences of a request. `logprob_format`: None means Python objects in SGLang's shape."""
         formats = logprob_format or self._python_logprobs
+        self._continue_sessions(read)
         seeds = self._draw_seeds(read.prompts)  # before the first await: seeds depend only on the order of requests
         await self._check_grammars(read.prompts)
         generations: list[Generation] = []
@@ -166,6 +176,8 @@ class Preparer:
                     self._generation(read.inp, prompt, prompt_index, copy, len(generations), seed, formats)
                 )
                 generations[-1].lora = adapter
+                if prompt.joined is not None:
+                    generations[-1].session = prompt.joined
                 if prompt.hidden:
                     generations[-1].request.return_hidden_states = True
                     generations[-1].hidden = HiddenStates(self._info.hidden_size, len(prompt.ids))
@@ -173,6 +185,16 @@ class Preparer:
                     await asyncio.sleep(0)
         is_list = read.is_batch or len(generations) > 1
         return Job(generations, is_list, bool(read.inp.stream))
+
+    def _continue_sessions(self, read: ReadRequest) -> None:
+        """Puts the earlier tokens of its session before each prompt that has one, and checks the whole prompt."""
+        joined = [prompt for prompt in read.prompts if prompt.session is not None]
+        for prompt in joined:
+            assert prompt.session is not None
+            prompt.ids, prompt.joined = self._sessions.join(prompt.session, prompt.ids)
+            self._check(read.inp, prompt, read.inp.ids_field)
+        if joined:
+            self._check_total(read.inp, read.prompts)
 
     async def _check_grammars(self, prompts: list[Prompt]) -> None:
         """Raises InputError with the reason against a constraint."""

@@ -29,7 +29,11 @@ class RunSettingsOfAll:
         """
         async with self._in_turn:
             for check_only in (True, False):
-                answers = await self._client.call("set_settings", changes=dict(changes), check_only=check_only)
+                try:
+                    answers = await self._client.call("set_settings", changes=dict(changes), check_only=check_only)
+                except OverflowError:  # of the messages to the schedulers
+                    words = "server_args: a number is out of range; /get_internal_state has the bounds"
+                    raise InputError(words, field="server_args") from None
                 for answer in answers:
                     if "refused" in answer:
                         raise InputError(answer["refused"], field="server_args")

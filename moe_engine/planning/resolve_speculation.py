@@ -14,6 +14,7 @@ from moe_engine.config.field import fields_of, option_of
 from moe_engine.config.speculative import AUTO, SpeculativeArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.tensors import has_mtp_names
 from moe_engine.planning.resolution_log import Record
 from moe_engine.types import SpeculationConfig
 
@@ -162,10 +163,10 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
             f"{asked} with num_hidden_layers {model.num_layers} in --json-model-override-args: "
             f"the MTP layers follow layer {model.stored_layers - 1}, which the override removes; drop one of them"
         )
-    if model.attention.kind != "mla":
+    if not has_mtp_names(model):
         raise NotAvailableYet(
-            f"{asked}: not supported yet: MTP layers of {model.architecture} (only those of DeepSeek models are); use "
-            "NGRAM"
+            f"{asked}: not supported yet: MTP layers of {model.architecture} (only those of DeepSeek "
+            "and GLM-4.5 models are); use NGRAM"
         )
 
 

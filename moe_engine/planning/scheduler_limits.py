@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_engine.config.kv_events import parse_kv_events
 from moe_engine.config.slo import parse_slo
 from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.scheduler.config import SchedulerConfig
@@ -20,6 +21,7 @@ def scheduler_config(config: ResolvedConfig) -> SchedulerConfig:
         priority_preemption_threshold=flags.priority_scheduling_preemption_threshold,
         vocab_size=config.model.vocab_size,
         jump_forward=_jumps(config),
+        kv_events=parse_kv_events(config.logging.kv_events_config) is not None,
         ttft_slo=slo.ttft_s,
         itl_slo=slo.itl_s,
     )

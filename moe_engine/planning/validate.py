@@ -12,6 +12,7 @@ from itertools import chain, pairwise
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.buckets import token_buckets
 from moe_engine.config.field import option_of
+from moe_engine.config.kv_events import parse_kv_events
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
 from moe_engine.config.slo import parse_slo
 from moe_engine.custom_logit_processor import NO_DILL
@@ -69,7 +70,7 @@ HIDDEN = "***"
 
 def check(args: EngineArgs) -> None:
     """Raises ConfigError for the first value out of range and the first pair of flags that contradict each other."""
-    checks = (_ranges, _scheduling, _memory, _host_tier, _front_end, _hidden_states)
+    checks = (_ranges, _scheduling, _memory, _host_tier, _kv_events, _front_end, _hidden_states)
     for complaint in chain.from_iterable(part(args) for part in checks):
         raise ConfigError(complaint)
 
@@ -125,6 +126,15 @@ def _host_tier(args: EngineArgs) -> Iterator[str]:
     if not memory.hicache_size and memory.hicache_ratio <= 0:
         yield f"--hicache-ratio {memory.hicache_ratio:g}: must be positive"
     connector_class(memory.kv_connector)
+
+
+def _kv_events(args: EngineArgs) -> Iterator[str]:
+    if parse_kv_events(args.logging.kv_events_config) is None:
+        return
+    if args.scheduling.disable_radix_cache:
+        yield "--kv-events-config publishes cached prefixes, --disable-radix-cache caches none; drop one of them"
+    if args.parallel.dp_size > 1 and not args.parallel.enable_dp_attention:
+        yield "--kv-events-config with replicas (--dp-size): their ports are the same; start one server per replica"
 
 
 def attention_groups(args: EngineArgs) -> int:

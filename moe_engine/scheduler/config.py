@@ -49,6 +49,8 @@ class SchedulerConfig:
     """Size of the host-RAM tier (``--enable-hierarchical-cache``); 0: none."""
     kv_connector: str = "host"
     """Class of the tier (`moe_engine.kv_connectors`)."""
+    kv_events: bool = False
+    """Whether the radix cache collects events (``--kv-events-config``)."""
     window: int = 0
     """Tokens that windowed layers attend to, the query's included, if their KV is bounded; 0: it is not."""
     num_window_slots: int = 0

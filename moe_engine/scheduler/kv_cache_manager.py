@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from moe_engine.kv_connectors import connector_class
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.kv_connector import KVConnector
+from moe_engine.scheduler.kv_events import KVEventLog
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
@@ -46,6 +47,8 @@ class KVCacheManager:
             made = connector_class(config.kv_connector)
             self.connector = made(config.host_tier_tokens, self.slots, self.make_room)
         self.tree: RadixCache = self._new_tree(config) if self.connector is None else self.connector.tree
+        if config.kv_events:
+            self.tree.events = KVEventLog(config.page_size, config.bigram_prefixes)
         self.step = 0
 
     def _new_slots(self, config: SchedulerConfig) -> SlotAllocator:

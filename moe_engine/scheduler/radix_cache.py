@@ -14,6 +14,8 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
+from moe_engine.scheduler.kv_events import KVEventLog
+
 ChildKey = int | tuple[int, ...]
 
 
@@ -73,6 +75,8 @@ class RadixCache:
 
     enabled = True
     make_node = Node
+    events: KVEventLog | None = None
+    """Listener of insertions and evictions; None: there is none."""
 
     def __init__(self, page_size: int, free: Callable[[list[int], int], None]) -> None:
         self.page_size = page_size
@@ -228,6 +232,8 @@ class RadixCache:
             keep = max(0, len(node.tokens) - (num_tokens - freed))
             keep -= keep % self.page_size
             tail = node.slots[keep:]
+            if self.events is not None:
+                self.events.removed(node, keep)
             if keep:
                 del node.slots[keep:]
                 del node.tokens[keep:]
@@ -241,6 +247,12 @@ class RadixCache:
             self.num_evictable -= freed
             self.version += 1
         return freed
+
+    def _namespace(self, node: Node) -> Hashable:
+        """The namespace of a node."""
+        while node.parent is not None:
+            node = node.parent
+        return self._root_keys[node.serial]
 
     def _next_leaf(self) -> Node | None:
         """Takes the least recently used unlocked leaf from the heap."""
@@ -263,6 +275,8 @@ class RadixCache:
                 stack.extend(node.children.values())
                 self._drop(node, max(node.free_after, after_step))
         self._clear()
+        if self.events is not None:
+            self.events.cleared()
 
     def rebuild_heap(self, nodes: list[Node]) -> None:
         """Rebuilds the eviction heap; `nodes` are all nodes of the tree, parents first."""
@@ -334,6 +348,8 @@ class RadixCache:
     def _drop(self, node: Node, after_step: int) -> None:
         """Frees the slots of a node that leaves the tree with its children."""
         node.alive = False
+        if self.events is not None:
+            self.events.removed(node)
         if node.slots:
             self._free(node.slots, after_step)
 
@@ -350,6 +366,8 @@ class RadixCache:
         self.version += 1
         self._clock += 1
         node.last_access = self._clock
+        if self.events is not None:
+            self.events.stored(node, self._namespace(node))
         self._offer(node)
         return node
 
@@ -374,6 +392,8 @@ class RadixCache:
         node.slots = node.slots[count:]
         node.parent = upper
         upper.children[self.child_key(node.tokens, 0)] = node
+        if self.events is not None:
+            self.events.split(node, upper)
         return upper
 
 

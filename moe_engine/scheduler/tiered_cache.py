@@ -116,6 +116,8 @@ class TieredCache(RadixCache):
             key, parent = self.child_key(node.tokens, 0), _parent(node)
             node.load, node.alive = 0, True
             parent.children[key] = parent.absent.pop(key)
+            if self.events is not None:
+                self.events.stored(node, self._namespace(node))
             self._offer_tier(node)
         self.unlock(path[-1], after_step)
         self.version += 1
@@ -161,6 +163,8 @@ class TieredCache(RadixCache):
         if node.places is None:
             node.places = self._store(node.slots)
         del parent.children[key]
+        if self.events is not None:
+            self.events.removed(node)
         node.slots, node.alive = [], False
         if node.places is None:
             self._drop_below(node)
@@ -290,6 +294,8 @@ class TieredCache(RadixCache):
             node.slots, node.alive, node.free_after = slots[:same], True, after_step
             self.num_evictable += same
             self.version += 1
+            if self.events is not None:
+                self.events.stored(node, self._namespace(node))
             self._offer_tier(node)
             self._offer(node)
             parent, tokens, slots = node, tokens[same:], slots[same:]

@@ -17,8 +17,8 @@ FREE_PATHS = frozenset({"/", "/docs", "/openapi.json", "/experts"})
 it with their requests."""
 
 ADMIN_PATHS = frozenset(
-    {"/flush_cache", "/abort_request", "/configure_logging", "/set_internal_state", "/start_profile", "/stop_profile",
-     "/load_lora_adapter", "/unload_lora_adapter", "/get_weights_by_name"}
+    {"/flush_cache", "/abort_request", "/configure_logging", "/freeze_gc", "/set_internal_state",
+     "/start_profile", "/stop_profile", "/load_lora_adapter", "/unload_lora_adapter", "/get_weights_by_name"}
 )  # fmt: skip
 ADMIN_PREFIXES = (
     *(

@@ -1,16 +1,17 @@
-"""Control endpoints: health, model and server info, load; the answer of endpoints that are not available yet."""
+"""Control endpoints: health, model and server info, load; the answer of endpoints that are not offered."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
 from fastapi import Request, Response
 
-from moe_engine.errors import InputError, MoeEngineError, NotAvailableYet
+from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.frontend.client_api import kernel_flags
 from moe_engine.frontend.encoding import encode_input
 from moe_engine.frontend.generate_input import GenerateInput
@@ -175,8 +176,14 @@ class ControlApi:
         ]
         return json_response(answer)
 
-    async def not_implemented(self, request: Request) -> Response:
-        raise NotAvailableYet(f"{request.url.path}: not available yet in moe-engine {version()}")
+    @staticmethod
+    def refuse(reason: str) -> Callable[[Request], Awaitable[Response]]:
+        """Handler of an endpoint that is not offered."""
+
+        async def refused(request: Request) -> Response:
+            raise InputError(f"{request.url.path}: not offered by moe-engine: {reason}", status=501)
+
+        return refused
 
 
 def _loads_query(request: Request, num_ranks: int) -> int | None:

@@ -30,32 +30,42 @@ from moe_engine.server.openai_types import (
     ScoreRequest,
 )
 from moe_engine.server.openapi import HTML, TEXT, Endpoint
+from moe_engine.server.operations_api import ConfigureLoggingRequest, OperationsApi
 from moe_engine.server.pages_api import PagesApi
 from moe_engine.server.parse_api import ParseApi
 from moe_engine.server.responses_api import ResponsesApi
 from moe_engine.server.scoring_api import ScoringApi
+from moe_engine.server.sessions_api import CloseSessionRequest, OpenSessionRequest, SessionsApi
 from moe_engine.server.state import ServerState
 from moe_engine.server.trainer_api import TrainerApi
 
-UNSUPPORTED_PATHS = (
-    "/update_weights", "/update_weights_from_ipc",
-    "/begin_weight_update", "/end_weight_update", "/weights_checker",
-    "/open_session", "/close_session",
-    "/configure_logging",
-    "/slow_down", "/freeze_gc", "/generate_from_file", "/clear_hicache_storage_backend", "/vertex_generate",
-    "/invocations",
-    "/v1/audio/transcriptions", "/v1/files", "/v1/batches",
-)  # fmt: skip
+ONE_BY_ONE = "send the requests one by one, at once: the scheduler batches them; SGLang has removed this endpoint too"
+REFUSED_PATHS = {
+    "/update_weights": "the old name of /update_weights_from_disk",
+    "/update_weights_from_ipc": "CUDA IPC handles are not accepted; use /update_weights_from_distributed",
+    "/begin_weight_update": "an update is one call here; pause generation around several",
+    "/end_weight_update": "an update is one call here; pause generation around several",
+    "/weights_checker": "compare tensors with /get_weights_by_name",
+    "/slow_down": "steps are not slowed down on purpose; `moe-engine simulate` shows a slower launch",
+    "/generate_from_file": ONE_BY_ONE,
+    "/v1/files": ONE_BY_ONE,
+    "/v1/batches": ONE_BY_ONE,
+    "/clear_hicache_storage_backend": "there is no storage backend; /flush_cache empties the tiers",
+    "/vertex_generate": "use /generate, or /invocations",
+    "/v1/audio/transcriptions": "audio is not accepted",
+}
+"""Endpoints of SGLang or OpenAI that are not offered, with the reason and what to use."""
 
 
 def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> Iterator[Endpoint]:
     chat, completions, api = ChatApi(state), CompletionsApi(state), NativeApi(state)
     control, parse, experts, pages = ControlApi(state), ParseApi(state), ExpertsApi(state), PagesApi(state, metrics)
     messages, created = AnthropicApi(state), ResponsesApi(state, state.responses)
+    sessions, operations = SessionsApi(state.frontend.sessions), OperationsApi(state)
     vectors, scoring, doctor = EmbeddingsApi(state), ScoringApi(state), DoctorApi(state, history)
     # fmt: off
     yield Endpoint("/v1/chat/completions", chat.chat_completions, "POST", answers.ChatCompletion,
-                   body=ChatRequest, event=answers.ChatChunk)
+                   body=ChatRequest, event=answers.ChatChunk, aliases=("/invocations",))
     yield Endpoint("/v1/completions", completions.completions, "POST", answers.Completion,
                    body=CompletionRequest, event=answers.CompletionChunk)
     yield Endpoint("/v1/embeddings", vectors.embeddings, "POST", answers.EmbeddingList, body=EmbeddingRequest)
@@ -96,6 +106,10 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/start_expert_distribution_record", experts.start, "GET POST", str, TEXT)
     yield Endpoint("/stop_expert_distribution_record", experts.stop, "GET POST", str, TEXT)
     yield Endpoint("/dump_expert_distribution_record", experts.dump, "GET POST", str, TEXT)
+    yield Endpoint("/open_session", sessions.open, "GET POST", str, body=OpenSessionRequest)
+    yield Endpoint("/close_session", sessions.close, "GET POST", body=CloseSessionRequest)
+    yield Endpoint("/configure_logging", operations.configure_logging, "GET POST", body=ConfigureLoggingRequest)
+    yield Endpoint("/freeze_gc", operations.freeze_gc, "GET POST", str, TEXT)
     yield from _of_engine(EngineApi(state), state)
     yield Endpoint("/experts", experts.page, answer=str, media=HTML)
     yield Endpoint("/experts/data", experts.data, answer=native.ExpertView)
@@ -105,8 +119,8 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/openapi.json", pages.description, answer=native.OpenAPI)
     yield Endpoint("/docs", pages.docs, answer=str, media=HTML)
     # fmt: on
-    for path in UNSUPPORTED_PATHS:
-        yield Endpoint(path, control.not_implemented, "GET POST PUT", available=False)
+    for path, reason in REFUSED_PATHS.items():
+        yield Endpoint(path, control.refuse(reason), "GET POST PUT", available=False)
 
 
 def _of_engine(engine: EngineApi, state: ServerState) -> Iterator[Endpoint]:
@@ -134,9 +148,9 @@ def _of_engine(engine: EngineApi, state: ServerState) -> Iterator[Endpoint]:
     yield Endpoint("/pause_generation", engine.pause, "POST", native.Paused, body=native.PauseRequest)
     yield Endpoint("/continue_generation", engine.resume, "POST", native.Continued, body=native.ContinueRequest)
     yield Endpoint("/release_memory_occupation", engine.release_memory, "GET POST", native.MemoryChanged,
-                   body=native.MemoryRequest)
+                   body=native.MemoryRequest, refuses_so=True)
     yield Endpoint("/resume_memory_occupation", engine.resume_memory, "GET POST", native.MemoryChanged,
-                   body=native.MemoryRequest)
+                   body=native.MemoryRequest, refuses_so=True)
     yield Endpoint("/set_internal_state", engine.set_state, "POST", native.StateSet, body=native.SetStateRequest)
     yield Endpoint("/get_internal_state", engine.get_state, "GET", list[native.StateShown])
     yield Endpoint("/start_profile", engine.start_profile, "GET POST", str, TEXT, body=native.ProfileRequest)

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-from moe_engine.errors import EngineDeadError, GenerationError, InputError, NotAvailableYet
+from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.server.openai_answers import ErrorFields
 from moe_engine.server.request_ids import request_id
 
@@ -20,7 +20,8 @@ logger = logging.getLogger("moe_engine.server")
 CLIENT_CLOSED_REQUEST = 499
 RETRY_AFTER = "1"
 """Seconds after which a client may try again: the queue was full, or the server is restarting."""
-_TYPES = {401: "authentication_error", 403: "permission_error", 404: "NotFoundError", 413: "invalid_request_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "NotFoundError", 413: "invalid_request_error",
+          501: "NotImplementedError"}  # fmt: skip
 _ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
@@ -73,8 +74,6 @@ def problem_of(exc: BaseException) -> Problem:
         return Problem(503, f"The engine is not running: {exc}", "ServiceUnavailableError", None, 503)
     if isinstance(exc, GenerationError):
         return Problem(500, str(exc), "InternalServerError", None, 500)
-    if isinstance(exc, NotAvailableYet):
-        return Problem(501, str(exc), "NotImplementedError", None, 501)
     logger.error("request %s failed: %s", request_id.get(), exc, exc_info=exc)
     return Problem(500, f"Internal error ({type(exc).__name__}: {exc})", "InternalServerError", None, 500)
 
@@ -111,6 +110,8 @@ def error_response(problem: Problem, shape: ErrorFormat) -> Response:
         response.headers["connection"] = "close"  # the rest of the body is not read
     if problem.status in (429, 503):
         response.headers["retry-after"] = RETRY_AFTER
+    if problem.status == 501:
+        response.headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients repeat requests with a 5xx
     if problem.status == 401:
         response.headers["www-authenticate"] = "Bearer"
     return response

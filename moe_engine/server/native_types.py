@@ -74,7 +74,7 @@ class ReceiveWeightsRequest(Struct):
 
     names: Annotated[list[str], Meta(min_length=1)]
     dtypes: list[str]
-    shapes: list[list[Annotated[int, Meta(ge=0)]]]
+    shapes: list[list[Annotated[int, Meta(ge=0, le=2**62)]]]
     group_name: Annotated[str, Meta(min_length=1, max_length=256)] = "weight_update_group"
     load_format: Literal["auto"] | None = None
     flush_cache: Annotated[bool | None, Meta(description="the prefix cache is flushed in any case")] = None
@@ -228,7 +228,7 @@ class StateShown(TypedDict):
     """By scheduler. `bounds`: least and largest value of each setting."""
 
     values: dict[str, Any]
-    bounds: dict[str, list[float | None]]
+    bounds: dict[str, list[float | str | None]]
 
 
 class MemoryChanged(TypedDict):

@@ -23,18 +23,18 @@ class Observers:
     """Forwards every event to each of `members`."""
 
     def __init__(self, *members: Observer) -> None:
-        self._members = members
+        self.members = members
 
     def received(self, generation: Generation) -> None:
-        for member in self._members:
+        for member in self.members:
             member.received(generation)
 
     def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None:
-        for member in self._members:
+        for member in self.members:
             member.tokens(generation, count, seconds, first=first)
 
     def finished(self, generation: Generation) -> None:
-        for member in self._members:
+        for member in self.members:
             member.finished(generation)
 
 
@@ -70,6 +70,15 @@ class RequestLog:
         if text is None or self._level >= 3 or len(text) <= PARTIAL_CHARS:
             return text
         return text[:PARTIAL_CHARS] + " ..."
+
+
+def with_request_log(observer: Observer | None, level: int | None) -> Observer | None:
+    """The same observers with a request log of this level in the place of the one before; None: without one."""
+    members = observer.members if isinstance(observer, Observers) else () if observer is None else (observer,)
+    rest = [member for member in members if not isinstance(member, RequestLog)]
+    if level is not None:
+        rest.append(RequestLog(level))
+    return rest[0] if len(rest) == 1 else Observers(*rest) if rest else None
 
 
 class RequestTimeLog:

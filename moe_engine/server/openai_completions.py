@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from fastapi import Request, Response
 
 from moe_engine.errors import InputError
@@ -14,12 +15,15 @@ from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.generation import Generation
 from moe_engine.frontend.logprob_format import Columns, joined
+from moe_engine.frontend.prepare import FormatOf
+from moe_engine.server.best_of import RankedLogprobs, best
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
 from moe_engine.server.http_io import EventStream, cancel_on_disconnect, decode_body, json_response, sse
 from moe_engine.server.openai_common import last_hidden_state, matched_stop, usage_of
 from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, CompletionRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
+from moe_engine.tokenizer.fill_in_middle import fill_in_middle
 
 
 class CompletionsApi:
@@ -30,11 +34,17 @@ class CompletionsApi:
         """Text completion."""
         plan = await self._state.bodies.plan(request, "completions")
         req, model = plan.options
-        job = await self._state.frontend.begin(plan.read, self._state.token_json.completion)
+        job = await self._state.frontend.begin(plan.read, self._format(req))
         if req.stream:
             return EventStream(self._events(req, job, model), openai_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model))
+
+    def _format(self, req: CompletionRequest) -> FormatOf:
+        own = self._state.token_json.completion
+        if _num_generated(req) == (req.n or 1):
+            return own
+        return lambda options: RankedLogprobs(None if req.logprobs is None else own(options))
 
     def read(self, body: bytes | bytearray) -> Plan:
         """`Plan.options`: the request without its prompt, the model's name."""
@@ -49,31 +59,36 @@ class CompletionsApi:
 
     def _input(self, req: CompletionRequest) -> GenerateInput:
         is_text = isinstance(req.prompt if isinstance(req.prompt, str) else req.prompt[0], str)
-        if req.best_of is not None and req.best_of > (req.n or 1):
-            raise InputError(
-                "best_of: values above n are not available yet in moe-engine; leave it out",
-                field="best_of",
-            )
+        _check(req, is_text)
+        count, answered = _num_generated(req), req.n or 1
+        prompt: Any = self._around(req) if req.suffix else req.prompt
         return generate_input(
-            req,
+            req if count == answered else msgspec.structs.replace(req, n=count),
             {**self._state.settings.sampling_defaults, "max_new_tokens": DEFAULT_MAX_TOKENS},
             "max_tokens",
-            text=req.prompt if is_text else None,
-            input_ids=None if is_text else req.prompt,
+            text=prompt if is_text else None,
+            input_ids=None if is_text else prompt,
             text_field="prompt",
             ids_field="prompt",
             max_tokens_asked=req.max_tokens is not None,
-            return_logprob=req.logprobs is not None,
+            return_logprob=req.logprobs is not None or count > answered,
             logprob_start_len=0 if req.echo else -1,
             top_logprobs_num=req.logprobs,
             top_logprobs_field="logprobs",
         )
 
+    def _around(self, req: CompletionRequest) -> str | list[str]:
+        """The prompts of an answer between prompt and suffix."""
+        tokenizer, form = self._state.tokenizer(), self._state.flags.completion_template
+        prompts: Any = [req.prompt] if isinstance(req.prompt, str) else req.prompt
+        whole = [fill_in_middle(tokenizer, prompt, req.suffix or "", form) for prompt in prompts]
+        return whole[0] if isinstance(req.prompt, str) else whole
+
     def _choice(self, g: Generation, text: str, entries: Columns, finish: dict[str, Any] | None) -> dict[str, Any]:
         return {
             "index": g.index,
             "text": text,
-            "logprobs": g.logprob_fields(entries),
+            "logprobs": g.logprob_fields(entries) or None,
             "finish_reason": finish["type"] if finish else None,
             "matched_stop": matched_stop(finish),
         }
@@ -83,7 +98,8 @@ class CompletionsApi:
 
     def _answer(self, req: CompletionRequest, job: Job, model: str) -> dict[str, Any]:
         choices = []
-        for g in job.generations:
+        count = req.n or 1
+        for g in job.generations if _num_generated(req) == count else best(job.generations, count):
             text, entries = g.text, g.output_logprobs
             if req.echo:
                 text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
@@ -116,3 +132,20 @@ class CompletionsApi:
                 yield sse(chunk)
         if options is not None and options.include_usage:
             yield sse(head | {"choices": [], "usage": usage_of(job.generations, cache_report=report)})
+
+
+def _num_generated(req: CompletionRequest) -> int:
+    """Sequences of each prompt."""
+    return max(req.best_of or 1, req.n or 1)
+
+
+def _check(req: CompletionRequest, is_text: bool) -> None:
+    """Raises InputError: fields that do not go together."""
+    if req.best_of is not None and req.best_of < (req.n or 1):
+        raise InputError(f"best_of: {req.best_of} sequences are fewer than n ({req.n}); raise it", field="best_of")
+    if req.stream and _num_generated(req) > (req.n or 1):
+        raise InputError("best_of: above n not in a stream; leave out stream or best_of", field="best_of")
+    if req.suffix and not is_text:
+        raise InputError("suffix: needs a prompt of text, not of token ids", field="suffix")
+    if req.suffix and req.echo:
+        raise InputError("suffix: does not go together with echo; leave one out", field="suffix")

@@ -11,6 +11,7 @@ from msgspec import Meta
 from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import Dimensions
 from moe_engine.frontend.generate_input import DpRank, GenerateInput, Priority, Rid, Text
+from moe_engine.frontend.session_params import SessionParams
 from moe_engine.sampling_checks import Choices, Count, JsonOrText, SamplingFields, Source, TokenId, build_sampling
 from moe_engine.validation import NotAvailable, OffOnly
 
@@ -18,6 +19,8 @@ RESPONSE_FORMAT = "type text, json_object, json_schema (with json_schema.schema)
 STRUCTURED_OUTPUTS = "vLLM's: one of json, json_object, regex, choice, grammar and structural_tag"
 DEFAULT_MAX_TOKENS = 16
 """Of /v1/completions. Chat answers may use the whole context."""
+
+MAX_BEST_OF = 128
 
 
 class StreamOptions(msgspec.Struct):
@@ -51,7 +54,7 @@ class CommonRequest(SamplingFields, kw_only=True):
     lora_path: Annotated[
         str | list[str | None] | None, Meta(description="name of a loaded LoRA adapter; a list: for each prompt")
     ] = None
-    session_params: OffOnly = None
+    session_params: Annotated[SessionParams | None, Meta(description="the session that the request continues")] = None
     return_hidden_states: Annotated[bool, Meta(description="the last state, in the choice; not in a stream")] | None = (
         None
     )
@@ -65,8 +68,11 @@ class CompletionRequest(CommonRequest, kw_only=True):
     prompt: Text | Annotated[list[Text | TokenId | list[TokenId]], Meta(min_length=1)]
     echo: bool | None = False
     logprobs: Count | None = None
-    best_of: int | None = None
-    suffix: OffOnly = None
+    best_of: Annotated[
+        Annotated[int, Meta(ge=1, le=MAX_BEST_OF)] | None,
+        Meta(description="sequences to generate; the n with the highest log-probability per token are answered"),
+    ] = None
+    suffix: Annotated[str | None, Meta(description="text behind the completion")] = None
 
 
 class ClassifyRequest(msgspec.Struct, kw_only=True):
@@ -167,7 +173,7 @@ class ChatRequest(CommonRequest, kw_only=True):
 
 R = TypeVar("R", bound=CommonRequest)
 
-_SHAPING = ("stream", "stream_options", "n", "echo", "logprobs", "top_logprobs")
+_SHAPING = ("stream", "stream_options", "n", "echo", "logprobs", "top_logprobs", "best_of")
 
 
 def response_fields(request: R, **bulk: Any) -> R:
@@ -201,6 +207,7 @@ def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field
         extra_key=req.extra_key,
         model=req.model,
         lora_path=req.lora_path,
+        session_params=req.session_params,
         routed_dp_rank=req.routed_dp_rank,
         data_parallel_rank=req.data_parallel_rank,
         cumulative=False,

@@ -21,6 +21,7 @@ class ReasoningFormat:
         forced: always.
         switch: if this chat_template_kwarg is true.
         calls: begin of tool calls, which ends the reasoning without an end tag.
+        keeps: the reasoning stays in the content, between its tags, for clients that send it back so.
     """
 
     start: str = THINK_START
@@ -28,6 +29,7 @@ class ReasoningFormat:
     forced: bool = False
     switch: str = ""
     calls: str = ""
+    keeps: bool = False
 
 
 REASONING_FORMATS = {
@@ -39,6 +41,7 @@ REASONING_FORMATS = {
     "kimi": ReasoningFormat("◁think▷", "◁/think▷"),
     "kimi_k2": ReasoningFormat(forced=True, calls="<|tool_calls_section_begin|>"),
     "minimax": ReasoningFormat(forced=True),
+    "minimax-append-think": ReasoningFormat(forced=True, keeps=True),
     "step3": ReasoningFormat(forced=True),
 }
 REASONING_PARSERS = tuple(REASONING_FORMATS)
@@ -60,7 +63,7 @@ class ReasoningParser:
         self, *, inside: bool, stream_reasoning: bool = True, form: ReasoningFormat = REASONING_FORMATS["deepseek-r1"]
     ) -> None:
         self._start_tag, self._end_tag, self._calls = form.start, form.end, form.calls
-        self._inside = inside
+        self._inside, self._keeps = inside, form.keeps
         self._stream_reasoning = stream_reasoning
         self._state = "start"
         self._held = ""
@@ -85,6 +88,8 @@ class ReasoningParser:
         """Text held back; call after the last text."""
         held, self._held = self._held, ""
         self._stream_reasoning = True
+        if self._state == "start" and self._inside and self._keeps:
+            return "", self._start_tag + held
         if self._state == "reasoning" or (self._state == "start" and self._inside):
             return self._gather(held.strip() if self._state == "start" else held.rstrip()), ""
         return self._gather(""), held if self._state == "start" else ""
@@ -97,7 +102,9 @@ class ReasoningParser:
         calls = self._calls.lstrip() if self._inside else ""
         if not text or any(tag != text and tag.startswith(text) for tag in (self._start_tag, calls)):
             return
-        if self._inside:
+        if self._inside and self._keeps:
+            self._held, self._state = self._start_tag + text, "content"
+        elif self._inside:
             self._held, self._state = text, "gap" if calls and text.startswith(calls) else "reasoning"
         else:
             self._state = "content"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,7 @@ def rank_methods(runner: ModelRunner, experts: ExpertControl, weights: WeightUpd
         "stop_experts": RankMethod(lambda _: experts.stop()),
         "dump_experts": RankMethod(lambda _: experts.dump_part()),
         "view_experts": RankMethod(lambda _: experts.snapshot()),
+        "freeze_gc": RankMethod(lambda _: _freeze_gc()),
         "start_profile": RankMethod(profiler.start, ProfileArgs),
         "stop_profile": RankMethod(lambda _: profiler.stop()),
         **({} if weights is None else _weight_methods(weights) | _memory_methods(MemoryRelease(runner, weights))),
@@ -93,3 +95,10 @@ def run_method(methods: Mapping[str, RankMethod], name: str, args: Mapping[str, 
     except msgspec.ValidationError as error:
         raise MoeEngineError(f"{name}: {error}") from None
     return method.run(checked)
+
+
+def _freeze_gc() -> int:
+    """Number of objects that the garbage collector of this process no longer scans."""
+    gc.collect()
+    gc.freeze()
+    return gc.get_freeze_count()

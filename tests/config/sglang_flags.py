@@ -8,7 +8,7 @@ SERVER_ARGS: dict[str, Any] = {
     "tokenizer_path": "/models/x", "tokenizer_mode": "auto", "skip_tokenizer_init": False, "load_format": "auto",
     "trust_remote_code": True, "dtype": "auto", "kv_cache_dtype": "auto", "quantization": None,
     "quantization_param_path": None, "context_length": None, "device": "cuda", "served_model_name": "x",
-    "chat_template": None, "completion_template": None, "is_embedding": False, "revision": None, "host": "0.0.0.0",
+    "chat_template": None, "is_embedding": False, "revision": None, "host": "0.0.0.0",
     "port": 30000, "mem_fraction_static": 0.88, "max_running_requests": None, "max_total_tokens": None,
     "chunked_prefill_size": 8192, "max_prefill_tokens": 16384, "schedule_policy": "fcfs",
     "schedule_conservativeness": 1.0, "cpu_offload_gb": 0, "page_size": 1, "prefill_only_one_req": False, "tp_size": 1,

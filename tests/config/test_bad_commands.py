@@ -109,6 +109,7 @@ CASES = [
     "calibrate", "calibrate --output {files}/missing/x", "calibrate --output {files}/out --tp 3", "calibrate x",
     "simulate", "simulate --cost-file {files}/missing", "simulate --cost-file {files}/text",
     "simulate --cost-file {files}/text --num-prompts x", "simulate --cost-file {files}/folder", "simulate x",
+    "router --workers 0", "router --router-program x -- --port 1", "router -- --unheard-of",
     "bench unheard-of", "unheard-of", "--unheard-of", "plan --json-model-override-args {deep}",
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -42,13 +43,17 @@ def pods(value: Any) -> list[dict[str, Any]]:
     return own + [pod for each in value.values() for pod in pods(each)]
 
 
+def is_router(pod: dict[str, Any]) -> bool:
+    return "sglang_router.launch_router" in pod["containers"][0].get("command", ())
+
+
 def commands() -> dict[str, list[str]]:
     """The arguments of `moe-engine serve`, by the place in which they stand."""
     found = {}
     for name, service in documents(DEPLOY / "compose.yaml")[0]["services"].items():
         found[f"compose {name}"] = service["command"]
     for file in MANIFESTS:
-        for i, pod in enumerate(pods(documents(file))):
+        for i, pod in enumerate(pod for pod in pods(documents(file)) if not is_router(pod)):
             found[f"{file.name} {i}"] = pod["containers"][0]["args"]
     (line,) = re.findall(r"^CMD (\[.*\])$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
     found["Dockerfile"] = json.loads(line)
@@ -97,18 +102,34 @@ def test_manifests(file: Path):
     service = next(document for document in found if document["kind"] == "Service")
     for pod in pods(found):
         (container,) = pod["containers"]
-        volumes = {volume["name"] for volume in pod["volumes"]}
-        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        volumes = {volume["name"] for volume in pod.get("volumes", ())}
+        assert {mount["name"] for mount in container.get("volumeMounts", ())} == volumes
         for port in container.get("ports", ()):
-            assert f"--port={port['containerPort']}" in container["args"]
+            assert f"--port={port['containerPort']}" in container["args"] or port["name"] == "metrics"
             assert len(port["name"]) <= 15
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            if probe in container:
+            if probe in container and not is_router(pod):
                 assert get(FakeClient(), container[probe]["httpGet"]["path"]).status_code == 200
     served = [pod for pod in pods(found) if pod["containers"][0].get("ports")]
+    served = [pod for pod in served if is_router(pod)] or served
     assert (
         len(served) == 1 and service["spec"]["ports"][0]["targetPort"] == served[0]["containers"][0]["ports"][0]["name"]
     )
+
+
+def test_the_router_accepts_its_flags_and_finds_the_servers():
+    found = documents(DEPLOY / "kubernetes/router.yaml")
+    server, router = (d["spec"]["template"] for d in found if d["kind"] == "Deployment")
+    args = router["spec"]["containers"][0]["args"]
+    labels = args[args.index("--selector") + 1 :]
+    assert dict(label.split("=") for label in labels[:2]) == server["metadata"]["labels"]
+    assert router["spec"]["serviceAccountName"] in {
+        d["metadata"]["name"] for d in found if d["kind"] == "ServiceAccount"
+    }
+    router_args = pytest.importorskip("sglang_router.router_args", reason="needs sglang-router")
+    parser = argparse.ArgumentParser()
+    router_args.RouterArgs.add_cli_args(parser)
+    assert parser.parse_args(args).service_discovery
 
 
 def test_ranks_of_a_worker_set_fill_its_nodes():

@@ -114,11 +114,12 @@ class InProcessEngine:
     """A loaded model whose scheduler is made anew for each run, with other limits and switches.
 
     Args:
-        path: checkpoint directory. flags: as of the server; they fix what the worker allocates.
+        path: checkpoint directory.
+        flags: as of the server; they fix what the worker allocates. One thread computes unless they say otherwise.
     """
 
     def __init__(self, path: Path | str, status: Path, **flags: Any) -> None:
-        self.config = prepare(EngineArgs.from_kwargs(model_path=str(path), **flags))
+        self.config = prepare(EngineArgs.from_kwargs(**{"model_path": str(path), "cpu_threads": 1} | flags))
         self.worker = Worker.create(worker_options(self.config))
         self._status = SharedStatus(status, create=True)
 

@@ -77,6 +77,24 @@ def test_asyncio(engine: Engine) -> None:
     assert chunks[-1]["text"] == whole["text"]  # type: ignore[call-overload]
 
 
+def test_a_session_answers_as_the_whole_prompt_does(engine: Engine) -> None:
+    """Its second turn is found in the radix cache, and its tokens are those of a request with all tokens."""
+    session = engine.open_session(capacity_of_str_len=1000)
+    first = engine.generate(
+        input_ids=[5, 6, 7, 8], sampling_params={**GREEDY, "max_new_tokens": 24}, session_params={"id": session}
+    )
+    assert isinstance(first, dict)
+    params = {"id": session, "rid": first["meta_info"]["id"]}
+    second = engine.generate(input_ids=[9, 10], sampling_params=GREEDY, session_params=params)
+    assert isinstance(second, dict) and second["meta_info"]["prompt_tokens"] == 4 + 24 + 2
+    assert second["meta_info"]["cached_tokens"] >= 16
+    whole = engine.generate(input_ids=[5, 6, 7, 8, *first["output_ids"], 9, 10], sampling_params=GREEDY)
+    assert isinstance(whole, dict) and whole["output_ids"] == second["output_ids"]
+    engine.close_session(session)
+    with pytest.raises(InputError, match=f"session '{session}' is not open"):
+        engine.generate(input_ids=[9], sampling_params=GREEDY, session_params=params)
+
+
 def test_logprobs(engine: Engine) -> None:
     answer = engine.generate("hello", GREEDY, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
     meta = answer["meta_info"]  # type: ignore[call-overload]

@@ -11,7 +11,10 @@ import pytest
 
 from moe_engine import Engine
 from moe_engine.errors import InputError
+from tests.examples import examples
 from tests.structured_output.schemas import draw_schemas
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
 
 FREE = ["The capital of France is", "What is 2 + 3?", "Once upon a time"]
 NEXTN = {
@@ -31,7 +34,7 @@ expected: dict[str, Any] = {}
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, forked_processes: None) -> Iterator[Engine]:
     with Engine(dtype="float32", cpu_threads=1, max_running_requests=32, **FORMS[request.param]) as engine:
         yield engine
 
@@ -44,7 +47,7 @@ def run(engine: Engine, sampling: list[dict[str, Any]], prompts: list[str]) -> l
 
 def test_random_schemas_and_free_neighbours(engine: Engine) -> None:
     validation = pytest.importorskip("jsonschema", exc_type=ImportError)
-    schemas = draw_schemas(random.randrange(1 << 30), 100)
+    schemas = draw_schemas(random.randrange(1 << 30), examples(40))
     constrained = [
         {"json_schema": schema, "temperature": 1.5, "max_new_tokens": 200, "sampling_seed": i}
         for i, schema in enumerate(schemas)
@@ -59,7 +62,7 @@ def test_random_schemas_and_free_neighbours(engine: Engine) -> None:
             finished += 1
         else:
             assert answer["meta_info"]["finish_reason"]["type"] == "length"
-    assert finished > 80
+    assert finished > 0.8 * len(schemas)
 
 
 def test_greedy_tokens_do_not_depend_on_drafts_and_overlap(engine: Engine) -> None:

@@ -19,7 +19,20 @@ from torch import Tensor
 from tests.models.byte_tokenizer import BOS, EOS, VOCAB_SIZE, write_tokenizer
 from tests.models.fp8 import dequantise_fp8, quantise_fp8
 
-KINDS = ("deepseek_v3", "deepseek_v2", "deepseek_v2_lite", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+KINDS = (
+    "deepseek_v3",
+    "deepseek_v2",
+    "deepseek_v2_lite",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "minimax_m2",
+    "glm4_moe",
+    "gpt_oss",
+)
 SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
 """With sparse attention: contexts exceed `index_topk`."""
 
@@ -143,6 +156,28 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GQA, "head_dim": 24, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
         | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
     ),
+    "minimax_m2": (
+        "MiniMaxM2",
+        {**_GQA, "head_dim": 24, "rotary_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3}
+        | {"intermediate_size": 32, "use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": True}
+        | {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 32}
+        | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}
+        | {"norm_topk_prob": True, "rms_norm_eps": 1e-5},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {**_GQA, "head_dim": 24, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 32}
+        | {"sliding_window": 20, "swiglu_limit": 1.5, "rope_theta": 150000.0, "rms_norm_eps": 1e-5}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {
+            "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+            | {"original_max_position_embeddings": 64}
+        },
+    ),
     "mixtral": ("Mixtral", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 
@@ -224,8 +259,10 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
             tensor.data = 1 + 0.2 * torch.randn_like(tensor)
         elif name.endswith("e_score_correction_bias"):
             tensor.data = 0.1 * torch.randn_like(tensor)
-        elif name.endswith(".bias"):
+        elif name.endswith((".bias", "_bias")):
             tensor.data = 0.3 * torch.randn_like(tensor)
+        elif name.endswith(".sinks"):
+            tensor.data = torch.randn_like(tensor)
     for name, parameter in model.named_parameters():
         if not name.endswith("e_score_correction_bias"):
             parameter.data = parameter.data.to(dtype)

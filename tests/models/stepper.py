@@ -68,7 +68,8 @@ class Stepper:
         slots = (pages.unsqueeze(1) * page_size + torch.arange(page_size)).view(max_rows, max_context)
         self.slot_table = slots.to(device=device, dtype=torch.int32)
         self.row_of = torch.randperm(max_rows, generator=generator).tolist()
-        self.kv = make_kv(config, num_pages * page_size, dtype, device)
+        self.num_slots = num_pages * page_size
+        self.kv = make_kv(config, self.num_slots, dtype, device)
         self.lengths = [0] * max_rows
 
     def step(self, chunks: list[Chunk]) -> list[Tensor]:

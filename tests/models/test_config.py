@@ -158,6 +158,49 @@ def test_llama(tmp_path: Path) -> None:
     assert isinstance(config.attention, GQAConfig) and config.attention.head_dim == 128
 
 
+MINIMAX_M2: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "hidden_size": 3072,
+    "intermediate_size": 1536, "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8,
+    "head_dim": 128, "rotary_dim": 64, "num_local_experts": 256, "num_experts_per_tok": 8, "use_qk_norm": True,
+    "qk_norm_type": "per_layer", "use_routing_bias": True, "scoring_func": "sigmoid", "attn_type_list": [1] * 62,
+    "shared_intermediate_size": 0, "rope_theta": 5000000, "max_position_embeddings": 196608, "vocab_size": 200064,
+    "eos_token_id": 200020, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "num_mtp_modules": 3,
+    "quantization_config": V3["quantization_config"],
+}  # fmt: skip
+
+
+def test_minimax_m2(tmp_path: Path) -> None:
+    config = parse(tmp_path, MINIMAX_M2)
+    assert sizes.num_parameters(config) == pytest.approx(228.7e9, rel=1e-3)
+    assert num_active_parameters(config) == pytest.approx(10.4e9, rel=1e-2)
+    assert config.rope.width == 64 and config.kv_bytes_per_token("bfloat16") == 62 * 2 * 8 * 128 * 2
+    assert isinstance(config.attention, GQAConfig) and config.attention.qk_norm == "projection"
+    assert config.moe is not None and config.moe.renormalize and config.moe.scale == 1.0 and config.moe.has_bias
+
+
+GLM_45: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 5120,
+    "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "partial_rotary_factor": 0.5, "attention_bias": True,
+    "use_qk_norm": True, "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1,
+    "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1, "rope_theta": 1000000, "max_position_embeddings": 131072, "vocab_size": 151552,
+    "eos_token_id": [151329, 151336, 151338], "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_glm_45(tmp_path: Path) -> None:
+    config = parse(tmp_path, GLM_45)
+    assert sizes.num_parameters(config) == pytest.approx(352.8e9, rel=2e-3)
+    assert num_active_parameters(config) == pytest.approx(32.0e9, rel=4e-2)
+    assert config.moe_layers == (False,) * 3 + (True,) * 89 and config.rope.width == 64
+    attention = config.attention
+    assert isinstance(attention, GQAConfig) and attention.qk_norm == "head"
+    assert attention.qkv_bias and not attention.o_bias
+    air = parse(tmp_path, GLM_45 | {"use_qk_norm": False, "partial_rotary_factor": None})
+    assert air.rope.width == 64 and not air.attention.qk_norm  # type: ignore[union-attr]
+
+
 def test_kimi_k2_reads_as_deepseek_v3(tmp_path: Path) -> None:
     kimi = {"model_type": "kimi_k2", "num_attention_heads": 64, "n_routed_experts": 384, "n_group": 1, "topk_group": 1}
     config = parse(tmp_path, V3 | kimi | {"num_nextn_predict_layers": 0, "architectures": None})
@@ -223,6 +266,9 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         ["layer_types", "sliding_attent"],
     ),
     (V3 | {"architectures": ["FalconForCausalLM"]}, ["FalconForCausalLM", "DeepseekV3ForCausalLM", "LlamaForCausalLM"]),
+    (MINIMAX_M2 | {"attn_type_list": [0, 1]}, ["attn_type_list", "linear attention"]),
+    (MINIMAX_M2 | {"qk_norm_type": "per_head"}, ["qk_norm_type", "per_head", "per_layer"]),
+    (MINIMAX_M2 | {"rotary_dim": 256}, ["rotary_dim", "256", "128"]),
     (V3 | {"topk_method": "best"}, ["topk_method", "best", "noaux_tc"]),
     (V3 | {"scoring_func": "tanh"}, ["scoring_func", "sigmoid"]),
     (V3 | {"n_group": 7}, ["n_group", "7", "256"]),

@@ -23,23 +23,27 @@ from tests.models.test_parity import FP8_DIMS, assert_close
 PROMPT_LENGTH = 90  # beyond YaRN's original 64, so that its bands matter
 every_row = pytest.mark.parametrize("row", all_rows())
 MakeOracle = Callable[..., "Oracle"]
+FAMILIES = {"deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe"}
+every_family = pytest.mark.parametrize("kind", FAMILIES)
 
 
 class Oracle:
     """transformers' model and MTP layers over a checkpoint, and a random sequence of `PROMPT_LENGTH` + 1 tokens."""
 
-    def __init__(self, path: Path, plain: Path, seed: int) -> None:
+    def __init__(self, path: Path, plain: Path, seed: int, family: str = "DeepseekV3") -> None:
         import transformers
         from transformers.modeling_layers import MtpModel
 
         transformers.utils.logging.disable_progress_bar()
-        family = transformers.DeepseekV3ForCausalLM
+        model_class = getattr(transformers, f"{family}ForCausalLM")
         self.path = path
         first = load_model_config(path).num_layers
         with pytest.MonkeyPatch.context() as patch:
             # transformers recognizes MTP layers by this: it knows V3's layer 61 only
-            patch.setattr(family, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.({first}|{first + 1})\..*"])
-            self._model = family.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
+            patch.setattr(
+                model_class, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.({first}|{first + 1})\..*"]
+            )
+            self._model = model_class.from_pretrained(plain, dtype=torch.float32, attn_implementation="eager")
             self._mtp = MtpModel.from_pretrained(self._model)
         generator = torch.Generator().manual_seed(seed + 7)
         self.tokens = torch.randint(0, 256, (PROMPT_LENGTH + 1,), generator=generator).tolist()
@@ -60,16 +64,16 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory: pytest.TempPathFactory) -> MakeOracle:
-    """oracle(num_mtp_layers=1, **checkpoint options) -> Oracle, cached by its arguments."""
+    """oracle(num_mtp_layers=1, kind=..., **checkpoint options) -> Oracle, cached by its arguments."""
     made: dict[str, Oracle] = {}
 
-    def make(num_mtp_layers: int = 1, **options: Any) -> Oracle:
-        key = repr((num_mtp_layers, sorted(options.items())))
+    def make(num_mtp_layers: int = 1, kind: str = "deepseek_v3", **options: Any) -> Oracle:
+        key = repr((num_mtp_layers, kind, sorted(options.items())))
         if key not in made:
             folder = tmp_path_factory.mktemp("mtp")
-            path = make_checkpoint("deepseek_v3", folder / "own", 3, num_mtp_layers=num_mtp_layers, **options)
+            path = make_checkpoint(kind, folder / "own", 3, num_mtp_layers=num_mtp_layers, **options)
             plain = dequantised_copy(path, folder / "plain") if options.get("fp8") else path
-            made[key] = Oracle(path, plain, seed=len(made))
+            made[key] = Oracle(path, plain, len(made), FAMILIES[kind])
         return made[key]
 
     return make
@@ -83,7 +87,7 @@ class Drafter:
         self.config = self.main.config
         self.mtp = load_mtp(path, self.config, self.main.model, dtype, "cpu", options.get("load_format", "auto"))
         more = replace(self.config, num_layers=self.mtp.num_layers)
-        self.main.kv += make_kv(more, self.main.kv[0].shape[0], getattr(torch, dtype))
+        self.main.kv += make_kv(more, self.main.num_slots, getattr(torch, dtype))
 
     def batch(self, tokens: list[int], decode: bool = False, sequence: int = 0) -> ForwardBatch:
         return self.main.batch([Chunk(sequence, tokens, decode)])
@@ -106,19 +110,22 @@ def check(drafter: Drafter, want: Oracle, v: Tensor, expected: Tensor) -> None:
 
 
 @every_row
-def test_whole_prompt(oracle: MakeOracle, row: str) -> None:
-    want = oracle()
+@every_family
+def test_whole_prompt(oracle: MakeOracle, kind: str, row: str) -> None:
+    want = oracle(kind=kind)
     drafter = Drafter(want.path, row)
     v = drafter.step(want.tokens, 0, PROMPT_LENGTH)
     check(drafter, want, v, want.layer(0, want.tokens[1:], want.hidden))
 
 
 @every_row
+@every_family
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_chunks_then_decode(oracle: MakeOracle, row: str, page_size: int) -> None:
+def test_chunks_then_decode(oracle: MakeOracle, kind: str, row: str, page_size: int) -> None:
     """Chunks of other sizes, single tokens, several tokens at once as after a verification; a neighbour in between."""
-    want = oracle()
-    tokens, drafter = want.tokens, Drafter(want.path, row, page_size=page_size, seed=1, max_expanded_tokens=60)
+    want = oracle(kind=kind)
+    options = {"max_expanded_tokens": 60} if kind == "deepseek_v3" else {}
+    tokens, drafter = want.tokens, Drafter(want.path, row, page_size=page_size, seed=1, **options)
     got = []
     for start, stop, decode in ((0, 37, False), (37, 60, False), *((i, i + 1, True) for i in range(60, 75))):
         got.append(drafter.step(tokens, start, stop, decode))
@@ -128,9 +135,10 @@ def test_chunks_then_decode(oracle: MakeOracle, row: str, page_size: int) -> Non
 
 
 @every_row
-def test_drafting_further_and_back(oracle: MakeOracle, row: str) -> None:
+@every_family
+def test_drafting_further_and_back(oracle: MakeOracle, kind: str, row: str) -> None:
     """v is the next hidden; what drafting wrote behind the sequence is overwritten when the model has caught up."""
-    want = oracle()
+    want = oracle(kind=kind)
     tokens, drafter = want.tokens, Drafter(want.path, row, seed=2)
     expected = want.layer(0, tokens[1:], want.hidden)
     got = [drafter.step(tokens, 0, 70)]

@@ -44,7 +44,7 @@ def make_layer(folder: Path, fused: bool = True, part: Share = WHOLE) -> MoE:
     parallel = ParallelContext(Topology(tp_size=part.size), part.rank, world=group, moe_tp=group)
     layer = config.num_layers - 1
     reader = WeightReader(folder, torch.float32)
-    return MoE(config, layer, backends, reader, parallel, f"model.layers.{layer}.mlp")
+    return MoE(config, layer, backends, reader, parallel)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
@@ -95,7 +95,5 @@ def test_ranks_with_different_experts_do_not_fuse(folder: Path) -> None:
     parallel = ParallelContext(Topology(tp_size=2, ep_size=2), 0, world=group, ep=group)
     layer = config.num_layers - 1
     reader = WeightReader(folder, torch.float32)
-    experts: ExpertWeights = MoE(
-        config, layer, make_backends(config), reader, parallel, f"model.layers.{layer}.mlp"
-    ).weights
+    experts: ExpertWeights = MoE(config, layer, make_backends(config), reader, parallel).weights
     assert config.moe is not None and experts.num_experts == config.moe.num_experts // 2

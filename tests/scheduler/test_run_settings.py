@@ -6,13 +6,15 @@ import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe_engine.errors import InputError
 from moe_engine.scheduler import Scheduler, SchedulerConfig
-from moe_engine.scheduler.run_settings import SETTINGS
+from moe_engine.scheduler.run_settings import SETTINGS, RunSettings
+from moe_engine.server.native_types import StateShown
 from moe_engine.types import StepPlan
 from tests.examples import examples
 from tests.scheduler.simulator import Simulation, random_request
@@ -37,6 +39,14 @@ WRONG: list[tuple[str, Any, str]] = [
     ("page_size", 4, "cannot change at run time; these can: schedule_conservativeness, "),
     ("no_such_flag", 1, "cannot change at run time"),
 ]
+
+
+@given(configs())
+@settings(max_examples=examples(5), deadline=None)
+def test_bounds_have_the_type_that_the_endpoint_describes(config: SchedulerConfig) -> None:
+    own = RunSettings(config)
+    shown = [{"values": own.values(), "bounds": own.bounds()}]
+    assert msgspec.convert(shown, list[StateShown]) == shown
 
 
 class Changing(Simulation):

@@ -14,11 +14,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_engine.core.messages import Call, encode
 from moe_engine.custom_logit_processor import CustomLogitProcessor, DisallowedTokensLogitsProcessor
 from moe_engine.errors import ConfigError
 from moe_engine.frontend.client_api import Health
 from moe_engine.server import native_api
 from moe_engine.server.control_api import version
+from moe_engine.server.endpoints import REFUSED_PATHS
 from moe_engine.server.settings import load_sampling_defaults
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.server.fake_engine import FakeClient
@@ -374,12 +376,13 @@ def test_flush_waits_up_to_its_timeout(monkeypatch):
         assert message.startswith("timeout: expected a number") and f"{words}, got {wrong!r}" in message
 
 
-def test_endpoints_that_are_not_implemented():
-    response = get(FakeClient(), "/open_session")
-    assert response.status_code == 501
-    assert "/open_session: not available yet" in response.json()["error"]["message"]
-    assert post(FakeClient(), "/open_session", {}).status_code == 501
-    assert post(FakeClient(), "/update_weights_from_ipc", {}).status_code == 501
+def test_endpoints_that_are_not_offered():
+    for path, reason in REFUSED_PATHS.items():
+        for response in (get(FakeClient(), path), post(FakeClient(), path, {})):
+            error = response.json()["error"]
+            assert (response.status_code, error["type"]) == (501, "NotImplementedError")
+            assert error["message"] == f"{path}: not offered by moe-engine: {reason}"
+            assert response.headers["x-should-retry"] == "false", "or OpenAI's client sends it three times"
     assert get(FakeClient(), "/nowhere").status_code == 404
     assert get(FakeClient(), "/generate").status_code == 405
     assert get(FakeClient(), "/v1/nowhere").json()["object"] == "error"
@@ -466,3 +469,17 @@ def test_request_log_shortens_custom_processors(caplog, level):
         line = caplog.records[0].getMessage()
         shown = f"{name} ({len(text)} characters)" if name else f"{len(text)} characters"
         assert f"'custom_logit_processor': '{shown}'" in line and json.loads(text)["callable"] not in line
+
+
+def test_settings_beyond_64_bits_are_refused():
+    """They cannot be sent to a scheduler."""
+
+    class Encoding(FakeClient):
+        async def call(self, method: str, **args: Any) -> list[Any]:
+            encode(Call(0, method, args))
+            return [{"values": {}}]
+
+    for body in ({"a": {"b": 2**70}}, {"max_running_requests": -(2**63) - 1}):
+        answer = post(Encoding(), "/set_internal_state", {"server_args": body})
+        assert answer.status_code == 400 and "server_args: a number is out of range" in answer.text
+    assert post(Encoding(), "/set_internal_state", {"server_args": {"a": 1}}).status_code == 200

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from moe_engine.server.auth import changes_engine
-from moe_engine.server.endpoints import UNSUPPORTED_PATHS
+from moe_engine.server.endpoints import REFUSED_PATHS
 from tests.server.fake_engine import FakeClient
 from tests.server.harness import get, make_app, talk
 
@@ -45,10 +45,12 @@ def status(path, headers, method="GET", content=b"", **settings):
 def test_what_changes_the_engine():
     assert CHANGES == [
         "/abort_request",
+        "/configure_logging",
         "/continue_generation",
         "/destroy_weights_update_group",
         "/dump_expert_distribution_record",
         "/flush_cache",
+        "/freeze_gc",
         "/get_weights_by_name",
         "/init_weights_update_group",
         "/load_lora_adapter",
@@ -68,7 +70,7 @@ def test_what_changes_the_engine():
     ]
 
 
-@pytest.mark.parametrize("path", [*CHANGES, *(path for path in UNSUPPORTED_PATHS if changes_engine(path))])
+@pytest.mark.parametrize("path", [*CHANGES, *(path for path in REFUSED_PATHS if changes_engine(path))])
 def test_pages_of_other_origins_change_nothing(path):
     client = FakeClient()
     foreign = [(path, headers, method, b"") for headers in FOREIGN for method in ("GET", "POST")]

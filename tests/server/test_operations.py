@@ -190,3 +190,43 @@ def test_buckets():
     assert len(bounds("inter_token_latency_seconds")) == 21
     assert bounds("prompt_tokens_histogram") == ["2.0", "8.0", "+Inf"]
     assert bounds("generation_tokens_histogram") == ["0.0", "6.0", "10.0", "14.0", "26.0", "+Inf"]
+
+
+def test_the_request_log_of_a_running_server(caplog: pytest.LogCaptureFixture):
+    """/configure_logging: off, on at each level, off again; other observers stay."""
+
+    async def session(http: httpx.AsyncClient) -> list[str]:
+        seen = []
+        levels = [{"log_requests": True, "log_requests_level": 0}, *({"log_requests_level": i} for i in (1, 2, 3))]
+        for change in ({}, *levels, {"log_requests": False}):
+            assert (await http.post("/configure_logging", json=change)).status_code == 200
+            caplog.clear()
+            answer = await http.post("/generate", json={"text": "a b " * 600})
+            assert answer.status_code == 200, answer.text
+            lines = [record.getMessage() for record in caplog.records]
+            assert sum("Req Time Stats" in line for line in lines) == 1
+            seen.append(" ".join(line for line in lines if line.startswith(("Receive", "Finish"))))
+        refused = await http.post("/configure_logging", json={"log_requests_level": 4})
+        assert refused.status_code == 400 and "log_requests_level" in refused.text
+        assert (await http.post("/configure_logging", json={"dump_requests_folder": "/tmp"})).status_code == 400
+        return seen
+
+    client = FakeClient(context_len=4096, max_req_input_len=4000, max_total_num_tokens=8192)
+    with caplog.at_level(logging.INFO, "moe_engine.server"):
+        before, bare, sampled, cut, whole, after = talk(client, session, enable_request_time_stats_logging=True)
+    assert before == after == ""
+    assert "Receive" in bare and "Finish" in bare and "sampling_params" not in bare
+    assert "sampling_params" in sampled and "'text'" not in sampled
+    assert " ..." in cut and len(cut) < len(whole) and " ..." not in whole
+
+
+def test_freezing_the_garbage_collectors():
+    import gc
+
+    client = FakeClient()
+    try:
+        answer = post(client, "/freeze_gc", {})
+        assert (answer.status_code, answer.text) == (200, "Garbage collection frozen.\n")
+        assert gc.get_freeze_count() > 0 and [name for name, _ in client.rank_calls] == ["freeze_gc"]
+    finally:
+        gc.unfreeze()

@@ -33,10 +33,10 @@ BY_PATH = {path: endpoint for endpoint in reversed(ENDPOINTS) for path in endpoi
 ANTHROPIC = {"/v1/messages", "/v1/messages/count_tokens"}
 UNTYPED_BODY = {
     "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
-    "/dump_expert_distribution_record", "/stop_profile",
+    "/dump_expert_distribution_record", "/stop_profile", "/freeze_gc",
 }  # fmt: skip
 """POST without a body."""
-EMPTY = {"/abort_request", "/health", "/ready", "/ping", "/health_generate"}
+EMPTY = {"/abort_request", "/close_session", "/configure_logging", "/health", "/ready", "/ping", "/health_generate"}
 """Answers without a body."""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALLS = f'why</think>ok {CALLS_BEGIN}{CALL_BEGIN}f{SEPARATOR}{{"a": 1}}{CALL_END}{CALLS_END}'

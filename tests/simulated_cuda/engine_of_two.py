@@ -1,7 +1,7 @@
 """An engine of two ranks on simulated GPUs, in a process of its own.
 
 ``python -m tests.simulated_cuda.engine_of_two FOLDER SEED`` prints, as JSON, how its tokens differ from those of one
-rank on the CPU, and the error after the death of a rank.
+rank on the CPU, and the error after the death of a rank. FOLDER has the checkpoint, as `model`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import psutil
 from moe_engine import Engine
 from tests.distributed.engine.forms import Answer, Wanted, serve
 from tests.engine.harness import InProcessEngine, Scripted
-from tests.models.checkpoints import make_checkpoint
 
 PLAIN: dict[str, Any] = {
     "max_total_tokens": 256, "context_length": 40, "max_running_requests": 4, "chunked_prefill_size": 32,
@@ -68,7 +67,6 @@ async def after_a_death(engine: Engine, prompt: list[int]) -> str:
 def main(folder: Path, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     path = folder / "model"
-    make_checkpoint("deepseek_v3", path, rng.randrange(1 << 20), num_attention_heads=8, num_hidden_layers=2)
     sampling = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS}
     requests = [Wanted(f"r{i}", [rng.randrange(250) for _ in range(3 + 4 * i)], sampling) for i in range(4)]
     right = expected(path, folder, requests, PLAIN, NUM_TOKENS)

@@ -88,7 +88,8 @@ class Memory:
             host = torch.from_numpy(np.zeros(size, np.uint8))
         else:
             host = torch.full((size,), POISON, dtype=torch.uint8)
-        return self.adopt(host, device)[:num_bytes]
+        made = self.adopt(host, device)
+        return made if size == num_bytes else made[:num_bytes]
 
     def adopt(self, host: Tensor, device: int) -> Tensor:
         """Bytes [n] of the host as memory of the device, whose tensors alone should use it from now on."""
@@ -154,8 +155,9 @@ class Memory:
 
 def _shaped(raw: Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, offset: int) -> Tensor:
     """A tensor over all bytes of a storage."""
-    whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
-    return whole.as_strided(size, stride, offset)
+    if rest := raw.numel() % dtype.itemsize:
+        raw = raw[:-rest]
+    return raw.view(dtype).as_strided(size, stride, offset)
 
 
 def poison(block: Block) -> None:

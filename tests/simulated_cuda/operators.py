@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tests.simulated_cuda import failures, observer, order, profiler
 from tests.simulated_cuda.memory import MEMORY
@@ -164,9 +164,9 @@ def is_pinned(tensor: Tensor) -> bool:
 
 
 def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    index = _one_device(op, [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)], kwargs)
+    index = _one_device(op, [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)], kwargs)
     args = as_declared(op, args)
-    flat, spec = tree_flatten((args, kwargs))
+    flat = leaves((args, kwargs))
     tensors = [x for x in flat if isinstance(x, Tensor)]
     if op in BY_VALUES and kwargs.get("output_size") is None:
         note_wait(str(op))
@@ -180,13 +180,18 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 launch.input_format(tensor)
     fresh = [x for x in written if not x.numel() and sum(x is other for other in flat) == 1]  # not what is also read
     if fresh and "out" in _schema(op).name:
-        return _made(op, flat, spec, written, launch)
+        return _made(op, args, kwargs, written, launch)
     skipped = observer.skips(tensors)
     if skipped and op is aten.equal.default:
         note_wait(str(op))
         return True  # of values without content
-    hosts = [_shape(x) if skipped else _host(x) for x in flat]
-    host_args, host_kwargs = tree_unflatten(hosts, spec)
+    hosts: list[Any] = []
+
+    def host_of(x: Any) -> Any:
+        hosts.append(_shape(x) if skipped else _host(x))
+        return hosts[-1]
+
+    host_args, host_kwargs = mapped(host_of, (args, kwargs))
     given = {id(h): x for h, x in zip(hosts, flat) if isinstance(x, Tensor)}
     storages = {
         h.untyped_storage().data_ptr(): x
@@ -204,21 +209,40 @@ def _compute(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return base.as_strided(host.size(), host.stride(), host.storage_offset())
         return _adopted(host, index, launch)
 
-    out = tree_map_only(Tensor, back, result)
+    out = mapped(lambda x: back(x) if isinstance(x, Tensor) else x, result)
     if observer.observer is not None:
-        made = [x for x in tree_flatten(out)[0] if isinstance(x, Tensor) and not any(x is other for other in tensors)]
+        made = [x for x in leaves(out) if isinstance(x, Tensor) and not any(x is other for other in tensors)]
         observer.observer.operator(launch, op, tensors, written, made)
     elif launch.graph is not None:
-        fresh = [host for host in tree_flatten(result)[0] if isinstance(host, Tensor) and id(host) not in given]
+        fresh = [host for host in leaves(result) if isinstance(host, Tensor) and id(host) not in given]
 
         def again() -> None:
-            found = [x for x in tree_flatten(op(*host_args, **host_kwargs))[0] if isinstance(x, Tensor)]
+            found = [x for x in leaves(op(*host_args, **host_kwargs)) if isinstance(x, Tensor)]
             if fresh:
                 for into, value in zip(fresh, found):
                     into.copy_(value)
 
         launch.graph.add(again)
     return out
+
+
+def leaves(value: Any) -> list[Any]:
+    """What arguments or results of an operator hold: torch's tree functions take several times as long."""
+    if isinstance(value, (tuple, list)):
+        return [leaf for part in value for leaf in leaves(part)]
+    return [leaf for part in value.values() for leaf in leaves(part)] if isinstance(value, dict) else [value]
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same structure with `function` of each of its `leaves`, in their order."""
+    if isinstance(value, dict):
+        return {name: mapped(function, part) for name, part in value.items()}
+    if not isinstance(value, (tuple, list)):
+        return function(value)
+    parts = [mapped(function, part) for part in value]
+    if type(value) in (tuple, list):
+        return type(value)(parts)
+    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
 
 
 def as_declared(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -279,17 +303,17 @@ def _adopted(host: Tensor, index: int, launch: Launch) -> Tensor:
     return tensor
 
 
-def _made(op: Any, flat: list[Any], spec: Any, written: list[Tensor], launch: Launch) -> Any:
+def _made(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], launch: Launch) -> Any:
     """An operator that resizes its empty ``out``."""
-    hosts = [None if any(x is other for other in written) else _host(x) for x in flat]
-    places = [next(place for place, x in enumerate(flat) if x is other) for other in written]
+    places = {id(x): place for place, x in enumerate(written)}
+    hosts = {id(x): _host(x) for x in leaves((args, kwargs)) if id(x) not in places}
 
     def run() -> list[Tensor]:
         made = [torch.empty(0, dtype=x.dtype) for x in written]
-        for place, into in zip(places, made):
-            hosts[place] = into
-        args, kwargs = tree_unflatten(hosts, spec)
-        op(*args, **kwargs)
+        host_args, host_kwargs = mapped(
+            lambda x: made[places[id(x)]] if id(x) in places else hosts[id(x)], (args, kwargs)
+        )
+        op(*host_args, **host_kwargs)
         return made
 
     results = []
@@ -312,7 +336,7 @@ def _written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Ten
     found = []
     for place, name in _schema(op).written:
         value = kwargs.get(name, args[place] if place < len(args) else None)
-        found += [x for x in tree_flatten(value)[0] if isinstance(x, Tensor)]
+        found += [x for x in leaves(value) if isinstance(x, Tensor)]
     return found
 
 

@@ -1,7 +1,7 @@
 """An engine with tensor parallelism on simulated GPUs, in a process of its own.
 
 ``python -m tests.simulated_cuda.tensor_parallel_engine FOLDER SEED CASE`` prints, as JSON, how its tokens differ from
-those of one rank on the CPU, and the all-reduce kernels that its ranks launched.
+those of one rank on the CPU, and the all-reduce kernels that its ranks launched. FOLDER has the checkpoint, as `model`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 
 from moe_engine import Engine
 from tests.distributed.engine.forms import Wanted, serve
-from tests.models.checkpoints import make_checkpoint
 from tests.simulated_cuda.engine_of_two import expected
 from tests.simulated_cuda.kernels import LAUNCHED, WAITING
 
@@ -31,7 +30,7 @@ FEW: dict[str, Any] = {
 }  # fmt: skip
 TORCH = FEW | {"attention_backend": "torch", "moe_runner_backend": "torch"}
 CASES: dict[str, dict[str, Any]] = {
-    "two ranks, graphs": FEW | {"tp_size": 2, "cuda_graph_max_bs": 1},
+    "two ranks, graphs": FEW | {"tp_size": 2, "cuda_graph_max_bs": 1, "moe_runner_backend": "torch"},
     "four ranks": TORCH | {"tp_size": 4},
     "two ranks, NCCL": TORCH | {"tp_size": 2, "disable_custom_all_reduce": True},
 }
@@ -40,7 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
 def main(folder: Path, seed: int, case: str) -> dict[str, Any]:
     rng = random.Random(seed)
     path, launched = folder / "model", folder / "launched"
-    make_checkpoint("deepseek_v3", path, rng.randrange(1 << 20), num_attention_heads=8, num_hidden_layers=2)
     sampling = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS}
     requests = [Wanted(f"r{i}", [rng.randrange(250) for _ in range(3 + 3 * i)], sampling) for i in range(2)]
     right = expected(path, folder, requests, SMALL, NUM_TOKENS)

@@ -16,6 +16,7 @@ import torch
 
 from tests.distributed.dispatch.ranks import Ranks
 from tests.examples import FACTOR
+from tests.models.checkpoints import make_checkpoint
 from tests.simulated_cuda import rank_calls
 from tests.simulated_cuda.install import COUNT
 
@@ -97,8 +98,15 @@ def test_a_prompt_that_travels_waits_three_times(ranks: Ranks) -> None:
         assert len(waits) == 3, waits
 
 
+def make_model(folder: Path) -> None:
+    """The checkpoint of an engine, made here: transformers is imported in this process anyway."""
+    seed = random.randrange(1 << 20)
+    make_checkpoint("deepseek_v3", folder / "model", seed, num_attention_heads=8, num_hidden_layers=2)
+
+
 def test_an_engine_of_two(tmp_path: Path) -> None:
     """Attention groups, tokens that travel beside computation, experts that move; then one of the two is killed."""
+    make_model(tmp_path)
     path = f"{ROOT}/tests/simulated_cuda/site:{ROOT}"
     environment = {**os.environ, "PYTHONPATH": path, COUNT: "2", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.simulated_cuda.engine_of_two", str(tmp_path), str(random.randrange(2**32))]
@@ -123,6 +131,7 @@ def test_a_rank_starts_on_its_own_device_and_connects_before_a_library_looks(ran
 )
 def test_a_tensor_parallel_engine(case: str, tmp_path: Path) -> None:
     """Sums by the custom all-reduce, replayed and eager, or by NCCL where it is disabled."""
+    make_model(tmp_path)
     path = f"{ROOT}/tests/simulated_cuda/site:{ROOT}"
     environment = {**os.environ, "PYTHONPATH": path, COUNT: "4", "OMP_NUM_THREADS": "1"}
     module, seed = "tests.simulated_cuda.tensor_parallel_engine", str(random.randrange(2**32))

@@ -26,6 +26,7 @@ SCONTROL = """#!/bin/bash
 case "$*" in
   "show job"*) echo "   Command=$JOB_SCRIPT" ; echo "   Requeue=${REQUEUE:-0}" ;;
   "requeue "*) echo "scontrol $*" >> "$LOG"; exit 1 ;;
+  "show hostnames"*) printf 'node%s\n' 1 2 3 4 ;;
   "show config") echo "SlurmdPort = 6818" ;;
 esac
 """
@@ -141,6 +142,44 @@ def test_a_failed_server_is_requeued_up_to_the_limit(
     assert done.returncode == code, done.stdout + done.stderr
     assert ("scontrol requeue 7" in shell.log.read_text()) == again
     assert ("back to the queue, restart 1 of 1" in done.stdout) == again
+
+
+ROUTER = """#!/bin/bash
+echo "router $*" >> "$LOG"
+[ "$1" = --help ] || sleep "${ROUTER_SECONDS:-30}"
+"""
+
+
+def test_replicas_share_the_nodes_behind_a_router(shell: Shell) -> None:
+    shell.program(shell.bin / "moe-engine", PROGRAM.replace('exit "${PROGRAM_CODE:-0}"', "sleep 2"))
+    router = shell.program(shell.bin / "router", ROUTER)
+    environ = {"REPLICAS": "2", "SLURM_JOB_NUM_NODES": "4", "ROUTER": str(router), "RANKS_PER_NODE": "8"}
+    done = shell.run("serve.sbatch", "--model-path", "M", **environ, ROUTER_SECONDS="1")
+    assert done.returncode == 1 and "the router ended" in done.stdout, done.stdout + done.stderr
+    log = shell.log.read_text()
+    steps = re.findall("^srun .*", log, re.M)
+    assert {re.search("--nodelist=(\\S+)", step)[1] for step in steps} == {"node1,node2", "node3,node4"}  # type: ignore[index]
+    assert all("--port 30001 --tp-size 16 --attn-dp-size 16" in step and "--model-path M" in step for step in steps)
+    assert "--worker-urls http://node1:30001 http://node3:30001" in log and "--port 30000 --policy cache_aware" in log
+
+
+@pytest.mark.parametrize(("code", "starts"), [(1, 3), (2, 1)])
+def test_failed_replicas_are_started_again_up_to_the_limit(shell: Shell, code: int, starts: int) -> None:
+    shell.program(shell.bin / "moe-engine")
+    router = shell.program(shell.bin / "router", ROUTER)
+    environ = {"REPLICAS": "2", "ROUTER": str(router), "MAX_RESTARTS": "2", "RESTART_PAUSE": "0.1"}
+    done = shell.run("serve.sbatch", **environ, PROGRAM_CODE=str(code))
+    assert done.returncode == code, done.stdout + done.stderr
+    assert len(re.findall("^srun .*nodelist=node1 ", shell.log.read_text(), re.M)) == starts
+
+
+def test_replicas_that_cannot_start_are_explained(shell: Shell) -> None:
+    shell.program(shell.bin / "moe-engine")
+    router = shell.program(shell.bin / "router", ROUTER)
+    done = shell.run("serve.sbatch", REPLICAS="3", ROUTER=str(router))
+    assert done.returncode == 2 and "2 nodes cannot be divided" in done.stderr
+    done = shell.run("serve.sbatch", REPLICAS="2", ROUTER="/no/router")
+    assert done.returncode == 2 and "pip install 'moe-engine[router]'" in done.stderr
 
 
 def test_preset_secret_is_kept(shell: Shell) -> None:

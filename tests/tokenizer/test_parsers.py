@@ -54,6 +54,15 @@ def test_other_tags():
     assert not starts_inside("qwen3", "<|im_start|>assistant\n", {})
 
 
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("start", ["", "<think>\n"])
+def test_reasoning_that_stays_in_the_content(size, start):
+    form = REASONING_FORMATS["minimax-append-think"]
+    assert reason(f"{start}why</think>\n\nyes", size, inside=True, form=form) == ("", "<think>why</think>\n\nyes")
+    assert reason("<think", size, inside=True, form=form) == ("", "<think><think")
+    assert reason("plain", size, inside=False, form=form) == ("", "plain")
+
+
 @pytest.mark.parametrize("size", [1, 4, 100])
 def test_calls_end_the_reasoning(size):
     form = REASONING_FORMATS["qwen3-thinking"]
@@ -132,7 +141,8 @@ def test_unknown_format():
 @pytest.mark.parametrize("name", REASONING_FORMATS)
 def test_start_tags_in_pieces(name: str) -> None:
     form = REASONING_FORMATS[name]
-    cases = [(f"{form.start}\n{form.start}why{form.end}\nyes", ("why", "yes"))]
+    kept = ("", f"{form.start}why{form.end}\nyes")
+    cases = [(f"{form.start}\n{form.start}why{form.end}\nyes", kept if form.keeps else ("why", "yes"))]
     if form.calls:
         call = form.calls.strip() + "{}"
         cases += [(f"{form.start}\n{call}", ("", call)), (f"{form.start}why\n{call}", ("why", call))]

@@ -282,7 +282,7 @@ class TritonGQA(_Backend):
 
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(self.plan_in_place, windows=True)
+        return AttentionCapabilities(self.plan_in_place, windows=True, sinks=self.paged)
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
         """See the protocol; `buffers` as in `TritonMLA.plan`."""
@@ -316,12 +316,13 @@ class TritonGQA(_Backend):
         return tile, group.schedule(per_group, split)
 
     def paged(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: object
-    ) -> Tensor:
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, queries: PagedQueries, scale: float, plan: object,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         num_groups = k_cache.shape[1]
         self._paged_as = (q.shape[1] // num_groups, num_groups, q.shape[2], q.dtype)
         tile, segments = self._schedule(_find(plan, queries), *self._paged_as)
-        return paged_attention(q, k_cache, v_cache, queries, segments, tile, scale)
+        return paged_attention(q, k_cache, v_cache, queries, segments, tile, scale, sinks)
 
 
 def _record_form(width: int) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
+from moe_engine.kernels.attention.triton.tiles import LOG2_E
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
@@ -19,14 +20,17 @@ _ROWS = 4
 """Rows per program."""
 
 _RECORD = tl.constexpr(RECORD)
+_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
 def merge_partials_kernel(
-    partial, lse, merges, out,
+    partial, lse, merges, out, sinks,
     PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """partial [P, G, B, WIDTH] and lse [P, G, B] (base 2) -> out [T, G * PER_GROUP, WIDTH], by `merges`."""
+    """partial [P, G, B, WIDTH] and lse [P, G, B] (base 2) -> out [T, G * PER_GROUP, WIDTH], by `merges`; `sinks` [H]
+    are logits without a value."""
     record = merges + tl.program_id(0) * _RECORD
     group, groups = tl.program_id(2), tl.num_programs(2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -39,7 +43,11 @@ def merge_partials_kernel(
         best = tl.full([ROWS], float("-inf"), tl.float32)
         for i in range(first, first + count):
             best = tl.maximum(best, tl.load(lse + (i * groups + group) * BLOCK_M + row, whole, 0.0))
+        inner = tl.load(record + 2) + row
+        head = group * PER_GROUP + inner % PER_GROUP
         total = tl.zeros([ROWS], tl.float32)
+        if SINKS:
+            total += tl.exp2(tl.load(sinks + head) * _LOG2_E - best)
         mixed = tl.zeros([ROWS, BLOCK], tl.float32)
         for i in range(first, first + count):
             place = (i * groups + group) * BLOCK_M + row
@@ -47,9 +55,7 @@ def merge_partials_kernel(
             total += weight
             values = tl.load(partial + place.to(tl.int64)[:, None] * WIDTH + column[None, :], live, 0.0)
             mixed += weight[:, None] * values
-        inner = tl.load(record + 2) + row
         token = tl.load(record) + inner // PER_GROUP
-        head = group * PER_GROUP + inner % PER_GROUP
         place = (token.to(tl.int64) * groups * PER_GROUP + head)[:, None] * WIDTH + column[None, :]
         tl.store(out + place, (mixed / total[:, None]).to(out.dtype.element_ty), live)
 
@@ -74,12 +80,13 @@ def merge_chunk_kernel(out, lse, other, other_lse, WIDTH: tl.constexpr, BLOCK: t
     tl.store(lse + row, best + tl.log(total))
 
 
-def merge_partials(partial: Tensor, lse: Tensor, schedule: Schedule, out: Tensor) -> None:
+def merge_partials(partial: Tensor, lse: Tensor, schedule: Schedule, out: Tensor, sinks: Tensor | None = None) -> None:
     """Writes to out [T, H, V] the rows that were split over several programs.
 
     Args:
         partial: [P, G, B, V] float32, each normalised.
         lse: [P, G, B] float32, to base 2.
+        sinks: float32 [H], logits without a value.
     """
     num_merges = len(schedule.merges)
     if num_merges == 0:
@@ -87,8 +94,8 @@ def merge_partials(partial: Tensor, lse: Tensor, schedule: Schedule, out: Tensor
     groups, width = partial.shape[1], partial.shape[3]
     grid = (num_merges, triton.cdiv(schedule.block_m, _ROWS), groups)
     merge_partials_kernel[grid](
-        partial, lse, schedule.merges, out, out.shape[1] // groups, width, next_power_of_2(width), schedule.block_m,
-        _ROWS, num_warps=4,
+        partial, lse, schedule.merges, out, sinks, out.shape[1] // groups, width, next_power_of_2(width),
+        schedule.block_m, _ROWS, sinks is not None, num_warps=4,
     )  # fmt: skip
 
 
@@ -105,10 +112,16 @@ def merge_chunk(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> N
 
 def aot_cases() -> list[AotCase]:
     cases = []
-    for per_group, width, block_m in ((128, 512, 64), (16, 512, 16), (16, 512, 32), (4, 128, 16), (8, 128, 16)):
+    sizes = ((128, 512, 64), (16, 512, 16), (16, 512, 32), (4, 128, 16), (8, 128, 16), (8, 64, 16))
+    for per_group, width, block_m in sizes:
+        sinks = width == 64  # gpt-oss
         signature = {"partial": "*fp32", "lse": "*fp32", "merges": "*i32", "out": "*bf16"}
-        constants = {"PER_GROUP": per_group, "WIDTH": width, "BLOCK": width, "BLOCK_M": block_m, "ROWS": _ROWS}
-        name = f"attention merge of {width} channels, {per_group} heads, blocks of {block_m}"
+        constants: dict[str, object] = {
+            "PER_GROUP": per_group, "WIDTH": width, "BLOCK": width, "BLOCK_M": block_m, "ROWS": _ROWS, "SINKS": sinks,
+        }  # fmt: skip
+        signature |= {"sinks": "*fp32"} if sinks else {}
+        constants |= {} if sinks else {"sinks": None}
+        name = f"attention merge of {width} channels, {per_group} heads, blocks of {block_m}{', sinks' * sinks}"
         cases.append(AotCase(name, merge_partials_kernel, signature, constants, 4, 3, False))
     for dtype in (torch.bfloat16, torch.float32):
         kind = f"*{element(dtype)}"

@@ -34,6 +34,7 @@ from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
 _RECORD = tl.constexpr(RECORD)
+_LOG2_E = tl.constexpr(LOG2_E)
 _TOKEN = tl.constexpr(FP8_TOKEN)
 
 
@@ -68,17 +69,18 @@ def _head_scales(cache, offset, SCALE: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "visible"])
 def paged_kernel(
-    q, keys, values, out, partial, lse, segments, rows, table, visible,
+    q, keys, values, out, partial, lse, segments, rows, table, visible, sinks,
     q_token_stride, q_head_stride, key_stride, key_head_stride, value_stride, value_head_stride, table_stride, scale,
     PER_GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     KV_FORMAT: tl.constexpr, SCALE: tl.constexpr, TREE: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> out [T, H, D], or partial [., G, M, D] and
     lse [., G, M] to base 2.
 
     `scale` is the score scale times log2(e). WIDE: a cache has 2^31 elements or more. SCALE: offset of a record's
-    scale. WINDOW: positions that a query token sees; 0: all.
+    scale. WINDOW: positions that a query token sees; 0: all. SINKS: `sinks` [H] are logits
+    without a value; those of partial results are added by the merge.
     """
     record = segments + tl.program_id(0) * _RECORD
     left = tl.load(record + 2)
@@ -121,11 +123,15 @@ def paged_kernel(
                 weights = weights * _head_scales(own_values, slot * value_stride, SCALE)[None, :]
             value = stored_columns(own_values, slot * value_stride, 0, WIDTH, BLOCK, KV_FORMAT, dtype)
             mixed = tl.dot(weights.to(value.dtype), value, mixed * decay[:, None], input_precision=PRECISION)
+        target = tl.load(record + 7)
+        if SINKS:  # noqa: SIM102 - a constant, and a value of the device
+            if target < 0:
+                sink = tl.load(sinks + group * PER_GROUP + inner % PER_GROUP) * _LOG2_E
+                total += tl.exp2(sink - best)
         norm, log_sum = finish(best, total)
         mixed = mixed * norm[:, None]
         column = tl.arange(0, BLOCK)
         live = (row < left)[:, None] & (column < WIDTH)[None, :]
-        target = tl.load(record + 7)
         if target < 0:
             head = group * PER_GROUP + inner % PER_GROUP
             out_row = query.to(tl.int64) * groups * PER_GROUP + head
@@ -138,12 +144,14 @@ def paged_kernel(
 
 
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, schedule: Schedule, tile: PagedTile, scale: float
-) -> Tensor:
+    q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, schedule: Schedule, tile: PagedTile, scale: float,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """q [T, H, D], keys and values [slots, G, D] or FP8 rows -> [T, H, D]. No host synchronisation.
 
     Args:
         schedule: schedule of these queries, H / G rows per token, with the tile's block size.
+        sinks: float32 [H], logits without a value.
 
     Raises:
         ValueError: if dtypes differ or head widths are strided.
@@ -165,15 +173,15 @@ def paged_attention(
     partial = q.new_empty(max(1, schedule.num_partials), groups, tile.block_m, width, dtype=torch.float32)
     lse = partial.new_empty(partial.shape[:3])
     paged_kernel[(len(schedule.segments), groups)](
-        q, keys, values, out, partial, lse, schedule.segments, queries.rows, queries.slot_table, queries.visible,
+        q, keys, values, out, partial, lse, schedule.segments, queries.rows, queries.slot_table, queries.visible, sinks,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         queries.slot_table.stride(0), scale * LOG2_E,
         **_constants(heads // groups, width, tile, form, queries.visible is not None, q.dtype),
-        WINDOW=queries.window or 0,
+        WINDOW=queries.window or 0, SINKS=sinks is not None,
         WIDE=max(c.shape[0] * c.stride(0) for c in (keys, values)) >= 1 << 31,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    merge_partials(partial, lse, schedule, out)
+    merge_partials(partial, lse, schedule, out, sinks)
     return out
 
 
@@ -191,7 +199,9 @@ def aot_cases() -> list[AotCase]:
     """Llama-3-8B (4 heads a KV head), Qwen3 (8, 64 wide and 128), decode, verification and prefill."""
     cases = []
     bf16, fp32 = torch.bfloat16, torch.float32
+    gpt_oss = ((8, 64, 1, bf16, PLAIN, False), (8, 64, 512, bf16, PLAIN, False))  # gpt-oss, with sinks and a window
     for per_group, width, tokens, dtype, form, tree in (
+        *gpt_oss,
         (4, 128, 1, bf16, PLAIN, False), (4, 128, 8, bf16, PLAIN, True), (4, 128, 512, bf16, PLAIN, False),
         (8, 128, 1, bf16, PLAIN, False), (8, 128, 512, bf16, PLAIN, False), (2, 64, 1, bf16, PLAIN, False),
         (2, 64, 512, bf16, PLAIN, False), (4, 128, 1, fp32, PLAIN, False), (4, 128, 1, bf16, FP8_TOKEN, False),
@@ -209,11 +219,15 @@ def aot_cases() -> list[AotCase]:
         }  # fmt: skip
         if form == FP8_TOKEN:  # records are a multiple of 4 bytes long
             signature |= dict.fromkeys(("key_stride", "key_head_stride", "value_stride", "value_head_stride"), "i32")
-        constants = {**_constants(per_group, width, tile, form, tree, dtype), "WIDE": False, "WINDOW": 0}
+        sinks = per_group == 8 and width == 64
+        constants = {**_constants(per_group, width, tile, form, tree, dtype), "WIDE": False, "WINDOW": 128 * sinks}
+        constants |= {"SINKS": sinks} | ({} if sinks else {"sinks": None})
+        signature |= {"sinks": "*fp32"} if sinks else {}
         if not tree:
             del signature["visible"]
             constants["visible"] = None
         rows = (element(dtype), "fp8 records", "", "e5m2")[form]
-        name = f"paged attention, {per_group} heads of {width}, {tokens} tokens, {rows}{', tree' * tree}"
+        more = f"{', tree' * tree}{', sinks' * sinks}"
+        name = f"paged attention, {per_group} heads of {width}, {tokens} tokens, {rows}{more}"
         cases.append(AotCase(name, paged_kernel, signature, constants, tile.num_warps, tile.num_stages, True))
     return cases

@@ -232,8 +232,8 @@ static void absorbed(int form, const T* q, int64_t q_token, int64_t q_head, cons
 template <class T>
 static void paged(int form, const T* q, int64_t q_token, int64_t q_head, const void* k, int64_t k_row, int64_t k_head,
                   const void* v, int64_t v_row, int64_t v_head, const Queries& queries, int64_t heads,
-                  int64_t key_heads, int64_t width, float scale, T* out) {
-  const Heads<T> h{q, q_token, q_head, out, heads * width, width, key_heads, heads / key_heads, width, width, scale};
+                  int64_t key_heads, int64_t width, float scale, const float* sinks, T* out) {
+  const Heads<T> h{q, q_token, q_head, out, heads * width, width, key_heads, heads / key_heads, width, width, scale, sinks};
   const PagedSource<T> source{queries, form, k, v, k_row, k_head, v_row, v_head, width};
   Attention<T, PagedSource<T>>(queries, h, source).run(128);
 }
@@ -290,13 +290,13 @@ API void moe_absorbed(int is_bf16, int form, const void* q, int64_t q_token, int
 
 API void moe_paged(int is_bf16, int form, const void* q, int64_t q_token, int64_t q_head, const void* k, int64_t k_row,
                    int64_t k_head, const void* v, int64_t v_row, int64_t v_head, const Queries* queries, int64_t heads,
-                   int64_t key_heads, int64_t width, float scale, void* out) {
+                   int64_t key_heads, int64_t width, float scale, const float* sinks, void* out) {
   if (is_bf16)
     paged(form, IN(bf16, q), q_token, q_head, k, k_row, k_head, v, v_row, v_head, *queries, heads, key_heads, width,
-          scale, OUT(bf16, out));
+          scale, sinks, OUT(bf16, out));
   else
     paged(form, IN(float, q), q_token, q_head, k, k_row, k_head, v, v_row, v_head, *queries, heads, key_heads, width,
-          scale, OUT(float, out));
+          scale, sinks, OUT(float, out));
 }
 
 // `by_slots`: a context token is row slots[...] of kv and rope, as in the paged form.

@@ -55,6 +55,7 @@ struct Heads {
   int64_t groups, group_heads;  // heads g * group_heads + [0, group_heads) share keys
   int64_t key_width, value_width;
   float scale;
+  const float* sinks = nullptr;  // [H]: a logit of each head that takes part in the softmax, without a value
 };
 
 // Keys of a block by rows, in one part or two (the second continues the channels of the first). Every group of
@@ -367,7 +368,12 @@ struct Attention {
     const int64_t column = u.first + c, token = queries.starts[u.request] + column / heads.group_heads;
     T* out = heads.out + token * heads.out_token +
              (u.group * heads.group_heads + column % heads.group_heads) * heads.out_head;
-    const F16 factor = set1(1.f / run.total[c]);
+    float total = run.total[c];
+    if (heads.sinks) {
+      const float sink = heads.sinks[u.group * heads.group_heads + column % heads.group_heads];
+      total += std::exp(sink - std::max(run.high[c], -1e30f) * heads.scale);
+    }
+    const F16 factor = set1(1.f / total);
     for (int64_t v = 0; v < heads.value_width; v += LANES)
       store_some(out + v, load(run.out + c * value + v) * factor, heads.value_width - v);
   }

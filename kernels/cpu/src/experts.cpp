@@ -10,10 +10,18 @@
 
 namespace moe {
 
+// Biases of the products and a clamped activation: (up + 1) * gate * sigmoid(alpha * gate), gate at most `limit`, up
+// within +-limit.
+struct ExpertBiases {
+  const float *gate_up, *down;  // [E, 2I], gate first, and [E, D]
+  float alpha, limit;
+};
+
 struct Shape {
   int64_t experts, hidden, width;
   int64_t width_panels, hidden_panels, hidden_steps, width_steps;
   int64_t expert_units;
+  const ExpertBiases* biases = nullptr;
 };
 
 template <class T>
@@ -50,6 +58,21 @@ static INLINE void activate(const float* gate, const float* up, int64_t ldc, int
       store_some(out + i * ldo + j, silu(load(gate + i * ldc + j)) * load(up + i * ldc + j), columns - j);
 }
 
+// The same with biases.
+template <class T>
+static INLINE void activate_clamped(const float* gate, const float* up, int64_t ldc, int64_t rows, int64_t columns,
+                                    const ExpertBiases& b, const float* bias, int64_t width, T* out, int64_t ldo) {
+  const F16 limit = set1(b.limit), alpha = set1(b.alpha), one = set1(1.f);
+  for (int64_t j = 0; j < columns; j += LANES) {
+    const F16 gate_bias = load_some(bias + j, columns - j), up_bias = load_some(bias + width + j, columns - j);
+    for (int64_t i = 0; i < rows; i++) {
+      const F16 g = min(load(gate + i * ldc + j) + gate_bias, limit);
+      const F16 u = max(min(load(up + i * ldc + j) + up_bias, limit), zero() - limit);
+      store_some(out + i * ldo + j, (u + one) * (g * sigmoid(g * alpha)), columns - j);
+    }
+  }
+}
+
 // Both passes. `rows_of(unit, &stride)` returns the unit's rows of x, padded for the kernel.
 template <class T, class RowsOf, class Out>
 static void run_units(const Unit* units, int64_t count, const Shape& s, const uint32_t* weights, T* hidden,
@@ -69,8 +92,13 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
       product<T>(x, stride, unit.rows, s.hidden, w, p, here, s.width_panels + p, gate, GROUP * LANES);
       product<T>(x, stride, unit.rows, s.hidden, w, s.width_panels + p, here, p + here, up, GROUP * LANES);
-      activate(gate, up, GROUP * LANES, unit.rows, std::min(here * LANES, s.width - column),
-               hidden + unit.begin * hidden_stride + column, hidden_stride);
+      const int64_t columns = std::min(here * LANES, s.width - column);
+      T* to = hidden + unit.begin * hidden_stride + column;
+      if (s.biases)
+        activate_clamped(gate, up, GROUP * LANES, unit.rows, columns, *s.biases,
+                         s.biases->gate_up + unit.expert * 2 * s.width + column, s.width, to, hidden_stride);
+      else
+        activate(gate, up, GROUP * LANES, unit.rows, columns, to, hidden_stride);
     }
     if (last == s.width_panels)  // the padding that the second pass reads
       for (int64_t i = 0; i < unit.rows; i++)
@@ -90,6 +118,14 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
       product<T>(hidden + unit.begin * hidden_stride, hidden_stride * int64_t(sizeof(T)), unit.rows, s.width, w, p,
                  here, p + here, c, GROUP * LANES);
       const int64_t columns = std::min(here * LANES, s.hidden - column);
+      if (s.biases) {
+        const float* bias = s.biases->down + unit.expert * s.hidden + column;
+        for (int64_t i = 0; i < unit.rows; i++)
+          for (int64_t j = 0; j < columns; j += LANES) {
+            float* at = c + i * GROUP * LANES + j;
+            store(at, load(at) + load_some(bias + j, columns - j));
+          }
+      }
       for (int64_t i = 0; i < unit.rows; i++) {
         T* to = out_of(unit, i) + column;
         for (int64_t j = 0; j < columns; j += LANES) store_some(to + j, load(c + i * GROUP * LANES + j), columns - j);
@@ -241,6 +277,36 @@ API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int
   else
     routed(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids, shape_of<float>(experts, hidden, width), w,
            static_cast<const float*>(sum), lds, static_cast<float*>(out));
+}
+
+static Shape with_biases(Shape s, const ExpertBiases* biases) {
+  s.biases = biases;
+  return s;
+}
+
+API void moe_biased_experts(int is_bf16, const void* x, const int32_t* offsets, const int32_t* counts,
+                            int64_t capacity, int64_t experts, int64_t hidden, int64_t width, const void* weights,
+                            const ExpertBiases* biases, void* out) {
+  auto w = static_cast<const uint32_t*>(weights);
+  if (is_bf16)
+    batch(static_cast<const bf16*>(x), offsets, counts, capacity,
+          with_biases(shape_of<bf16>(experts, hidden, width), biases), w, static_cast<bf16*>(out));
+  else
+    batch(static_cast<const float*>(x), offsets, counts, capacity,
+          with_biases(shape_of<float>(experts, hidden, width), biases), w, static_cast<float*>(out));
+}
+
+API void moe_biased_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
+                           const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
+                           const ExpertBiases* biases, void* out) {
+  auto w = static_cast<const uint32_t*>(weights);
+  if (is_bf16)
+    routed<bf16>(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids,
+                 with_biases(shape_of<bf16>(experts, hidden, width), biases), w, nullptr, 0, static_cast<bf16*>(out));
+  else
+    routed<float>(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids,
+                  with_biases(shape_of<float>(experts, hidden, width), biases), w, nullptr, 0,
+                  static_cast<float*>(out));
 }
 
 API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const void* gate_up,

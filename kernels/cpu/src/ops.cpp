@@ -152,6 +152,7 @@ static void write_rows(const char* x, int64_t x_token, int64_t x_head, const voi
 struct Router {
   int32_t experts, top_k, sigmoid, groups, topk_groups, group_score, renormalize;  // group_score: 0 none, 1 max, 2 top2
   float scale;
+  int32_t bias_on_logits;  // the bias is added to the logits, not to the choice alone
 };
 
 // logits[t][e] = x[t] . gate[e] for a block of tokens and of experts. Each is 16 chains over D, then summed. Rows of x
@@ -205,6 +206,10 @@ static void choose(float* logits, const float* bias, const Router& r, float* roo
                    int32_t* ids) {
   const int32_t n = r.experts;
   float *scores = logits, *choice = logits;
+  if (bias && r.bias_on_logits) {
+    for (int32_t i = 0; i < n; i++) logits[i] += bias[i];
+    bias = nullptr;
+  }
   if (r.sigmoid) {
     for (int32_t i = 0; i < n; i += LANES) store_some(scores + i, sigmoid(load_some(logits + i, n - i)), n - i);
   } else {

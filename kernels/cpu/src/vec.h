@@ -86,6 +86,11 @@ INLINE F16 max(const F16& a, const F16& b) {
   PARTS_LOOP r.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
   return r;
 }
+INLINE F16 min(const F16& a, const F16& b) {
+  F16 r;
+  PARTS_LOOP r.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
+  return r;
+}
 INLINE vf fma(vf a, vf b, vf c) {
 #if defined(MOE_AVX512)
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

@@ -49,10 +49,13 @@ async def settled(pieces: list[list[int]]) -> list[int]:
     return now
 
 
-async def paused_in_the_middle(engine: Engine, mode: PauseMode, work: Any = None) -> list[dict[str, Any]]:
-    """Outputs of requests that a pause of generation finds running, and of one that arrives while it lasts."""
+async def paused_in_the_middle(
+    engine: Engine, mode: PauseMode, work: Any = None, many: int = MANY
+) -> list[dict[str, Any]]:
+    """Outputs of requests of `many` tokens that a pause of generation finds running, and of one that arrives while it
+    lasts."""
     for _ in range(20):  # on a busy machine requests may end before the pause arrives
-        outputs = await attempt(engine, mode, work)
+        outputs = await attempt(engine, mode, work, many)
         if outputs is None:
             continue
         if mode != "retract" or work is not None or any(o["meta_info"]["num_retractions"] for o in outputs):
@@ -60,15 +63,15 @@ async def paused_in_the_middle(engine: Engine, mode: PauseMode, work: Any = None
     raise AssertionError("no pause found a request running")
 
 
-async def attempt(engine: Engine, mode: PauseMode, work: Any) -> list[dict[str, Any]] | None:
+async def attempt(engine: Engine, mode: PauseMode, work: Any, many: int) -> list[dict[str, Any]] | None:
     pausing, pieces = Pausing(engine._frontend), [[] for _ in PROMPTS]
-    tasks = [asyncio.create_task(collect(engine, p, n, max_new_tokens=MANY)) for p, n in zip(PROMPTS, pieces)]
+    tasks = [asyncio.create_task(collect(engine, p, n, max_new_tokens=many)) for p, n in zip(PROMPTS, pieces)]
     await begun(pieces[0], tasks[0])
     waiting = await call(engine, pausing.pause(mode))
     ended = await asyncio.gather(*tasks) if mode == "abort" or not waiting else []
     before = await settled(pieces)
     aborted = any(output["meta_info"]["finish_reason"]["type"] == "abort" for output in ended)
-    if not aborted and (mode == "abort" or not any(0 < count < MANY for count in before)):
+    if not aborted and (mode == "abort" or not any(0 < count < many for count in before)):
         # every request had ended or had not begun: the front end counts those as waiting, too
         await call(engine, pausing.resume())
         await asyncio.gather(*tasks)
@@ -86,15 +89,18 @@ async def attempt(engine: Engine, mode: PauseMode, work: Any) -> list[dict[str, 
 
 @pytest.mark.parametrize("form", ["one rank", "dp2", "two replicas", pytest.param("tp2", marks=pytest.mark.exhaustive)])
 def test_answers_are_those_without_a_pause(form: str, checkpoints: dict[str, Path]) -> None:  # noqa: F811
+    many = (
+        120 if form == "dp2" else MANY
+    )  # a step of attention groups, which exchange facts, takes several times as long
     with open_engine(checkpoints["old"], **FORMS[form]) as engine:
-        expected: Any = engine.generate(input_ids=PROMPTS, sampling_params={**SAMPLING, "max_new_tokens": MANY})
+        expected: Any = engine.generate(input_ids=PROMPTS, sampling_params={**SAMPLING, "max_new_tokens": many})
         for mode in ("in_place", "retract"):
-            outputs = asyncio.run(paused_in_the_middle(engine, mode))  # type: ignore[arg-type]
+            outputs = asyncio.run(paused_in_the_middle(engine, mode, many=many))  # type: ignore[arg-type]
             for output, want in zip(outputs, expected):
                 assert output["output_ids"] == want["output_ids"], (form, mode)
             assert outputs[-1]["output_ids"] == expected[0]["output_ids"][: SAMPLING["max_new_tokens"]]
             assert mode == "retract" or not any(output["meta_info"]["num_retractions"] for output in outputs)
-        aborted = asyncio.run(paused_in_the_middle(engine, "abort"))
+        aborted = asyncio.run(paused_in_the_middle(engine, "abort", many=many))
         kinds = [output["meta_info"]["finish_reason"]["type"] for output in aborted]
         assert "abort" in kinds[:-1] and kinds[-1] == "length"
         assert engine.flush_cache()

@@ -30,6 +30,9 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_hidden_layers": 2, "vocab_size": 323},  # a tied head, biases
     "llama": {"num_hidden_layers": 2, "mlp_bias": True},  # one KV head, repeated
     "qwen3_moe": {},  # a dense layer between MoE layers
+    "minimax_m2": {"num_hidden_layers": 2},  # norms over the heads of all ranks; two KV heads, repeated on four ranks
+    "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "glm4_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},
 }
 Checkpoint = Callable[[str], Path]
 
@@ -130,7 +133,13 @@ def test_deepseek_v3_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) 
     run_all(world, alone, [Case(path, topology, mtp=True) for topology in topologies(world).values()])
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe"])
+def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) -> None:
+    some = ("tp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather")
+    path = checkpoint("glm4_moe")
+    run_all(world, alone, [Case(path, t, "cpu", mtp=True) for key, t in topologies(world).items() if key in some])
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss"])
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     """On the C++ kernels, if they run here: their code of experts and layers is different."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "ep-all_to_all")

@@ -52,7 +52,7 @@ def load(case: Case, parallel: ParallelContext) -> tuple[Stepper, Any, ParallelC
     if not case.mtp:
         return stepper, None, parallel
     mtp = load_mtp(case.path, config, model, "float32", "cpu")
-    stepper.kv += make_kv(replace(local, num_layers=mtp.num_layers), stepper.kv[0].shape[0], torch.float32)
+    stepper.kv += make_kv(replace(local, num_layers=mtp.num_layers), stepper.num_slots, torch.float32)
     return stepper, mtp, parallel
 
 

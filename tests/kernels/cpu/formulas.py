@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.queries import PagedQueries
+from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.quantization.protocol import BlockWeight, QuantizedRows
 
@@ -53,6 +54,16 @@ def gated(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return (silu(x @ gate.double().T) * (x @ up.double().T)) @ down.double().T
 
 
+def biased(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, bias: ExpertBiases, expert: int) -> Tensor:
+    """`gated` with biases and the clamped activation."""
+    x, both = x.double(), bias.gate_up[expert].double()
+    width = len(gate)
+    first = (x @ gate.double().T + both[:width]).clamp(max=bias.limit)
+    second = (x @ up.double().T + both[width:]).clamp(-bias.limit, bias.limit)
+    inner = (second + 1) * first / (1 + (-bias.alpha * first).exp())
+    return inner @ down.double().T + bias.down[expert].double()
+
+
 def rotary_table(count: int, width: int, interleaved: bool) -> RotaryTable:
     angles = torch.arange(count).double()[:, None] * 10000 ** (-torch.arange(0, width, 2).double() / width)
     return RotaryTable(torch.cat((angles.cos(), angles.sin()), -1).float() * 1.25, interleaved)
@@ -71,6 +82,9 @@ def rotated(x: Tensor, positions: Tensor, table: RotaryTable) -> Tensor:
 def routed_weights(x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec) -> Tensor:
     """[T, E]: the weight of every expert, 0 where it is not chosen."""
     logits = x.double() @ gate.double().T
+    if spec.bias_on_logits and bias is not None:  # gpt-oss: a softmax over the chosen experts
+        best = (logits + bias.double()).topk(spec.top_k, -1)
+        return torch.zeros_like(logits).scatter_(-1, best.indices, best.values.softmax(-1))
     scores = torch.sigmoid(logits) if spec.score == "sigmoid" else torch.softmax(logits, -1)
     choice = scores + bias.double() if spec.has_bias and bias is not None else scores.clone()
     if spec.group_score is not None:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library
+from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.experts.protocol import ExpertBatch, ExpertWeights
 from tests.kernels.cpu.conftest import threads
-from tests.kernels.cpu.formulas import NAN, close, gated, normal
+from tests.kernels.cpu.formulas import NAN, biased, close, gated, normal
 
 Parts = list[tuple[Tensor, Tensor, Tensor]]
 
@@ -53,6 +54,33 @@ def test_routed(any_library: Library, dtype: torch.dtype, hidden: int, width: in
     close(got, _want(x, topk, ids, parts), 2)
     more = normal(tokens, hidden, dtype=dtype)
     assert torch.equal(kernel.run_routed(x, topk, ids, weights, add=more), got + more)
+
+
+def _biases(count: int, hidden: int, width: int) -> ExpertBiases:
+    return ExpertBiases(torch.randn(count, 2 * width), torch.randn(count, hidden), 1.702, 0.9)
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(64, 32), (50, 23)])
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_biases(any_library: Library, dtype: torch.dtype, hidden: int, width: int, tokens: int) -> None:
+    kernel = CpuExperts(any_library)
+    weights, parts = _experts(kernel, 5, hidden, width, dtype)
+    weights.bias = bias = _biases(5, hidden, width)
+    x = normal(tokens, hidden, dtype=dtype)
+    topk, ids = _routing(tokens, 3, 5)
+    want = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(tokens):
+        for weight, expert in zip(topk[token].tolist(), ids[token].tolist()):
+            want[token] += weight * biased(x[token : token + 1], *parts[expert], bias, expert)[0]
+    close(kernel.run_routed(x, topk, ids, weights), want, 3)
+    more = normal(tokens, hidden, dtype=dtype)
+    alone = kernel.run_routed(x, topk, ids, weights)
+    assert torch.equal(kernel.run_routed(x, topk, ids, weights, add=more), alone + more)
+    counts = [tokens, 0, 3, 1, 2]
+    rows = normal(sum(counts), hidden, dtype=dtype)
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    grouped = [biased(part, *parts[e], bias, e) for e, part in enumerate(rows.split(counts))]
+    close(kernel.run(ExpertBatch("grouped", rows, offsets=offsets), weights), torch.cat(grouped), 3)
 
 
 def test_ids_of_other_ranks_contribute_nothing(library: Library, dtype: torch.dtype) -> None:

@@ -60,7 +60,9 @@ def filled(queries: PagedQueries, size: int, *width: int, dtype: torch.dtype) ->
     return cache
 
 
-def want(q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: float) -> Tensor:
+def want(
+    q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """In float64, token by token."""
     parts, start = [], 0
     share, window = q.shape[1] // keys.shape[1], queries.window
@@ -72,7 +74,9 @@ def want(q: Tensor, keys: Tensor, values: Tensor, queries: PagedQueries, scale: 
             seen = slots[max(0, own - window + 1) : own + 1]
             k, v = (cache[seen].double().repeat_interleave(share, 1) for cache in (keys, values))
             scores = torch.einsum("hd,shd->hs", q[start + token].double(), k) * scale
-            parts.append(torch.einsum("hs,shd->hd", scores.softmax(-1), v))
+            weights = scores.exp()
+            total = weights.sum(-1) if sinks is None else weights.sum(-1) + sinks.double().exp()
+            parts.append(torch.einsum("hs,shd->hd", weights / total.unsqueeze(-1), v))
         start += count
     return torch.stack(parts)
 
@@ -84,6 +88,16 @@ def check_poisoned(backend: GQABackend, window: int, dtype: torch.dtype) -> None
     q = normal(queries.num_tokens, 6, 48, dtype=dtype)
     plan = backend.plan(AttentionBatch(queries, None))
     close(backend.paged(q, keys, values, queries, 0.15, plan), want(q, keys, values, queries, 0.15), 3)
+
+
+def check_sinks(backend: GQABackend, window: int, dtype: torch.dtype) -> None:
+    """Sinks smaller and larger than all scores, over split contexts and within windows."""
+    queries, size = windowed(LENS, random.choice([1, 16]), window, poisoned=True)
+    keys, values = (filled(queries, size, 2, 48, dtype=dtype) for _ in range(2))
+    q, sinks = normal(queries.num_tokens, 6, 48, dtype=dtype), torch.tensor([-3.0, 0.5, 2.0, 9.0, -40.0, 1.0])
+    plan, paged = backend.plan(AttentionBatch(queries, None)), backend.capabilities.sinks
+    assert paged is not None
+    close(paged(q, keys, values, queries, 0.15, plan, sinks), want(q, keys, values, queries, 0.15, sinks), 3)
 
 
 def check_fp8(backend: GQABackend) -> None:
@@ -98,6 +112,12 @@ def check_fp8(backend: GQABackend) -> None:
 @pytest.mark.parametrize("row", ["torch", "cpu"])
 def test_nothing_outside_the_window_is_read(row: str, window: int) -> None:
     check_poisoned(make(row), window, torch.float32)
+
+
+@pytest.mark.parametrize("window", [20, 5000])
+@pytest.mark.parametrize("row", ["torch", "cpu"])
+def test_sinks(row: str, window: int) -> None:
+    check_sinks(make(row), window, torch.float32)
 
 
 @pytest.mark.parametrize("window", [1, 30, 128])

@@ -11,7 +11,7 @@ import torch
 from moe_engine.kernels.experts import triton_grouped_gemm
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.experts.shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3
-from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.kernels.experts.triton_experts import PAIRS, TritonExperts
 from moe_engine.kernels.linear.shapes import LinearShape
 from moe_engine.kernels.linear.triton_block_gemm import cases_of
 from moe_engine.kernels.linear.triton_linear import TritonLinear
@@ -51,15 +51,16 @@ def launch(tokens: int, capacity: int) -> None:
 def expected(tokens: int, capacity: int) -> list[AotCase]:
     """The cases behind `launch`, out of those that the modules name."""
     named = {case.name: case for module in MODULES for case in module.aot_cases()}
-    mean = -(-tokens * 6 // 64)
+    pairs = tokens * 6 <= PAIRS
+    mean = 1 if pairs else -(-tokens * 6 // 64)
     found = cases_of(LinearShape("gate_up", tokens, 2 * WIDTH, HIDDEN, True))
     found += triton_grouped_gemm.cases_of(DEEPSEEK_V3, RANK, capacity, True)
-    found += triton_grouped_gemm.cases_of(DEEPSEEK_V2_LITE, 64, mean, False)
+    found += triton_grouped_gemm.cases_of(DEEPSEEK_V2_LITE, 64, mean, False, pairs=pairs)
     names = [f"fp8_quantize_{HIDDEN}", f"groups_quantize_padded_{HIDDEN}", f"expert_permute_{HIDDEN}"]
     if tokens > 100:
         names += [f"expert_count_{RANK}", f"expert_place_padded_{RANK}", "expert_count_64", "expert_place_64"]
     else:  # few pairs: one launch
-        names += [f"expert_place_alone_padded_{RANK}", "expert_place_alone_64"]
+        names += [f"expert_place_alone_padded_{RANK}", *([] if pairs else ["expert_place_alone_64"])]
     names.append("expert_combine_2048")
     return found + [named[name] for name in names]
 

@@ -148,7 +148,7 @@ def test_a_missing_rank_is_reported_within_the_limit(one_shot: bool, monkeypatch
     """Afterwards nothing waits and nothing is sent."""
     if not one_shot:
         two_shot_only(monkeypatch)
-    made = world(3, torch.float32, limit_s=0.2, absent=1)
+    made = world(3, torch.float32, limit_s=1.0, absent=1)
     made.run(lambda own, r: own.sum(torch.ones(3, WIDTH)), 5)
     assert made.lost.tolist() == [0, 1, 0]
     before = [own.clone() for own in made.memory]

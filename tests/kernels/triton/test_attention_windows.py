@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.cpu.formulas import normal
-from tests.kernels.reference.test_windows import LENS, WINDOWS, check_fp8, check_poisoned, filled, windowed
+from tests.kernels.reference.test_windows import LENS, WINDOWS, check_fp8, check_poisoned, check_sinks, filled, windowed
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
 TritonGQA = triton_attention.TritonGQA
@@ -17,6 +17,11 @@ def test_nothing_outside_the_window_is_read(window: int) -> None:
     backend = TritonGQA(num_programs=9)
     assert backend.capabilities.windows
     check_poisoned(backend, window, torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [20, 5000])
+def test_sinks(window: int) -> None:
+    check_sinks(TritonGQA(num_programs=9), window, torch.float32)
 
 
 def test_fp8_rows() -> None:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases, ExpertWeights
 from moe_engine.kernels.experts.shapes import DEEPSEEK_V3, ExpertShape, named_shapes
 from moe_engine.kernels.experts.tiles import BLOCK_FP8, PLAIN, WIDE
 from moe_engine.kernels.experts.triton_experts import TritonExperts
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import BlockFP8, BlockWeight
-from tests.kernels.cpu.formulas import NAN, block_product, gated, silu
+from tests.kernels.cpu.formulas import NAN, biased, block_product, gated, silu
 from tests.kernels.triton.poison import poisoned_memory
 
 KINDS = ["fp32", "bf16", "fp8", "fp8_ue8m0"]
@@ -88,6 +88,27 @@ def test_grouped(kind: str, counts: list[int]) -> None:
     assert got.shape == x.shape
     want = [experts.apply(part, e) for e, part in enumerate(x[: sum(counts)].split(counts)) if len(part)]
     experts.check(got[: sum(counts)], torch.cat(want))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize("tokens", [3, 60])
+def test_biases(kind: str, tokens: int) -> None:
+    """Pairs of few tokens, sorted rows of more, and a dispatcher's batch."""
+    experts = Experts(kind, 4, 160, 72)
+    experts.weights.bias = bias = ExpertBiases(torch.randn(4, 144), torch.randn(4, 160), 1.702, 0.9)
+    x = experts.rows(tokens, 160)
+    ids = torch.stack([torch.randperm(4)[:2] for _ in range(tokens)]).int()
+    topk = torch.rand(tokens, 2)
+    each = [biased(x, *experts.parts[e], bias, e) for e in range(4)]
+    want = torch.stack([sum(topk[t, k] * each[ids[t, k]][t] for k in range(2)) for t in range(tokens)])
+    experts.check(kernel.run_routed(x, topk, ids, experts.weights), want)
+    counts = torch.tensor([tokens, 0, 1, 2], dtype=torch.int32)
+    padded = experts.rows(4, tokens, 160)
+    got = kernel.run(ExpertBatch("padded", padded, counts=counts), experts.weights)
+    for expert, count in enumerate(counts.tolist()):
+        if count:
+            rows = padded[expert, :count]
+            experts.check(got[expert, :count], biased(rows, *experts.parts[expert], bias, expert))
 
 
 @pytest.mark.each_value

@@ -252,6 +252,7 @@ ROUTERS = {
     "v2": RouterSpec(40, 6, "softmax", False, 8, 3, "max", False, 16.0),
     "v2 lite": RouterSpec(64, 6, "softmax"),
     "mixtral": RouterSpec(8, 2, "softmax", renormalize=True),
+    "gpt-oss": RouterSpec(32, 4, "softmax", True, renormalize=True, bias_on_logits=True),
     "all experts": RouterSpec(5, 5, "sigmoid", renormalize=True),
 }
 

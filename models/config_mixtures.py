@@ -1,0 +1,89 @@
+"""config.json of the mixture-of-experts families on grouped-query attention -> ModelConfig. Imports no torch.
+
+Parsers as in `config_families`, which has Qwen3-MoE and Mixtral.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from moe_engine.models.config import ModelConfig, MoEConfig
+from moe_engine.models.config_families import check_moe, deepseek_moe_layers, parse_deepseek_moe, parse_gqa
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.fused_experts import MXFP4, FusedExpertsFormat
+
+
+def parse_minimax_m2(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """MiniMax-M2, M2.1, M2.5: q and k are normed over the whole projection, every layer is a mixture, the router has a
+    bias that counts for the choice only."""
+    _refuse_other_minimax(fields)
+    moe = MoEConfig(
+        num_experts=fields.integer("num_local_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=fields.integer("intermediate_size"),
+        shared_width=0,
+        score="sigmoid",
+        has_bias=fields.flag("use_routing_bias", True),
+        renormalize=True,
+    )
+    check_moe(fields, moe)
+    layers = (True,) * fields.integer("num_hidden_layers")
+    return parse_gqa(fields, generation, moe, layers, qk_norm="projection" if fields.flag("use_qk_norm", True) else "")
+
+
+def _refuse_other_minimax(fields: Fields) -> None:
+    """Raises ConfigError for settings of other MiniMax models."""
+    if (kind := fields.text("qk_norm_type", "per_layer")) != "per_layer":
+        fields.fail("qk_norm_type", f"{kind!r} is not supported; supported: per_layer")
+    if (score := fields.text("scoring_func", "sigmoid")) != "sigmoid":
+        fields.fail("scoring_func", f"{score!r} is not supported for this model; supported: sigmoid")
+    if any(kind != 1 for kind in fields.raw.get("attn_type_list") or ()):
+        fields.fail("attn_type_list", "has layers of linear attention (MiniMax-M1), which are not supported")
+    if fields.integer("shared_intermediate_size", 0, minimum=0):
+        fields.fail("shared_intermediate_size", "is not 0: shared experts of MiniMax-Text-01 are not supported")
+
+
+def parse_gpt_oss(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """gpt-oss: sinks, windows in every second layer, biases everywhere, a softmax over the chosen experts' logits."""
+    moe = MoEConfig(
+        num_experts=fields.integer("num_local_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        width=fields.integer("intermediate_size"),
+        shared_width=0,
+        score="softmax",
+        has_bias=True,
+        renormalize=True,
+        bias_on_logits=True,
+        biased=True,
+        alpha=fields.number("swiglu_alpha", 1.702, above=0),
+        limit=fields.number("swiglu_limit", 7.0, above=0),
+    )
+    check_moe(fields, moe)
+    layers = fields.integer("num_hidden_layers")
+    kinds = ["sliding_attention", "full_attention"] * layers
+    raw = {"layer_types": kinds[:layers], "attention_bias": True, "use_sliding_window": True} | dict(fields.raw)
+    quantization = fields.section("quantization_config")
+    method = "" if quantization is None else quantization.text("quant_method")
+    if method == MXFP4:
+        raw.pop("quantization_config")
+    read = Fields(raw, fields.source)
+    config = parse_gqa(read, generation, moe, (True,) * layers, sinks=True)
+    return replace(config, weight_format=FusedExpertsFormat(moe.num_experts, method), raw=fields.raw)
+
+
+def parse_glm4_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """GLM-4.5, GLM-4.5-Air, GLM-4.6 and GLM-4.7: DeepSeek's router and shared expert, biases of q, k and v, half of
+    each head rotated, and norms of q and k in the large models."""
+    moe = parse_deepseek_moe(fields)
+    return parse_gqa(
+        fields,
+        generation,
+        moe,
+        deepseek_moe_layers(fields, moe),
+        partial_rotary=0.5,
+        qkv_bias=fields.flag("attention_bias"),
+        o_bias=False,
+        qk_norm="head" if fields.flag("use_qk_norm") else "",
+    )

@@ -1,0 +1,111 @@
+"""Experts of a layer in common tensors, as gpt-oss stores them: unquantized, or in MXFP4. Imports no torch.
+
+Legend: E experts, D hidden, I expert width, G groups of 32 numbers, N rows and K columns of a matrix.
+
+Unquantized, `gate_up_proj` is [E, D, 2I] and `down_proj` [E, I, D]: transposed. In MXFP4 a matrix [N, K] of each expert
+is `_blocks` uint8 [E, N, G, 16] with two numbers a byte, the first in the low bits, and `_scales` uint8 [E, N, G]: a
+value is number * 2^(scale - 127). Gate and up alternate: rows 0, 2, 4 ... and 1, 3, 5 ... of `gate_up_proj`. Sources:
+the OCP Microscaling specification 1.0; names and layout of the published checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from moe_engine.models.cut import Cut
+from moe_engine.models.formats.plain import PLAIN, plain_tensor
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
+
+MXFP4 = "mxfp4"
+GROUP = 32
+"""Numbers with a common scale."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of the codes 0 to 7; codes from 8 on are their negatives."""
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
+_FIRST = {"gate": 0, "up": 1}
+
+
+@dataclass(frozen=True)
+class FusedExpertsFormat:
+    """`WeightFormat`: matrices of experts are parts of tensors of all experts; other matrices are plain. MXFP4 is
+    dequantized while loading.
+
+    Attributes:
+        num_experts: E.
+        method: `quant_method` in config.json, empty if there is none.
+    """
+
+    num_experts: int
+    method: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.method
+
+    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
+        match = _EXPERT.fullmatch(prefix)
+        if match is None:
+            return PLAIN.tensors(prefix, shape, names)
+        rows, cols = shape
+        rows *= 1 if match[3] == "down" else 2
+        name = f"{match[1]}.{'down' if match[3] == 'down' else 'gate_up'}_proj"
+        if f"{name}_blocks" not in names and self.method != MXFP4:
+            return (plain_tensor(name, (self.num_experts, cols, rows)),)
+        groups = (self.num_experts, rows, cols // GROUP)
+        blocks = StoredTensor(f"{name}_blocks", (*groups, GROUP // 2), ("U8",))
+        return blocks, StoredTensor(f"{name}_scales", groups, ("U8",))
+
+    def is_scale(self, name: str) -> bool:
+        return name.endswith("_proj_scales")
+
+    def bytes_per_element(self, shape: Shape, dtype_bytes: int) -> Fraction:
+        return Fraction(dtype_bytes)
+
+    def kept_on(self, device: str) -> bool:
+        return False
+
+    def kernel_format(self) -> KernelFormat | None:
+        return None
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
+        return False
+
+    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        match = _EXPERT.fullmatch(prefix)
+        if match is None:
+            PLAIN.load(source, prefix, shape, cut, out)
+            return
+        stored = self.tensors(prefix, shape, source.names)
+        expert = Cut(slice(int(match[2]), int(match[2]) + 1))
+        own = slice(_FIRST.get(match[3], 0), None, 1 if match[3] == "down" else 2)  # rows of this matrix
+        if len(stored) == 1:
+            with source.open(stored[0], expert) as part:
+                out.copy_(cut.of(part[0][:, own].T))  # type: ignore[union-attr]
+            return
+        with source.open(stored[0], expert) as blocks, source.open(stored[1], expert) as scales:
+            rows = Cut(cut.rows)
+            matrix = dequantize_mxfp4(rows.of(blocks[0][own]), rows.of(scales[0][own]))
+            out.copy_(Cut(cols=cut.cols).of(matrix))  # type: ignore[union-attr]
+
+    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
+        raise ValueError("experts in common tensors have no kernel format")
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """blocks uint8 [N, G, 16], scales uint8 [N, G] -> float32 [N, 32 G]."""
+    import torch
+
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(1)  # [N, 32 G]
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    powers = torch.ldexp(torch.ones(scales.shape), scales.int() - 127)
+    return values[codes.int()].unflatten(1, (-1, GROUP)).mul_(powers.unsqueeze(-1)).flatten(1)

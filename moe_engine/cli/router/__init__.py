@@ -1,0 +1,1 @@
+"""``moe-engine router``: servers of one machine behind sglang-router."""

@@ -1,0 +1,48 @@
+"""SGLang's /configure_logging and /freeze_gc: the request log and the garbage collectors of a running server."""
+
+from __future__ import annotations
+
+import gc
+from typing import Annotated
+
+from fastapi import Request, Response
+from msgspec import Meta, Struct
+
+from moe_engine.server.http_io import read_small
+from moe_engine.server.observers import with_request_log
+from moe_engine.server.state import ServerState
+from moe_engine.validation import NotAvailable, refuse_unavailable
+
+
+class ConfigureLoggingRequest(Struct):
+    """null: unchanged."""
+
+    log_requests: Annotated[bool | None, Meta(description="as --log-requests")] = None
+    log_requests_level: Annotated[int, Meta(ge=0, le=3, description="as --log-requests-level")] | None = None
+    dump_requests_folder: NotAvailable = None
+    dump_requests_threshold: NotAvailable = None
+    crash_dump_folder: NotAvailable = None
+
+
+class OperationsApi:
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        flags = state.settings.args.logging
+        self._log_requests, self._level = flags.log_requests, flags.log_requests_level
+
+    async def configure_logging(self, request: Request) -> Response:
+        """Switches the request log on or off, and sets its level."""
+        asked = await read_small(request, ConfigureLoggingRequest)
+        refuse_unavailable(asked)
+        self._log_requests = self._log_requests if asked.log_requests is None else asked.log_requests
+        self._level = self._level if asked.log_requests_level is None else asked.log_requests_level
+        frontend = self._state.frontend
+        frontend.observer = with_request_log(frontend.observer, self._level if self._log_requests else None)
+        return Response(status_code=200)
+
+    async def freeze_gc(self, request: Request) -> Response:
+        """Keeps the garbage collectors of all processes from scanning the objects that exist now."""
+        gc.collect()
+        gc.freeze()
+        await self._state.client.collective_rpc("freeze_gc")
+        return Response("Garbage collection frozen.\n", media_type="text/plain; charset=utf-8")

@@ -1,0 +1,168 @@
+"""Tokens and log-probabilities of whole engines against transformers': ``python -m tests.models.family_parity``.
+
+For each family a random float32 checkpoint serves 24 prompts of 1 to 600 tokens under each form below; every answer
+(greedy, with log-probabilities) is compared with one forward pass of transformers over prompt and answer. ``--write``
+puts the table into docs/parity.md; families that are not asked for keep their rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_engine import Engine
+from tests.models.checkpoints import make_checkpoint
+
+ORDINARY = 250
+"""Token ids from here on are special."""
+NUM_PROMPTS, NUM_TOKENS, LONGEST = 24, 12, 600
+TIE = 1e-5
+"""Two best logits closer than this (relative) are a tie: either is right."""
+FORMS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "alone": {"max_running_requests": 1},
+    "cached": {},
+    "chunked": {"chunked_prefill_size": 48, "enable_mixed_chunk": True, "page_size": 16},
+    "tp 2": {"tp_size": 2},
+    "dp 2": {"tp_size": 2, "attn_dp_size": 2},
+    "ep 2": {"tp_size": 2, "ep_size": 2},
+    "ep 2, dp 2, all-to-all": {"tp_size": 2, "attn_dp_size": 2, "ep_size": 2, "moe_a2a_backend": "all_to_all"},
+    "n-gram drafts": {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3},
+    "MTP drafts": {
+        "speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 3,
+    },
+}  # fmt: skip
+SHAPE: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 3}
+KINDS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_mtp_layers": 1},
+    "qwen3_moe": {},
+    "minimax_m2": {},
+    "glm4_moe": {"num_mtp_layers": 1},
+    "gpt_oss": {},
+}
+"""Options of the checkpoints of the table."""
+DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
+
+
+@dataclass
+class Result:
+    """Of one form: compared tokens, ties among them, tokens that differ, and the largest difference of a
+    log-probability."""
+
+    tokens: int = 0
+    ties: int = 0
+    wrong: int = 0
+    error: float = 0.0
+
+    @property
+    def cell(self) -> str:
+        ties = f", {self.ties} ties" if self.ties else ""
+        return f"{self.tokens - self.wrong} of {self.tokens}{ties}; {self.error:.0e}"
+
+
+def prompts(seed: int, count: int, longest: int) -> list[list[int]]:
+    """Of lengths from 1 to `longest`; some begin as another one does."""
+    rng = random.Random(seed)
+    prefix = [rng.randrange(ORDINARY) for _ in range(longest // 3)]
+    lengths = [1, 2, longest, *(rng.randint(3, longest) for _ in range(count - 3))][:count]
+    made = [[rng.randrange(ORDINARY) for _ in range(length)] for length in lengths]
+    return [(prefix + own)[: len(own)] if i % 4 == 3 else own for i, own in enumerate(made)]
+
+
+def serve(path: Path, asked: list[list[int]], num_tokens: int, form: str) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities of each answer."""
+    flags = {"dtype": "float32", "max_total_tokens": 32768, "max_running_requests": 32} | FORMS[form]
+    sampling = {"temperature": 0.0, "max_new_tokens": num_tokens, "ignore_eos": True}
+    request: Any = {"sampling_params": sampling, "return_logprob": True}
+
+    async def all_answers(engine: Engine) -> list[Any]:
+        return list(await asyncio.gather(*(engine.async_generate(input_ids=ids, **request) for ids in asked)))
+
+    with Engine(str(path), **flags, cpu_threads=1, skip_tokenizer_init=True) as engine:
+        answers = asyncio.run(all_answers(engine))
+        if form == "cached":
+            answers = asyncio.run(all_answers(engine))
+            cached = [answer["meta_info"]["cached_tokens"] for answer in answers]
+            assert all(cached[i] for i, ids in enumerate(asked) if len(ids) > 1), cached
+    return [(a["output_ids"], [entry[0] for entry in a["meta_info"]["output_token_logprobs"]]) for a in answers]
+
+
+def compare(model: Any, asked: list[list[int]], answers: list[tuple[list[int], list[float]]]) -> Result:
+    result = Result()
+    for ids, (tokens, logprobs) in zip(asked, answers):
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids + tokens[:-1]])).logits[0, len(ids) - 1 :].float()
+        expected = logits.log_softmax(-1)
+        for row, token, logprob in zip(range(len(tokens)), tokens, logprobs):
+            best = int(logits[row].argmax())
+            gap = float((logits[row, best] - logits[row, token]) / logits[row].abs().max())
+            result.tokens += 1
+            result.ties += token != best and gap <= TIE
+            result.wrong += gap > TIE
+            result.error = max(result.error, abs(logprob - float(expected[row, token])))
+    return result
+
+
+def run_family(
+    kind: str, folder: Path, seed: int, forms: list[str], count: int = NUM_PROMPTS, longest: int = LONGEST
+) -> dict[str, Result]:
+    """The results of a family by form."""
+    import transformers
+
+    path = make_checkpoint(kind, folder / kind, seed, **SHAPE | KINDS[kind])
+    transformers.utils.logging.set_verbosity_error()
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    asked = prompts(seed, count, longest)
+    return {form: compare(model.eval(), asked, serve(path, asked, NUM_TOKENS, form)) for form in forms}
+
+
+def forms_of(kind: str) -> list[str]:
+    """The forms that a family's checkpoint takes."""
+    return [form for form in FORMS if form != "MTP drafts" or KINDS[kind].get("num_mtp_layers")]
+
+
+def table(found: dict[str, dict[str, Result]]) -> list[str]:
+    return [
+        f"| {kind} | {form} | {result.cell} |" for kind, results in found.items() for form, result in results.items()
+    ]
+
+
+def write(found: dict[str, dict[str, Result]]) -> None:
+    """Replaces the rows of these families in docs/parity.md."""
+    lines = DOCUMENT.read_text().rstrip("\n").split("\n")
+    kept = [line for line in lines if not re.match(rf"\| ({'|'.join(found)}) \|", line)]
+    DOCUMENT.write_text("\n".join(kept + table(found)) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--forms", nargs="*", choices=list(FORMS))
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31))
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    found: dict[str, dict[str, Result]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in asked.kinds:
+            found[kind] = run_family(kind, Path(folder), asked.seed, asked.forms or forms_of(kind))
+            print("\n".join(table({kind: found[kind]})), flush=True)
+    if asked.write:
+        write(found)
+    wrong = sum(result.wrong for results in found.values() for result in results.values())
+    print(f"seed {asked.seed}: {wrong} tokens differ")
+    raise SystemExit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""gpt-oss: MXFP4 checkpoints, sizes, clamped experts and sinks that matter, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.kernels import tables
+from moe_engine.kernels.device import Device
+from moe_engine.kernels.registry import select
+from moe_engine.models import sizes
+from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.cut import Cut
+from moe_engine.models.header_check import check_headers
+from moe_engine.models.needs import need_of_model
+from moe_engine.models.weights import WeightReader
+from tests.models import stepper
+from tests.models.checkpoints import make_checkpoint
+from tests.models.conftest import reference_logits
+from tests.models.mxfp4 import mxfp4_copy
+from tests.models.parameters import num_active_parameters
+from tests.models.rows import all_rows
+from tests.models.stepper import Chunk
+from tests.models.test_parity import assert_close
+
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "sliding_window": 128,
+    "attention_bias": True, "swiglu_limit": 7.0, "vocab_size": 201088, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "rope_theta": 150000, "eos_token_id": 200002, "initial_context_length": 4096,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    return mxfp4_copy(make_checkpoint("gpt_oss", folder / "own", tokenizer=False), folder)
+
+
+@pytest.mark.parametrize("row", all_rows())
+def test_mxfp4_equals_what_transformers_decodes(copies: tuple[Path, Path], row: str) -> None:
+    stored, plain = copies
+    tokens, want = reference_logits(plain, 0)
+    model = stepper.load(stored, row)
+    got = [model.step([Chunk(0, tokens[:70], False)])[0], model.step([Chunk(0, tokens[70:], True)])[0]]
+    assert_close(torch.cat(got), want)
+
+
+def test_headers_and_slices(copies: tuple[Path, Path]) -> None:
+    for path in copies:
+        config = load_model_config(path)
+        check_headers(path, read_checkpoint(path), config)
+        reader = WeightReader(path, torch.float32, format=config.weight_format)
+        for name, shape in (("gate_proj", (32, 64)), ("up_proj", (32, 64)), ("down_proj", (64, 32))):
+            prefix = f"model.layers.1.mlp.experts.5.{name}"
+            whole = reader.linear(prefix, shape)
+            for cut in (Cut(slice(8, 24)), Cut(cols=slice(16, 32)), Cut(slice(0, 8), slice(8, 24))):
+                assert torch.equal(reader.linear(prefix, shape, cut), cut.of(whole))
+    stored = copies[0]
+    config = json.loads((stored / "config.json").read_text()) | {"num_local_experts": 4}
+    (stored / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"experts.gate_up_proj_blocks .*\[8, 64, 2, 16\], not \[4, 64, 2, 16\]"):
+        check_headers(stored, read_checkpoint(stored), load_model_config(stored))
+    (stored / "config.json").write_text(json.dumps(config | {"num_local_experts": 8}))
+
+
+def test_published_sizes(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    config = load_model_config(tmp_path)
+    assert sizes.num_parameters(config) == pytest.approx(20.9e9, rel=2e-3)
+    assert num_active_parameters(config) == pytest.approx(3.6e9, rel=2e-2)
+    assert config.windows[:3] == (128, None, 128) and config.rope.attention_factor == pytest.approx(1.34657, rel=1e-5)
+    assert not config.rope.truncate and config.rope.softmax_factor == 1.0
+    assert [group.window for group in config.cache_groups] == [None, 128]
+
+
+def test_the_ledger_counts_what_is_held(tmp_path: Path) -> None:
+    path = make_checkpoint("gpt_oss", tmp_path, tokenizer=False)
+    model = stepper.load(path).model
+    assert model.weight_bytes == pytest.approx(sizes.weight_bytes(load_model_config(path), 4), rel=0.005)  # type: ignore[attr-defined]
+
+
+def test_libraries_without_sinks_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B))
+    need = need_of_model(load_model_config(tmp_path), "bfloat16")
+    device = Device("cuda", "H100", (9, 0), compiler="c++")
+    with pytest.raises(ValueError, match=r"flashinfer.*no attention sinks"):
+        select("attention", tables.GQA, "flashinfer", device, need)
+    with pytest.raises(ValueError, match=r"deep_gemm.*no biases of experts"):
+        select("experts", tables.EXPERTS, "deep_gemm", device, need)
+    with pytest.raises(ConfigError, match="layer_types"):
+        (tmp_path / "config.json").write_text(json.dumps(GPT_OSS_20B | {"layer_types": ["chunked_attention"] * 24}))
+        load_model_config(tmp_path)

@@ -1,0 +1,115 @@
+"""`moe-engine router`: its command line, and a fleet that loses a server."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from moe_engine.cli.router.fleet import parse
+from moe_engine.errors import ConfigError
+from tests.free_port import free_port
+from tests.router.router_process import needs_router
+
+PROGRAM = ("--router-program", "python -m sglang_router.launch_router")
+TINY = "--context-length 256 --max-total-tokens 1024 --max-running-requests 4 --device cpu"
+
+
+def test_flags_go_to_their_side() -> None:
+    fleet = parse(
+        [
+            *PROGRAM,
+            "--workers",
+            "3",
+            "--port",
+            "8000",
+            "--cache-threshold",
+            "0.5",
+            "--",
+            *TINY.split(),
+            "--api-key",
+            "k",
+        ]
+    )
+    assert fleet.worker_ports == [8001, 8002, 8003] and fleet.url == "http://127.0.0.1:8000"
+    router = " ".join(fleet.router)
+    assert "--policy cache_aware" in router and router.endswith("--cache-threshold 0.5 --api-key k")
+    assert "http://127.0.0.1:8001 http://127.0.0.1:8002 http://127.0.0.1:8003" in router
+    assert all(flags[: len(TINY.split())] == TINY.split() for flags in fleet.worker_flags)
+    assert all("--cpu-threads" in flags for flags in fleet.worker_flags)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--workers 0 --", "--workers 0: at least 1"),
+        ("-- --port 9", "--host and --port behind --"),
+        ("-- --nnodes 2 --node-rank 0 --dist-init-addr a:1", "--nnodes"),
+        ("--worker-port 29999 --", "--worker-port 29999"),
+        ("-- --no-such-flag", "--no-such-flag"),
+        ("-- --ssl-certfile f", "--ssl-certfile"),
+        ("--policy best --", "--policy"),
+    ],
+)
+def test_wrong_flags_are_named(words: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse([*PROGRAM, *words.split()])
+
+
+def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'moe-engine\[router\]'"):
+        parse(["--"])
+
+
+@needs_router
+def test_a_killed_server_is_started_again(tmp_path: Path) -> None:
+    log, port = tmp_path / "log", free_port()
+    command = [
+        sys.executable, "-m", "moe_engine.cli.main", "router", "--port", str(port), "--workers", "2",
+        "--health-check-interval-secs", "1", "--prometheus-port", str(free_port()), "--", *TINY.split(),
+    ]  # fmt: skip
+    with open(log, "wb") as file:
+        fleet = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ)
+    body = {"text": "The capital of Japan is", "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
+    try:
+        _wait(log, "READY: 2 servers", 120)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            _wait_healthy(client, 2)
+            first = client.post("/generate", json=body).raise_for_status().json()
+            servers = [c for c in psutil.Process(fleet.pid).children() if "launch_server" in " ".join(c.cmdline())]
+            servers[0].kill()
+            for _ in range(6):  # the router tries the other server
+                again = client.post("/generate", json=body).raise_for_status().json()
+                assert again["output_ids"] == first["output_ids"]
+            _wait(log, "was killed by SIGKILL; it is started again", 30)
+            _wait_healthy(client, 2)
+        fleet.send_signal(signal.SIGTERM)
+        assert fleet.wait(60) == 0
+    finally:
+        for process in psutil.Process(fleet.pid).children(recursive=True) if fleet.poll() is None else []:
+            process.kill()
+        fleet.kill()
+        fleet.wait()
+
+
+def _wait(log: Path, text: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while text not in log.read_text(errors="replace"):
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
+        time.sleep(0.1)
+
+
+def _wait_healthy(client: httpx.Client, count: int) -> None:
+    deadline = time.monotonic() + 90
+    while sum(w["is_healthy"] for w in client.get("/workers").json()["workers"]) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
