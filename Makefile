@@ -12,6 +12,9 @@ STAMP_TEST := $(VENV)/.installed-test
 CONSTRAINTS := $(VENV)/constraints.txt
 TRITON := triton==3.9.0
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+# pip compiles Python files with one process; COMPILE uses all cores and leaves out what is seldom imported.
+export PIP_COMPILE := 0
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(transformers/models|testing|tests?)/' $(VENV)/lib || true
 
 .PHONY: serve test test-exhaustive lint types unit clean help
 
@@ -31,6 +34,7 @@ $(STAMP_SERVE): pyproject.toml constraints.txt tools/install_torch.sh | $(BIN)/p
 	@sed "s/^torch==.*/$$($(BIN)/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))')/" \
 		constraints.txt > $(CONSTRAINTS)
 	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e .
+	@$(COMPILE)
 	@$(BIN)/python -m moe_engine.kernels.cpu
 	@touch $@
 
@@ -38,6 +42,7 @@ $(STAMP_SERVE): pyproject.toml constraints.txt tools/install_torch.sh | $(BIN)/p
 $(STAMP_TEST): $(STAMP_SERVE)
 	@echo "installing the test tools into $(VENV) ..."
 	$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e '.[test]' $$($(BIN)/python -c 'import triton' 2>/dev/null || echo $(TRITON))
+	@$(COMPILE)
 	@touch $@
 
 serve: $(STAMP_SERVE) ## start the server with the embedded model (PORT=30000)

@@ -59,6 +59,7 @@ CHECKED = (
     Group("v2-lite", "tp1", (1, 128), "triton"),
     Group("v3", "dp8ep8", (1, 128)),
     Group("v3", "tp8", (1,)),
+    Group("v3", "dp8ep8", (32,), mtp=1),
     Group("v3", "dp8ep8", (1,), prefill=8192),
 )
 """Groups that are cheap enough for every run of the tests."""

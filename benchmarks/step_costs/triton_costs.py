@@ -260,3 +260,28 @@ def down(a: Any, s: Setting) -> Cost:
 @cost_of("greedy_kernel")
 def greedy(a: Any, s: Setting) -> Cost:
     return Cost(size(a.logits), size(a.tokens))
+
+
+@cost_of("chain_inputs_kernel", "chain_accept_kernel")
+def chain(a: Any, s: Setting) -> Cost:
+    """A few numbers of each request."""
+    return Cost(size(a.ids), size(a.ids))
+
+
+@cost_of("chain_states_kernel")
+def chain_states(a: Any, s: Setting) -> Cost:
+    """A row of each request."""
+    moved = len(a.rows) * a.WIDTH * a.states.element_size()
+    return Cost(moved, moved)
+
+
+@cost_of("limits_kernel")
+def limits(a: Any, s: Setting) -> Cost:
+    """Of greedy rows, as all rows of a case are: the best token is found, nothing else is read."""
+    return Cost(size(a.logits, a.temperature), size(a.best_out, a.limit_out, a.last_out, a.total_out))
+
+
+@cost_of("draw_kernel")
+def draw(a: Any, s: Setting) -> Cost:
+    """Of greedy rows: what the limits say."""
+    return Cost(size(a.best_in, a.limit_in, a.last_in, a.total_in), size(a.tokens))

@@ -66,7 +66,8 @@ def draw_kernel(
     total = tl.load(total_in + index)
     valid = total > 0.0  # false for NaN
     target = tl.load(uniform + index).to(tl.float64) * total
-    token = tl.full((), -1, tl.int64)
+    # a greedy row keeps one token: its place is known
+    token = tl.where(heat > 0.0, -1, last).to(tl.int64)
     fallback = tl.full((), -1, tl.int64)  # rounding may leave the running weight below the target
     before = tl.zeros((), tl.float64)
     begin = 0

@@ -39,6 +39,7 @@ MODULES: tuple[str, ...] = (
     f"{_FAMILIES}.quantization.triton_groups",
     f"{_FAMILIES}.quantization.triton_rows",
     f"{_FAMILIES}.sampling.triton_sampling",
+    f"{_FAMILIES}.speculation.triton_chains",
 )
 
 

@@ -205,4 +205,5 @@ def graph_row(
     step = sizes.largest_step_activation_bytes(model, tokens * groups, dtype_bytes, num_logits=heads, expanded_tokens=0)
     results = tokens * model.hidden_size * dtype_bytes + heads * model.vocab_size * (4 + dtype_bytes)
     detail = f"{graphs.num_graphs} captured steps of up to {tokens} tokens, in one pool"
-    return [LedgerRow(GRAPHS_ROW, step + results + graphs.num_graphs * GRAPH_BYTES, detail)]
+    num = graphs.num_graphs + (len(graphs.sizes) if max(graphs.counts) > 1 else 0)  # steps without drafts: two forms
+    return [LedgerRow(GRAPHS_ROW, step + results + num * GRAPH_BYTES, detail)]

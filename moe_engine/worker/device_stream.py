@@ -7,6 +7,7 @@ downloads are awaited on an event, so that the launching thread never waits.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,6 +36,30 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._tensors
+
+
+class StepClock:
+    """Times at which an accelerator reaches points of a step: the launching thread is far ahead of it.
+
+    Args:
+        stream: an asynchronous device.
+    """
+
+    def __init__(self, stream: DeviceStream) -> None:
+        assert stream.asynchronous
+        self._marks: list[torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """The point behind all work launched so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Between neighbouring marks; the last must have been reached, or this waits."""
+        self._marks[-1].synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(self._marks)]
 
 
 class DeviceStream:

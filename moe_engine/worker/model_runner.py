@@ -26,7 +26,7 @@ from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch, concatenate
-from moe_engine.worker.device_stream import DeviceStream, HostCopy
+from moe_engine.worker.device_stream import DeviceStream, HostCopy, StepClock
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.graphs.step_graphs import StepGraphs, StepShape
 from moe_engine.worker.hidden_states import PendingHidden, pending_hidden
@@ -37,6 +37,7 @@ from moe_engine.worker.sampling.logits_passes import UNBOUNDED, LogitsPasses
 from moe_engine.worker.sampling.logprobs import PendingLogprobs, PendingPrompt, prompt_logprobs
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.sampling.step_sampling import Passes, StepSampling
+from moe_engine.worker.speculation.drafted_step import DraftedStep
 from moe_engine.worker.speculation.pending import PendingSpeculation, StepSeconds
 from moe_engine.worker.speculation.step import SpeculativeStep
 
@@ -65,6 +66,8 @@ class PendingStep:
     cuda_graph: bool = False
     errors: dict[int, FinishReason] | None = None
     hidden: PendingHidden | None = None
+    clock: StepClock | None = None
+    """Measures `seconds` on the device."""
 
     @property
     def ready(self) -> bool:
@@ -72,6 +75,8 @@ class PendingStep:
 
     def take(self) -> StepResult:
         tokens = [[token] for token in self.tokens.wait()[0].tolist()]
+        if self.clock is not None:
+            self.seconds = sum(self.clock.seconds())
         logprobs: list[PackedLogprobs | None] | None = None
         if self.logprobs:
             logprobs = [None] * len(tokens)
@@ -90,7 +95,8 @@ class ModelRunner:
     """Executes plans with one model and one KV pool. May change the model's logits in place.
 
     `speculation` is set after construction, as it shares parts with the runner; without it no plan may speculate.
-    `graphs` is set after CUDA graphs are captured; without it every step runs kernel by kernel.
+    `graphs` is set after CUDA graphs are captured; without it every step runs kernel by kernel. So is `drafted`, if
+    whole steps with drafts are captured.
 
     Args:
         window: sliding window of the model's first cache group.
@@ -124,6 +130,7 @@ class ModelRunner:
         self.kv_copies: KVCopies | None = None
         self.lora: LoraAdapters | None = None
         self.graphs: StepGraphs | None = None
+        self.drafted: DraftedStep | None = None
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         rows.edits.custom.group = parallel.attn_tp
         self._phase = "idle"
@@ -197,13 +204,15 @@ class ModelRunner:
             self._run_idle(plan)
             return PendingStep(plan.number, [], HostCopy([self._empty]))
         self._draft_idle(plan)
-        shape = self._graph_shape(plan)
+        shape, clock = self._graph_shape(plan), self._clock()
         if shape is not None:
             batch, hidden, logits = self._replay(shape, lambda: self.builder.build(plan))
             states = self._hidden_states(plan, hidden)
             pending = self._sample(plan, self._passes(plan, hidden, logits), batch.sampled, [])
-            pending.hidden = states
+            pending.hidden, pending.clock = states, clock
             pending.seconds, pending.cuda_graph = time.perf_counter() - began, True
+            if clock is not None:
+                clock.mark()
             return pending
         sizes = self.shared.sizes(plan)
         batch, hidden = self._forward(plan, sizes)  # [T, D]
@@ -245,11 +254,16 @@ class ModelRunner:
 
     def _graph_shape(self, plan: StepPlan) -> StepShape | None:
         """The CUDA graph for a step, if any; None with two-batch overlap or while passes are recorded."""
-        if self.graphs is None or self.shared.halves(plan) is not None:
-            return None
-        if isinstance(self.model, ExpertRecordingModel) and self.model.is_watching:
-            return None
-        return self.graphs.shape_of(plan)
+        return self.graphs.shape_of(plan) if self.graphs is not None and self._replays(plan) else None
+
+    def _drafted_shape(self, plan: StepPlan) -> StepShape | None:
+        """The same for a step whose drafts are captured too."""
+        return self.drafted.graphs.shape_of(plan) if self.drafted is not None and self._replays(plan) else None
+
+    def _replays(self, plan: StepPlan) -> bool:
+        if self.shared.halves(plan) is not None:
+            return False
+        return not (isinstance(self.model, ExpertRecordingModel) and self.model.is_watching)
 
     def _replay(self, shape: StepShape, build: Callable[[], StepBatch]) -> tuple[StepBatch, Tensor, Tensor | None]:
         """Replays a graph: the step's batch, hidden states [T, D] and logits [T, V] (None if the graph has no head)."""
@@ -294,9 +308,15 @@ class ModelRunner:
         if not self.shared.is_shared:
             return
         self._phase = "drafting with an idle batch"
-        self._draft_idle(plan)
         sizes = self.shared.sizes(plan)
         assert sizes is not None
+        drafted = self._drafted_shape(plan)
+        if drafted is not None and drafted.count > 1 and self.drafted is not None:
+            empty, logits = self.drafted.graphs.run_idle(drafted)
+            if logits is None:
+                self.sampler.passes.join(self._logits, empty, sizes)
+            return
+        self._draft_idle(plan)
         if sizes.is_idle:
             return
         shape = self._graph_shape(plan)
@@ -341,6 +361,9 @@ class ModelRunner:
             draft_seconds, model_seconds, follow_seconds = verified.seconds.tolist()
             took = StepSeconds(time.perf_counter() - began, draft_seconds, follow_seconds, model_seconds)
             return PendingSpeculation.verified(plan, verified, took, [(i, whole.rows[i]) for i in left_out])
+        drafted_shape = self._drafted_shape(plan) if speculation.follow else None
+        if drafted_shape is not None and self.drafted is not None:
+            return self._launch_drafted(self.drafted, plan, drafted_shape, [(i, whole.rows[i]) for i in left_out])
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
         drafted = time.perf_counter()
         if plan.masked:
@@ -385,6 +408,33 @@ class ModelRunner:
         pending.logprobs, pending.nodes = drawn.logprobs, verification.decodes.host_nodes
         pending.errors = drawn.errors
         return pending
+
+    def _launch_drafted(
+        self, drafted: DraftedStep, plan: StepPlan, shape: StepShape, left_out: list[tuple[int, int]]
+    ) -> PendingSpeculation:
+        """A step whose drafts are captured."""
+        clock = self._clock()
+        self._phase = f"{RUNNING} (replayed with drafts for {shape.size} requests)"
+        sampled, hidden, logits = drafted.verify(plan, shape, clock)
+        self._phase = "sampling"
+        drawn = self.sampling.run(self._passes(plan, hidden, logits), sampled)
+        self._phase = "draft extend"
+        if clock is not None:
+            clock.mark()
+        copy, nodes = drafted.follow(shape, drawn)
+        if clock is not None:
+            clock.mark()
+        pending = PendingSpeculation(plan.number, plan.rows, copy, StepSeconds(), left_out=left_out, cuda_graph=True)
+        pending.logprobs, pending.nodes, pending.errors = drawn.logprobs, nodes, drawn.errors
+        pending.clock = clock if not plan.masked else None
+        return pending
+
+    def _clock(self) -> StepClock | None:
+        """Measures a captured step on the device, if the depth of drafts depends on what steps cost."""
+        step = self.speculation
+        if step is None or not step.config.auto_depth or not self.stream.asynchronous:
+            return None
+        return StepClock(self.stream)
 
     def _run_fused(self, step: SpeculativeStep, plan: StepPlan, speculation: Speculation) -> VerifiedChains | None:
         run = partial(step.run_fused, plan, speculation)

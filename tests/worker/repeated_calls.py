@@ -36,6 +36,8 @@ class RepeatedCalls:
 class ReplayableTorch:
     """A torch row of attention with `plan_in_place`: it plans nothing, and its layers read the queries."""
 
+    on_device = False
+
     def __init__(self, backend: Any) -> None:
         self.name = backend.name
         self.plan = backend.plan

@@ -109,6 +109,8 @@ class GroupPlan:
 class PlanInPlace(GroupPlan):
     """`RenewablePlan`, and the plan of its only group: one schedule, at fixed addresses."""
 
+    on_device = False
+
     def __init__(self, queries: PagedQueries, rows_per_token: int, split: Split) -> None:
         count = max(queries.query_lens)
         buffers = ScheduleBuffers.for_decodes(

@@ -89,6 +89,8 @@ class WrapperInPlace(StepPlan):
         arguments: arguments of the wrapper's `plan`, for the queries at call time.
     """
 
+    on_device = False
+
     def __init__(
         self,
         batch: AttentionBatch,

@@ -82,6 +82,8 @@ class ChosenInPlace(StepPlan):
         key: cache key of the queries' lists in the adapter.
     """
 
+    on_device = False
+
     def __init__(
         self, batch: AttentionBatch, queries: PagedQueries, buffer: PageBuffer, schedule: Any, key: tuple[Any, ...]
     ) -> None:

@@ -41,6 +41,8 @@ class TableInPlace(StepPlan):
     Anything else built at the first layer is built during capture, and so at every replay.
     """
 
+    on_device = True
+
     def __init__(
         self, batch: AttentionBatch, queries: PagedQueries, buffer: PageBuffer, page_size: int | None = None
     ) -> None:
@@ -52,5 +54,4 @@ class TableInPlace(StepPlan):
         self.renew()
 
     def renew(self) -> None:
-        pages = Paged.of(self._queries, self._page_size).table
-        self._table[:, : pages.shape[1]].copy_(pages)
+        Paged.of(self._queries, self._page_size).write_table(self._table)

@@ -83,9 +83,23 @@ class Paged:
     @cached_property
     def table(self) -> Tensor:
         """[R, W] int32: page numbers; a request's columns after its last page are unspecified."""
+        firsts = self._first_slots
+        return firsts if self.page_size == 1 else firsts.div(self.page_size, rounding_mode="floor")
+
+    def write_table(self, out: Tensor) -> None:
+        """`table` into the first columns of `out` [R, W or more]."""
+        firsts = self._first_slots
+        out = out[:, : firsts.shape[1]]
+        if self.page_size == 1:
+            out.copy_(firsts)
+        else:
+            torch.div(firsts, self.page_size, rounding_mode="floor", out=out)
+
+    @property
+    def _first_slots(self) -> Tensor:
+        """[R, W] int32: the first slot of each page."""
         size, width = self.page_size, max(self.num_pages)
-        firsts = self.slot_table[:, : (width - 1) * size + 1 : size].index_select(0, self.rows)
-        return firsts if size == 1 else firsts.div(size, rounding_mode="floor")
+        return self.slot_table[:, : (width - 1) * size + 1 : size].index_select(0, self.rows)
 
     @cached_property
     def flat(self) -> Tensor:

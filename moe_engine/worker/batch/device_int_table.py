@@ -42,4 +42,9 @@ class DeviceIntTable:
         if self._host is not None:
             self._host[index] = values
         else:
-            self.put(*(self._stream.upload(torch.from_numpy(array)) for array in (index, values)))
+            count, dtype = index.size, np.int32 if self._flat.dtype == torch.int32 else np.int64
+            staging = self._stream.staging(2 * count)
+            host = staging.numpy()
+            parts = [host[:count], host[count:].view(dtype)[:count]]
+            parts[0][:], parts[1][:] = index.ravel(), values.ravel()
+            self.put(*self._stream.upload_parts(staging, parts))

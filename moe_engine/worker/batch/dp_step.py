@@ -53,6 +53,13 @@ class DPSteps:
         tokens, logits = [group.num_tokens for group in facts], [group.num_logits for group in facts]
         return StepSizes.known(self.parallel, tokens, logits, any(group.prefills for group in facts))
 
+    def even_sizes(self, num_tokens: int) -> StepSizes | None:
+        """Sizes of a captured forward, for which every attention group is padded to `num_tokens`."""
+        if not self.is_shared:
+            return None
+        tokens = [num_tokens] * self.parallel.attn_dp_size
+        return StepSizes.known(self.parallel, tokens, tokens, False)
+
     def draft_sizes(self, plan: StepPlan) -> list[StepSizes]:
         """Sizes of each draft forward: a token per decode with drafts, in every group."""
         if not self.is_shared:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from moe_engine.kernels.attention.protocol import InPlacePlanner
 from moe_engine.step_settings import GraphSettings
 from moe_engine.worker.device_stream import make_graphs
-from moe_engine.worker.graphs.step_graphs import GraphBackend, StepGraphs
+from moe_engine.worker.graphs.draft_graphs import DraftGraphs
+from moe_engine.worker.graphs.draft_setup import draft_parts, why_drafts_are_not_captured
+from moe_engine.worker.graphs.step_graphs import GraphBackend, StepGraphs, StepOutputs
 from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.speculation.drafted_step import DraftedStep
 
 logger = logging.getLogger("moe_engine")
 
@@ -27,15 +31,38 @@ def capture_graphs(
     if not settings.sizes or backend is None:
         return 0
     attention = runner.attention
-    plan_in_place, graphs = attention.capabilities.plan_in_place, None
+    plan_in_place, captured = attention.capabilities.plan_in_place, False
     if plan_in_place is not None:
-        graphs = StepGraphs(
-            settings, runner.model, plan_in_place, runner.kv_pool, runner.rows, runner.shared, runner.stream, backend,
-            runner.sampler.passes.rows_at_once, runner.window,
-        )  # fmt: skip
-    if graphs is None or not graphs.capture(progress=progress):
+        captured = _capture(runner, settings, plan_in_place, backend, progress)
+    if not captured:
         logger.warning("No CUDA graphs: the %s attention backend cannot be replayed for other steps", attention.name)
         return 0
     runner.kv_pool.clear_dummy_page()
+    assert runner.graphs is not None
+    shapes = runner.graphs.shapes | (runner.drafted.graphs.shapes if runner.drafted is not None else set())
+    return len(shapes)
+
+
+def _capture(
+    runner: ModelRunner, settings: GraphSettings, plan_in_place: InPlacePlanner, backend: GraphBackend, progress: bool
+) -> bool:
+    """Captures steps without drafts, and steps with drafts whole, if the attention backend reads lengths on the device;
+    else only their verification."""
+    outputs = StepOutputs(runner.model, runner.sampler.passes.rows_at_once)
+    graphs = StepGraphs(
+        settings, runner.model, plan_in_place, runner.kv_pool, runner.rows, runner.shared, runner.stream, backend,
+        outputs, runner.window,
+    )  # fmt: skip
+    drafted, why = None, why_drafts_are_not_captured(runner)
+    if why is None:
+        drafted = DraftGraphs(settings, draft_parts(runner, settings, plan_in_place, outputs), backend)
+    if not graphs.capture(drafted, progress=progress):
+        return False
     runner.graphs = graphs
-    return graphs.num_graphs
+    if drafted is not None and drafted.shapes:
+        assert runner.speculation is not None
+        runner.drafted = DraftedStep(runner.speculation, drafted, runner.rows, runner.stream)
+    elif runner.speculation is not None:
+        why = why or f"the {runner.attention.name} attention backend plans by exact lengths on the host"
+        logger.info("Drafts are not captured (%s): a step with drafts waits once, for the accepted lengths", why)
+    return True

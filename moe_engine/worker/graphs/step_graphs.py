@@ -68,6 +68,13 @@ class StepShape:
         return self.size * self.count
 
 
+class DraftCapture(Protocol):
+    """Implemented by `draft_graphs.DraftGraphs`."""
+
+    def capture(self, shape: StepShape) -> bool:
+        """False if it cannot."""
+
+
 @dataclass(frozen=True)
 class _GraphEntry:
     """A graph, its static queries, and its attention plan, which must be renewed before each replay."""
@@ -123,12 +130,47 @@ class _Inputs:
         self._used = (num_requests, num_tokens)
 
 
+class StepOutputs:
+    """The static output buffers. The largest step stores first, before any capture.
+
+    Args:
+        max_logits: max rows of logits at once; steps with more tokens are captured without the LM head.
+    """
+
+    def __init__(self, model: Model, max_logits: int) -> None:
+        self._model = model
+        self._max_logits = max_logits
+        self._hidden: Tensor | None = None  # [T, D]
+        self._logits: Tensor | None = None  # [T, V] float32
+
+    def store(self, hidden: Tensor, sizes: StepSizes | None) -> None:
+        """Copies hidden [T, D], and its logits, out of the memory pool, which the next graph overwrites."""
+        if self._hidden is None:
+            self._hidden = torch.empty_like(hidden)
+        self._hidden[: len(hidden)].copy_(hidden)
+        if len(hidden) > self._max_logits:
+            return
+        logits = self._model.logits(hidden, sizes)
+        if self._logits is None:
+            self._logits = torch.empty_like(logits)
+        self._logits[: len(logits)].copy_(logits)
+
+    def of(self, captured: int, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [t, D] and logits [t, V] of the first tokens of a step captured for `captured` tokens; logits
+        are None if the graph has no LM head."""
+        assert self._hidden is not None
+        if captured > self._max_logits:
+            return self._hidden[:num_tokens], None
+        assert self._logits is not None
+        return self._hidden[:num_tokens], self._logits[:num_tokens]
+
+
 class StepGraphs:
     """The CUDA graphs of one rank.
 
     Args:
         model: its `forward` and `logits` are captured; all ranks capture and replay the same shapes.
-        max_logits: max rows of logits at once; steps with more tokens are captured without the LM head.
+        outputs: shared by all graphs.
     """
 
     def __init__(
@@ -141,7 +183,7 @@ class StepGraphs:
         shared: DPSteps,
         stream: DeviceStream,
         backend: GraphBackend,
-        max_logits: int = 1 << 30,
+        outputs: StepOutputs,
         window: int | None = None,
     ) -> None:
         self._settings = settings
@@ -152,20 +194,19 @@ class StepGraphs:
         self._shared = shared
         self._stream = stream
         self._backend = backend
-        self._max_logits = max_logits
+        self._outputs = outputs
         self._window = window
         self._windows = rows.windows
         self._inputs = _Inputs(settings, stream, rows.windows is not None)
-        self._hidden: Tensor | None = None  # [T, D]
-        self._logits: Tensor | None = None  # [T, V] float32
         self._graphs: dict[StepShape, _GraphEntry] = {}
 
     # -- before READY
 
-    def capture(self, *, progress: bool = False) -> bool:
+    def capture(self, drafted: DraftCapture | None = None, *, progress: bool = False) -> bool:
         """Captures every size; False if the attention backend does not support it. Runs the model.
 
         Args:
+            drafted: captures steps with drafts whole. Sizes that it captures need no graph of verification alone.
             progress: show a progress bar on stderr.
 
         Raises:
@@ -181,7 +222,8 @@ class StepGraphs:
         ):
             for shape in bar:
                 bar.set_postfix_str(f"bs={shape.size}, tokens={shape.num_tokens}")
-                if not self._capture(shape):
+                whole = drafted is not None and drafted.capture(shape)
+                if not (whole and shape.count > 1) and not self._capture(shape):
                     return False
         self._stream.synchronize()
         logger.info(
@@ -233,34 +275,19 @@ class StepGraphs:
             attention=AttentionBatch(queries, None),
             attention_plan=None,
             kv=self._kv_pool.layers,
-            sizes=self._sizes(tokens),
+            sizes=self._shared.even_sizes(tokens),
             windows=None if self._windows is None else WindowSlots(inputs.window_slots[:tokens], self._windows.table),
             real=inputs.real[:tokens],
         )
 
-    def _sizes(self, num_tokens: int) -> StepSizes | None:
-        """Every attention group is padded to the same size."""
-        if not self._shared.is_shared:
-            return None
-        tokens = [num_tokens] * self._shared.parallel.attn_dp_size
-        return StepSizes.known(self._shared.parallel, tokens, tokens, False)
-
     def _run(self, batch: ForwardBatch) -> None:
-        """The captured function. Copies results out of the pool, which the next graph overwrites."""
-        hidden = self._model.forward(batch)
-        if self._hidden is None:  # the largest size comes first, and runs eagerly before its capture
-            self._hidden = torch.empty_like(hidden)
-        self._hidden[: len(hidden)].copy_(hidden)
-        if batch.num_tokens > self._max_logits:
-            return
-        logits = self._model.logits(hidden, batch.sizes)
-        if self._logits is None:
-            self._logits = torch.empty_like(logits)
-        self._logits[: len(logits)].copy_(logits)
+        """The captured function."""
+        self._outputs.store(self._model.forward(batch), batch.sizes)
 
     @property
-    def num_graphs(self) -> int:
-        return len(self._graphs)
+    def shapes(self) -> set[StepShape]:
+        """Captured."""
+        return set(self._graphs)
 
     # -- steps
 
@@ -270,13 +297,7 @@ class StepGraphs:
         Depends only on facts known to all ranks, so that all decide alike: with several attention groups the size of
         the largest one.
         """
-        facts = plan.dp_facts or (StepFacts.of(plan),)
-        shapes = [_uniform_shape(group) for group in facts if group.num_tokens or group.prefills]
-        counts = {shape.count for shape in shapes if shape is not None}
-        if None in shapes or len(counts) != 1:
-            return None
-        size = self._settings.size_for(max(shape.size for shape in shapes if shape is not None))
-        shape = StepShape(size or 0, counts.pop())
+        shape = common_shape(plan, self._settings)
         return shape if shape in self._graphs else None
 
     def run(self, shape: StepShape, batch: StepBatch | None) -> tuple[Tensor, Tensor | None]:
@@ -293,12 +314,18 @@ class StepGraphs:
         entry.queries.context_lens[:] = lens + [inputs.neutral_context] * (shape.size - len(lens))
         entry.plan.renew()
         entry.launches.replay()
-        assert self._hidden is not None
-        num_tokens = own.num_tokens if own is not None else 0
-        if shape.num_tokens > self._max_logits:
-            return self._hidden[:num_tokens], None
-        assert self._logits is not None
-        return self._hidden[:num_tokens], self._logits[:num_tokens]
+        return self._outputs.of(shape.num_tokens, own.num_tokens if own is not None else 0)
+
+
+def common_shape(plan: StepPlan, settings: GraphSettings) -> StepShape | None:
+    """The shape that all attention groups replay in this step; None if one of them cannot."""
+    facts = plan.dp_facts or (StepFacts.of(plan),)
+    shapes = [_uniform_shape(group) for group in facts if group.num_tokens or group.prefills]
+    counts = {shape.count for shape in shapes if shape is not None}
+    if None in shapes or len(counts) != 1:
+        return None
+    size = settings.size_for(max(shape.size for shape in shapes if shape is not None))
+    return StepShape(size or 0, counts.pop())
 
 
 def _uniform_shape(facts: StepFacts) -> StepShape | None:

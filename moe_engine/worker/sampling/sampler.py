@@ -28,18 +28,21 @@ from moe_engine.worker.sampling.sampling_state import SamplingState, uniforms
 class SampledRows:
     """The rows of a step that sample, in plan order; the same row may occur several times.
 
-    Steps that sample the same rows share the `rows` object, which is never modified.
+    Steps that sample the same rows share the `rows` object, which is never modified. `uniform`: the random numbers, of
+    a step whose lengths only the device knows; `lengths` have no meaning then, unless a logits processor needs them.
     """
 
     rows: np.ndarray  # [S] int64
     lengths: np.ndarray  # [S] int64: tokens before the sampled one, which is also its position
     rows_device: Tensor  # [S] int64
+    uniform: Tensor | None = None  # [S] float32
 
     def part(self, rows: slice) -> SampledRows:
         """A slice; all rows give the same object."""
         if rows.start == 0 and rows.stop == len(self.rows):
             return self
-        return SampledRows(self.rows[rows], self.lengths[rows], self.rows_device[rows])
+        uniform = None if self.uniform is None else self.uniform[rows]
+        return SampledRows(self.rows[rows], self.lengths[rows], self.rows_device[rows], uniform)
 
 
 MAX_KNOWN = 4
@@ -71,7 +74,7 @@ class Sampler:
         self.passes = passes
         self._state = state
         self._stream = stream
-        self._kernel = kernel or TorchSampling()
+        self.kernel = kernel or TorchSampling()
         self._known: dict[int, _Gathered] = {}  # by the id of `rows`, which it keeps alive
         self._version = state.version
 
@@ -79,8 +82,9 @@ class Sampler:
         """logits [S, V] float32 (not changed) -> tokens [S] int64, `INVALID_TOKEN` for invalid logits (NaN)."""
         parameters = self.parameters(sampled.rows)
         if parameters is None:
-            return self._kernel.greedy(logits)
-        return self._kernel.sample(logits, parameters, self.uniforms(sampled))
+            return self.kernel.greedy(logits)
+        uniform = self.uniforms(sampled) if sampled.uniform is None else sampled.uniform
+        return self.kernel.sample(logits, parameters, uniform)
 
     def draw(self, head: Head, hidden: Tensor, sampled: SampledRows, sizes: StepSizes | None = None) -> Tensor:
         """hidden [S, D] -> tokens [S], as `sample` with the logits of the LM head, which takes `sizes`."""
@@ -94,9 +98,9 @@ class Sampler:
         """
         parameters = self.parameters(sampled.rows)
         if parameters is None:
-            best = self._kernel.greedy(logits)[:, None]
+            best = self.kernel.greedy(logits)[:, None]
             return ((tokens == best) & (tokens >= 0)).float()
-        return self._kernel.probabilities(logits, parameters, tokens)
+        return self.kernel.probabilities(logits, parameters, tokens)
 
     def uniforms(self, sampled: SampledRows, salt: int = 0) -> Tensor:
         """The rows' random numbers of a stream (`sampling_state.uniforms`), [S] float32 on the device."""

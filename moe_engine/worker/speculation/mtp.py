@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +66,11 @@ class MTPDrafter:
         self._host_state: np.ndarray | None = None
         self._last_states: Tensor | None = None  # [max_rows, M - 1, E]: the same at the positions before it
         self._num_cached = np.zeros(rows.max_rows, dtype=np.int64)  # tokens from the radix cache
+
+    @property
+    def kv(self) -> Sequence[Any]:
+        """The KV cache of every layer, the target's and the MTP layers'."""
+        return self._batches.kv
 
     def enter(self, new: NewRow) -> None:
         self._num_cached[new.row] = len(new.slots)

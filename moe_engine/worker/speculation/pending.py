@@ -5,16 +5,45 @@ Legend: D decodes, P prompts that sample, K max new tokens of a decode, V vocabu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from moe_engine.kernels.decoder.drafting import VerifiedChains
 from moe_engine.types import FinishReason, PackedLogprobs, StepPlan, StepResult
-from moe_engine.worker.device_stream import HostCopy
+from moe_engine.worker.device_stream import HostCopy, StepClock
 from moe_engine.worker.sampling.logprobs import PendingLogprobs, PendingPrompt
+
+
+class CopiedSteps(Protocol):
+    """The arrays of `PendingSpeculation.copy`, being downloaded."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    def wait(self) -> Sequence[Any]: ...
+
+
+class ChainsCopy:
+    """Results of chains [D, K + 1] (`ChainBuffers.result`) being downloaded; implements `CopiedSteps`."""
+
+    def __init__(self, copy: HostCopy, with_nodes: bool) -> None:
+        self._copy = copy
+        self._with_nodes = with_nodes
+
+    @property
+    def ready(self) -> bool:
+        return self._copy.ready
+
+    def wait(self) -> Sequence[np.ndarray]:
+        result = self._copy.wait()[0].numpy()
+        tokens, counts = result[:, :-1], result[:, -1]
+        nodes = [np.minimum(np.arange(tokens.shape[1]), counts[:, None] - 1)] if self._with_nodes else []
+        return [tokens, counts, _NOTHING, *nodes]
+
 
 _NOTHING = np.zeros(0, dtype=np.int64)
 
@@ -34,7 +63,7 @@ class PendingSpeculation:
 
     number: int
     rows: list[int]
-    copy: HostCopy
+    copy: CopiedSteps
     """New tokens [D, K] of the decodes, their counts [D], and the tokens [P] of the prompts; with log-probabilities
     also the node [D, K] where each decode token was sampled."""
     seconds: StepSeconds
@@ -47,6 +76,8 @@ class PendingSpeculation:
     """(index among the plan's sampled rows, row) of requests that had ended: their result is empty."""
     cuda_graph: bool = False
     errors: dict[int, FinishReason] | None = None
+    clock: StepClock | None = None
+    """Measures `seconds` on the device: marks before and behind drafts, behind sampling, at the end."""
 
     @classmethod
     def empty(cls, number: int, left_out: list[tuple[int, int]]) -> PendingSpeculation:
@@ -76,6 +107,9 @@ class PendingSpeculation:
             tokens.insert(place, [])
             if logprobs is not None:
                 logprobs.insert(place, None)
+        if self.clock is not None:
+            draft, model, follow = self.clock.seconds()
+            self.seconds = StepSeconds(draft + model + follow, draft, follow, model)
         prompt_logprobs = {pending.row: pending.take() for pending in self.prompts} or None
         return StepResult(
             self.number, rows, tokens, logprobs, prompt_logprobs, *self.seconds,

@@ -33,7 +33,7 @@ from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.fused_spec_step import FusedStep
 
-_FORCE_SALT = 1
+FORCE_SALT = 1
 """Salt of the random numbers for thresholds, to be independent of those for sampling."""
 
 
@@ -169,7 +169,7 @@ class SpeculativeStep:
         cannot be fused. The result is valid until the next step."""
         if self._fused is None or not speculation.follow or len(plan.rows) != plan.num_decodes:
             return None
-        decodes = self._decodes(plan)
+        decodes = self.decodes_of(plan)
         if not decodes.is_even or not self._fused.takes(decodes.plan_rows, decodes.rows, sum(plan.counts)):
             return None
         return self._fused.run(decodes.rows, decodes.most - 1)
@@ -181,7 +181,7 @@ class SpeculativeStep:
 
     def draft(self, plan: StepPlan, speculation: Speculation, sizes: Sequence[StepSizes] = ()) -> Verification:
         """Drafts for the decodes of a plan; `sizes` as in `DraftTask`."""
-        decodes = self._decodes(plan)
+        decodes = self.decodes_of(plan)
         rows, starts = decodes.rows, self._history.read_lengths(decodes.rows)
         roots = self._rows.last_tokens_of(decodes.rows_device)
         if decodes.most == 1:
@@ -199,21 +199,32 @@ class SpeculativeStep:
             drafts = _spread(self.drafter.propose(task), index, roots)
         return Verification(decodes, starts, drafts.tokens, drafts.parents, depth)
 
+    def read_lengths(self, rows: np.ndarray) -> np.ndarray:
+        """Computed tokens of rows [D]; synchronizes with an accelerator."""
+        return self._history.read_lengths(rows)
+
     def report_drafts(self, plan: StepPlan, verification: Verification) -> None:
         """Reports the draft trees of masked rows to the host; synchronizes with an accelerator."""
+        self.report(plan, verification.rows, verification.counts, verification.tokens, verification.parents)
+
+    def report(
+        self, plan: StepPlan, rows: np.ndarray, counts: np.ndarray, drafts: Tensor, trees: Tensor | None = None
+    ) -> None:
+        """The same of rows [D] with counts [D] nodes each: drafts [D, N], trees [D, N] (parents)."""
         launched = self._rows.edits.masks.launched
         if launched is None or not launched.reports_drafts:
             return
-        tokens = self._stream.read(verification.tokens)
-        parents = None if verification.parents is None else self._stream.read(verification.parents)
-        drafts, masked = {}, set(plan.masked)
-        for i, (row, count) in enumerate(zip(verification.rows.tolist(), verification.counts.tolist())):
+        tokens = self._stream.read(drafts)
+        parents = None if trees is None else self._stream.read(trees)
+        found, masked = {}, set(plan.masked)
+        for i, (row, count) in enumerate(zip(rows.tolist(), counts.tolist())):
             if row in masked:
                 above = None if parents is None else parents[i, :count].tolist()
-                drafts[row] = DraftTree(tokens[i, :count].tolist(), above)
-        launched.report(drafts)
+                found[row] = DraftTree(tokens[i, :count].tolist(), above)
+        launched.report(found)
 
-    def _decodes(self, plan: StepPlan) -> Decodes:
+    def decodes_of(self, plan: StepPlan) -> Decodes:
+        """The decodes of a plan; the same object while they are the same."""
         num, same = plan.num_decodes, self._same
         if not num:
             return self._none  # keeps `_same` over a prefill between two steps of the same decodes
@@ -400,7 +411,7 @@ class SpeculativeStep:
     def _accept_at_random(self, on_nodes: Tensor, verification: Verification) -> Accepted:
         assert self.config.simulated_accept_length is not None
         seeds = self._rows.sampling.mixed_seed[verification.rows]
-        numbers = self._upload(uniforms(seeds, verification.starts, _FORCE_SALT))
+        numbers = self._upload(uniforms(seeds, verification.starts, FORCE_SALT))
         return accept_at_random(on_nodes, verification.tokens, self.config.simulated_accept_length, numbers)
 
     def _forced(self, chances: Tensor, sampled: SampledRows, verification: Verification) -> Tensor:
@@ -415,7 +426,7 @@ class SpeculativeStep:
         lengths = sampled.lengths[decodes.host_nodes] - 1  # of the rows above
         seeds = self._rows.sampling.mixed_seed[rows]
         # siblings get independent numbers
-        columns = [uniforms(seeds[:, n], lengths[:, n], _FORCE_SALT + n) for n in range(num_nodes)]
+        columns = [uniforms(seeds[:, n], lengths[:, n], FORCE_SALT + n) for n in range(num_nodes)]
         numbers = self._upload(np.stack(columns, 1))
         drawn = self._upload(self._rows.sampling.draw[verification.rows] != Draw.GREEDY)
         return force(chance, numbers, config.accept_threshold_single, config.accept_threshold_acc) & drawn[:, None]

@@ -143,7 +143,7 @@ class Forms:
     def __init__(self, folder: Path, num_prompts: int, num_tokens: int, seed: int) -> None:
         self._folder, self._num_prompts, self._num_tokens, self._seed = folder, num_prompts, num_tokens, seed
         a_request = num_tokens + LONGEST_PROMPT + 24  # the longest, and a little
-        self._tiny_pool = -(-max(1, num_prompts // 16) * a_request // 16) * 16
+        self._tiny_pool = round(max(1.5, num_prompts // 16) * a_request / 16) * 16
         self._expected: dict[str, dict[str, Answer]] = {}
         self._requests = make_requests(num_prompts, num_tokens, seed)
 

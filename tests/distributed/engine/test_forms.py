@@ -62,7 +62,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forms]:
     seed = random.randrange(1 << 30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        yield Forms(tmp_path_factory.mktemp("models"), num_prompts=14, num_tokens=34, seed=seed)
+        yield Forms(tmp_path_factory.mktemp("models"), num_prompts=14, num_tokens=24, seed=seed)
 
 
 def name_of(case: Case) -> str:

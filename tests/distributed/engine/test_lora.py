@@ -15,6 +15,8 @@ from moe_engine.errors import ConfigError, InputError
 from tests.engine.harness import Answer, Scripted
 from tests.engine.test_lora import NUM_TOKENS, Served
 
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": NUM_TOKENS}
 FLAGS: dict[str, Any] = {
     "dtype": "float32", "max_total_tokens": 2048, "max_running_requests": 8, "chunked_prefill_size": 48,

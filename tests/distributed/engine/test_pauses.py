@@ -89,9 +89,7 @@ async def attempt(engine: Engine, mode: PauseMode, work: Any, many: int) -> list
 
 @pytest.mark.parametrize("form", ["one rank", "dp2", "two replicas", pytest.param("tp2", marks=pytest.mark.exhaustive)])
 def test_answers_are_those_without_a_pause(form: str, checkpoints: dict[str, Path]) -> None:  # noqa: F811
-    many = (
-        120 if form == "dp2" else MANY
-    )  # a step of attention groups, which exchange facts, takes several times as long
+    many = 120 if form == "dp2" else MANY  # a step of attention groups, which exchange facts, takes longer
     with open_engine(checkpoints["old"], **FORMS[form]) as engine:
         expected: Any = engine.generate(input_ids=PROMPTS, sampling_params={**SAMPLING, "max_new_tokens": many})
         for mode in ("in_place", "retract"):

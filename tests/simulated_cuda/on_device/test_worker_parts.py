@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.types import NewRow, SamplingParams
-from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.device_stream import DeviceStream, StepClock
 from moe_engine.worker.sampling.token_masker import TokenMasker
 from tests.simulated_cuda import streams
 from tests.speculation.test_ngram import WIDTH, check_drafts, naive, prepared
@@ -71,3 +71,15 @@ def test_masks_are_applied_on_the_device() -> None:
         masker.apply(logits, np.array(rows))
         found = [torch.isfinite(row).nonzero().view(-1).tolist() for row in logits.cpu()]
         assert found == [picks[row - 1] if row else list(range(70)) for row in rows]
+
+
+def test_a_clock_measures_between_its_marks() -> None:
+    """Reading it waits for the last mark only; launching does not."""
+    stream, before = DeviceStream("cuda"), len(streams.waits)
+    clock = StepClock(stream)
+    torch.ones(4, device="cuda").add_(1)
+    clock.mark()
+    clock.mark()
+    assert len(streams.waits) == before
+    parts = clock.seconds()
+    assert len(parts) == 2 and all(part >= 0 for part in parts)

@@ -1,0 +1,118 @@
+"""`ChainKernels` in plain torch: correct on any device, the reference of the other row.
+
+Padding writes what the first request writes, or, without requests, the values that are there: an index may then occur
+several times, always with one value.
+
+Legend: as in `protocol.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.decoder.drafting import RowTables
+from moe_engine.kernels.sampling.protocol import SamplingParameters
+from moe_engine.kernels.sampling.reference import TorchSampling
+from moe_engine.kernels.speculation.protocol import (
+    GOLDEN,
+    MIX_1,
+    MIX_2,
+    ChainBuffers,
+    SimulatedAcceptance,
+    signed64,
+)
+
+
+def device_uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """`sampling_state.uniforms` on the device: bits of mixed seeds and positions, int64 -> float32 in [0, 1)."""
+    value = seeds + positions * signed64(GOLDEN) + signed64(GOLDEN)
+    value = (value ^ _shifted(value, 30)) * signed64(MIX_1)
+    value = (value ^ _shifted(value, 27)) * signed64(MIX_2)
+    value = value ^ _shifted(value, 31)
+    return _shifted(value, 40).float() * 2.0**-24
+
+
+def _shifted(value: Tensor, count: int) -> Tensor:
+    """A shift to the right that brings zeros in."""
+    return (value >> count) & ((1 << (64 - count)) - 1)
+
+
+class TorchChains:
+    """`ChainKernels`."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._sampling = TorchSampling()
+
+    def draw(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
+        sampled = self._sampling.sample(logits, parameters, uniform)
+        return torch.where(parameters.temperature > 0, sampled, self._sampling.greedy(logits))
+
+    def inputs(self, tables: RowTables, chain: ChainBuffers) -> None:
+        real = chain.rows >= 0
+        rows = chain.rows.clamp_min(0)
+        width, device = tables.slots.shape[1], rows.device
+        starts = torch.where(real, tables.lengths.index_select(0, rows), 1)
+        chain.starts.copy_(starts)
+        chain.draft_ids[0].copy_(torch.where(real, tables.last_tokens.index_select(0, rows), 0))
+        chain.ids[:, 0].copy_(chain.draft_ids[0])
+        chain.draft_real.copy_(real)
+        chain.real.copy_(real[:, None].expand(chain.real.shape))
+        steps = torch.arange(chain.num_drafts, device=device)[:, None]
+        drafted = torch.where(real, starts - 1 + steps, 0)
+        chain.draft_positions.copy_(drafted)
+        chain.draft_lens.copy_(drafted + 1)
+        chain.draft_slots.copy_(torch.where(real, _taken(tables.slots, rows * width + drafted), 0))
+        places = torch.arange(chain.ids.shape[1], device=device)
+        verified = torch.where(real[:, None], starts[:, None] + places, 0)
+        chain.positions.copy_(verified)
+        chain.slots.copy_(torch.where(real[:, None], _taken(tables.slots, (rows * width)[:, None] + verified), 0))
+        chain.lens.copy_(torch.where(real, starts, 0) + len(places))
+        numbers = device_uniforms(chain.seeds[:, None], starts[:, None] + 1 + places)
+        chain.uniform.copy_(numbers)
+        chain.draft_uniform.copy_(numbers[:, : chain.num_drafts].t())
+
+    def accept(self, tables: RowTables, chain: ChainBuffers, simulated: SimulatedAcceptance | None) -> None:
+        sampled, drafts, count = chain.sampled, chain.ids[:, 1:], chain.num_drafts
+        places = torch.arange(count + 1, device=sampled.device)
+        if simulated is None:
+            good = (drafts == sampled[:, :count]) & (sampled[:, :count] >= 0)
+            counts = good.long().cumprod(1).sum(1) + 1
+        else:
+            least = int(simulated.length)
+            numbers = device_uniforms(chain.seeds ^ signed64(simulated.salt), chain.starts)
+            counts = (least + (numbers < simulated.length - least).long()).clamp_max(count + 1)
+        path = torch.minimum(places, counts[:, None] - 1)
+        tokens = sampled.gather(1, path)
+        if simulated is not None:
+            end = sampled.gather(1, counts[:, None] - 1)
+            padded = torch.cat((drafts, end), 1)
+            tokens = torch.where(places < counts[:, None] - 1, padded, end)
+        chain.result[:, :-1].copy_(tokens)
+        chain.result[:, -1].copy_(counts)
+        real, valid = chain.rows >= 0, tokens.clamp_min(0)
+        chain.next_ids.copy_(torch.where(real[:, None], valid, 0))
+        chain.last.copy_(torch.arange(len(counts), device=counts.device) * (count + 1) + counts - 1)
+        flat = chain.rows[:, None] * tables.tokens.shape[1] + chain.starts[:, None] + 1 + places
+        _put(tables.tokens.view(-1), flat, valid, real)
+        _put(tables.lengths, chain.rows, chain.starts + counts, real)
+        _put(tables.last_tokens, chain.rows, valid[:, -1], real)
+
+    def keep_states(self, states: Tensor, hidden: Tensor, chain: ChainBuffers) -> None:
+        _put(states, chain.rows, hidden.index_select(0, chain.last), chain.rows >= 0)
+
+
+def _taken(table: Tensor, flat: Tensor) -> Tensor:
+    return table.view(-1).index_select(0, flat.flatten()).long().view(flat.shape)
+
+
+def _put(table: Tensor, index: Tensor, values: Tensor, real: Tensor) -> None:
+    """table[index] = values for real requests. index [R, *], values [R, *, ...], real [R]: the real ones come first."""
+    there = real.view(-1, *[1] * (index.dim() - 1))
+    index = torch.where(there, index, index[:1]).clamp_min(0).flatten()
+    kept = table.index_select(0, index).view(values.shape)
+    mask = real.view(-1, *[1] * (values.dim() - 1))
+    values = torch.where(mask, values.to(table.dtype), torch.where(mask[:1], values[:1].to(table.dtype), kept))
+    table.index_copy_(0, index, values.flatten(0, values.dim() - table.dim()))

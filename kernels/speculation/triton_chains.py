@@ -1,0 +1,182 @@
+"""`ChainKernels` in Triton: a program per request, one launch for the inputs of a step, two behind its sampling.
+
+Legend: as in `protocol.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from moe_engine.kernels.decoder.drafting import RowTables
+from moe_engine.kernels.sampling.protocol import SamplingParameters
+from moe_engine.kernels.sampling.triton_sampling import TritonSampling
+from moe_engine.kernels.speculation.protocol import (
+    GOLDEN,
+    MIX_1,
+    MIX_2,
+    ChainBuffers,
+    SimulatedAcceptance,
+    signed64,
+)
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.launch import warps_for
+
+_GOLDEN = tl.constexpr(signed64(GOLDEN))
+_MIX_1 = tl.constexpr(signed64(MIX_1))
+_MIX_2 = tl.constexpr(signed64(MIX_2))
+_BLOCK_D = 1024
+
+
+@triton.jit
+def _uniform(seed, position):
+    """`sampling_state.uniforms`; a mask makes a shift of int64 bring zeros in."""
+    value = seed + position * _GOLDEN + _GOLDEN
+    value = (value ^ ((value >> 30) & 0x3FFFFFFFF)) * _MIX_1
+    value = (value ^ ((value >> 27) & 0x1FFFFFFFFF)) * _MIX_2
+    value = value ^ ((value >> 31) & 0x1FFFFFFFF)
+    return ((value >> 40) & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit(do_not_specialize=["num_requests", "width"])
+def chain_inputs_kernel(
+    rows, seeds, lengths, last_tokens, slot_table, starts, draft_ids, draft_positions, draft_slots,
+    draft_lens, draft_real, draft_uniform, ids, positions, slots, lens, real, uniform, num_requests, width,
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See `ChainKernels.inputs`."""
+    request = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + request)
+    is_real = row >= 0
+    place = tl.arange(0, BLOCK).to(tl.int64)
+    has_row = place * 0 + row >= 0
+    row = tl.maximum(row, 0)
+    start = tl.load(lengths + row, is_real, 1)
+    root = tl.load(last_tokens + row, is_real, 0)
+    tl.store(starts + request, start)
+    tl.store(draft_ids + request, root)
+    tl.store(draft_real + request, is_real.to(tl.int32))
+    tl.store(ids + request * K, root)
+    tl.store(lens + request, (tl.where(is_real, start, 0) + K).to(tl.int32))
+    table = slot_table + row * width
+    numbers = _uniform(tl.load(seeds + request), start + 1 + place)
+    at = request * K + place
+    verified = tl.where(has_row, start + place, 0)
+    tl.store(positions + at, verified, place < K)
+    tl.store(slots + at, tl.load(table + verified, (place < K) & has_row, 0).to(tl.int64), place < K)
+    tl.store(real + at, tl.zeros([BLOCK], tl.int32) + is_real.to(tl.int32), place < K)
+    tl.store(uniform + at, numbers, place < K)
+    drafting = place < K - 1
+    at = place * num_requests + request
+    drafted = tl.where(has_row, start - 1 + place, 0)
+    tl.store(draft_positions + at, drafted, drafting)
+    tl.store(draft_slots + at, tl.load(table + drafted, drafting & has_row, 0).to(tl.int64), drafting)
+    tl.store(draft_lens + at, (drafted + 1).to(tl.int32), drafting)
+    tl.store(draft_uniform + at, numbers, drafting)
+
+
+@triton.jit(do_not_specialize=["width"])
+def chain_accept_kernel(
+    rows, seeds, starts, ids, sampled, tokens, lengths, last_tokens, result, next_ids, last, width, share,
+    SALT: tl.constexpr, LEAST: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """See `ChainKernels.accept`. LEAST: tokens of every chain, `share` of the chains have one more; 0: as sampled."""
+    request = tl.program_id(0).to(tl.int64)
+    row, start = tl.load(rows + request), tl.load(starts + request)
+    place = tl.arange(0, BLOCK).to(tl.int64)
+    inside = place < K
+    below = tl.load(ids + request * K + place + 1, place < K - 1, -1)
+    drawn = tl.load(sampled + request * K + place, inside, -1)
+    if LEAST == 0:
+        good = (below == drawn) & (drawn >= 0) & (place < K - 1)
+        count = tl.min(tl.where(good, BLOCK, place), 0) + 1
+    else:
+        more = _uniform(tl.load(seeds + request) ^ SALT, start) < share
+        count = tl.minimum(LEAST + more.to(tl.int64), K)
+    new = tl.load(sampled + request * K + tl.minimum(place, count - 1), inside, -1)
+    if LEAST > 0:
+        new = tl.where(place < count - 1, below, tl.load(sampled + request * K + count - 1))
+    tl.store(result + request * (K + 1) + place, new, inside)
+    tl.store(result + request * (K + 1) + K, count)
+    tl.store(last + request, request * K + count - 1)
+    is_real = row >= 0
+    has_row = place * 0 + row >= 0
+    valid = tl.maximum(new, 0)
+    tl.store(next_ids + request * K + place, tl.where(has_row, valid, 0), inside)
+    row = tl.maximum(row, 0)
+    tl.store(tokens + row * width + start + 1 + place, valid.to(tl.int32), inside & has_row)
+    tl.store(lengths + row, start + count, is_real)
+    tl.store(last_tokens + row, tl.sum(tl.where(place == K - 1, valid, 0), 0), is_real)
+
+
+@triton.jit
+def chain_states_kernel(states, hidden, rows, last, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """See `ChainKernels.keep_states`."""
+    request = tl.program_id(0)
+    row, source = tl.load(rows + request), tl.load(last + request)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (column < WIDTH) & (column * 0 + row >= 0)
+    values = tl.load(hidden + source * WIDTH + column, inside, 0.0)
+    tl.store(states + tl.maximum(row, 0) * WIDTH + column, values, inside)
+
+
+class TritonChains:
+    """`ChainKernels` on a GPU."""
+
+    name = "triton"
+
+    def __init__(self) -> None:
+        self._sampling = TritonSampling()
+
+    def draw(self, logits: Tensor, parameters: SamplingParameters, uniform: Tensor) -> Tensor:
+        return self._sampling.sample(logits, parameters, uniform)
+
+    def inputs(self, tables: RowTables, chain: ChainBuffers) -> None:
+        c, count = chain, chain.ids.shape[1]
+        chain_inputs_kernel[(len(c.rows),)](
+            c.rows, c.seeds, tables.lengths, tables.last_tokens, tables.slots, c.starts, c.draft_ids,
+            c.draft_positions, c.draft_slots, c.draft_lens, c.draft_real, c.draft_uniform, c.ids, c.positions, c.slots,
+            c.lens, c.real, c.uniform, len(c.rows), tables.slots.shape[1], K=count, BLOCK=next_power_of_2(count),
+            num_warps=1,
+        )  # fmt: skip
+
+    def accept(self, tables: RowTables, chain: ChainBuffers, simulated: SimulatedAcceptance | None) -> None:
+        c, count = chain, chain.ids.shape[1]
+        least = 0 if simulated is None else int(simulated.length)
+        chain_accept_kernel[(len(c.rows),)](
+            c.rows, c.seeds, c.starts, c.ids, c.sampled, tables.tokens, tables.lengths, tables.last_tokens, c.result,
+            c.next_ids, c.last, tables.tokens.shape[1], 0.0 if simulated is None else simulated.length - least,
+            SALT=0 if simulated is None else signed64(simulated.salt), LEAST=least, K=count,
+            BLOCK=next_power_of_2(count), num_warps=1,
+        )  # fmt: skip
+
+    def keep_states(self, states: Tensor, hidden: Tensor, chain: ChainBuffers) -> None:
+        width = states.shape[1]
+        chain_states_kernel[(len(chain.rows), triton.cdiv(width, _BLOCK_D))](
+            states, hidden, chain.rows, chain.last, WIDTH=width, BLOCK=_BLOCK_D, num_warps=warps_for(_BLOCK_D)
+        )
+
+
+def aot_cases() -> list[AotCase]:
+    """Chains of one draft and of three; rows of V3's hidden states."""
+    narrow = ("slot_table", "draft_lens", "draft_real", "lens", "real", "tokens")
+    kinds = dict.fromkeys(narrow, "*i32") | {"num_requests": "i32", "width": "i32", "share": "fp32"}
+    kinds |= dict.fromkeys(("draft_uniform", "uniform"), "*fp32")
+
+    def case(name: str, kernel: Any, **constants: int) -> AotCase:
+        names = [name for name in kernel.arg_names if name not in constants]
+        return AotCase(name, kernel, {name: kinds.get(name, "*i64") for name in names}, constants, 1, 3, False)
+
+    cases = []
+    for count in (2, 4):
+        size = {"K": count, "BLOCK": next_power_of_2(count)}
+        cases.append(case(f"chain_inputs_{count}", chain_inputs_kernel, **size))
+        cases.append(case(f"chain_accept_{count}", chain_accept_kernel, SALT=0, LEAST=0, **size))
+    states = {"states": "*bf16", "hidden": "*bf16", "rows": "*i64", "last": "*i64"}
+    constants = {"WIDTH": 7168, "BLOCK": _BLOCK_D}
+    cases.append(AotCase("chain_states_v3", chain_states_kernel, states, constants, warps_for(_BLOCK_D), 3, False))
+    return cases

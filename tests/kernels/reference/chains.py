@@ -1,0 +1,54 @@
+"""Drawn rows and chains of drafts, for tests of `ChainKernels`."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_engine.kernels.decoder.drafting import RowTables
+from moe_engine.kernels.speculation.protocol import ChainBuffers
+
+ROWS, WIDTH, HIDDEN = 6, 24, 40
+
+
+def drawn_tables(generator: torch.Generator) -> RowTables:
+    def ints(high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(1, high, shape, generator=generator)
+
+    slots = torch.randperm(ROWS * WIDTH, generator=generator).view(ROWS, WIDTH).int() + 1
+    states = torch.randn(ROWS, HIDDEN, generator=generator)
+    return RowTables(slots, ints(50, ROWS, WIDTH).int(), ints(WIDTH - 8, ROWS), ints(50, ROWS), states)
+
+
+def drawn_chain(generator: torch.Generator, real: int, padded: int, drafts: int) -> ChainBuffers:
+    """Requests of different rows, with drafts of which about half are right; -1 among the sampled tokens. What the
+    kernels write holds garbage."""
+    size, count = real + padded, drafts + 1
+    rows = torch.cat((torch.randperm(ROWS, generator=generator)[:real], torch.full((padded,), -1)))
+
+    def garbage(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.full(shape, 77, dtype=dtype)
+
+    sampled = torch.randint(-1, 3, (size, count), generator=generator)
+    chain = ChainBuffers(
+        rows=rows,
+        query_rows=rows.clamp_min(0).int(),
+        seeds=torch.randint(-(2**62), 2**62, (size,), generator=generator),
+        starts=garbage(size),
+        draft_ids=garbage(count, size),
+        draft_positions=garbage(drafts, size),
+        draft_slots=garbage(drafts, size),
+        draft_lens=garbage(drafts, size, dtype=torch.int32),
+        draft_real=garbage(size, dtype=torch.int32),
+        draft_uniform=garbage(drafts, size, dtype=torch.float32),
+        ids=torch.randint(0, 3, (size, count), generator=generator),
+        positions=garbage(size, count),
+        slots=garbage(size, count),
+        lens=garbage(size, dtype=torch.int32),
+        real=garbage(size, count, dtype=torch.int32),
+        uniform=garbage(size, count, dtype=torch.float32),
+        sampled=sampled,
+        result=garbage(size, count + 1),
+        next_ids=garbage(size, count),
+        last=garbage(size),
+    )
+    return chain
