@@ -16,6 +16,7 @@ from moe_engine.server.control_api import ControlApi
 from moe_engine.server.doctor_api import DoctorApi, History
 from moe_engine.server.embeddings_api import EmbeddingsApi
 from moe_engine.server.engine_api import EngineApi
+from moe_engine.server.expert_types import ExpertGain, ExpertView
 from moe_engine.server.experts_api import ExpertsApi
 from moe_engine.server.metrics import Metrics
 from moe_engine.server.native_api import NativeApi
@@ -112,7 +113,8 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/freeze_gc", operations.freeze_gc, "GET POST", str, TEXT)
     yield from _of_engine(EngineApi(state), state)
     yield Endpoint("/experts", experts.page, answer=str, media=HTML)
-    yield Endpoint("/experts/data", experts.data, answer=native.ExpertView)
+    yield Endpoint("/experts/data", experts.data, answer=ExpertView)
+    yield Endpoint("/experts/gain", experts.gain, answer=ExpertGain)
     yield Endpoint("/doctor", doctor.doctor, answer=native.DoctorReport, query=native.DoctorQuery)
     yield Endpoint("/metrics", pages.measured, answer=str, media=TEXT)
     yield Endpoint("/", pages.root, answer=native.Root)

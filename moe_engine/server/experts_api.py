@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from fastapi import Request, Response
 
 from moe_engine.errors import InputError
+from moe_engine.frontend.expert_gain import gain_view
 from moe_engine.frontend.expert_records import ExpertRecords
+from moe_engine.server.control_api import version
+from moe_engine.server.expert_types import ExpertGain, ExpertLaunch
 from moe_engine.server.http_io import json_response
 from moe_engine.server.live_pages import HEADERS, page
-from moe_engine.server.native_types import ExpertView
 from moe_engine.server.openapi import HTML
 from moe_engine.server.state import ServerState
 
@@ -20,6 +23,17 @@ VIEW_TIMEOUT = 5.0
 class ExpertsApi:
     def __init__(self, state: ServerState) -> None:
         self._records = ExpertRecords(state.client)
+        args, info = state.settings.args, state.client.info
+        self._launch: ExpertLaunch = {
+            "model": info.served_model_name,
+            "version": version(),
+            "mode": args.experts.expert_distribution_recorder_mode,
+            "ranks": args.parallel.ep_size,
+            "nodes": args.parallel.nnodes,
+            "redundant_experts": args.experts.ep_num_redundant_experts,
+            "eplb": args.experts.enable_eplb,
+        }
+        self._planning = asyncio.Lock()
 
     async def start(self, request: Request) -> Response:
         """Starts expert recording."""
@@ -46,14 +60,28 @@ class ExpertsApi:
 
     async def data(self, request: Request) -> Response:
         """Data of the live page."""
+        return json_response({**(await self._view() or NOTHING), "launch": self._launch})
+
+    async def gain(self, request: Request) -> Response:
+        """What EPLB would gain on the counts recorded so far."""
+        view = await self._view()
+        counts = None if view is None else view["counts"]
+        if not counts or not any(map(any, counts)):
+            nothing: ExpertGain = {"ranks": [], "planned": [], "rows": []}
+            return json_response(nothing)
+        launch = self._launch
+        sizes = launch["ranks"], launch["nodes"], launch["redundant_experts"]
+        async with self._planning:
+            return json_response(await asyncio.to_thread(gain_view, counts, *sizes))
+
+    async def _view(self) -> dict[str, Any] | None:
         try:
-            view = await asyncio.wait_for(self._records.snapshot(), VIEW_TIMEOUT)
+            return await asyncio.wait_for(self._records.snapshot(), VIEW_TIMEOUT)
         except TimeoutError:
             raise InputError("a long step is running; try again", status=503) from None
-        return json_response(view or NOTHING)
 
 
-NOTHING: ExpertView = {"layers": 0, "experts": 0, "counts": [], "balancedness": {}, "recording": False, "pass": -1}
+NOTHING: dict[str, Any] = {"layers": 0, "experts": 0, "counts": [], "balancedness": {}, "recording": False, "pass": -1}
 """The view of a server with recording off."""
 
 

@@ -405,19 +405,6 @@ class OldLoad(TypedDict):
     num_tokens: int
 
 
-ExpertView = TypedDict(
-    "ExpertView",
-    {
-        "layers": int,
-        "experts": int,
-        "counts": list[list[int]] | None,  # [layers][experts]
-        "balancedness": dict[str, float],
-        "recording": bool,
-        "pass": int,
-    },
-)
-
-
 class DoctorFinding(TypedDict):
     """A rule that holds: evidence, the flag to change, its memory."""
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from moe_engine.cli.experts_report import terminal
 from moe_engine.cli.experts_report.dumps import ExpertCounts, read_dumps
 from moe_engine.cli.experts_report.plots import draw
-from moe_engine.cli.experts_report.statistics import Gain, LayerStatistics, eplb_gain, layer_statistics, usual_layouts
+from moe_engine.cli.experts_report.statistics import LayerStatistics, layer_statistics
 from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
+from moe_engine.parallel.placement.gain import Gain, eplb_gain, usual_layouts
 from moe_engine.parallel.placement.layout import ExpertLayout
 
 EPILOG = """\

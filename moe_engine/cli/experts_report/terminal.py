@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_engine.cli.experts_report.dumps import ExpertCounts
-from moe_engine.cli.experts_report.statistics import Gain, LayerStatistics
+from moe_engine.cli.experts_report.statistics import LayerStatistics
+from moe_engine.parallel.placement.gain import Gain
 
 SHADES = " ·░▒▓█"
 LIMITS = (0.25, 0.75, 1.5, 3.0, 6.0)

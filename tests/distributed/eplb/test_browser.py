@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from moe_engine.frontend.client_api import GroupAnswers
+from moe_engine.server.live_pages import page
 from tests.distributed.eplb.test_server import VIEW, RecordingClient, group
 from tests.server.harness import real_server
 
@@ -56,8 +57,41 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     assert text_of(done.stdout, "choices") == str(10 * number + 10)
     assert text_of(done.stdout, "imbalance") == f"{10 * number / (5 * number + 5):.2f}"
     assert '<canvas id="map"' in done.stdout and re.search(r'width="2"[^>]*height="1"', done.stdout)
+    assert re.search(r'id="launch"[^>]*>tiny · one rank · EPLB off', done.stdout)
+    assert re.search(r'id="rows"><tr[^>]*><td[^>]*>2</td>', done.stdout), "what EPLB would gain on two ranks"
+    assert re.search(r'id="layer-rows"><tr[^>]*><td[^>]*>1</td>', done.stdout), "the layer's own number"
+    assert re.search(r'id="empty" hidden', done.stdout) and not re.search(r'id="heat" hidden', done.stdout)
     colours = pixels(picture)
     assert len(colours) > 20, "the heat map and its scale are drawn in many colours"
+
+
+EMPTY_STATES = {
+    "Recording is off": None,
+    "Nothing is recorded yet": {**VIEW, "counts": [[0, 0], [0, 0]], "recording": False},
+    "Waiting for tokens": {**VIEW, "counts": [[0, 0], [0, 0]]},
+}
+
+
+@pytest.mark.skipif(BROWSER is None, reason=f"needs a browser: {', '.join(BROWSERS)}")
+@pytest.mark.parametrize("title", EMPTY_STATES)
+def test_an_empty_page_says_what_to_do(tmp_path: Path, title: str) -> None:
+    assert BROWSER is not None
+    with real_server(RecordingClient(view_experts=[EMPTY_STATES[title]])) as url:
+        command = [
+            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"),
+            *(f"--virtual-time-budget={WAIT_MS}", "--dump-dom", f"{url}/experts"),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert text_of(done.stdout, "empty-title") == title and re.search(r'id="heat" hidden', done.stdout)
+    assert text_of(done.stdout, "trouble") == ""
+    assert ('id="start" class="main" disabled' in done.stdout) == (title != "Nothing is recorded yet")
+
+
+def test_the_script_asks_for_elements_that_exist() -> None:
+    text = page("experts_live")
+    names = set(re.findall(r'\bid="([\w-]+)"', text))
+    assert set(re.findall(r'\bfind\("([\w-]+)"', text)) <= names
+    assert not re.findall(r"https?:|//\w+\.|<link|@import|<img|\bsrc=|innerHTML", text)
 
 
 def pixels(picture: Path) -> set[Any]:

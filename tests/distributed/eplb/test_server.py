@@ -187,10 +187,28 @@ def test_the_live_page_and_its_data() -> None:
     page = get(client, "/experts")
     assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"] and "experts/data" in page.text
-    data = get(client, "/experts/data").json()
+    data = get(client, "/experts/data", served_model_name="m").json()
+    launch = data.pop("launch")
+    assert launch["ranks"] == 1 and launch["model"] == client.info.served_model_name and launch["mode"] is None
     assert data == {**VIEW, "counts": [[0, 0], [4, 2]], "pass": 5}
     off = get(RecordingClient(view_experts=[None]), "/experts/data").json()
     assert off["layers"] == 0 and off["counts"] == [] and off["recording"] is False
+
+
+def test_the_gain_of_eplb() -> None:
+    """Expert 0 of four gets half the tokens: on two ranks EPLB pairs it with the idlest, and says what that saves."""
+    view = {**VIEW, "experts": 4, "counts": [[0] * 4, [50, 30, 15, 5]]}
+    answer = get(RecordingClient(view_experts=[view]), "/experts/gain", ep_size=2, tp_size=2)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert found["ranks"] == [80, 20] and sorted(found["planned"]) == [45, 55]
+    first = found["rows"][0]
+    assert (first["ep_size"], first["redundant_experts"], first["is_launch"]) == (2, 0, True)
+    assert first["trivial"] == pytest.approx(50 / 80, abs=1e-3) and first["eplb"] == pytest.approx(50 / 55, abs=1e-3)
+    assert first["slowest_rank"] == pytest.approx(55 / 80, abs=1e-3)
+    one = get(RecordingClient(view_experts=[view]), "/experts/gain").json()
+    assert one["ranks"] == one["planned"] == [] and not any(row["is_launch"] for row in one["rows"])
+    assert get(RecordingClient(view_experts=[None]), "/experts/gain").json()["rows"] == []
 
 
 def test_keys() -> None:

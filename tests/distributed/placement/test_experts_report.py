@@ -14,10 +14,11 @@ import torch
 
 from moe_engine.cli.experts_report import terminal
 from moe_engine.cli.experts_report.dumps import read_dumps
-from moe_engine.cli.experts_report.statistics import eplb_gain, layer_statistics, usual_layouts
+from moe_engine.cli.experts_report.statistics import layer_statistics
 from moe_engine.cli.main import main
 from moe_engine.errors import ConfigError
 from moe_engine.parallel.placement.balance import balancedness
+from moe_engine.parallel.placement.gain import eplb_gain, usual_layouts
 from moe_engine.parallel.placement.layout import ExpertLayout
 from moe_engine.parallel.placement.placement import ExpertPlacement
 from moe_engine.parallel.placement.policies import plan_placement
