@@ -1,4 +1,4 @@
-"""Settings of the worker: which steps are captured as CUDA graphs, which are compiled, and LoRA adapters."""
+"""Settings of worker and scheduler: captured and compiled steps, LoRA adapters, storage of KV."""
 
 from __future__ import annotations
 
@@ -72,3 +72,22 @@ class LoraSettings:
     backend: str = "auto"
     max_loaded: int | None = None
     adapters: tuple[LoraAdapter, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSettings:
+    """Storage below the host-RAM tier (--hicache-storage-backend).
+
+    `backend`: name, or path of a class; `directory`: of backends with files; `max_bytes`: its limit, 0 for the
+    backend's own; `extra`: a JSON object for the backend. Of prefetching: `policy` (best_effort, wait_complete,
+    timeout), `threshold`: fewer missing tokens are computed; `timeout_base` and `timeout_per_1024`: seconds.
+    """
+
+    backend: str
+    directory: str = ""
+    max_bytes: int = 0
+    extra: str = ""
+    policy: str = "timeout"
+    threshold: int = 256
+    timeout_base: float = 1.0
+    timeout_per_1024: float = 0.25

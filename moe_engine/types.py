@@ -14,6 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from moe_engine.errors import InputError
+from moe_engine.kv_ops import KVBackup as KVBackup
+from moe_engine.kv_ops import KVFetch as KVFetch
+from moe_engine.kv_ops import KVLoad as KVLoad
+from moe_engine.kv_ops import KVOps as KVOps
+from moe_engine.kv_ops import KVReport as KVReport
 from moe_engine.structured_output.constraint import Constraint
 
 GREEDY_TEMPERATURE = 1e-6
@@ -263,6 +268,8 @@ class Request:
     lora_id: int = NO_LORA
     """Number of its LoRA adapter; `lora_pinned`: the adapter keeps its slot."""
     lora_pinned: bool = False
+    lora_key: str = ""
+    """Fingerprint of the adapter, for KV that outlives the engine; empty: not known."""
     hidden: list[bytes] | None = None  # final hidden states since the last event; None: not requested
     num_hidden: int = 0  # positions whose states have been taken
 
@@ -284,6 +291,12 @@ class Request:
     spec_accepted: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when first scheduled."""
+    loaded_host: int = 0
+    """Tokens of its prefix that were loaded for it from the connector's memory; `loaded_storage`: those that came from
+    storage."""
+    loaded_storage: int = 0
+    tiers: tuple[int, int, str] | None = None
+    """Of `cached_tokens` those from host memory and from storage, and the storage's name; None without a KV tier."""
     first_scheduled: float | None = None
     retractions: int = 0
     failed_steps: int = 0
@@ -407,30 +420,6 @@ class StepFacts:
             depth=depth if drafting else 0,
             **more,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class KVLoad:
-    """Copies KV from `places` of the connector to `slots` of the pool. The copy may end after the step."""
-
-    id: int
-    places: list[int]
-    slots: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class KVOps:
-    """Copies between the KV pool and a connector (`scheduler.kv_connector`). Every rank runs them in plan order, before
-    the step's forward: it waits for the loads `arrived`, stores, then begins `loads`.
-
-    Stores copy store_slots[i] of the pool to store_places[i]; places are distinct. The step may overwrite the slots.
-    `arrived` are loads that the scheduler regards as complete: this step and later steps may use their slots.
-    """
-
-    store_slots: list[int] = field(default_factory=list)
-    store_places: list[int] = field(default_factory=list)
-    loads: list[KVLoad] = field(default_factory=list)
-    arrived: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

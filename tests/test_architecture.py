@@ -23,7 +23,8 @@ MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
 FACTS = {
-    "errors", "types", "step_settings", "token_masks", "sampling_checks", "custom_logit_processor", "validation",
+    "errors", "kv_ops", "types", "step_settings", "token_masks", "sampling_checks", "custom_logit_processor",
+    "validation",
 }  # fmt: skip
 BASE = FACTS | {"structured_output", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
@@ -31,11 +32,13 @@ PLAN = {"config", "planning", "tokenizer"}
 # package -> what it may import of this project, besides itself
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
-    "types": {"errors", "structured_output"},
+    "kv_ops": set(),
+    "types": {"errors", "kv_ops", "structured_output"},
     "step_settings": set(),
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
     "kv_connectors": {"errors"},
+    "storage": {"errors", "step_settings"},
     "sampling_checks": {"errors", "types", "validation", "structured_output"},
     "structured_output": {"errors", "types", "validation", "tokenizer", "processes"},
     "validation": {"errors"},
@@ -48,14 +51,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokenizer": BASE,
     "processes": {"errors"},
     "config": BASE | {"kernels", "parallel", "tokenizer"},
-    "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes", "scheduler"},
+    "planning": BASE | MODEL | {"config", "tokenizer", "demo", "processes", "scheduler", "storage"},
     "tuning": BASE | MODEL | PLAN | {"processes", "scheduler", "core", "frontend"},
-    "worker": BASE | MODEL | {"processes"},
+    "worker": BASE | MODEL | {"processes", "storage"},
     "core": BASE | MODEL | PLAN | {"logs", "processes", "scheduler", "worker"},
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
     "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
-    "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic"},
+    "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic", "storage"},
     "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "tuning"},
     "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server", "tuning"},
     "launch_server": {"cli"},
@@ -65,6 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 NO_TORCH_FILES = (
     "step_settings",
+    "kv_ops",
     "types",
     "token_masks",
     "custom_logit_processor",
@@ -76,7 +80,7 @@ NO_TORCH_FILES = (
     "launch_server",
     "__init__",
 )
-NO_TORCH = ("structured_output", "scheduler", "tokenizer", "server", "processes", "tuning", *NO_TORCH_FILES)
+NO_TORCH = ("structured_output", "storage", "scheduler", "tokenizer", "server", "processes", "tuning", *NO_TORCH_FILES)
 TORCH_IN_FUNCTIONS_ONLY = ("config", "planning", "frontend", "core", "executor", "cluster", "cli")
 MAY_IMPORT_TORCH = ("moe_engine/cli/compile_kernels/",)
 """Rooms of the packages above that are imported by one command alone."""

@@ -12,6 +12,8 @@ import os
 import socket
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,12 +26,12 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.executor import messages
 from moe_engine.executor.leader_worker import LocalWorker, kernels_of
 from moe_engine.executor.options import plan_name
-from moe_engine.executor.plan_broadcast import Masks, PlanReceiver, Run, Step, Stop
+from moe_engine.executor.plan_broadcast import KV_REPORT, Masks, PlanReceiver, Run, Step, Stop
 from moe_engine.executor.process_groups import RankWorld, quieten_torch
 from moe_engine.executor.progress import Progress
 from moe_engine.models import registry
 from moe_engine.processes.child import read_spec
-from moe_engine.types import StepPlan, StepResult
+from moe_engine.types import KVReport, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from moe_engine.cluster.dp_rank import SchedulingRank
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("moe_engine")
 
 RECEIVE_SECONDS = 0.5
+STORAGE_SECONDS = 0.005
+"""`RECEIVE_SECONDS` while the storage works, so that its reports leave in time."""
 
 
 def main() -> NoReturn:
@@ -68,6 +72,9 @@ class Follower:
         self._spec = spec
         self._rank = spec.place.rank
         self._reported_idle = False
+        self._kv_reports: deque[KVReport] = deque()
+        self._num_kv_ops: Callable[[], int] = int
+        """Operations of the storage in progress."""
         self._progress = Progress(lambda: "starting", on_stride=lambda: self._heartbeat.beat_now())
         hello = messages.Hello(self._rank, socket.gethostname(), os.getpid(), spec.options.fingerprint)
         limits = spec.options.limits
@@ -97,8 +104,10 @@ class Follower:
         preparing = ThreadPoolExecutor(1, "rank-start").submit(self._prepare, welcome)
         preparing.add_done_callback(self._prepared)
         while True:
+            while self._kv_reports:
+                receiver.answer(KV_REPORT, RankAnswer(self._rank, list(self._kv_reports.popleft())))
             try:
-                message = receiver.receive(RECEIVE_SECONDS)
+                message = receiver.receive(STORAGE_SECONDS if self._num_kv_ops() else RECEIVE_SECONDS)
             except MoeEngineError as error:
                 self._heartbeat.send_failure(self._rank, error)
                 continue
@@ -126,6 +135,7 @@ class Follower:
         spec = self._spec
         RankWorld(spec.options, spec.place, welcome.store_host, welcome.store_port).join()
         worker: LocalWorker = spec.options.make_worker(spec.config, spec.place, self._progress)
+        self._num_kv_ops = worker.report_storage(self._kv_reports.append) or self._num_kv_ops
         self._progress.ready = True
         self._heartbeat.send(messages.Loaded(self._rank, kernels_of(worker)))
         return worker

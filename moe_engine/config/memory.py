@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_engine.config.field import flag
 from moe_engine.config.values import parse_count
 
-WRITE_THROUGH = "write-through to the host-RAM tier"
+FURTHER_LAYOUTS = "further layouts of the host-RAM tier"
 OTHER_KV = "4-bit KV caches and KV caches with block scales"
 
 
@@ -97,8 +97,52 @@ class MemoryArgs:
         metavar="NAME",
     )
     hicache_write_policy: str = flag(
-        "write_back",
-        "When KV is copied to the host-RAM tier. write_back: when it leaves the KV cache.",
-        choices=("write_back",),
-        unsupported=dict.fromkeys(("write_through", "write_through_selective"), WRITE_THROUGH),
+        "auto",
+        "When KV is copied to the host-RAM tier, and from there to storage. write_back: when it leaves the KV cache. "
+        "write_through: as soon as it is cached. write_through_selective: when it is used a second time. auto: "
+        "write_through with storage, else write_back.",
+        choices=("auto", "write_back", "write_through", "write_through_selective"),
+    )
+    hicache_mem_layout: str = flag(
+        "page_first",
+        "Layout of the host-RAM tier. page_first: a page is one piece of memory. layer_first: an array for each layer.",
+        choices=("page_first", "layer_first"),
+        unsupported=dict.fromkeys(("page_first_direct", "page_first_kv_split", "page_head"), FURTHER_LAYOUTS),
+    )
+    hicache_io_backend: str = flag(
+        "direct",
+        "Copies between a GPU and the host-RAM tier. direct: one for each run of neighbouring tokens. kernel: one for "
+        "all tokens, through a buffer. No effect on a CPU.",
+        choices=("direct", "kernel"),
+        unsupported={"kernel_ascend": "other accelerators"},
+    )
+    hicache_storage_backend: str | None = flag(
+        None,
+        "Storage below the host-RAM tier, which a restarted server finds again: file (a folder), or the "
+        "path of a class, as package.module:Class. Needs --enable-hierarchical-cache.",
+        metavar="NAME",
+    )
+    hicache_storage_dir: str | None = flag(
+        None,
+        "Folder of file storage. Left out: SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR, or a folder of this user "
+        "below the system's temporary folder.",
+        metavar="FOLDER",
+    )
+    hicache_storage_size: float = flag(
+        0.0,
+        "Limit of the storage in GB (10^9 bytes); the pages used longest ago are removed. 0: for a folder what it "
+        "holds and 90 % of the free disk.",
+        metavar="GB",
+    )
+    hicache_storage_prefetch_policy: str = flag(
+        "timeout",
+        "How long a request waits for pages of the storage. best_effort: not at all, once it could run; it uses what "
+        "has arrived. wait_complete: until all have arrived, at most 60 s. timeout: 1 s and 0.25 s per 1024 tokens.",
+        choices=("best_effort", "wait_complete", "timeout"),
+    )
+    hicache_storage_backend_extra_config: str | None = flag(
+        None,
+        "JSON object, or @FILE with one: prefetch_threshold (256 tokens; shorter prefixes are computed), "
+        "prefetch_timeout_base (1 s), prefetch_timeout_per_ki_token (0.25 s), and settings of the backend.",
+        metavar="JSON",
     )

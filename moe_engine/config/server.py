@@ -67,7 +67,7 @@ class ServerArgs:
         "embedded model gets its own parser.",
         choices=_reasoning_parsers,
         unsupported=dict.fromkeys(
-            ("auto", "gpt-oss", "deepseek-v4", "deepseek-v41", "mistral",
+            ("auto", "deepseek-v4", "deepseek-v41", "mistral",
              "nemotron_3", "hunyuan", "mimo"),
             MORE_PARSERS,
         ),
@@ -78,7 +78,7 @@ class ServerArgs:
         "the demo model gets its own parser.",
         choices=_tool_call_parsers,
         unsupported=dict.fromkeys(
-            ("auto", "deepseekv41", "gpt-oss", "step3", "hunyuan", "mimo"),
+            ("auto", "deepseekv41", "step3", "hunyuan", "mimo"),
             MORE_PARSERS,
         ),
     )  # fmt: skip

@@ -76,6 +76,12 @@ class LoraId(msgspec.Struct, forbid_unknown_fields=True):
     lora_id: int
 
 
+class NewWeights(msgspec.Struct, forbid_unknown_fields=True):
+    """`weights`: a name that no other weights had."""
+
+    weights: str
+
+
 class ExpertDumps:
     """Writes dumps of expert counts into the operator's directory, on a thread of its own."""
 

@@ -36,5 +36,7 @@ class EngineInfo:
     """The memory ledger's entry for CUDA graphs; 0 without graphs."""
     backends: dict[str, str] = field(default_factory=dict)
     """Backend name by kernel family."""
+    hicache_storage_backend: str | None = None
+    """Storage below the host-RAM tier of the KV cache; None: there is none."""
     pooling: PoolingConfig | None = None
     """Of a model that is served for vectors; None: for text."""

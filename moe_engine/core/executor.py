@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from moe_engine.core.rank_calls import RankCall
 from moe_engine.errors import EngineDeadError
 from moe_engine.token_masks import LaunchedStep, StepMasks
-from moe_engine.types import StepPlan, StepResult
+from moe_engine.types import KVReport, StepPlan, StepResult
 
 
 class StepWorker(Protocol):
@@ -29,6 +29,9 @@ class StepWorker(Protocol):
 
     def call_ranks(self, method: str, args: Mapping[str, Any], seconds: float) -> RankCall:
         """Begins one of `worker.rank_methods` on every rank, behind the steps submitted so far."""
+
+    def take_kv_reports(self) -> list[tuple[int, KVReport]]:
+        """Progress of the storage on the other ranks since the last call: (rank, report)."""
 
 
 class RankLost(EngineDeadError):

@@ -19,6 +19,7 @@ import msgspec
 from moe_engine.core import messages
 from moe_engine.core.bad_words import BadWords
 from moe_engine.core.core_methods import NO_METHODS, CoreMethod, NoArgs, PauseArgs
+from moe_engine.core.deltas import deltas_of
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.grammar_queue import GrammarQueue, grammar_of
@@ -49,6 +50,8 @@ IDLE_POLL_SECONDS = 0.2
 """Interval of an idle core's liveness updates in the shared status."""
 CALL_POLL_SECONDS = 0.005
 """Poll interval of an idle core for its ranks' replies to a call."""
+STORAGE_POLL_SECONDS = 0.02
+"""Of an idle core while the storage works: the deadlines of waiting requests."""
 STATUS_INTERVAL_SECONDS = 0.05
 SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
 
@@ -150,18 +153,32 @@ class EngineCore:
             self._note_busy(not idle and not self._paused)
             self._status.write(last_turn=time.monotonic())
             may_wait = (no_steps and (not idle or not self._stopping)) or self._waits_for_kv
-            may_wait = may_wait or (self._paused and self._in_flight is None)
-            timeout = CALL_POLL_SECONDS if self._calls else IDLE_POLL_SECONDS
+            may_wait = (may_wait and not self._scheduler.kv_cache.has_kv_ops) or (
+                self._paused and self._in_flight is None
+            )
+            timeout = self._poll_seconds()
             for message in self._transport.receive(timeout if may_wait else 0.0):
                 self._handle(message)
             self._answer_calls()
             if self._grammars:
                 self._enter_ready()
-            if self._kv_arrivals is not None and (loads := self._kv_arrivals.take()):
-                self._scheduler.kv_arrived(loads)
+            if self._kv_arrivals is not None:
+                loads, reports = self._kv_arrivals.take(), self._kv_arrivals.take_storage()
+                if loads or reports:
+                    self._scheduler.kv_arrived(loads, reports)
             self._step()
             if self._kv_arrivals is not None:
-                self._waits_for_kv = self._in_flight is None and self._scheduler.num_loading > 0
+                waits = self._scheduler.num_loading > 0 or self._scheduler.kv_cache.num_fetching() > 0
+                self._waits_for_kv = self._in_flight is None and waits
+
+    def _poll_seconds(self) -> float:
+        """How long `receive` waits."""
+        if self._calls:
+            return CALL_POLL_SECONDS
+        storage = self._scheduler.kv_cache.storage
+        if storage is None or not storage.num_open or self._kv_arrivals is None:
+            return IDLE_POLL_SECONDS
+        return CALL_POLL_SECONDS if self._kv_arrivals.polls else STORAGE_POLL_SECONDS
 
     def start_over(self) -> None:
         """After `run` has raised: running requests return to the queue and are computed again by the next `run`."""
@@ -376,6 +393,7 @@ class EngineCore:
             logprobs=logprobs,
             extra_key=message.extra_key,
             lora_id=message.lora_id,
+            lora_key=message.lora_key,
             lora_pinned=message.lora_pinned,
             hidden=[] if message.return_hidden_states else None,
             seed=message.seed,
@@ -421,7 +439,7 @@ class EngineCore:
 
     def _publish(self, events: list[RequestEvent]) -> None:
         if events:
-            self._send_deltas(_deltas(events))
+            self._send_deltas(deltas_of(events))
 
     def _send_deltas(self, deltas: list[messages.RequestDelta]) -> None:
         self._transport.send(messages.StepOutput(deltas=deltas, group=self._group))
@@ -465,36 +483,3 @@ def _reply_of(call_id: int, call: PendingCall) -> messages.Reply | None:
     error = call.exception()
     value = call.result() if error is None else describe(error)
     return messages.Reply(id=call_id, ok=error is None, value=value)
-
-
-def _deltas(events: list[RequestEvent]) -> list[messages.RequestDelta]:
-    """One delta per event. Most events only carry a token: a fast path, because a step has hundreds of them."""
-    plain = messages.RequestDelta
-    return [
-        plain(rid, tokens, None, None, None, cached, retractions)
-        if finish is None and logprobs is None and prompt_logprobs is None and vector is None
-        else _delta(event)
-        for event in events
-        for rid, tokens, finish, cached, retractions, logprobs, prompt_logprobs, _, _, vector in (event,)
-    ]
-
-
-def _delta(event: RequestEvent) -> messages.RequestDelta:
-    return messages.RequestDelta(
-        event.rid,
-        event.token_ids,
-        event.finish_reason.to_dict() if event.finish_reason else None,
-        event.logprobs,
-        event.prompt_logprobs,
-        event.cached_tokens,
-        event.retractions,
-        _queue_time(event),
-        event.speculation,
-        event.vector,
-    )
-
-
-def _queue_time(event: RequestEvent) -> float:
-    """Seconds from arrival in the queue to the first step; known at the last event."""
-    timing = event.timing
-    return timing.first_scheduled - timing.queued_at if timing and timing.first_scheduled is not None else 0.0

@@ -38,6 +38,7 @@ class AddRequest(Message, tag="add"):
     token_ids_logprob: list[int] = []
     extra_key: str | None = None
     lora_id: int = 0
+    lora_key: str = ""
     """Number of its LoRA adapter; 0: the base model. `lora_pinned`: the adapter keeps its slot."""
     lora_pinned: bool = False
     arrival: float = 0.0
@@ -98,6 +99,8 @@ class RequestDelta(msgspec.Struct, array_like=True, omit_defaults=True):
     vector: bytes | None = None
     """float32 in native byte order: of a pooled model its vector, with `finish`; else final hidden states of the tokens
     computed since the last delta, in order, if requested."""
+    tiers: tuple[int, int, str] | None = None
+    """With `finish`, if there is a KV tier: cached tokens from host memory, from storage, and the storage's name."""
 
 
 class StepOutput(Message, tag="step"):

@@ -11,7 +11,7 @@ import msgspec
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.token_masks import LaunchedStep, StepMasks
-from moe_engine.types import StepPlan, StepResult
+from moe_engine.types import KVReport, StepPlan, StepResult
 
 
 class RankAnswer(msgspec.Struct, array_like=True, omit_defaults=True):
@@ -94,3 +94,6 @@ class SingleRank:
         call = RankCall([0], seconds)
         self._worker.run_call(method, args).add_done_callback(lambda done: call.add(RankAnswer.of(0, done)))
         return call
+
+    def take_kv_reports(self) -> list[tuple[int, KVReport]]:
+        return []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from moe_engine import logs
 from moe_engine.config.kv_events import parse_kv_events
 from moe_engine.config.parallel import ParallelArgs
-from moe_engine.core.core_methods import CoreMethod, ExpertDumps, LoraId, settings_methods
+from moe_engine.core.core_methods import CoreMethod, ExpertDumps, LoraId, NewWeights, settings_methods
 from moe_engine.core.dp_sync import DPSync
 from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import StepWorker
@@ -71,8 +71,9 @@ def make_core(
     }
     kv_arrivals = None
     if config.host_tier_tokens:
-        kv_arrivals = KVArrivals(transport.wake)
-        worker.on_kv_done(kv_arrivals.report)
+        group_size = config.parallel.topology.attn_tp_size if config.storage is not None else 1
+        kv_arrivals = KVArrivals(transport.wake, group_size, driver.take_kv_reports)
+        worker.on_kv_done(kv_arrivals.report, kv_arrivals.report_storage)
     scheduler = Scheduler(scheduler_config(config))
     if (events := parse_kv_events(config.logging.kv_events_config)) is not None:
         assert scheduler.kv_cache.tree.events is not None
@@ -88,6 +89,7 @@ def make_core(
         worker_stats=lambda: own | worker.state() | scheduler.table.settings.values(),
         methods={"write_experts": ExpertDumps(config.experts.directory).method()}
         | _lora_methods(scheduler)
+        | _storage_methods(scheduler)
         | settings_methods(scheduler.table.settings),
         check=check,
         dp_sync=dp_sync,
@@ -112,6 +114,13 @@ def _publishing(events: KVEventPublisher, check: Callable[[], None]) -> Callable
 def _lora_methods(scheduler: Scheduler) -> dict[str, CoreMethod]:
     slots = scheduler.table.lora
     return {} if slots is None else {"retire_lora": CoreMethod(lambda args: slots.retire(args.lora_id), LoraId)}
+
+
+def _storage_methods(scheduler: Scheduler) -> dict[str, CoreMethod]:
+    storage = scheduler.kv_cache.storage
+    return (
+        {} if storage is None else {"renew_storage": CoreMethod(lambda args: storage.renew(args.weights), NewWeights)}
+    )
 
 
 def _grammar_compiler(config: ResolvedConfig) -> GrammarCompiler | None:

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 from moe_engine.core.executor import RankLost
 from moe_engine.core.rank_calls import RankAnswer, RankCall, RankWorker
 from moe_engine.errors import ConfigError, EngineDeadError, MoeEngineError, StepNotRun
-from moe_engine.executor.plan_broadcast import Answer
+from moe_engine.executor.plan_broadcast import KV_REPORT, Answer
 from moe_engine.executor.progress import Progress
 from moe_engine.token_masks import LaunchedStep, StepMasks
-from moe_engine.types import StepPlan, StepResult
+from moe_engine.types import KVReport, StepPlan, StepResult
 
 MAX_AHEAD = 64
 """Max steps between the leader and its slowest follower; collectives usually keep it at one."""
@@ -55,6 +55,8 @@ def kernels_of(worker: Any) -> dict[str, str]:
 
 class LocalWorker(RankWorker, Protocol):
     """The part of `worker.Worker` that a rank uses."""
+
+    def report_storage(self, reporter: Callable[[KVReport], None]) -> Callable[[], int] | None: ...
 
     def close(self) -> None: ...
 
@@ -117,6 +119,7 @@ class LeaderWorker:
         self._worker = worker
         self._calls: dict[int, RankCall] = {}
         self._call_ids = itertools.count()
+        self._kv_reports: list[tuple[int, KVReport]] = []
         self._sender = sender
         self._detector = detector
         self._progress = progress
@@ -182,8 +185,16 @@ class LeaderWorker:
 
     def _take_answers(self) -> None:
         for found in self._sender.answers():
-            if (call := self._calls.get(found.id)) is not None:
+            if found.id == KV_REPORT:
+                self._kv_reports.append((found.answer.rank, KVReport(*found.answer.value)))
+            elif (call := self._calls.get(found.id)) is not None:
                 call.add(found.answer)
+
+    def take_kv_reports(self) -> list[tuple[int, KVReport]]:
+        """Progress of the storage on the followers."""
+        self._take_answers()
+        reports, self._kv_reports = self._kv_reports, []
+        return reports
 
     def close(self) -> None:
         """Stops the followers and the local worker after the steps sent so far."""

@@ -60,7 +60,7 @@ def make_worker(
     if states is not None:
         logger.info("%s", logs.state_line(states.max_rows, states.num_bytes / GB))
     if copies is not None:
-        policy = config.args.memory.hicache_write_policy
+        policy = config.hicache_write_policy
         logger.info("%s", logs.host_tier_line(config.host_tier_tokens, copies.num_bytes, policy))
     logger.info("%s", logs.pool_end_line(available_gb(config.device)))
     return worker

@@ -42,6 +42,10 @@ class Run(msgspec.Struct, tag="run", array_like=True):
     args: dict[str, Any]
 
 
+KV_REPORT = -1
+"""`Answer.id` of a report on the storage tier, which answers no call: its value is a list (id, pages, ended)."""
+
+
 class Answer(msgspec.Struct, tag="answer", array_like=True):
     """A follower's answer."""
 

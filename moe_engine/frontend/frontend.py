@@ -131,6 +131,7 @@ class Frontend:
             for generation in job.generations:
                 if (adapter := adapters.get(generation.lora)) is not None:
                     generation.request.lora_id, generation.request.lora_pinned = adapter.id, adapter.pinned
+                    generation.request.lora_key = adapter.key
             async with aclosing(self._pieces(job)) as pieces:
                 async for piece in pieces:
                     yield piece

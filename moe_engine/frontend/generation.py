@@ -92,6 +92,7 @@ class Generation:
         self.retractions = 0
         self.queue_time = 0.0
         self.speculation: tuple[int, int, list[int]] | None = None
+        self.tiers: tuple[int, int, str] | None = None
         self.received_at = time.monotonic()
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -117,7 +118,7 @@ class Generation:
         now = time.monotonic()
         self.cached_tokens, self.retractions = delta.cached_tokens, delta.retractions
         self.queue_time = delta.queue_time
-        self.speculation = delta.speculation
+        self.speculation, self.tiers = delta.speculation, delta.tiers
         if delta.vector is not None and self.hidden is not None:
             self.hidden.add(delta.vector)
         if delta.prompt_logprobs is not None and self.logprob_format is not None:
@@ -218,6 +219,8 @@ class Generation:
             "cached_tokens": self.cached_tokens,
             "queue_time": self.queue_time,
         }
+        if self.tiers is not None:
+            meta["cached_tokens_details"] = _by_tier(self.cached_tokens, *self.tiers)
         meta |= meta_times(self)
         if self.request.routed_dp_rank is not None:
             meta["dp_rank"] = self.request.routed_dp_rank
@@ -252,3 +255,9 @@ def _speculation_info(verify_ct: int, proposed: int, histogram: list[int]) -> di
         "spec_num_proposed_drafts": proposed,
         "spec_correct_drafts_histogram": histogram,
     }
+
+
+def _by_tier(cached: int, host: int, storage: int, backend: str) -> dict[str, Any]:
+    """Cached tokens by the tier that they came from."""
+    details: dict[str, Any] = {"device": cached - host - storage, "host": host}
+    return details | {"storage": storage, "storage_backend": backend} if backend else details

@@ -111,7 +111,7 @@ class _Part:
             self._logprobs.append(new.logprobs)
         delta.finish = new.finish
         delta.cached_tokens, delta.retractions, delta.queue_time = new.cached_tokens, new.retractions, new.queue_time
-        delta.speculation = new.speculation
+        delta.speculation, delta.tiers = new.speculation, new.tiers
         if new.vector is not None:
             delta.vector = new.vector if delta.vector is None else delta.vector + new.vector
         return True

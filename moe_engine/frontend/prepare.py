@@ -217,7 +217,7 @@ class Preparer:
             if name is None:
                 words = "require_reasoning: needs a server with --reasoning-parser"
                 raise InputError(words, field="require_reasoning")
-            reasoning = FreeReasoning(REASONING_FORMATS[name].start, REASONING_FORMATS[name].end, inside=True)
+            reasoning = FreeReasoning(REASONING_FORMATS[name].start, REASONING_FORMATS[name].free_end, inside=True)
         for prompt in prompts if reasoning is not None else ():
             if (constraint := prompt.sampling.constraint) is not None:
                 prompt.sampling = replace(prompt.sampling, constraint=replace(constraint, reasoning=reasoning))

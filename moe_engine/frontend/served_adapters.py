@@ -14,10 +14,12 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from moe_engine.errors import EngineDeadError, InputError, MoeEngineError
 from moe_engine.frontend.client_api import EngineClient
 from moe_engine.step_settings import LoraSettings
+from moe_engine.storage.fingerprint import fingerprint_of
 
 logger = logging.getLogger("moe_engine")
 
@@ -34,6 +36,14 @@ class ServedAdapter:
     pinned: bool = False
     num_users: int = 0
     idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @cached_property
+    def key(self) -> str:
+        """Fingerprint of its files, for KV that outlives the engine; empty: not known."""
+        try:
+            return fingerprint_of(self.path)
+        except OSError:
+            return ""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import os
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -173,6 +174,8 @@ class WeightUpdates:
             await self._client.collective_rpc(change.stage, change.stage_args or change.args, LOAD_SECONDS)
             if not all(await self._client.call("flush_cache")):
                 raise MoeEngineError("the prefix cache could not be flushed")
+            if self._client.info.hicache_storage_backend is not None:
+                await self._client.call("renew_storage", weights=uuid.uuid4().hex)
         except MoeEngineError:
             if self._client.health().alive:
                 await self._client.ask_ranks("discard_weights")

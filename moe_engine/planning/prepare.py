@@ -29,6 +29,7 @@ from moe_engine.planning.machine import Machine, probe_machine
 from moe_engine.planning.remarks import unread_variables
 from moe_engine.planning.resolve import ResolvedConfig, resolve
 from moe_engine.planning.resolve_lora import read_adapters
+from moe_engine.planning.resolve_storage import storage_settings
 from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others
 
@@ -75,7 +76,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         dump_directory=recorder_directory(os.environ),
     )
     resolved = resolve_profile(args, model, found.device, resolve_once)
-    resolved = _with_secret(resolved)
+    resolved = dataclasses.replace(_with_secret(resolved), storage=storage_settings(resolved.args, os.environ))
     if files is not None:
         exported = draft is not None and draft.is_nextn
         uses_mtp = resolved.speculation is not None and resolved.speculation.method == "nextn"

@@ -12,6 +12,7 @@ from moe_engine.config.lora import LoraArgs
 from moe_engine.parallel.recording.config import DIRECTORY_VARIABLE
 from moe_engine.planning.resolve_lora import is_enabled
 from moe_engine.planning.resolve_parallel import ParallelPlan
+from moe_engine.planning.resolve_storage import STORAGE_VARIABLE
 
 DEPENDENTS = {
     "log_requests_level": "log_requests",
@@ -25,6 +26,12 @@ DEPENDENTS = {
     "kv_connector": "enable_hierarchical_cache",
     "hicache_ratio": "enable_hierarchical_cache",
     "hicache_size": "enable_hierarchical_cache",
+    "hicache_write_policy": "enable_hierarchical_cache",
+    "hicache_mem_layout": "enable_hierarchical_cache",
+    "hicache_storage_dir": "hicache_storage_backend",
+    "hicache_storage_size": "hicache_storage_backend",
+    "hicache_storage_prefetch_policy": "hicache_storage_backend",
+    "hicache_storage_backend_extra_config": "hicache_storage_backend",
 }
 """Flag -> the flag without which it has no effect."""
 
@@ -70,7 +77,7 @@ def unread_variables(environ: Mapping[str, str]) -> tuple[str, ...]:
     found = []
     for name in sorted(environ):
         prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), None)
-        if prefix is None or name == DIRECTORY_VARIABLE:
+        if prefix is None or name in (DIRECTORY_VARIABLE, STORAGE_VARIABLE):
             continue
         instead = VARIABLES.get(name.removeprefix(prefix))
         found.append(f"environment variable {name}: moe-engine does not read it" + (f"; {instead}" if instead else ""))

@@ -35,11 +35,12 @@ from moe_engine.planning.resolve_lora import NamedAdapter, resolve_lora
 from moe_engine.planning.resolve_parallel import ParallelPlan, resolve_parallel, with_dispatch_dtype
 from moe_engine.planning.resolve_pooling import resolve_pooling
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
+from moe_engine.planning.resolve_storage import resolve_write_policy, with_storage_page
 from moe_engine.planning.sizing import Sizing, SizingInput, size_memory
 from moe_engine.planning.sparse_attention import check_sparse
 from moe_engine.planning.state_memory import with_states
 from moe_engine.planning.step_limits import StepLimits
-from moe_engine.step_settings import CompileSettings, GraphSettings, LoraSettings
+from moe_engine.step_settings import CompileSettings, GraphSettings, LoraSettings, StorageSettings
 from moe_engine.types import SpeculationConfig
 
 T = TypeVar("T")
@@ -100,6 +101,8 @@ class ResolvedConfig:
     """Steps that torch.compile compiles."""
     lora: LoraSettings | None = None
     """LoRA adapters; None: not enabled."""
+    storage: StorageSettings | None = None
+    """Storage below the host-RAM tier; None: not enabled."""
 
     @property
     def page_size(self) -> int:
@@ -129,6 +132,10 @@ class ResolvedConfig:
     def host_tier_tokens(self) -> int:
         """Tokens of the host-RAM tier of the KV cache; 0: none."""
         return self.ledger.host_tier_tokens
+
+    @property
+    def hicache_write_policy(self) -> str:
+        return resolve_write_policy(self.args)
 
     @property
     def max_req_len(self) -> int:
@@ -201,7 +208,7 @@ def resolve(
         ConfigError: a value out of range, contradicting flags (both named), or too little memory (with flags that fit).
     """
     contradictions.check(args)
-    args = resolve_pooling(args, model, record := Record())
+    args = with_storage_page(resolve_pooling(args, model, record := Record()), record)
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")
     parallel = resolve_parallel(args, model, device, place, record, machine.unlinked, machine.num_devices)

@@ -18,6 +18,7 @@ from moe_engine.config.slo import parse_slo
 from moe_engine.custom_logit_processor import NO_DILL
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.kv_connectors import connector_class
+from moe_engine.planning.resolve_storage import storage_problems
 from moe_engine.sampling_checks import parse_sampling
 
 # field -> least value
@@ -119,6 +120,7 @@ def _scheduling(args: EngineArgs) -> Iterator[str]:
 
 def _host_tier(args: EngineArgs) -> Iterator[str]:
     memory = args.memory
+    yield from storage_problems(args)
     if not memory.enable_hierarchical_cache:
         return
     if args.scheduling.disable_radix_cache:

@@ -216,12 +216,20 @@ class Admission:
         config, kv_cache, request = self._config, self._kv_cache, entry.request
         if request.status is Status.WAITING_FOR_KV:
             return True
-        if may_join is not None or kv_cache.rows.num_free == 0 or not connector.get_num_new_matched_tokens(entry):
+        storage = kv_cache.storage
+        if may_join is not None or kv_cache.rows.num_free == 0:
+            return False
+        if storage is None and not connector.get_num_new_matched_tokens(entry):
             return False
         left = config.ceil_page(len(entry.tokens) - entry.matched(kv_cache.tree).length)
         total = left + expected_growth(request, config.clip_max_new_tokens) + config.page_size
         if (num_running or batch.jobs) and not budget.has_room(total):
             return False  # `_admit` refuses it for the same reason
+        if storage is not None:
+            if storage.must_wait(entry):
+                return True
+            if not connector.get_num_new_matched_tokens(entry):
+                return False
         return connector.start_load(entry, kv_cache.step)
 
     def _continue(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, others: bool) -> bool:

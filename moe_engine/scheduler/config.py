@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_engine.errors import ConfigError
+from moe_engine.step_settings import StorageSettings
 from moe_engine.types import SpeculationConfig
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random", "priority")
@@ -49,6 +50,10 @@ class SchedulerConfig:
     """Size of the host-RAM tier (``--enable-hierarchical-cache``); 0: none."""
     kv_connector: str = "host"
     """Class of the tier (`moe_engine.kv_connectors`)."""
+    hicache_write_policy: str = "write_back"
+    """When KV is stored there (``--hicache-write-policy``, resolved)."""
+    storage: StorageSettings | None = None
+    """Storage below the tier; None: none."""
     kv_events: bool = False
     """Whether the radix cache collects events (``--kv-events-config``)."""
     window: int = 0

@@ -42,6 +42,8 @@ class RequestEvent(NamedTuple):
     speculation: SpecCounts | None = None
     vector: bytes | None = None
     """Of a pooled model, with the last event; else the hidden states since the last event, if requested."""
+    tiers: tuple[int, int, str] | None = None
+    """With the last event: see `Request.tiers`."""
 
 
 def finish_event(
@@ -69,6 +71,7 @@ def finish_event(
         timing,
         speculation,
         _taken(request) if vector is None else vector,
+        request.tiers,
     )
 
 
@@ -97,6 +100,10 @@ class PlanFacts:
     draft_depth: int = 0
     prompt_logprobs: bool = False
     """Whether a request asks for log-probabilities of prompt tokens that this plan may compute."""
+    host_hit: int = 0
+    """Of `cached_token`, tokens that were loaded from host memory; `storage_hit`: read from storage before."""
+    storage_hit: int = 0
+    has_tiers: bool = False
     num_jumped: int = 0
     """Output tokens that the plan computes as forced ones (`jump_forward`), besides the sampled ones."""
 
@@ -150,6 +157,9 @@ class SchedulerStats:
     num_drains_total: int
     host_hit_tokens_total: int = 0
     """Tokens loaded from the host-RAM tier; of the tier also the tokens in use and its size."""
+    storage_hit_tokens_total: int = 0
+    """Of these, tokens that were read from storage."""
+    storage_backed_up_tokens_total: int = 0
     host_used_tokens: int = 0
     host_total_tokens: int = 0
     speculation: SpecStats | None = None

@@ -1,10 +1,12 @@
 """Host-RAM tier of the KV cache (`--enable-hierarchical-cache`): the reference implementation of `KVConnector`.
 
-Write-back: evicted blocks are stored in host memory, least recently used blocks leave it. A prefix in the tier is
-loaded back before its request is admitted; the request waits for it, other requests do not.
+Evicted blocks are stored in host memory, with write-through as soon as they are computed or reused; least recently used
+blocks leave it. A prefix in the tier is loaded back before its request is admitted; the request waits for it, other
+requests do not. `storage_tier` has the storage below it.
 
-A place is a token's index in the host pool of each rank. While a load from a place is in progress the place stays; only
-a load that a failed step abandoned may see its place reused, by a later store, which each rank runs behind it.
+A place is a token's index in the host pool of each rank; places are allocated in whole pages. While a load from a place
+is in progress the place stays; only a load that a failed step abandoned may see its place reused, by a later store,
+which each rank runs behind it.
 """
 
 from __future__ import annotations
@@ -15,12 +17,18 @@ from typing import ClassVar
 
 from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.slot_allocator import SlotAllocator
+from moe_engine.scheduler.storage_tier import StorageTier
 from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
 from moe_engine.scheduler.waiting_queue import Waiting
+from moe_engine.step_settings import StorageSettings
 from moe_engine.types import KVLoad, KVOps, Request, Status
 
 MIN_LOAD = 10
 """Shorter matches are computed instead (SGLang's load-back threshold)."""
+WRITE_TOKENS = 512
+"""Write-through stores about as many tokens in a step, so that no step waits for copies."""
+WRITE_THROUGH = {"write_back": None, "write_through": "inserted", "write_through_selective": "reused"}
+"""`--hicache-write-policy` -> nodes that are stored before they are evicted (`TieredCache.write_through`)."""
 
 
 @dataclass(slots=True)
@@ -45,11 +53,14 @@ class HostTier:
 
     def __init__(self, num_places: int, slots: SlotAllocator, make_room: Callable[[int], bool]) -> None:
         self.num_places = num_places
+        self.storage: StorageTier | None = None
+        self._size = slots.page_size
         self.tree = TieredCache(slots.page_size, slots.free, self._store, self._release)
         self.num_loaded_tokens = 0
+        self.num_loaded_from_storage = 0
         self._slots = slots
         self._make_room = make_room
-        self._free = list(range(num_places - 1, -1, -1))
+        self._free = self._all_pages()
         self._num_loads = 0
         self._loads: dict[int, Load] = {}
         self._abandoned: dict[int, list[int]] = {}
@@ -59,35 +70,74 @@ class HostTier:
         self._new_loads: list[KVLoad] = []
         self._arrived: list[int] = []
 
+    def configure(self, write_policy: str, storage: StorageSettings | None, bigrams: bool) -> None:
+        """
+        Args:
+            bigrams: whether the tree's keys are pairs of tokens.
+        """
+        self.tree.write_through = WRITE_THROUGH[write_policy]
+        if storage is not None:
+            num_pages = self.num_places // self._size
+            self.storage = StorageTier(storage, self.tree, self._alloc, self._give, num_pages, bigrams)
+            self.tree.on_stored = self._back_up
+
+    def _all_pages(self) -> list[int]:
+        return list(range(self.num_places // self._size - 1, -1, -1))
+
     @property
     def num_loading(self) -> int:
         return len(self._loads) + len(self._abandoned)
 
     @property
     def has_new_loads(self) -> bool:
-        return bool(self._new_loads)
+        return bool(self._new_loads) or self.tree.has_due or (self.storage is not None and self.storage.has_new_ops)
 
     @property
     def num_stored(self) -> int:
-        return self.num_places - len(self._free)
+        return self.num_places - len(self._free) * self._size
 
     # -- eviction
 
     def _store(self, slots: list[int]) -> list[int] | None:
         """Copies slots to the host before the next step; None if the host pool is too small."""
-        missing = len(slots) - len(self._free)
-        if missing > 0 and self.tree.drop_oldest(missing) < missing:
+        pages = self._alloc(len(slots) // self._size)
+        if pages is None:
             return None
-        places = self._free[-len(slots) :]
-        del self._free[-len(slots) :]
-        places.reverse()  # ascending in a fresh pool: neighbours are copied at once
+        places = self._places(pages)
         self._new_stores.update(zip(places, slots))
         return places
 
+    def _alloc(self, count: int) -> list[int] | None:
+        """Host pages, for which older nodes leave the host; None if there is no room."""
+        while (missing := count - len(self._free)) > 0:
+            if not self.tree.drop_oldest(missing * self._size):
+                return None
+        pages = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        pages.reverse()  # ascending in a fresh pool: neighbours are copied at once
+        return pages
+
+    def _give(self, pages: list[int]) -> None:
+        self._free += pages
+
+    def _places(self, pages: list[int]) -> list[int]:
+        size = self._size
+        return pages if size == 1 else [place for page in pages for place in range(page * size, page * size + size)]
+
+    def _pages(self, places: list[int]) -> list[int]:
+        return [place // self._size for place in places[:: self._size]]
+
+    def _back_up(self, node: TierNode) -> None:
+        assert self.storage is not None and node.places is not None
+        self.storage.stored(node, self._pages(node.places))
+
     def _release(self, places: list[int]) -> None:
-        self._free += places
-        if self._new_stores:
-            for place in places:
+        pages = self._pages(places)
+        if self.storage is not None:
+            pages = self.storage.release(pages)
+        self._free += pages
+        if self._new_stores:  # a page that is to be backed up is stored although its node is gone
+            for place in self._places(pages):
                 self._new_stores.pop(place, None)
 
     # -- loads
@@ -129,18 +179,20 @@ class HostTier:
         return number
 
     def build_connector_meta(self) -> KVOps | None:
-        if not (self._new_stores or self._new_loads or self._arrived):
-            return None
-        stores = self._new_stores
-        ops = KVOps(list(stores.values()), list(stores), self._new_loads, self._arrived)
-        self._new_stores, self._new_loads, self._arrived = {}, [], []
-        return ops
+        if self.tree.due:
+            self.tree.store_due(WRITE_TOKENS)
+        ops = None
+        if self._new_stores or self._new_loads or self._arrived:
+            stores = self._new_stores
+            ops = KVOps(list(stores.values()), list(stores), self._new_loads, self._arrived)
+            self._new_stores, self._new_loads, self._arrived = {}, [], []
+        return ops if self.storage is None else self.storage.take_ops(ops)
 
     def update_connector_output(self, kv_done: Iterable[int], step: int) -> None:
         for number in kv_done:
             load = self._loads.pop(number, None)
             if load is not None:
-                self.num_loaded_tokens += sum(len(node.tokens) for node in load.path)
+                self._count(load)
                 self.tree.end_load(load.path, step)
                 _wait_no_longer(load)
             elif number in self._abandoned:
@@ -148,6 +200,18 @@ class HostTier:
             else:
                 continue  # of a failed step
             self._arrived.append(number)
+
+    def _count(self, load: Load) -> None:
+        """Loaded tokens, in all and of the requests that waited, by where they came from."""
+        tokens = sum(len(node.tokens) for node in load.path)
+        fetched = sum(len(node.tokens) for node in load.path if node.from_storage)
+        self.num_loaded_tokens += tokens
+        self.num_loaded_from_storage += fetched
+        for node in load.path:
+            node.from_storage = False
+        for request in load.waiting:
+            request.loaded_host += tokens - fetched
+            request.loaded_storage += fetched
 
     # -- failures
 
@@ -168,13 +232,20 @@ class HostTier:
             self._slots.free(self._abandoned.pop(number), step)
         self.tree.forget_places(doubtful)
         self._new_stores = {}
+        if self.storage is not None:
+            self.storage.steps_failed(ops)
 
     def reset(self) -> None:
         for load in self._loads.values():
             _wait_no_longer(load)
         self._loads, self._abandoned = {}, {}
         self._new_stores, self._new_loads = {}, []
-        self._free = list(range(self.num_places - 1, -1, -1))
+        if self.storage is not None:
+            self.storage.reset()
+        self._free = self._all_pages()
+        if self.storage is not None:
+            in_use = {*self.storage.held_pages(), *self.storage.hold_pinned()}
+            self._free = [page for page in self._free if page not in in_use]
 
     # -- integrity
 
@@ -194,17 +265,23 @@ class HostTier:
             if not node.slots and (node.alive or node.children or node.lock):
                 findings.append(f"an absent node that ends at {node.end} is in use")
             owned.update(places)
+        if self.storage is not None:
+            held = self._places(self.storage.held_pages())
+            if not owned.isdisjoint(held):
+                findings.append("the storage reads to, or backs up, places of other nodes")
+            owned.update(held)
         everything = set(range(self.num_places))
-        if len(self._free) != len(set(self._free)) or not owned.isdisjoint(self._free):
+        free = self._places(self._free)
+        if len(free) != len(set(free)) or not owned.isdisjoint(free):
             findings.append("places of the host tier are free twice, or free and in use")
-        lost = everything - owned - set(self._free)
+        lost = everything - owned - set(free)
         if lost or not owned <= everything:
             findings.append(f"the host tier lost {len(lost)} places; they are free again")
         loading = {node for load in self._loads.values() for node in load.path}
         if {node for node in self.tree.stored_nodes() if node.load} != loading:
             findings.append("nodes are marked as being loaded without a load")
         if findings:
-            self._free = sorted(everything - owned, reverse=True)
+            self._free = sorted({place // self._size for place in everything - owned}, reverse=True)
         return findings
 
 

@@ -15,8 +15,9 @@ from moe_engine.scheduler.kv_events import KVEventLog
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
+from moe_engine.scheduler.storage_tier import StorageTier
 from moe_engine.scheduler.window_room import WindowRoom
-from moe_engine.types import Request, RowWrite
+from moe_engine.types import KVReport, Request, RowWrite
 
 
 def token_run(request: Request, start: int, end: int) -> list[int]:
@@ -46,6 +47,11 @@ class KVCacheManager:
         if config.host_tier_tokens:
             made = connector_class(config.kv_connector)
             self.connector = made(config.host_tier_tokens, self.slots, self.make_room)
+            configure = getattr(self.connector, "configure", None)
+            if configure is not None:
+                configure(config.hicache_write_policy, config.storage, self._bigrams)
+        self.storage: StorageTier | None = getattr(self.connector, "storage", None)
+        """Storage below the connector's memory, if there is any."""
         self.tree: RadixCache = self._new_tree(config) if self.connector is None else self.connector.tree
         if config.kv_events:
             self.tree.events = KVEventLog(config.page_size, config.bigram_prefixes)
@@ -250,6 +256,32 @@ class KVCacheManager:
     def window_pool(self) -> tuple[DeferredFreePool, set[int]] | None:
         """The pool of window pages and those in use; None without such a pool."""
         return None
+
+    # -- KV outside the pool
+
+    def note_hit(self, request: Request, cached: int) -> None:
+        """The first `cached` tokens of a request that is scheduled first were cached."""
+        request.cached_tokens = cached
+        if self.connector is not None:
+            fetched = min(request.loaded_storage, cached)
+            backend = self.storage.settings.backend if self.storage is not None else ""
+            request.tiers = min(request.loaded_host, cached - fetched), fetched, backend
+
+    @property
+    def has_kv_ops(self) -> bool:
+        """Whether the connector has something for the next plan."""
+        return self.connector is not None and self.connector.has_new_loads
+
+    def num_fetching(self) -> int:
+        """Reads of the storage that waiting requests wait for (`StorageTier.poll`)."""
+        return self.storage.poll() if self.storage is not None else 0
+
+    def kv_arrived(self, kv_done: Sequence[int], reports: Sequence[KVReport]) -> None:
+        """See `Scheduler.kv_arrived`."""
+        assert self.connector is not None
+        self.connector.update_connector_output(kv_done, self.step)
+        if self.storage is not None:
+            self.storage.reported(reports)
 
     # -- steps
 

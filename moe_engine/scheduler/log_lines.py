@@ -11,6 +11,7 @@ def prefill_line(facts: PlanFacts) -> str:
         f"Prefill batch. #new-seq: {facts.new_seq}, #new-token: {facts.new_token}, "
         f"#cached-token: {facts.cached_token}, token usage: {facts.token_usage:.2f}, "
         f"#running-req: {facts.num_running}, #queue-req: {facts.num_queued}, "
+        + (f"#host-hit: {facts.host_hit}, #storage-hit: {facts.storage_hit}, " if facts.has_tiers else "")
     )
 
 

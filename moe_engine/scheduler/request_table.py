@@ -80,7 +80,9 @@ class RequestTable:
         request.queued_at = now
         request.end_ids = end_ids(request)
         self.live[request.rid] = request
-        self.queue.push(request, front=request.retractions > 0)
+        entry = self.queue.push(request, front=request.retractions > 0)
+        if self.kv_cache.storage is not None:
+            self.kv_cache.storage.begin(entry)
         return events
 
     def _displace(self, request: Request, now: float) -> list[RequestEvent]:

@@ -36,7 +36,7 @@ from moe_engine.scheduler.speculation import Speculator
 from moe_engine.scheduler.stats import Totals, plan_facts, snapshot
 from moe_engine.scheduler.suspects import Suspects
 from moe_engine.scheduler.token_ratio import NewTokenRatio
-from moe_engine.types import FinishReason, Request, Status, StepPlan, StepResult
+from moe_engine.types import FinishReason, KVReport, Request, Status, StepPlan, StepResult
 
 logger = logging.getLogger("moe_engine")
 
@@ -379,7 +379,7 @@ class Scheduler:
                 request.followed = True
                 if request.first_scheduled is None:
                     request.first_scheduled = now
-                    request.cached_tokens = job.start
+                    self.kv_cache.note_hit(request, job.start)
                     self.totals.cached_tokens += job.start
                     self.totals.prompt_tokens += len(request.prompt_ids)
             if not job.is_last:
@@ -445,10 +445,9 @@ class Scheduler:
             self._reset_if_idle()
         return self._suspects.without_probe(events)
 
-    def kv_arrived(self, kv_done: Sequence[int]) -> None:
-        """The worker has completed these loads."""
-        assert self._connector is not None
-        self._connector.update_connector_output(kv_done, self.kv_cache.step)
+    def kv_arrived(self, kv_done: Sequence[int], reports: Sequence[KVReport] = ()) -> None:
+        """The worker has completed these loads; progress of the storage, the least of all ranks."""
+        self.kv_cache.kv_arrived(kv_done, reports)
         self._retry_at = 0
         self._reset_if_idle()
 

@@ -52,6 +52,8 @@ def snapshot(
         oldest_wait_seconds=now - oldest if oldest is not None else 0.0,
         num_drains_total=totals.drains,
         host_hit_tokens_total=connector.num_loaded_tokens if connector is not None else 0,
+        storage_hit_tokens_total=getattr(connector, "num_loaded_from_storage", 0),
+        storage_backed_up_tokens_total=kv_cache.storage.num_backed_up_tokens if kv_cache.storage is not None else 0,
         host_used_tokens=connector.num_stored if connector is not None else 0,
         host_total_tokens=connector.num_places if connector is not None else 0,
         speculation=speculation,
@@ -76,6 +78,9 @@ def plan_facts(
         token_usage=used / kv_cache.slots.num_slots,
         draft_depth=max(draft.depths, default=0),
         prompt_logprobs=any(_asks_prompt_logprobs(job.entry.request) for job in batch.jobs),
+        host_hit=sum(entry.request.tiers[0] for entry in batch.admitted if entry.request.tiers),
+        storage_hit=sum(entry.request.tiers[1] for entry in batch.admitted if entry.request.tiers),
+        has_tiers=kv_cache.connector is not None,
         num_jumped=sum(map(len, draft.jumped.values())),
     )
 

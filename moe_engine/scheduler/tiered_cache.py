@@ -11,7 +11,7 @@ An absent node with slots is being loaded (`load`): its slots are being written,
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from moe_engine.scheduler.radix_cache import ChildKey, Match, Node, RadixCache
 
@@ -19,7 +19,7 @@ from moe_engine.scheduler.radix_cache import ChildKey, Match, Node, RadixCache
 class TierNode(Node):
     """A run of tokens. `alive` is true only on the device; `places` is None if the KV is not elsewhere."""
 
-    __slots__ = ("absent", "in_tier_heap", "load", "places")
+    __slots__ = ("absent", "digest", "from_storage", "in_tier_heap", "is_due", "load", "places")
 
     def __init__(self, parent: Node | None, tokens: list[int], slots: list[int], serial: int) -> None:
         super().__init__(parent, tokens, slots, serial)
@@ -28,6 +28,12 @@ class TierNode(Node):
         self.load = 0
         """The load in progress; 0 if there is none."""
         self.in_tier_heap = False
+        self.is_due = False
+        """Is in the list of nodes that are stored before they leave the device (write-through)."""
+        self.digest: bytes | None = None
+        """Key of its last page in the storage (`storage_tier`), once computed."""
+        self.from_storage = False
+        """Came from storage, and was not loaded since."""
 
 
 class TieredCache(RadixCache):
@@ -35,9 +41,14 @@ class TieredCache(RadixCache):
     Args:
         store: takes slots that are being evicted; returns their places, or None if there is no room.
         release: frees places.
+
+    `write_through`: None, or which nodes `due` has: "inserted" or "reused".
     """
 
     make_node = TierNode
+    write_through: str | None = None
+    on_stored: Callable[[TierNode], None] | None = None
+    """Called with each node that was stored."""
 
     def __init__(
         self,
@@ -53,6 +64,7 @@ class TieredCache(RadixCache):
     def _clear(self) -> None:
         super()._clear()
         self._tier_heap: list[tuple[int, int, TierNode]] = []
+        self.due: list[TierNode] = []
 
     # -- absent nodes
 
@@ -137,6 +149,99 @@ class TieredCache(RadixCache):
             self._offer_tier(node)
         return slots
 
+    def touch_absent(self, found: Match, tokens: list[int], limit: int) -> None:
+        """Marks the absent nodes that continue a match as used."""
+        if found.node is None or found.partial is not None:
+            return
+        self._clock += 1
+        for child in self._walk_absent(found.node, tokens, limit - limit % self.page_size):
+            child.last_access = self._clock
+
+    def add_absent(self, tokens: list[int], start: int, pages: list[int], namespace: Hashable) -> list[int]:
+        """Adds pages with the KV of tokens[start:], which was not computed here. Returns those that are not used: the
+        tree has their tokens, or lost the prefix in front of them."""
+        found = self.peek(tokens, len(tokens), namespace)
+        node, pos = found.node if found.node is not None else self._root(namespace), found.length
+        if found.partial is not None:
+            node = self._split(found.partial, pos - node.end) if pos < len(tokens) else found.partial
+        assert isinstance(node, TierNode)
+        size = self.page_size
+        while pos < len(tokens):
+            child = node.absent.get(self.child_key(tokens, pos))
+            if child is None:
+                break
+            same = self._common(child.tokens, tokens, pos, len(tokens))
+            pos += same
+            if same < len(child.tokens):
+                if pos == len(tokens) or child.load:
+                    pos = len(tokens)  # nothing to add, or nowhere now
+                    break
+                child = self._split_absent(child, same)
+            node = child
+        if pos < start or pos >= len(tokens) or (node.parent is not None and not node.slots and node.places is None):
+            self._offer(node)
+            return pages
+        used = pages[(pos - start) // size :]
+        self._serial += 1
+        added = TierNode(node, tokens[pos:], [], self._serial)
+        added.alive, added.from_storage = False, True
+        added.places = [place for page in used for place in range(page * size, page * size + size)]
+        self._clock += 1
+        added.last_access = self._clock
+        node.absent[self.child_key(added.tokens, 0)] = added
+        self.version += 1  # a match may begin at a new root
+        self._offer_tier(added)
+        return pages[: (pos - start) // size]
+
+    def namespace_of(self, node: Node) -> Hashable:
+        while node.parent is not None:
+            node = node.parent
+        return self._root_keys[node.serial]
+
+    # -- write-through
+
+    def match(self, tokens: list[int], limit: int, extra_key: Hashable = None, start: Node | None = None) -> Node:
+        node = super().match(tokens, limit, extra_key, start)
+        if self.write_through == "reused":
+            self._make_due(node)
+        return node
+
+    def _make_due(self, node: Node | None) -> None:
+        """A node and its path, up to one that is due."""
+        while isinstance(node, TierNode) and node.parent is not None and not node.is_due:
+            if node.places is None:
+                node.is_due = True
+                self.due.append(node)
+            node = node.parent
+
+    @property
+    def has_due(self) -> bool:
+        while self.due and not self._may_store(self.due[-1]):
+            self.due.pop().is_due = False
+        return bool(self.due)
+
+    def _may_store(self, node: TierNode) -> bool:
+        return node.alive and bool(node.slots) and node.places is None
+
+    def store_due(self, num_tokens: int) -> None:
+        """Stores nodes that are due, of at least `num_tokens` if there are so many."""
+        due, self.due = self.due, []
+        for i, node in enumerate(due):
+            if num_tokens <= 0:
+                self.due = due[i:] + self.due
+                return
+            node.is_due = False
+            if self._may_store(node):
+                num_tokens -= len(node.tokens)
+                if self._store_node(node):
+                    self._offer_tier(node)
+
+    def _store_node(self, node: TierNode) -> bool:
+        node.places = self._store(node.slots)
+        if node.places is not None and self.on_stored is not None:
+            self.on_stored(node)
+        return node.places is not None
+
     # -- eviction
 
     def evict(self, num_tokens: int) -> int:
@@ -161,7 +266,7 @@ class TieredCache(RadixCache):
         """Moves a leaf to `absent`, or removes it if it cannot be stored."""
         key, parent = self.child_key(node.tokens, 0), _parent(node)
         if node.places is None:
-            node.places = self._store(node.slots)
+            self._store_node(node)
         del parent.children[key]
         if self.events is not None:
             self.events.removed(node)
@@ -284,14 +389,17 @@ class TieredCache(RadixCache):
             key = self.child_key(tokens, 0)
             node = parent.absent.get(key)
             if node is None:
-                return super()._add_leaf(parent, tokens, slots, after_step)
+                added = super()._add_leaf(parent, tokens, slots, after_step)
+                if self.write_through == "inserted":
+                    self._make_due(added)
+                return added
             if node.load:
                 return parent
             same = self._common(node.tokens, tokens, 0, len(tokens))
             if same < len(node.tokens):
                 node = self._split_absent(node, same)
             parent.children[key] = parent.absent.pop(key)
-            node.slots, node.alive, node.free_after = slots[:same], True, after_step
+            node.slots, node.alive, node.free_after, node.from_storage = slots[:same], True, after_step, False
             self.num_evictable += same
             self.version += 1
             if self.events is not None:
@@ -307,6 +415,10 @@ class TieredCache(RadixCache):
         if node.places is not None:
             upper.places, node.places = node.places[:count], node.places[count:]
             self._offer_tier(upper)
+        upper.from_storage = node.from_storage
+        if node.is_due:
+            upper.is_due = True
+            self.due.append(upper)
         return upper
 
     def _split_absent(self, node: TierNode, count: int) -> TierNode:
@@ -315,7 +427,7 @@ class TieredCache(RadixCache):
         self._serial += 1
         parent = _parent(node)
         upper = TierNode(parent, node.tokens[:count], [], self._serial)
-        upper.alive, upper.last_access = False, node.last_access
+        upper.alive, upper.last_access, upper.from_storage = False, node.last_access, node.from_storage
         upper.places, node.places = node.places[:count], node.places[count:]
         parent.absent[self.child_key(node.tokens, 0)] = upper
         node.tokens = node.tokens[count:]

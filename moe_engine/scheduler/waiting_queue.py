@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
+from typing import Any
 
 from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.prefix_keys import bigrams
@@ -31,7 +32,9 @@ class Waiting:
     `prefix_keys` are the tokens' keys in the radix cache: the tokens themselves, or pairs of neighbours.
     """
 
-    __slots__ = ("_match", "_version", "deadline", "is_queued", "key", "limit", "prefix_keys", "request", "tokens")
+    __slots__ = (
+        "_match", "_version", "deadline", "is_queued", "key", "limit", "prefetch", "prefix_keys", "request", "tokens",
+    )  # fmt: skip
 
     def __init__(self, request: Request, tokens: list[int], limit: int, prefix_keys: list[int]) -> None:
         self.request = request
@@ -42,6 +45,8 @@ class Waiting:
         self.key: tuple[float, int, int, int] = (0, 0, 0, 0)
         self.deadline = 0
         self.is_queued = True
+        self.prefetch: Any = None
+        """Its `storage_tier.Prefetch`; None: not begun."""
         self._match = Match(None, 0)
         self._version = -1
 

@@ -51,7 +51,6 @@ REFUSED_PATHS = {
     "/generate_from_file": ONE_BY_ONE,
     "/v1/files": ONE_BY_ONE,
     "/v1/batches": ONE_BY_ONE,
-    "/clear_hicache_storage_backend": "there is no storage backend; /flush_cache empties the tiers",
     "/vertex_generate": "use /generate, or /invocations",
     "/v1/audio/transcriptions": "audio is not accepted",
 }
@@ -111,6 +110,7 @@ def endpoints(state: ServerState, metrics: Metrics | None, history: History) -> 
     yield Endpoint("/close_session", sessions.close, "GET POST", body=CloseSessionRequest)
     yield Endpoint("/configure_logging", operations.configure_logging, "GET POST", body=ConfigureLoggingRequest)
     yield Endpoint("/freeze_gc", operations.freeze_gc, "GET POST", str, TEXT)
+    yield Endpoint("/clear_hicache_storage_backend", operations.clear_storage, "GET POST", str, TEXT)
     yield from _of_engine(EngineApi(state), state)
     yield Endpoint("/experts", experts.page, answer=str, media=HTML)
     yield Endpoint("/experts/data", experts.data, answer=ExpertView)

@@ -95,6 +95,14 @@ _TOTALS_FROM_STATE = {
         "host_hit_tokens_total",
         "Tokens loaded from the host-RAM tier of the KV cache.",
     ),
+    "hicache_storage_hit_tokens_total": (
+        "storage_hit_tokens_total",
+        "Of the tokens loaded from the host-RAM tier, those that were read from storage.",
+    ),
+    "hicache_storage_backed_up_tokens_total": (
+        "storage_backed_up_tokens_total",
+        "Tokens written to the storage below the host-RAM tier.",
+    ),
 }
 
 _SPECULATION = {

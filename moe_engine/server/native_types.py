@@ -262,6 +262,15 @@ Logprob = tuple[float | None, int, str | None]
 Alternatives = list[Logprob] | None
 
 
+class CachedTokensDetails(TypedDict):
+    """Cached tokens by the tier that they came from."""
+
+    device: int
+    host: int
+    storage: NotRequired[int]
+    storage_backend: NotRequired[str]
+
+
 class MetaInfo(TypedDict):
     id: str
     finish_reason: FinishReason | None
@@ -271,6 +280,8 @@ class MetaInfo(TypedDict):
     num_retractions: int
     completion_tokens: int
     cached_tokens: int
+    cached_tokens_details: NotRequired[CachedTokensDetails]
+    """At the end, with --enable-hierarchical-cache."""
     queue_time: float
     e2e_latency: NotRequired[float]
     first_token_latency: NotRequired[float]

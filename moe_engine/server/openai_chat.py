@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request, Response
@@ -28,6 +29,7 @@ from moe_engine.server.openai_types import ChatRequest, generate_input, response
 from moe_engine.server.state import ServerState
 from moe_engine.structured_output.constraint import Constraint
 from moe_engine.tokenizer.reasoning import free_reasoning
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 
 
 class ChatApi:
@@ -85,12 +87,16 @@ class ChatApi:
     def _enforce(self, inp: GenerateInput, tools: ToolWish, req: ChatRequest) -> Enforced:
         """Adds the constraint of the tool calls, if they are enforced."""
         given: Constraint | None = inp.sampling_params.constraint
-        constraint = tools.constraint(self._state.flags.tool_call_parser, given)
+        form = self._state.flags.tool_call_parser
+        constraint = tools.constraint(form, given)
         if constraint is given or constraint is None:
             return Enforced()
         if inp.reasoning is not None and req.separate_reasoning is False:
             words = f"separate_reasoning: false does not go together with {constraint.where}; leave one out"
             raise InputError(words, field="separate_reasoning")
+        other = TOOL_FORMATS[form].reasoning_end if form and given is None else ""
+        if inp.reasoning is not None and other:
+            inp.reasoning = replace(inp.reasoning, end=other)
         inp.sampling_params = constrained(inp.sampling_params, constraint, names={"min_new_tokens": "min_tokens"})
         return Enforced(calls=True, content=given is not None)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from moe_engine.server.openai_types import ChatRequest
 from moe_engine.server.state import ServerState
-from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningFormat, ReasoningParser, starts_inside
+from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningFormat, reasoning_parser, starts_inside
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser, ToolDelta, parameters_of
 
 
@@ -56,7 +56,7 @@ def parser_options(
     reasoning = REASONING_FORMATS[parser] if parser else None
     inside = starts_inside(parser, prompt, req.chat_template_kwargs or {}) if parser else False
     form = flags.tool_call_parser if tools else None
-    markers = ((reasoning.start, reasoning.end) if reasoning else ()) + (TOOL_FORMATS[form].markers if form else ())
+    markers = (reasoning.markers if reasoning else ()) + (TOOL_FORMATS[form].markers if form else ())
     ids = (tokenizer.token_id(marker) for marker in markers)
     return ParserOptions(
         reasoning=reasoning,
@@ -76,7 +76,7 @@ class ChoiceParser:
 
     def __init__(self, options: ParserOptions) -> None:
         self._reasoning = (
-            ReasoningParser(inside=options.inside, stream_reasoning=options.stream_reasoning, form=options.reasoning)
+            reasoning_parser(options.reasoning, inside=options.inside, stream_reasoning=options.stream_reasoning)
             if options.reasoning
             else None
         )

@@ -9,6 +9,7 @@ from moe_engine.errors import InputError
 from moe_engine.server.openai_types import ChatRequest
 from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.tool_choice import tool_constraint
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class ToolWish:
         Raises:
             InputError: a function that cannot be enforced, or a constraint beside enforced calls.
         """
-        strict = any(tool["function"].get("strict") is True for tool in self.called)
         if not self.called or form is None:
             return given
+        asked = any(tool["function"].get("strict") is True for tool in self.called)
+        strict = asked and TOOL_FORMATS[form].enforces_strict
         if not (self.required or strict or given is not None):
             return given
         if self.required and given is not None and _is_format_of_text(given):

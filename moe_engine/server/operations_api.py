@@ -1,17 +1,24 @@
-"""SGLang's /configure_logging and /freeze_gc: the request log and the garbage collectors of a running server."""
+"""SGLang's /configure_logging, /freeze_gc and /clear_hicache_storage_backend: the request log, the garbage collectors
+and the KV storage of a running server."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import time
 from typing import Annotated
 
 from fastapi import Request, Response
 from msgspec import Meta, Struct
 
+from moe_engine.errors import InputError
 from moe_engine.server.http_io import read_small
 from moe_engine.server.observers import with_request_log
 from moe_engine.server.state import ServerState
 from moe_engine.validation import NotAvailable, refuse_unavailable
+
+CLEAR_SECONDS = 60.0
+CLEAR_POLL_SECONDS = 0.05
 
 
 class ConfigureLoggingRequest(Struct):
@@ -46,3 +53,17 @@ class OperationsApi:
         gc.freeze()
         await self._state.client.collective_rpc("freeze_gc")
         return Response("Garbage collection frozen.\n", media_type="text/plain; charset=utf-8")
+
+    async def clear_storage(self, request: Request) -> Response:
+        """Removes all pages of the storage below the KV cache, of other models too. Prefixes in the KV cache and in the
+        host-RAM tier stay."""
+        client = self._state.client
+        if client.info.hicache_storage_backend is None:
+            raise InputError("there is no storage below the KV cache; start with --hicache-storage-backend")
+        await client.collective_rpc("clear_storage")
+        deadline = time.monotonic() + CLEAR_SECONDS
+        while any(rank["is_clearing"] for rank in await client.collective_rpc("storage_facts")):
+            if time.monotonic() > deadline:
+                raise InputError(f"the storage is not cleared after {CLEAR_SECONDS:g} s; it goes on", status=503)
+            await asyncio.sleep(CLEAR_POLL_SECONDS)
+        return Response("Hierarchical cache storage backend cleared.\n", media_type="text/plain; charset=utf-8")

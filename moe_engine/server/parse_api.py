@@ -16,7 +16,7 @@ from moe_engine.server.native_types import (
     SeparateReasoningRequest,
 )
 from moe_engine.server.state import ServerState
-from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningParser
+from moe_engine.tokenizer.reasoning import REASONING_FORMATS, reasoning_parser
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser, parameters_of
 
 
@@ -33,7 +33,7 @@ class ParseApi:
         default = self._state.flags.reasoning_parser
         name = _choice("reasoning_parser", asked.reasoning_parser or default, tuple(REASONING_FORMATS))
         form = REASONING_FORMATS[name]
-        parser = ReasoningParser(inside=form.forced, form=form)
+        parser = reasoning_parser(form, inside=form.forced)
         reasoning, content = zip(parser.push(asked.text), parser.finish())
         answer: SeparatedReasoning = {"reasoning_text": "".join(reasoning), "text": "".join(content)}
         yield encode_json(answer)

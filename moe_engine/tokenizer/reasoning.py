@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.structured_output.constraint import FreeReasoning
+from moe_engine.tokenizer.harmony import CHANNEL, END, MARKERS, MESSAGE, HarmonyReasoning
 from moe_engine.tokenizer.stop import overlap
 
 THINK_START = "<think>"
@@ -22,6 +23,7 @@ class ReasoningFormat:
         switch: if this chat_template_kwarg is true.
         calls: begin of tool calls, which ends the reasoning without an end tag.
         keeps: the reasoning stays in the content, between its tags, for clients that send it back so.
+        harmony: messages with channels (`harmony.py`); the tags are those of the first one.
     """
 
     start: str = THINK_START
@@ -30,6 +32,17 @@ class ReasoningFormat:
     switch: str = ""
     calls: str = ""
     keeps: bool = False
+    harmony: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that may be special tokens, which outputs must keep."""
+        return MARKERS if self.harmony else (self.start, self.end)
+
+    @property
+    def free_end(self) -> str:
+        """The end of the reasoning before a constrained text."""
+        return f"{CHANNEL}final{MESSAGE}" if self.harmony else self.end
 
 
 REASONING_FORMATS = {
@@ -43,6 +56,7 @@ REASONING_FORMATS = {
     "minimax": ReasoningFormat(forced=True),
     "minimax-append-think": ReasoningFormat(forced=True, keeps=True),
     "step3": ReasoningFormat(forced=True),
+    "gpt-oss": ReasoningFormat(f"{CHANNEL}analysis{MESSAGE}", END, harmony=True),
 }
 REASONING_PARSERS = tuple(REASONING_FORMATS)
 
@@ -89,7 +103,7 @@ class ReasoningParser:
         held, self._held = self._held, ""
         self._stream_reasoning = True
         if self._state == "start" and self._inside and self._keeps:
-            return "", self._start_tag + held
+            return "", self._start_tag + held.lstrip()
         if self._state == "reasoning" or (self._state == "start" and self._inside):
             return self._gather(held.strip() if self._state == "start" else held.rstrip()), ""
         return self._gather(""), held if self._state == "start" else ""
@@ -135,6 +149,15 @@ class ReasoningParser:
         return ""
 
 
+def reasoning_parser(
+    form: ReasoningFormat, *, inside: bool, stream_reasoning: bool = True
+) -> ReasoningParser | HarmonyReasoning:
+    """The parser of a format; arguments as of `ReasoningParser`."""
+    if form.harmony:
+        return HarmonyReasoning(stream_reasoning=stream_reasoning)
+    return ReasoningParser(inside=inside, stream_reasoning=stream_reasoning, form=form)
+
+
 def starts_inside(parser: str, prompt: str, template_kwargs: Mapping[str, Any]) -> bool:
     """Whether the output for a rendered prompt starts inside the reasoning."""
     form = REASONING_FORMATS[parser]
@@ -147,6 +170,8 @@ def starts_inside(parser: str, prompt: str, template_kwargs: Mapping[str, Any]) 
 def free_reasoning(parser: str, prompt: str, template_kwargs: Mapping[str, Any]) -> FreeReasoning | None:
     """The reasoning before a constrained output; None if the rendered prompt leaves no place for one."""
     form = REASONING_FORMATS[parser]
+    if form.harmony:
+        return FreeReasoning(form.start, form.free_end, inside=True)
     inside = starts_inside(parser, prompt, template_kwargs)
     if not inside and (form.switch or prompt.rstrip().endswith(form.end)):
         return None

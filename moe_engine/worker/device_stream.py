@@ -144,6 +144,11 @@ class DeviceStream:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def wait_for_copies(self) -> None:
+        """Waits for the work launched on the calling thread's stream."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def lazy_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros whose memory is committed at the first write, if the system supports it.
 

@@ -9,7 +9,7 @@ from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.step_settings import CompileSettings, GraphSettings, LoraSettings
+from moe_engine.step_settings import CompileSettings, GraphSettings, LoraSettings, StorageSettings
 from moe_engine.types import SpeculationConfig
 
 
@@ -35,6 +35,8 @@ class WorkerOptions:
         logits_rows: max rows of logits at once; a step with more computes several passes.
         dummy_seed: seed of the random weights of load_format ``dummy``; not a flag.
         host_tier_tokens: tokens of the host-RAM tier of the KV cache.
+        hicache_mem_layout, hicache_io_backend: of the tier's host memory and copies (`worker.kv_cache.kv_copies`).
+        storage: below the host-RAM tier; None: none.
         lora: LoRA adapters; None without --enable-lora.
         kv_connector: name or path of its class (`moe_engine.kv_connectors`).
         absorbed_break_even: measured value of `MLAFormPolicy`; None derives it from the model's widths. Not a flag.
@@ -65,6 +67,9 @@ class WorkerOptions:
     host_tier_tokens: int = 0
     num_window_slots: int = 0
     kv_connector: str = "host"
+    hicache_mem_layout: str = "page_first"
+    hicache_io_backend: str = "direct"
+    storage: StorageSettings | None = None
     lora: LoraSettings | None = None
 
     @property

@@ -11,6 +11,7 @@ import msgspec
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.worker.eplb.expert_control import ExpertControl
+from moe_engine.worker.kv_cache.storage_io import StorageIO
 from moe_engine.worker.lora_adapters import AdapterArgs, AdapterId, LoraAdapters
 from moe_engine.worker.memory_release import MemoryRelease, ReleaseArgs
 from moe_engine.worker.memory_usage import memory_usage
@@ -47,9 +48,19 @@ def rank_methods(runner: ModelRunner, experts: ExpertControl, weights: WeightUpd
         "freeze_gc": RankMethod(lambda _: _freeze_gc()),
         "start_profile": RankMethod(profiler.start, ProfileArgs),
         "stop_profile": RankMethod(lambda _: profiler.stop()),
+        "clear_storage": RankMethod(lambda _: _storage(runner).clear()),
+        "storage_facts": RankMethod(lambda _: _storage(runner).facts()),
         **({} if weights is None else _weight_methods(weights) | _memory_methods(MemoryRelease(runner, weights))),
         **({} if runner.lora is None else _lora_methods(runner.lora)),
     }
+
+
+def _storage(runner: ModelRunner) -> StorageIO:
+    """Raises MoeEngineError: there is none."""
+    storage = getattr(runner.kv_copies, "storage", None)
+    if storage is None:
+        raise MoeEngineError("there is no storage below the KV cache (--hicache-storage-backend)")
+    return storage  # type: ignore[no-any-return]
 
 
 def _weight_methods(weights: WeightUpdate) -> dict[str, RankMethod]:

@@ -23,7 +23,6 @@ from moe_engine.kernels.backends import Backends, KernelPlan
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
-from moe_engine.kv_connectors import copies_class
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import local_config
@@ -40,7 +39,9 @@ from moe_engine.worker.graphs.compile_setup import finish_regions, start_regions
 from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_copies import Listener
 from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
+from moe_engine.worker.kv_cache.make_copies import make_copies
 from moe_engine.worker.kv_cache.state_pool import StatePool
+from moe_engine.worker.kv_cache.storage_io import Reporter
 from moe_engine.worker.lora_adapters import LoraAdapters
 from moe_engine.worker.model_runner import ModelRunner, PendingResult
 from moe_engine.worker.options import WorkerOptions
@@ -160,10 +161,23 @@ class Worker:
         """Runs one of `rank_methods` on the worker's thread, between steps; its result is a plain value."""
         return self.call(run_method, self._methods, method, args)
 
-    def on_kv_done(self, listener: Listener) -> None:
-        """Reports loads that are done after their step's result. The listener is called from another thread."""
-        if self.runner.kv_copies is not None:
-            self.runner.kv_copies.listener = listener
+    def on_kv_done(self, listener: Listener, reporter: Reporter | None = None) -> None:
+        """Reports loads that are done after their step's result, and progress of the storage. Both are called from
+        other threads."""
+        copies = self.runner.kv_copies
+        if copies is None:
+            return
+        copies.listener = listener
+        if reporter is not None:
+            self.report_storage(reporter)
+
+    def report_storage(self, reporter: Reporter) -> Callable[[], int] | None:
+        """`on_kv_done` of a follower. Returns the number of operations in progress; None without storage."""
+        storage = getattr(self.runner.kv_copies, "storage", None)
+        if storage is None:
+            return None
+        storage.report_to(reporter)
+        return lambda: storage.num_open
 
     def state(self) -> dict[str, Any]:
         """Values that change while serving, for metrics."""
@@ -268,7 +282,7 @@ def _prepare(
         passes=LogitsPasses(options.logits_rows), window=config.cache_groups[0].window,
     )  # fmt: skip
     if options.host_tier_tokens:
-        runner.kv_copies = copies_class(options.kv_connector)(pool, options.host_tier_tokens, stream)
+        runner.kv_copies = make_copies(options, pool, parallel, stream)
     if options.lora is not None:
         assert isinstance(model, Decoder)
         runner.lora = LoraAdapters(model, config, options.lora, stream)

@@ -132,7 +132,6 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--lora-backend ascend", "other LoRA backends"),
         ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prefill"),
         ("--disaggregation-mode decode", "prefill-decode disaggregation"),
-        ("--hicache-storage-backend file", "hierarchical KV cache"),
         ("--cpu-offload-gb 4", "weights offloaded to RAM"),
         ("--kv-cache-dtype nvfp4", "4-bit KV caches"),
         ("--attention-backend trtllm_mha", "TensorRT-LLM kernels"),
@@ -145,7 +144,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--quantization marlin", "other quantisation schemes"),
         ("--quantization awq", "other quantisation schemes"),
         ("--load-format gguf", "other checkpoint formats"),
-        ("--tool-call-parser gpt-oss", "more output parsers"),
+        ("--tool-call-parser step3", "more output parsers"),
     ],
 )  # fmt: skip
 def test_unsupported_flags_are_refused_by_name(text, words):
@@ -158,7 +157,7 @@ def test_unsupported_flags_are_refused_by_name(text, words):
     "text",
     [
         "--pp-size 1 --attn-cp-size 1 --moe-dp-size 1 --cpu-offload-gb 0",
-        "--pipeline-parallel-size 1 --hicache-io-backend kernel --disaggregation-mode null",
+        "--pipeline-parallel-size 1 --disaggregation-mode null",
         "--cuda-graph-backend-prefill disabled",
     ],
 )
@@ -205,7 +204,6 @@ def test_a_refusal_recommends_nothing_that_is_refused(name):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--hicache-mem-layout layer_first", "hierarchical KV cache"),
         ("--disaggregation-transfer-backend mooncake", "prefill-decode disaggregation"),
         ("--ds-heavy-token-num 256", "removed from SGLang too"),
         ("--disable-fast-image-processor", "no image processor"),

@@ -174,7 +174,20 @@ def test_the_host_tier_shares_the_memory_of_a_cpu(resolved):
 def test_flags_of_the_host_tier(resolved):
     assert "--disable-radix-cache" in refusal(resolved, enable_hierarchical_cache=True, disable_radix_cache=True)
     assert "--hicache-ratio 0" in refusal(resolved, enable_hierarchical_cache=True, hicache_ratio=0.0)
-    assert "write-through" in refusal(resolved, enable_hierarchical_cache=True, hicache_write_policy="write_through")
+    storage = {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}
+    assert resolved(enable_hierarchical_cache=True).hicache_write_policy == "write_back"
+    found = resolved(**storage)
+    assert found.hicache_write_policy == "write_through" and found.page_size == 64
+    assert resolved(page_size=16, hicache_write_policy="write_back", **storage).page_size == 16
+    for given, why in [
+        ({"hicache_storage_backend": "file"}, "add --enable-hierarchical-cache"),
+        ({**storage, "hicache_storage_backend": "files"}, "unknown; use file, or the path"),
+        ({**storage, "hicache_storage_size": -1.0}, "must not be negative"),
+        ({**storage, "hicache_storage_backend_extra_config": "[1]"}, "not a JSON object"),
+        ({**storage, "hicache_storage_backend_extra_config": "@/no/such"}, "give a JSON object, or @FILE"),
+        ({**storage, "hicache_storage_backend_extra_config": '{"prefetch_threshold": "x"}'}, "must be a number"),
+    ]:
+        assert why in refusal(resolved, **given)
 
 
 @pytest.mark.parametrize(

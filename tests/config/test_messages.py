@@ -30,6 +30,12 @@ ANOTHER: dict[str, Any] = {
     "hicache_ratio": 3.0,
     "kv_connector": "a:B",
     "hicache_size": 2,
+    "hicache_write_policy": "write_through",
+    "hicache_mem_layout": "layer_first",
+    "hicache_storage_dir": "/pages",
+    "hicache_storage_size": 2.0,
+    "hicache_storage_prefetch_policy": "best_effort",
+    "hicache_storage_backend_extra_config": "{}",
 }
 """A value that is not the default, of each dependent flag."""
 

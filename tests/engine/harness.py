@@ -137,7 +137,7 @@ class InProcessEngine:
         port = ScriptedPort(script)
         eos = frozenset(self.config.model.eos_token_ids)
         arrivals = KVArrivals(port.wake)
-        self.worker.on_kv_done(arrivals.report)
+        self.worker.on_kv_done(arrivals.report, arrivals.report_storage)
         core = EngineCore(
             self.scheduler, self.worker, port, self._status, StepReporter(), eos_token_ids=eos, overlap=overlap,
             kv_arrivals=arrivals if config.host_tier_tokens else None, grammars=grammars,

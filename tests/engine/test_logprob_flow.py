@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.core import loop as core
+from moe_engine.core import deltas as core
 from moe_engine.core import messages
 from moe_engine.errors import InputError
 from moe_engine.frontend import inbox
@@ -106,7 +106,7 @@ def deltas_of(result: StepResult, prompt: int) -> list[messages.RequestDelta]:
         scheduler.add(Request(rid, list(range(prompt)), SamplingParams(), 9, logprobs=LogprobSpec(0, 1)))
     plan = scheduler.schedule()
     assert isinstance(plan, StepPlan)
-    return core._deltas(scheduler.update(dataclasses.replace(result, number=plan.number, rows=plan.rows)))
+    return core.deltas_of(scheduler.update(dataclasses.replace(result, number=plan.number, rows=plan.rows)))
 
 
 @pytest.mark.parametrize("what", ["best", "asked", "prompt"])

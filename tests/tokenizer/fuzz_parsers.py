@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from moe_engine.tokenizer.reasoning import REASONING_FORMATS, ReasoningParser
+from moe_engine.tokenizer.reasoning import REASONING_FORMATS, reasoning_parser
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser, ToolDelta
 from moe_engine.tokenizer.tool_calls.named import CALLS_BEGIN, CALLS_END
 from tests.tokenizer.test_tool_call_formats import FUNCTIONS, GOOD, KIMI, NO_CALLS, PIECES
@@ -105,10 +105,12 @@ def check_reasoning(rng: random.Random, name: str, text: str) -> None:
     for inside in (False, True):
         found = []
         for pieces in splits(rng, text):
-            parser = ReasoningParser(inside=inside, form=form)
+            parser = reasoning_parser(form, inside=inside)
             parts = [parser.push(piece) for piece in pieces] + [parser.finish()]
             found.append(("".join(r for r, _ in parts), "".join(c for _, c in parts)))
         assert found[0] == found[1] == found[2], ("depends on the pieces", name, inside, text, found)
+        if form.harmony:  # headers are no text
+            continue
         shown = squashed("".join(found[0]))
         if form.keeps:  # the start tag may come from the prompt
             shown = shown.removeprefix(squashed(form.start)) if not text.lstrip().startswith(form.start) else shown
@@ -135,7 +137,7 @@ def tool_case(rng: random.Random) -> Callable[[], None]:
 def reasoning_case(rng: random.Random) -> Callable[[], None]:
     name = rng.choice(sorted(REASONING_FORMATS))
     form = REASONING_FORMATS[name]
-    words = [form.start, form.end, form.calls, "a b", "\n\n", "x</", "<thi", " "]
+    words = [*form.markers, form.start, form.end, form.calls, "a b", "\n\n", "x</", "<thi", " "]
     text = mutated(rng, "".join(rng.choices(words, k=rng.randint(1, 6))))
     return lambda: check_reasoning(rng, name, text)
 

@@ -60,6 +60,12 @@ GOOD: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
      [("f", {"s": "a</tool_call>[]", "n": [1, {"x": "}"}]}), ("g", {})]),
     ("mistral", 'a[TOOL_CALLS]f[ARGS]{"s": "[TOOL_CALLS]"}[TOOL_CALLS]g[CALL_ID]xyz[ARGS]{}', "a",
      [("f", {"s": "[TOOL_CALLS]"}), ("g", {})]),
+    ("gpt-oss", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"s": "<|x|>"}<|call|>', "",
+     [("f", {"s": "<|x|>"})]),
+    ("gpt-oss", ' to=functions.g<|channel|>commentary json<|message|>{}', "", [("g", {})]),
+    ("gpt-oss", "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>commentary to=functions.g"
+     "<|message|>{}<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>",
+     "<|channel|>analysis<|message|>why<|end|>", [("g", {}), ("f", {})]),
     ("kimi_k2", KIMI.format(kimi("functions.f:0", '{"s": "ü"}') + kimi("functions.g:1", "{}")), "",
      [("f", {"s": "ü"}), ("g", {})]),
     ("qwen3_coder", "a <tool_call>\n<function=f>\n<parameter=s>\nif x < 1:\n\n    pass\n\n</parameter>\n"
@@ -153,6 +159,8 @@ NO_CALLS = [
     ("mistral", '[TOOL_CALLS] [{"nam": "f", "arguments": {}}] b'),
     ("mistral", "a[TOOL_CALLS]g[CALL_ID]xyz[AR"),
     ("minimax-m2", '<minimax:tool_call><invoke name=""></minimax:tool_call>'),
+    ("gpt-oss", "<|channel|>final<|message|>Hello<|return|>"),
+    ("gpt-oss", "a <|start|>assistant<|channel|>commentary to=functions.f"),
 ]
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from moe_engine.tokenizer.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
+from moe_engine.tokenizer.harmony import MARKERS as HARMONY_MARKERS
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
+from moe_engine.tokenizer.tool_calls.harmony import parse_harmony
 from moe_engine.tokenizer.tool_calls.named import (
     CALL_BEGIN,
     CALL_END,
@@ -81,11 +84,15 @@ class CallSyntax:
 class ToolFormat:
     """
     `markers`: texts that may be special tokens, which outputs must keep. `syntax`: of enforced calls.
+    `enforces_strict`: calls of strict functions can be enforced where the output may also be text. `reasoning_end`: end
+    of the reasoning before enforced calls, if it differs from that before text.
     """
 
     parse: Callable[[CallReader], Wait[None]]
     markers: tuple[str, ...]
     syntax: CallSyntax
+    enforces_strict: bool = True
+    reasoning_end: str = ""
 
 
 def _object_syntax(begin: str, after_begin: str, end: str, between: str, arguments: str, after: str = "") -> CallSyntax:
@@ -189,5 +196,20 @@ TOOL_FORMATS = {
     "glm45": _GLM,
     "glm47": _GLM,
     "minimax-m2": _MINIMAX_M2,
+    "gpt-oss": ToolFormat(
+        parse_harmony,
+        HARMONY_MARKERS,
+        CallSyntax(
+            CHANNEL,
+            "",
+            "",
+            f"{END}{START}assistant{CHANNEL}",
+            "commentary to=functions.",
+            f" {CONSTRAIN}json{MESSAGE}",
+            "",
+        ),
+        enforces_strict=False,
+        reasoning_end=f"{END}{START}assistant",
+    ),
     "pythonic": _PYTHONIC,
 }

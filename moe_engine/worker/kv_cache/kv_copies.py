@@ -9,17 +9,18 @@ are first read on the steps' stream, so the step may overwrite them; the step wa
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from moe_engine.types import KVLoad, KVOps
 from moe_engine.worker.device_stream import DeviceStream, make_copy_lane
+from moe_engine.worker.kv_cache.host_pool import HostPool
 from moe_engine.worker.kv_cache.kv_pool import KVPool
+from moe_engine.worker.kv_cache.storage_io import StorageIO
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +36,29 @@ class KVCopies:
 
     Args:
         num_places: tokens of the host pool.
+        layout: of the host pool (`host_pool.LAYOUTS`).
+        staged: on an accelerator a copy is one transfer between the device and a staging buffer, whose rows the CPU
+            scatters and gathers (`--hicache-io-backend kernel`); else a transfer for each run of neighbouring places.
     """
 
-    def __init__(self, pool: KVPool, num_places: int, stream: DeviceStream) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        num_places: int,
+        stream: DeviceStream,
+        *,
+        layout: str = "page_first",
+        staged: bool = False,
+    ) -> None:
         self._pool = pool
         self._stream = stream
-        width = pool.spec.bytes_per_token
-        self._host = stream.host_bytes(num_places, width)
-        self._at_once = max(1, COPY_BYTES // width)
+        widths = pool.row_widths
+        self.host = HostPool(num_places, widths, layout, stream)
+        self._at_once = max(1, COPY_BYTES // sum(widths))
         self._lane = make_copy_lane(stream)
+        self._staging = stream.host_bytes(self._at_once, sum(widths)) if staged and self._lane is not None else None
+        self.storage: StorageIO | None = None
+        """Set where the tier has storage below it."""
         self._storing: Future[None] | None = None
         self._loading: dict[int, Future[None]] = {}
         self._done: list[int] = []
@@ -51,7 +66,7 @@ class KVCopies:
 
     @property
     def num_bytes(self) -> int:
-        return self._host.nbytes
+        return self.host.num_bytes
 
     def start(self, ops: KVOps) -> None:
         """Runs, or begins to run, the copies of a plan, before its forward; on the thread of the steps."""
@@ -69,6 +84,9 @@ class KVCopies:
                 continue
             copy = self._loading[load.id] = self._lane.run(self._load, load)
             copy.add_done_callback(partial(self._report, load.id))
+        if self.storage is not None and (ops.fetches or ops.backups or ops.stops):
+            copies = [*self._loading.values()] if self._storing is None else [self._storing, *self._loading.values()]
+            self.storage.start(ops, copies)
 
     def take_done(self) -> tuple[int, ...]:
         """Loads that were done in their step."""
@@ -86,39 +104,47 @@ class KVCopies:
     def close(self) -> None:
         if self._lane is not None:
             self._lane.close()
+        if self.storage is not None:
+            self.storage.close()
 
     def _store(self, slots: list[int], places: list[int]) -> None:
         if self._storing is not None:
             self._storing.result()  # its rows are still in memory
         rows = self._pool.read_rows(self._stream.from_list(slots, torch.int64))
         if self._lane is None:
-            self._host.index_copy_(0, torch.tensor(places), rows)
+            self.host.put(torch.tensor(places), rows)
         else:
             self._storing = self._lane.run(self._download, rows, places)
 
     def _download(self, rows: Tensor, places: list[int]) -> None:
-        for begin, end in _runs(places):
-            self._host[places[begin] : places[begin] + end - begin].copy_(rows[begin:end], non_blocking=True)
+        if self._staging is None:
+            self.host.download(rows, places)
+            return
+        staged = self._staging[: len(places)]
+        staged.copy_(rows, non_blocking=True)
+        self._stream.wait_for_copies()
+        self.host.put(torch.tensor(places), staged)
 
     def _load(self, load: KVLoad) -> None:
         for begin in range(0, len(load.slots), self._at_once):
             places = load.places[begin : begin + self._at_once]
             slots = self._stream.from_list(load.slots[begin : begin + self._at_once], torch.int64)
             if self._lane is None:
-                rows = self._host.index_select(0, torch.tensor(places))
+                rows = self.host.take(torch.tensor(places))
             else:
-                rows = torch.empty(len(places), self._host.shape[1], dtype=torch.uint8, device=self._stream.device)
-                for first, last in _runs(places):
-                    run = self._host[places[first] : places[first] + last - first]
-                    rows[first:last].copy_(run, non_blocking=True)
+                rows = torch.empty(len(places), self.host.width, dtype=torch.uint8, device=self._stream.device)
+                self._upload(places, rows)
             self._pool.write_rows(slots, rows)
+
+    def _upload(self, places: list[int], rows: Tensor) -> None:
+        if self._staging is None:
+            self.host.upload(places, rows)
+            return
+        self._stream.wait_for_copies()  # of the rows staged before
+        staged = self._staging[: len(places)]
+        staged.copy_(self.host.take(torch.tensor(places)))
+        rows.copy_(staged, non_blocking=True)
 
     def _report(self, number: int, done: Future[None]) -> None:
         if self.listener is not None:
             self.listener(number, done.exception())
-
-
-def _runs(places: list[int]) -> Iterator[tuple[int, int]]:
-    """Ranges [begin, end) of indices whose places are neighbours, ascending."""
-    cuts = [i for i in range(1, len(places)) if places[i] != places[i - 1] + 1]
-    yield from pairwise([0, *cuts, len(places)])

@@ -132,6 +132,19 @@ class KVPool:
                 rows = tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor  # torch cannot index float8
                 rows.index_copy_(0, target, rows.index_select(0, source))
 
+    @property
+    def row_widths(self) -> list[int]:
+        """Bytes of a token in each tensor, in the order of `read_rows`."""
+        return [tensor.shape[1] for tensor in self._raw]
+
+    def schema(self) -> list[str]:
+        """The tensors of a token, in the order of `read_rows`: a line each with layer, format and shape."""
+        return [
+            f"{layer}.{part}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape[1:])}"
+            for layer, parts in enumerate(self._tensors)
+            for part, tensor in enumerate(parts)
+        ]
+
     def read_rows(self, slots: Tensor) -> Tensor:
         """The KV of slots [n] in all layers, as bytes [n, bytes_per_token]; new memory."""
         self._refuse_windows()

@@ -1,0 +1,40 @@
+"""Messages to the front end about the events of a step."""
+
+from __future__ import annotations
+
+from moe_engine.core import messages
+from moe_engine.scheduler.events import RequestEvent
+
+
+def deltas_of(events: list[RequestEvent]) -> list[messages.RequestDelta]:
+    """One delta per event. Most events only carry a token: a fast path, because a step has hundreds of them."""
+    plain = messages.RequestDelta
+    return [
+        plain(rid, tokens, None, None, None, cached, retractions)
+        if finish is None and logprobs is None and prompt_logprobs is None and vector is None
+        else _delta(event)
+        for event in events
+        for rid, tokens, finish, cached, retractions, logprobs, prompt_logprobs, _, _, vector, _ in (event,)
+    ]
+
+
+def _delta(event: RequestEvent) -> messages.RequestDelta:
+    return messages.RequestDelta(
+        event.rid,
+        event.token_ids,
+        event.finish_reason.to_dict() if event.finish_reason else None,
+        event.logprobs,
+        event.prompt_logprobs,
+        event.cached_tokens,
+        event.retractions,
+        _queue_time(event),
+        event.speculation,
+        event.vector,
+        event.tiers,
+    )
+
+
+def _queue_time(event: RequestEvent) -> float:
+    """Seconds from arrival in the queue to the first step; known at the last event."""
+    timing = event.timing
+    return timing.first_scheduled - timing.queued_at if timing and timing.first_scheduled is not None else 0.0

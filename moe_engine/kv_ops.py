@@ -1,0 +1,63 @@
+"""Copies between the KV pool, a connector's memory and storage, as plans carry them and workers report them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class KVLoad:
+    """Copies KV from `places` of the connector to `slots` of the pool. The copy may end after the step."""
+
+    id: int
+    places: list[int]
+    slots: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class KVFetch:
+    """Reads the pages `keys` from the storage to these pages of the connector's memory; without pages it looks them up.
+    Fetches and backups share one numbering."""
+
+    id: int
+    keys: list[bytes]
+    pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class KVBackup:
+    """Writes these pages of the connector's memory to the storage under `keys`."""
+
+    id: int
+    keys: list[bytes]
+    pages: list[int]
+
+
+class KVReport(NamedTuple):
+    """Progress of a fetch or backup on one rank, or the least of all ranks: the number of leading pages that are read,
+    found or stored. Nothing of the operation reads or writes memory after the report with `ended`."""
+
+    id: int
+    num_pages: int
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KVOps:
+    """Copies between the KV pool and a connector (`scheduler.kv_connector`). Every rank runs them in plan order, before
+    the step's forward: it waits for the loads `arrived`, stores, then begins `loads`.
+
+    Stores copy store_slots[i] of the pool to store_places[i]; places are distinct. The step may overwrite the slots.
+    `arrived` are loads that the scheduler regards as complete: this step and later steps may use their slots.
+    """
+
+    store_slots: list[int] = field(default_factory=list)
+    store_places: list[int] = field(default_factory=list)
+    loads: list[KVLoad] = field(default_factory=list)
+    arrived: list[int] = field(default_factory=list)
+    fetches: list[KVFetch] = field(default_factory=list)
+    backups: list[KVBackup] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)
+    """Of the storage below the connector's memory (`scheduler.storage_tier`), behind the stores; `stops` are fetches
+    and backups that end with the page they are at. A number that is repeated behind a failed step is begun once."""

@@ -1,0 +1,352 @@
+"""Storage below the host-RAM tier (`--hicache-storage-backend`): the scheduler's books.
+
+Nodes that the host tier has stored are backed up, a page at a time. For a waiting request whose prefix continues behind
+what device and host have, the storage is asked in two operations: how many of its pages are there, and to read them to
+the host. Pages that are read become absent nodes of the tree, which `HostTier` loads as those it has evicted itself.
+
+The workers run the operations on threads and report their progress; a report here is the least of all ranks. The pages
+of an operation stay with it until its last report, whatever becomes of request and tree: a read that hangs holds host
+memory and nothing else. How long a request waits is bounded by the policy.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+
+from moe_engine.scheduler.page_keys import page_keys, root_key
+from moe_engine.scheduler.radix_cache import Node
+from moe_engine.scheduler.tiered_cache import TieredCache, TierNode
+from moe_engine.scheduler.waiting_queue import Waiting
+from moe_engine.step_settings import StorageSettings
+from moe_engine.types import NO_LORA, KVBackup, KVFetch, KVOps, KVReport
+
+COMPLETE_SECONDS = 60.0
+"""Longest wait under wait_complete."""
+MAX_LOOKUPS = 64
+"""Lookups at a time; further requests begin theirs when they reach admission."""
+SHARE_OF_HOST = 2
+"""Fetches, and backups, hold at most 1 / this of the host pages each."""
+
+
+class Stage(enum.Enum):
+    """Of a request's prefetch."""
+
+    LOOKUP = "lookup"
+    FETCH = "fetch"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """Of one waiting request: pages from `start` tokens on."""
+
+    entry: Waiting
+    start: int
+    keys: list[bytes]
+    deadline: float
+    stage: Stage = Stage.LOOKUP
+    op: int = 0
+    pages: list[int] = field(default_factory=list)
+    """Host pages that are being read to and are in no node."""
+
+
+class StorageTier:
+    """
+    Args:
+        alloc: host pages for a fetch, making room; None if there is none.
+        free: gives host pages back to the host tier.
+        num_pages: size of the host tier.
+        bigrams: whether the tree's keys are pairs of tokens.
+    """
+
+    def __init__(
+        self,
+        settings: StorageSettings,
+        tree: TieredCache,
+        alloc: Callable[[int], list[int] | None],
+        free: Callable[[list[int]], None],
+        num_pages: int,
+        bigrams: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self._tree, self._alloc, self._free = tree, alloc, free
+        self.clock = clock
+        self._most = max(1, num_pages // SHARE_OF_HOST)
+        self._bigrams = bigrams
+        self._weights = ""
+        self._adapters: dict[int, str] = {}
+        self._num_ops = 0
+        self._prefetches: dict[int, Prefetch] = {}
+        """Lookups and fetches in progress, by operation."""
+        self._orphans: dict[int, list[int]] = {}
+        """Pages of fetches that nothing waits for any more."""
+        self._backups: dict[int, KVBackup] = {}
+        self.pinned: set[int] = set()
+        """Host pages that a backup reads; they are freed when it ends."""
+        self._freed: set[int] = set()
+        """Pinned pages whose nodes are gone."""
+        self._num_fetching = 0
+        self._new_fetches: list[KVFetch] = []
+        self._new_backups: list[KVBackup] = []
+        self._new_stops: list[int] = []
+        self.num_fetched_tokens = 0
+        self.num_backed_up_tokens = 0
+        self.num_skipped_tokens = 0
+        """Not backed up, because too many backups were in progress."""
+
+    @property
+    def has_new_ops(self) -> bool:
+        return bool(self._new_fetches or self._new_backups or self._new_stops)
+
+    def poll(self) -> int:
+        """Number of lookups and fetches that requests wait for. Those of requests that have left the queue are
+        stopped."""
+        for prefetch in [p for p in self._prefetches.values() if not p.entry.is_queued]:
+            self._stop(prefetch)
+        return len(self._prefetches)
+
+    @property
+    def num_open(self) -> int:
+        """Operations without their last report."""
+        return len(self._prefetches) + len(self._orphans) + len(self._backups)
+
+    def take_ops(self, ops: KVOps | None) -> KVOps | None:
+        """Adds the operations of the next plan."""
+        if not self.has_new_ops:
+            return ops
+        ops = ops or KVOps()
+        ops.fetches.extend(self._new_fetches)
+        ops.backups.extend(self._new_backups)
+        ops.stops.extend(self._new_stops)
+        self._new_fetches, self._new_backups, self._new_stops = [], [], []
+        return ops
+
+    # -- keys
+
+    def renew(self, weights: str) -> None:
+        """From now on keys are those of other weights. The tree must be empty."""
+        self._weights = weights
+
+    def _digest(self, node: Node, namespace: Hashable) -> bytes | None:
+        """The key of the page that ends with `node`; None if its adapter has no fingerprint."""
+        path: list[TierNode] = []
+        walk: Node | None = node
+        while walk is not None:
+            assert isinstance(walk, TierNode)
+            if walk.digest is not None:
+                break
+            path.append(walk)
+            walk = walk.parent
+        digest = walk.digest if isinstance(walk, TierNode) else self._root(namespace)
+        if digest is None:
+            return None
+        for part in reversed(path):
+            if part.tokens:
+                digest = page_keys(digest, part.tokens, self._tree.page_size)[-1]
+            part.digest = digest
+        return digest
+
+    def _root(self, namespace: Hashable) -> bytes | None:
+        adapter, own = "", namespace
+        if isinstance(namespace, tuple):
+            lora_id, own = namespace
+            if not (adapter := self._adapters.get(lora_id, "")):
+                return None
+        return root_key(self._weights, adapter, own, self._tree.page_size, self._bigrams)
+
+    # -- backups
+
+    def stored(self, node: TierNode, pages: list[int]) -> None:
+        """The host tier stores this node with the next plan: so does the storage, behind it."""
+        if len(self.pinned) + len(pages) > self._most:
+            self.num_skipped_tokens += len(node.tokens)
+            return
+        namespace = self._tree.namespace_of(node)
+        assert node.parent is not None
+        before = self._digest(node.parent, namespace)
+        if before is None:
+            return
+        keys = page_keys(before, node.tokens, self._tree.page_size)
+        node.digest = keys[-1]
+        self._num_ops += 1
+        op = self._backups[self._num_ops] = KVBackup(self._num_ops, keys, pages)
+        self._new_backups.append(op)
+        self.pinned.update(pages)
+
+    def release(self, pages: list[int]) -> list[int]:
+        """Of host pages that leave the tree those that are free at once."""
+        if not self.pinned:
+            return pages
+        now = [page for page in pages if page not in self.pinned]
+        self._freed.update(page for page in pages if page in self.pinned)
+        return now
+
+    # -- prefetching
+
+    def begin(self, entry: Waiting) -> None:
+        """Asks for a waiting request, once, if enough of its prefix is missing."""
+        if entry.prefetch is not None:
+            return
+        request, tree, size = entry.request, self._tree, self._tree.page_size
+        if request.lora_id != NO_LORA and request.lora_key:
+            self._adapters[request.lora_id] = request.lora_key
+        limit = entry.limit - entry.limit % size
+        found = entry.matched(tree)
+        start = found.length + tree.peek_absent(found, entry.prefix_keys, entry.limit)[0]
+        tree.touch_absent(found, entry.prefix_keys, entry.limit)
+        if limit - start < max(size, self.settings.threshold):
+            return
+        if len(self._prefetches) >= MAX_LOOKUPS:
+            return
+        node = found.node
+        before = self._root(request.namespace) if node is None else self._digest(node, request.namespace)
+        if before is None:
+            return
+        begin = 0 if node is None else node.end
+        keys = page_keys(before, entry.prefix_keys[begin:limit], size)[(start - begin) // size :]
+        wait = COMPLETE_SECONDS
+        if self.settings.policy == "timeout":
+            wait = self.settings.timeout_base + self.settings.timeout_per_1024 * (limit - start) / 1024
+        prefetch = entry.prefetch = Prefetch(entry, start, keys, self.clock() + wait)
+        self._send(prefetch, [])
+
+    def must_wait(self, entry: Waiting) -> bool:
+        """Whether a request that could be admitted waits for storage, by the policy; if not, it takes what is there."""
+        self.begin(entry)
+        prefetch = entry.prefetch
+        if prefetch is None or prefetch.stage is Stage.ENDED:
+            return False
+        if self.settings.policy != "best_effort" and self.clock() < prefetch.deadline:
+            return True
+        self._stop(prefetch)
+        return False
+
+    def reported(self, reports: Iterable[KVReport]) -> None:
+        """Progress of operations, the least of all ranks."""
+        for report in reports:
+            if report.id in self._backups:
+                if report.ended:
+                    self._end_backup(self._backups.pop(report.id), report.num_pages)
+            elif report.id in self._orphans:
+                if report.ended:
+                    self._give(self._orphans.pop(report.id))
+            elif (prefetch := self._prefetches.get(report.id)) is not None:
+                self._progressed(prefetch, report)
+
+    def _progressed(self, prefetch: Prefetch, report: KVReport) -> None:
+        if prefetch.stage is Stage.FETCH:
+            self._keep(prefetch, report.num_pages)
+            if report.ended:
+                self._end(prefetch)
+            elif not prefetch.entry.is_queued:
+                self._stop(prefetch)
+            return
+        count = min(report.num_pages, len(prefetch.keys))
+        least = max(1, self.settings.threshold // self._tree.page_size)
+        count = min(count, self._most - self._num_fetching)
+        pages = self._alloc(count) if prefetch.entry.is_queued and count >= least else None
+        self._prefetches.pop(prefetch.op)
+        if pages is None:
+            prefetch.stage = Stage.ENDED
+            return
+        prefetch.stage, prefetch.pages = Stage.FETCH, pages
+        prefetch.keys = prefetch.keys[:count]
+        self._num_fetching += count
+        self._send(prefetch, pages)
+
+    def _send(self, prefetch: Prefetch, pages: list[int]) -> None:
+        self._num_ops += 1
+        prefetch.op = self._num_ops
+        self._prefetches[prefetch.op] = prefetch
+        self._new_fetches.append(KVFetch(prefetch.op, prefetch.keys, list(pages)))
+
+    def _keep(self, prefetch: Prefetch, count: int) -> None:
+        """The first `count` pages of the fetch are read: they join the tree."""
+        size = self._tree.page_size
+        done = len(prefetch.keys) - len(prefetch.pages)
+        pages = prefetch.pages[: count - done] if count > done else []
+        if not pages:
+            return
+        del prefetch.pages[: len(pages)]
+        self._num_fetching -= len(pages)
+        entry = prefetch.entry
+        begin = prefetch.start + done * size
+        tokens = entry.prefix_keys[: begin + len(pages) * size]
+        unused = self._tree.add_absent(tokens, begin, pages, entry.request.namespace)
+        self.num_fetched_tokens += (len(pages) - len(unused)) * size
+        self._free(unused)
+
+    def _stop(self, prefetch: Prefetch) -> None:
+        """The request waits no longer; the operation may still read to the rest of its pages."""
+        unsent = [fetch for fetch in self._new_fetches if fetch.id == prefetch.op]
+        if unsent:
+            self._new_fetches.remove(unsent[0])
+            self._end(prefetch)
+            return
+        self._new_stops.append(prefetch.op)
+        self._prefetches.pop(prefetch.op)
+        self._num_fetching -= len(prefetch.pages)
+        self._orphans[prefetch.op], prefetch.pages = prefetch.pages, []
+        prefetch.stage = Stage.ENDED
+
+    def _end(self, prefetch: Prefetch) -> None:
+        self._prefetches.pop(prefetch.op)
+        self._num_fetching -= len(prefetch.pages)
+        pages, prefetch.pages = prefetch.pages, []
+        prefetch.stage = Stage.ENDED
+        self._give(pages)
+
+    def _end_backup(self, op: KVBackup, num_pages: int) -> None:
+        self.num_backed_up_tokens += num_pages * self._tree.page_size
+        self.pinned.difference_update(op.pages)
+        freed = [page for page in op.pages if page in self._freed]
+        self._freed.difference_update(freed)
+        self._give(freed)
+
+    def _give(self, pages: list[int]) -> None:
+        if pages:
+            self._free(pages)
+
+    # -- failures
+
+    def steps_failed(self, ops: Iterable[KVOps]) -> None:
+        """Operations of these plans may not have begun: they are stopped, which reports them in either case. Requests
+        that waited for them compute."""
+        for part in ops:
+            self._new_stops += part.stops
+            numbers = [*(fetch.id for fetch in part.fetches), *(backup.id for backup in part.backups)]
+            for number in numbers:
+                prefetch = self._prefetches.get(number)
+                if prefetch is not None:
+                    self._stop(prefetch)
+                else:
+                    self._new_stops.append(number)
+        self._drop_unsent()
+
+    def _drop_unsent(self) -> None:
+        """Backups whose stores are forgotten."""
+        unsent, self._new_backups = self._new_backups, []
+        for backup in unsent:
+            self._end_backup(self._backups.pop(backup.id), 0)
+
+    def reset(self) -> None:
+        """The tree is flushed; operations in progress keep their pages."""
+        self._drop_unsent()
+        for prefetch in list(self._prefetches.values()):
+            self._stop(prefetch)
+
+    def hold_pinned(self) -> set[int]:
+        """The nodes of all pages are gone: those that backups read are free when these end."""
+        self._freed |= self.pinned
+        return self.pinned
+
+    def held_pages(self) -> list[int]:
+        """Host pages that are in no node and not free."""
+        held = list(self._freed)
+        for pages in (*self._orphans.values(), *(prefetch.pages for prefetch in self._prefetches.values())):
+            held += pages
+        return held

@@ -1,0 +1,73 @@
+"""Storage backends by name (`--hicache-storage-backend`), or by the path of a user's class.
+
+A maker gets (settings, rank): `StorageSettings`, and the number of the rank in its engine. A user's class is made with
+the same arguments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.step_settings import StorageSettings
+from moe_engine.storage.protocol import METHODS, PageStorage
+
+Maker = Callable[[StorageSettings, int], PageStorage]
+
+
+def _file(settings: StorageSettings, rank: int) -> PageStorage:
+    from moe_engine.storage.file_storage import FileStorage
+
+    return FileStorage(settings.directory, settings.max_bytes)
+
+
+BACKENDS: dict[str, Maker] = {"file": _file}
+
+
+def open_storage(settings: StorageSettings, rank: int = 0) -> PageStorage:
+    """
+    Raises:
+        ConfigError: unknown backend, its package is missing, or it cannot be opened.
+    """
+    made = BACKENDS.get(settings.backend) or class_at(settings.backend)
+    try:
+        storage = made(settings, rank)
+    except ConfigError:
+        raise
+    except Exception as error:  # of any backend
+        raise ConfigError(
+            f"--hicache-storage-backend {settings.backend}: cannot be opened: {type(error).__name__}: {error}"
+        ) from error
+    missing = [name for name in METHODS if not callable(getattr(storage, name, None))]
+    if missing:
+        raise ConfigError(
+            f"--hicache-storage-backend {settings.backend}: {type(storage).__name__} has no method {', '.join(missing)}"
+        )
+    return storage
+
+
+def extra_of(settings: StorageSettings) -> dict[str, Any]:
+    """`--hicache-storage-backend-extra-config`."""
+    return json.loads(settings.extra) if settings.extra else {}
+
+
+def class_at(path: str) -> Maker:
+    """A user's class, ``package.module:Class`` or ``package.module.Class``. Raises ConfigError."""
+    module, _, name = path.partition(":") if ":" in path else path.rpartition(".")
+    if not module or not name:
+        raise ConfigError(
+            f"--hicache-storage-backend {path!r:.100}: unknown; use {', '.join(BACKENDS)}, or the path of a class as "
+            "package.module:Class"
+        )
+    try:
+        found = getattr(import_module(module), name)
+    except Exception as error:  # of any code in the module
+        raise ConfigError(
+            f"--hicache-storage-backend {path}: cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"--hicache-storage-backend {path}: not a class")
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,180 @@
+"""Storage in a folder (`--hicache-storage-backend file`), also of a mounted file system that servers share.
+
+A page is a file, written under another name and then renamed, so that no reader sees half of it. The folder has a limit
+in bytes: the process that exceeds it removes the pages that were used longest ago, of all models. Each process counts
+what it has written since it last looked through the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.storage.protocol import Buffer
+
+logger = logging.getLogger("moe_engine")
+
+SUFFIX = ".kvpage"
+KEEP = 0.9
+"""Share of the limit that remains after pages were removed."""
+FREE_SHARE = 0.9
+"""Share of the free disk that the storage may take where no limit is given."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class FileStorage:
+    """Implements `PageStorage`.
+
+    Args:
+        max_bytes: limit of the folder; 0: what it holds and 90 % of the free disk.
+
+    Raises:
+        ConfigError: the folder cannot be made or written, or the disk is smaller than the limit.
+    """
+
+    def __init__(self, directory: str, max_bytes: int = 0) -> None:
+        self._root = Path(directory)
+        try:
+            self._root.mkdir(0o700, parents=True, exist_ok=True)
+            probe = self._root / f".probe-{os.getpid()}-{threading.get_ident()}"
+            probe.write_bytes(b"x")
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"--hicache-storage-dir {directory}: cannot be written: {error.strerror or error}; give a folder that "
+                "this user may write to"
+            ) from error
+        self._used = sum(size for _, size, _ in self._files())
+        free = shutil.disk_usage(self._root).free
+        if max_bytes > self._used + free:
+            raise ConfigError(
+                f"--hicache-storage-size {max_bytes / 1e9:g} GB: {directory} holds {self._used / 1e9:.2f} GB of pages "
+                f"and its disk has {free / 1e9:.2f} GB free, {(self._used + free) / 1e9:.2f} GB together; give less"
+            )
+        self._max_bytes = max_bytes or int(self._used + FREE_SHARE * free)
+        self._lock = threading.Lock()
+        self._evicting = threading.Lock()
+
+    def exists(self, names: Sequence[str]) -> int:
+        for i, name in enumerate(names):
+            if not os.path.exists(self._path(name)):
+                return i
+        return len(names)
+
+    def get(self, names: Sequence[str], targets: Sequence[Buffer]) -> list[bool]:
+        return [self._read(self._path(name), target) for name, target in zip(names, targets)]
+
+    def _read(self, path: str, target: Buffer) -> bool:
+        try:
+            with open(path, "rb", buffering=0) as file:
+                if os.fstat(file.fileno()).st_size != len(target):
+                    return False
+                read = 0
+                while read < len(target):
+                    count = file.readinto(target[read:])
+                    if not count:
+                        return False
+                    read += count
+        except FileNotFoundError:
+            return False
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used: removed last
+        return True
+
+    def put(self, names: Sequence[str], pages: Sequence[Buffer]) -> list[bool]:
+        stored = []
+        for name, page in zip(names, pages):
+            if not self._make_room(len(page)):
+                stored.append(False)
+                continue
+            try:
+                self._write(name, page)
+            except OSError as error:
+                if error.errno not in _FULL or not self._evict(len(page), full=True):
+                    raise
+                self._write(name, page)
+            with self._lock:
+                self._used += len(page)
+            stored.append(True)
+        return stored
+
+    def _write(self, name: str, page: Buffer) -> None:
+        path = self._path(name)
+        temporary = f"{path}.{os.getpid()}-{threading.get_ident()}"
+        try:
+            file = open(temporary, "xb", buffering=0)  # noqa: SIM115
+        except FileNotFoundError:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            file = open(temporary, "xb", buffering=0)  # noqa: SIM115
+        try:
+            with file:
+                written = 0
+                while written < len(page):
+                    written += file.write(page[written:])
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path(name))
+
+    def clear(self) -> None:
+        for path, _, _ in list(self._files()):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+        with self._lock:
+            self._used = 0
+
+    def describe(self) -> dict[str, Any]:
+        return {"directory": str(self._root), "used_bytes": self._used, "max_bytes": self._max_bytes}
+
+    def close(self) -> None: ...
+
+    # -- room
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name[-2:]}/{name}{SUFFIX}"
+
+    def _files(self) -> Iterator[tuple[str, int, float]]:
+        """(path, bytes, time of the last use) of all pages."""
+        for folder in os.scandir(self._root):
+            if len(folder.name) != 2 or not folder.is_dir():
+                continue
+            for entry in os.scandir(folder.path):
+                with contextlib.suppress(FileNotFoundError):
+                    found = entry.stat()
+                    yield entry.path, found.st_size, found.st_mtime
+
+    def _make_room(self, num_bytes: int) -> bool:
+        if num_bytes > self._max_bytes:
+            return False
+        return self._used + num_bytes <= self._max_bytes or self._evict(num_bytes)
+
+    def _evict(self, num_bytes: int, full: bool = False) -> bool:
+        """Removes pages until the folder has room, with some to spare. `full`: the disk is, so at least a tenth of the
+        pages goes. False if nothing was gained."""
+        with self._evicting:
+            files = sorted(self._files(), key=lambda file: file[2])
+            used = before = sum(size for _, size, _ in files)
+            target = int(KEEP * (min(before, self._max_bytes) if full else self._max_bytes)) - num_bytes
+            for path, size, _ in files:
+                if used <= max(target, 0):
+                    break
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+                used -= size
+            with self._lock:
+                self._used = used
+            return used < before if full else used + num_bytes <= self._max_bytes

@@ -1,0 +1,39 @@
+"""Fingerprints of weights: equal for equal files, without reading all of them.
+
+Of each file of weights: its name, size, and 16 blocks of 4 KiB spread over it, the header's beginning included.
+Training changes all tensors, so that a copy in another folder has the same fingerprint, and other weights under the
+same path have another one. Other small files (config) count as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+BLOCKS = 16
+BLOCK_BYTES = 4096
+SMALL_BYTES = 4 << 20
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+OTHERS = ("config.json", "adapter_config.json", "quantize_config.json", "hf_quant_config.json")
+
+
+def fingerprint_of(folder: str) -> str:
+    """32 hex digits.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(os.listdir(folder)):
+        path = Path(folder, name)
+        if name in OTHERS and path.stat().st_size <= SMALL_BYTES:
+            digest.update(f"{name}\0".encode() + path.read_bytes())
+        elif name.endswith(WEIGHTS):
+            size = path.stat().st_size
+            digest.update(f"{name}\0{size}\0".encode())
+            with path.open("rb") as file:
+                for i in range(BLOCKS):
+                    file.seek(i * max(0, size - BLOCK_BYTES) // max(1, BLOCKS - 1))
+                    digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,168 @@
+"""Pages as they are stored: a header with length, name and checksum in front of the bytes.
+
+A page that is truncated, has a flipped bit, or lies under the name of another one is found when it is read, and is a
+miss. Layout, little endian: magic (8), length of the bytes (8), CRC-32 of name and bytes (4), zeros (12), bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moe_engine.storage.protocol import Buffer, PageStorage
+
+logger = logging.getLogger("moe_engine")
+
+HEADER = struct.Struct("<8sQI12x")
+MAGIC = b"MOEKV001"
+"""Changes with this layout."""
+RETRY_SECONDS = 30.0
+"""Pause of reads or writes after an error of the backend."""
+
+
+def seal(name: str, page: Buffer) -> bytearray:
+    """A page with its header."""
+    sealed = bytearray(HEADER.size + len(page))
+    sealed[HEADER.size :] = page
+    HEADER.pack_into(sealed, 0, MAGIC, len(page), _checksum(name, page))
+    return sealed
+
+
+def unseal(name: str, sealed: Buffer, target: Buffer) -> bool:
+    """Copies the page to `target`; False, and `target` is undefined, if the bytes are not what was stored."""
+    if len(sealed) != HEADER.size + len(target):
+        return False
+    magic, length, checksum = HEADER.unpack_from(sealed)
+    if magic != MAGIC or length != len(target):
+        return False
+    target[:] = sealed[HEADER.size :]  # checked after the copy: these are the bytes that are used
+    return checksum == _checksum(name, target)
+
+
+def _checksum(name: str, page: Buffer) -> int:
+    return zlib.crc32(page, zlib.crc32(name.encode()))
+
+
+class SealedPages:
+    """Pages of one size in a backend. An error of the backend is a miss: reads, or writes, then pause for
+    `RETRY_SECONDS`, with one line in the log.
+
+    Args:
+        prefix: of all names; changes with everything that changes the meaning of the bytes.
+    """
+
+    def __init__(
+        self, storage: PageStorage, prefix: str, page_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.page_bytes = page_bytes
+        self._storage = storage
+        self._prefix = prefix
+        self._clock = clock
+        self._paused = {"reads": 0.0, "writes": 0.0}
+        self._reported: set[str] = set()
+        self._lock = threading.Lock()
+        self.num_errors = 0
+        self.num_corrupt = 0
+        """Pages that were not what was stored."""
+
+    @property
+    def storage(self) -> PageStorage:
+        return self._storage
+
+    def name_of(self, key: bytes) -> str:
+        return f"{self._prefix}-{key.hex()}"
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        """Number of leading pages that are stored."""
+        if not keys or self._pauses("reads"):
+            return 0
+        try:
+            return self._storage.exists([self.name_of(key) for key in keys])
+        except Exception as error:  # of any backend
+            self._failed("reads", error)
+            return 0
+
+    def get(self, keys: Sequence[bytes], targets: Sequence[Buffer]) -> int:
+        """Number of leading pages that were read and are what was stored."""
+        if not keys or self._pauses("reads"):
+            return 0
+        names = [self.name_of(key) for key in keys]
+        size = HEADER.size + self.page_bytes
+        memory = memoryview(bytearray(size * len(names)))
+        sealed = [memory[i * size : (i + 1) * size] for i in range(len(names))]
+        try:
+            found = self._storage.get(names, sealed)
+        except Exception as error:  # of any backend
+            self._failed("reads", error)
+            return 0
+        for i, (name, target) in enumerate(zip(names, targets)):
+            if not found[i]:
+                return i
+            if not unseal(name, sealed[i], target):
+                self._discard(name)
+                return i
+        return len(names)
+
+    def put(self, keys: Sequence[bytes], pages: Sequence[Buffer]) -> int:
+        """Stores pages that are not stored yet; number of pages that are stored now."""
+        stored = 0
+        for key, page in zip(keys, pages):
+            if self._pauses("writes"):
+                break
+            name = self.name_of(key)
+            try:
+                if self._storage.exists([name]) or self._storage.put([name], [memoryview(seal(name, page))])[0]:
+                    stored += 1
+            except Exception as error:  # of any backend
+                self._failed("writes", error)
+        return stored
+
+    def clear(self) -> None:
+        """Removes all pages of the storage."""
+        try:
+            self._storage.clear()
+        except Exception as error:  # of any backend
+            self._failed("writes", error)
+
+    def facts(self) -> dict[str, Any]:
+        """Plain values: of the backend, and errors and wrong pages since the start."""
+        try:
+            found = self._storage.describe()
+        except Exception as error:  # of any backend
+            found = {"error": f"{type(error).__name__}: {error}"}
+        return found | {"num_errors": self.num_errors, "num_corrupt": self.num_corrupt}
+
+    def _discard(self, name: str) -> None:
+        """Removes a page with wrong bytes, so that it is stored again."""
+        with self._lock:
+            self.num_corrupt += 1
+            if "corrupt" not in self._reported:
+                self._reported.add("corrupt")
+                logger.warning(
+                    "KV storage: page %s is not what was stored (checksum or size); such pages are removed and count "
+                    "as misses",
+                    name,
+                )
+        try:
+            self._storage.delete([name])
+        except Exception as error:  # of any backend
+            self._failed("writes", error)
+
+    def _pauses(self, what: str) -> bool:
+        return self._clock() < self._paused[what]
+
+    def _failed(self, what: str, error: Exception) -> None:
+        with self._lock:
+            self.num_errors += 1
+            self._paused[what] = self._clock() + RETRY_SECONDS
+            line = f"{what}: {type(error).__name__}: {error}"
+            if line not in self._reported and len(self._reported) < 100:
+                self._reported.add(line)
+                logger.warning(
+                    "KV storage: %s. The engine goes on without it and tries again every %g s", line, RETRY_SECONDS
+                )

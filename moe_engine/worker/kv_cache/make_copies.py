@@ -1,0 +1,104 @@
+"""Builds the worker side of the KV connector, with storage below it, for one rank."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.kv_connectors import copies_class
+from moe_engine.models.sharding import local_config
+from moe_engine.parallel.context import ParallelContext
+from moe_engine.storage.backends import open_storage
+from moe_engine.storage.fingerprint import fingerprint_of
+from moe_engine.storage.sealed_pages import SealedPages
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kv_cache.kv_pool import KVPool
+from moe_engine.worker.kv_cache.storage_io import StorageIO
+from moe_engine.worker.options import WorkerOptions
+
+CACHE_VERSION = 1
+"""Changes whenever the engine computes other bytes for the same tokens, or numbers them otherwise."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of each token's KV: `index` of `count`. `writes`: no rank before it has the same part."""
+
+    index: int
+    count: int
+    writes: bool
+
+
+def share_of(options: WorkerOptions, parallel: ParallelContext) -> Share:
+    """MLA's latent is whole on every rank; KV heads are divided, and repeated where there are more ranks than heads."""
+    whole = options.model.attention.kv_parts(options.kv_dtype)
+    local = local_config(options.model, parallel).attention.kv_parts(options.kv_dtype)
+    size, rank = parallel.attn_tp_size, parallel.attn_tp_rank
+    ratios = {_numbers(a) / _numbers(b) for a, b in zip(whole, local)}
+    ratio = ratios.pop() if len(ratios) == 1 else 0.0
+    count = int(ratio) if ratio == int(ratio) and ratio and size % int(ratio) == 0 else size
+    return Share(rank * count // size, count, rank * count % size == 0)
+
+
+def _numbers(part: tuple[int, ...]) -> int:
+    product = 1
+    for dim in part:
+        product *= dim
+    return product
+
+
+def schema_of(options: WorkerOptions, pool: KVPool, share: Share) -> str:
+    """Names everything that changes the bytes of a page on this rank, beside its tokens: 32 hex digits.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read.
+    """
+    facts = (
+        CACHE_VERSION,
+        _weights(options),
+        repr(options.model),
+        options.dtype,
+        options.kv_dtype,
+        pool.page_size,
+        pool.schema(),
+        (share.index, share.count),
+        options.speculation.method if options.speculation is not None else "",
+    )
+    return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def _weights(options: WorkerOptions) -> tuple[str, ...]:
+    drafts = (options.speculation.draft_model_path if options.speculation is not None else None) or ""
+    if options.load_format == "dummy":
+        return ("dummy", str(options.dummy_seed), drafts)
+    try:
+        return tuple(fingerprint_of(path) for path in (options.model_path, drafts) if path)
+    except OSError as error:
+        raise ConfigError(f"--hicache-storage-backend: the checkpoint cannot be read: {error}") from error
+
+
+def make_copies(options: WorkerOptions, pool: KVPool, parallel: ParallelContext, stream: DeviceStream) -> Any:
+    """An instance of `copies_class`.
+
+    Raises:
+        ConfigError: storage cannot be opened, or the connector has none.
+    """
+    made = copies_class(options.kv_connector)
+    more: dict[str, Any] = {}
+    if options.hicache_mem_layout != "page_first":
+        more["layout"] = options.hicache_mem_layout
+    if options.hicache_io_backend == "kernel":
+        more["staged"] = True
+    copies = made(pool, options.host_tier_tokens, stream, **more)
+    if options.storage is None:
+        return copies
+    if not hasattr(copies, "host"):
+        raise ConfigError(f"--hicache-storage-backend: --kv-connector {options.kv_connector} has no host memory for it")
+    share = share_of(options, parallel)
+    storage = open_storage(options.storage, parallel.world_rank)
+    page_bytes = pool.page_size * copies.host.width
+    pages = SealedPages(storage, schema_of(options, pool, share), page_bytes)
+    copies.storage = StorageIO(copies.host, pages, pool.page_size, writes=share.writes)
+    return copies
