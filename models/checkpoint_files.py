@@ -22,6 +22,7 @@ ELEMENT_BYTES = {
 """Supported dtypes, by the format's names."""
 
 _MAX_HEADER = 100 << 20
+_TEXT = "language_model."
 _BODY = ("embed_tokens.", "layers.", "norm.")
 
 
@@ -72,7 +73,11 @@ def _read_files(directory: Path) -> dict[str, WeightFile]:
 
 
 def _with_prefix(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
-    """The tensors of a model that was saved without a head, under the names that they have in a model with a head."""
+    """The tensors of a model that was saved without a head, under the names that they have in a model with a head. Of a
+    model for images and text (Kimi K2.5) those of the language model alone, without its prefix."""
+    if any(name.startswith(f"{_TEXT}model.") for name in files):
+        text = {name: file for name, file in files.items() if name.startswith(_TEXT)}
+        return _renamed(text, {name: name.removeprefix(_TEXT) for name in text})
     if f"{_BODY[0]}weight" not in files:
         return files
     return _renamed(files, {name: f"model.{name}" for name in files if name.startswith(_BODY)})

@@ -30,6 +30,7 @@ from moe_engine.server.state import ServerState
 from moe_engine.structured_output.constraint import Constraint
 from moe_engine.tokenizer.reasoning import free_reasoning
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
+from moe_engine.tokenizer.tool_calls.counted_ids import num_calls
 
 
 class ChatApi:
@@ -60,7 +61,8 @@ class ChatApi:
         effort = None if req.reasoning_effort is None else {"reasoning_effort": req.reasoning_effort}
         prompt = render_prompt(self._state, messages, req, tools.offered, effort)
         inp = self._input(req, prompt)
-        parsers = parser_options(self._state, req, prompt, tools.called, self._enforce(inp, tools, req))
+        enforced, before = self._enforce(inp, tools, req), num_calls(messages)
+        parsers = parser_options(self._state, req, prompt, tools.called, enforced, before)
         inp.keep_special = parsers.keep_special
         read = self._state.frontend.read(inp)
         return Plan(read, (response_fields(req, messages=[]), model, parsers))

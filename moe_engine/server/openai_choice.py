@@ -33,6 +33,8 @@ class ParserOptions:
     """Those that may be called, with the schemas of their arguments."""
     parallel_tools: bool = True
     enforced: Enforced = Enforced()
+    first_call: int = 0
+    """Calls in the conversation before the output."""
     keep_special: frozenset[int] = frozenset()
     """Special tokens kept in the text for the parsers."""
     think_end_id: int | None = None
@@ -48,7 +50,12 @@ class ParserOptions:
 
 
 def parser_options(
-    state: ServerState, req: ChatRequest, prompt: str, tools: Sequence[dict[str, Any]], enforced: Enforced
+    state: ServerState,
+    req: ChatRequest,
+    prompt: str,
+    tools: Sequence[dict[str, Any]],
+    enforced: Enforced,
+    first_call: int,
 ) -> ParserOptions:
     """Parser options for the output of `prompt`, from flags and request."""
     flags, tokenizer = state.flags, state.tokenizer()
@@ -66,6 +73,7 @@ def parser_options(
         functions=parameters_of(tools),
         parallel_tools=req.parallel_tool_calls is not False,
         enforced=enforced,
+        first_call=first_call,
         keep_special=frozenset(i for i in ids if i is not None and i in tokenizer.special_ids),
         think_end_id=tokenizer.token_id(reasoning.end) if reasoning else None,
     )
@@ -87,6 +95,7 @@ class ChoiceParser:
                 parallel=options.parallel_tools,
                 is_json=options.enforced.calls,
                 content_is_json=options.enforced.content,
+                first_call=options.first_call,
             )
             if options.tool_form
             else None

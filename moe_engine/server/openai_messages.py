@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from moe_engine.errors import InputError
 from moe_engine.server.state import ServerState
+from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
+from moe_engine.tokenizer.tool_calls.counted_ids import with_counted_ids
 
 
 class Options(Protocol):
@@ -40,6 +42,9 @@ def render_prompt(
         raise InputError(
             "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE"
         )
+    form = state.flags.tool_call_parser
+    if form is not None and TOOL_FORMATS[form].counts_ids:
+        messages = with_counted_ids(messages)
     prefix = ""
     if options.continue_final_message:
         last = messages[-1]

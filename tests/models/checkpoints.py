@@ -226,6 +226,11 @@ def make_checkpoint(
     return path
 
 
+def hub_fields(kind: str) -> dict[str, Any]:
+    """config.json's fields of a kind."""
+    return copy.deepcopy(_COMMON | _FAMILY[kind][1])
+
+
 def headless(source: Path, directory: Path, **scores: Tensor) -> Path:
     """A copy of a checkpoint as transformers saves a model without a head: architecture `XModel`, no lm_head, no
     prefix. With `scores`, tensors of a head (`score_weight`): `XForSequenceClassification` or `Qwen2ForRewardModel`."""

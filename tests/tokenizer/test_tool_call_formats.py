@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS, ToolCallParser
+from moe_engine.tokenizer.tool_calls.counted_ids import num_calls, with_counted_ids
 from moe_engine.tokenizer.tool_calls.named import CALL_BEGIN, CALL_END, CALLS_BEGIN, CALLS_END, SEPARATOR
 from tests.examples import examples
 
@@ -137,6 +138,31 @@ def test_all_formats_are_tested() -> None:
 
 def test_kimis_ids_are_kept() -> None:
     assert parse("kimi_k2", KIMI.format(kimi("functions.f:7", "{}")), 3)[2] == ["functions.f:7"]
+
+
+def test_kimis_ids_count_the_calls_of_the_conversation() -> None:
+    def call(name: str, own_id: str) -> dict[str, Any]:
+        return {"id": own_id, "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+    history = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "tool_calls": [call("f", "call_a"), call("g", "call_b")]},
+        {"role": "tool", "tool_call_id": "call_b", "content": "1"},
+        {"role": "tool", "tool_call_id": "call_a", "content": "2"},
+        {"role": "assistant", "tool_calls": [call("f", "functions.f:0")]},
+        {"role": "tool", "tool_call_id": "functions.f:0", "content": "3"},
+        {"role": "tool", "tool_call_id": "other", "content": "4"},
+    ]
+    found = with_counted_ids(history)
+    ids = [[c["id"] for c in m["tool_calls"]] if m.get("tool_calls") else m.get("tool_call_id") for m in found]
+    assert ids == [None, ["functions.f:0", "functions.g:1"], "functions.g:1", "functions.f:0", ["functions.f:2"],
+                   "functions.f:2", "other"]  # fmt: skip
+    assert with_counted_ids(found) == found and history[1]["tool_calls"][0]["id"] == "call_a"
+    text = KIMI.format(kimi("functions.f:0", "{}") + kimi("functions.g:0", "{}"))
+    for enforced, wanted in ((True, ["functions.f:3", "functions.g:4"]), (False, ["functions.f:0", "functions.g:0"])):
+        parser = ToolCallParser("kimi_k2", FUNCTIONS, is_json=enforced, first_call=num_calls(history))
+        deltas = [*parser.push(text)[1], *parser.finish()[1]]
+        assert [delta.id for delta in deltas if delta.id] == wanted
 
 
 NO_CALLS = [

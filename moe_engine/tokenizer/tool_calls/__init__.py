@@ -31,7 +31,7 @@ class ToolCallParser:
 
     Args:
         form: a key of `TOOL_FORMATS`.
-        functions, parallel, is_json, content_is_json: as of `CallReader`.
+        functions, parallel, is_json, content_is_json, first_call: as of `CallReader`.
     """
 
     def __init__(
@@ -42,11 +42,14 @@ class ToolCallParser:
         parallel: bool = True,
         is_json: bool = False,
         content_is_json: bool = False,
+        first_call: int = 0,
     ) -> None:
         if form not in TOOL_FORMATS:
             raise ConfigError(f"--tool-call-parser {form}: not available yet; choose one of {', '.join(TOOL_FORMATS)}")
         self._is_json = is_json
-        self._reader = CallReader(functions, parallel=parallel, is_json=is_json, content_is_json=content_is_json)
+        self._reader = CallReader(
+            functions, parallel=parallel, is_json=is_json, content_is_json=content_is_json, first_call=first_call
+        )
         self._parse = TOOL_FORMATS[form].parse(self._reader)
 
     @property

@@ -36,12 +36,20 @@ class CallReader:
         parallel: False keeps the first call only.
         is_json: the arguments of calls are JSON (a grammar enforces it): markers in their strings are text.
         content_is_json: the output is either calls or JSON.
+        first_call: calls in the conversation before this output.
     """
 
     def __init__(
-        self, functions: Mapping[str, Any] | None, *, parallel: bool, is_json: bool, content_is_json: bool
+        self,
+        functions: Mapping[str, Any] | None,
+        *,
+        parallel: bool,
+        is_json: bool,
+        content_is_json: bool,
+        first_call: int = 0,
     ) -> None:
         self.functions = functions
+        self.first_call = first_call
         self.is_json = is_json
         self.content_is_json = content_is_json
         self.num_calls = 0

@@ -85,7 +85,8 @@ class ToolFormat:
     """
     `markers`: texts that may be special tokens, which outputs must keep. `syntax`: of enforced calls.
     `enforces_strict`: calls of strict functions can be enforced where the output may also be text. `reasoning_end`: end
-    of the reasoning before enforced calls, if it differs from that before text.
+    of the reasoning before enforced calls, if it differs from that before text. `counts_ids`: ids of calls are numbers
+    in the whole conversation (`counted_ids.py`).
     """
 
     parse: Callable[[CallReader], Wait[None]]
@@ -93,6 +94,7 @@ class ToolFormat:
     syntax: CallSyntax
     enforces_strict: bool = True
     reasoning_end: str = ""
+    counts_ids: bool = False
 
 
 def _object_syntax(begin: str, after_begin: str, end: str, between: str, arguments: str, after: str = "") -> CallSyntax:
@@ -191,6 +193,7 @@ TOOL_FORMATS = {
             KIMI_K2.call_end,
             numbered=True,
         ),
+        counts_ids=True,
     ),
     "glm": _GLM,
     "glm45": _GLM,

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from moe_engine.tokenizer.tool_calls import json_text
 from moe_engine.tokenizer.tool_calls.call_reader import CallReader, Wait
+from moe_engine.tokenizer.tool_calls.counted_ids import counted_id
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
 CALL_BEGIN = "<｜tool▁call▁begin｜>"
 CALL_END = "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
+_NUMBERED = re.compile(r":\d+$")
 _KIMI_NAME = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
 
 
@@ -63,11 +65,18 @@ class NamedFormat:
             return
         written = written.strip() if self.name_is_id else written.removeprefix(self.before_name).strip()
         match = _KIMI_NAME.fullmatch(written) if self.name_is_id else None
-        reader.open(match[1] if match else written, written if self.name_is_id else None)
+        name = match[1] if match else written
+        reader.open(name, self._id(reader, name, written) if self.name_is_id else None)
         if reader.is_json:
             yield from json_text.value(reader, reader.arguments)
         if (yield from reader.until((self.after_arguments, self.call_end), reader.arguments)):
             reader.close()
+
+    @staticmethod
+    def _id(reader: CallReader, name: str, written: str) -> str:
+        """As the model wrote it; by count if it has no number, or one that a grammar wrote."""
+        own = _NUMBERED.search(written) and not reader.is_json
+        return written if own else counted_id(name, reader.first_call + reader.num_calls)
 
 
 DEEPSEEK_V3 = NamedFormat(
