@@ -65,6 +65,11 @@ class KernelPlan:
         return next(choice.row for choice in self.choices if choice.family == family)
 
     @property
+    def codes(self) -> frozenset[str]:
+        """Families whose rows multiply weights of 4 and 8 bits as stored."""
+        return frozenset(family for family in ("linear", "experts") if self.row(family).codes)
+
+    @property
     def refuses_capture(self) -> str | None:
         """Why steps with these rows cannot be captured as CUDA graphs, or None."""
         rows = (choice.row for choice in self.choices if choice.family != "experts" or self.need.moe)

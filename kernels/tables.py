@@ -63,7 +63,7 @@ def _uncaptured_indexer(device: Device, need: Need) -> str | None:
 
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
-    torch_uncaptured: WhyNot | None = None, **has: Any,
+    torch_uncaptured: WhyNot | None = None, codes: bool = False, **has: Any,
 ) -> list[Row]:  # fmt: skip
     package = f"moe_engine.kernels.{family}"
     return [
@@ -75,13 +75,13 @@ def _rows(
             why_not_captured=torch_uncaptured,
             **has,
         ),
-        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, **has),
+        Row("cpu", f"{package}.cpu:{cpu_class}", 10, why_not, codes=codes, **has),
     ]
 
 
 OPS = _rows("ops", "TorchOps", "CpuOps")
-LINEAR = _rows("linear", "TorchLinear", "CpuLinear")
-EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True)
+LINEAR = _rows("linear", "TorchLinear", "CpuLinear", codes=True)
+EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, codes=True)
 MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True)
 INDEXER = _rows("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True, sinks=True)

@@ -26,7 +26,7 @@ def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
     path = Path(path)
     file = path if path.suffix == ".json" else path / "config.json"
     original = read_json(file)
-    raw = text_fields(merge(original, overrides or {}))
+    raw = _with_quantization(file, text_fields(merge(original, overrides or {})))
     names = raw.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{file}: architectures must be a list of names, found {names!r}")
@@ -38,3 +38,14 @@ def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
     if overrides and is_whole(stored) and stored != config.num_layers:
         config = dataclasses.replace(config, file_layers=int(stored))
     return config
+
+
+def _with_quantization(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """With the settings of hf_quant_config.json (ModelOpt) where config.json has none."""
+    settings = file.parent / "hf_quant_config.json"
+    if raw.get("quantization_config") is not None or not settings.is_file():
+        return raw
+    found = read_json(settings).get("quantization")
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{settings}: quantization must be an object, found {found!r}")
+    return {**raw, "quantization_config": {"quant_method": "modelopt", **found}}

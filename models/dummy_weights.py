@@ -75,7 +75,7 @@ class DummyReader:
         return out
 
     def keeps(self, prefix: str, shape: tuple[int, int], cut: Cut = UNCUT) -> bool:
-        kept = self.format.kernel_format() is not None
+        kept = self.format.kernel_format(prefix) is not None
         return kept and ".layers." in prefix and not prefix.endswith(".eh_proj")
 
     def skip(self, name: str) -> None:

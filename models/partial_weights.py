@@ -19,6 +19,7 @@ from torch import Tensor
 from moe_engine.errors import CheckpointError, MoeEngineError
 from moe_engine.kernels.quantization.protocol import BLOCK, BlockWeight
 from moe_engine.models.cut import UNCUT, Cut
+from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.weights import TensorFile, WeightReader, WeightSource
 
 MARK: float = struct.unpack("f", b"\x3f\x3f\x3f\x3f")[0]
@@ -87,6 +88,10 @@ class FilledWeights:
 
     def __init__(self, structure: WeightSource, fill: Fill) -> None:
         self.dtype, self.device, self.format = structure.dtype, structure.device, structure.format
+        if derived_codes(self.format) is not None:
+            raise MoeEngineError(
+                f"weights held as {self.format.name} are not available by name; load a checkpoint from disk instead"
+            )
         self._structure, self._fill = structure, fill
 
     def has(self, name: str) -> bool:

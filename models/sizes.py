@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.tensors import BIASES, EMBEDDING, GATE_UP_BIAS, Kind, TensorSpec, model_tensors
@@ -93,19 +95,31 @@ def _weight_bytes(
     format: WeightFormat,
 ) -> int:
     plain = wide = 0
-    kept = Fraction(0)
+    kept, derived = Fraction(0), derived_codes(format)
     for spec in model_tensors(config, include_mtp):
         held = _held_elements(config, spec, topology, redundant_experts)
         if spec.kind is Kind.WIDE:
             wide += spec.num_elements if not spec.name.endswith(BIASES) else held
         elif spec.name.endswith(_KV_B):
-            plain += 2 * held
+            plain += held if derived else 2 * held
+            kept += _absorbed_bytes(config, held, derived) if derived else 0
+        elif spec.name == "lm_head.weight" and derived and derived.takes(spec.shape[1]):
+            kept += held * Fraction(derived.num_bytes(1, spec.shape[1]), spec.shape[1])
         elif spec.kind is Kind.LINEAR and spec.name.startswith(_LAYER):
-            kept += held * format.bytes_per_element(spec.shape, dtype_bytes)
+            kept += held * format.bytes_per_element(spec.name.removesuffix(".weight"), spec.shape, dtype_bytes)
         else:
             plain += held
     rotary = config.context_length * config.rope.width
     return plain * dtype_bytes + 4 * (wide + rotary) + int(kept)
+
+
+def _absorbed_bytes(config: ModelConfig, elements: int, form: GroupCodes) -> int:
+    """Of kv_b's halves by head, [C, N] and [V, C], with that many elements of all heads."""
+    mla = config.attention
+    assert isinstance(mla, MLAConfig)
+    heads = elements // (mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim))
+    keys, values = (mla.kv_lora_rank, mla.qk_nope_head_dim), (mla.v_head_dim, mla.kv_lora_rank)
+    return heads * (form.num_bytes(*keys) + form.num_bytes(*values))
 
 
 def _held_elements(config: ModelConfig, spec: TensorSpec, topology: Topology, redundant_experts: int) -> int:

@@ -110,7 +110,7 @@ def _compare(name: str, file: WeightFile, stored: tuple[StoredTensor, ...]) -> l
     header = file.tensors[name]
     if wanted is None:
         return [f"{name}: scales of a weight that is not quantized"]
-    if header.shape != wanted.shape:
+    if not wanted.fits(header.shape):
         return [f"{name} has shape {list(header.shape)}, not {list(wanted.shape)}"]
     if header.dtype not in wanted.dtypes:
         return [f"{name} has dtype {header.dtype}{hint_for(header.dtype)}, not one of {', '.join(wanted.dtypes)}"]

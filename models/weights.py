@@ -205,7 +205,7 @@ class WeightReader:
                 "check that config.json belongs to these files and that no shard is missing"
             )
         entry, where = self._entry(name), self._files[name].path
-        if entry.shape != tuple(tensor.shape):
+        if not tensor.fits(entry.shape):
             raise CheckpointError(
                 f"{where}: tensor {name} has shape {list(entry.shape)}, config.json implies {shape}; "
                 "check that config.json belongs to these files"
@@ -213,7 +213,7 @@ class WeightReader:
         if entry.dtype not in tensor.dtypes:
             raise CheckpointError(
                 f"{where}: tensor {name} has dtype {entry.dtype}{hint_for(entry.dtype)}, expected one of "
-                f"{', '.join(tensor.dtypes)}; use a {supported_checkpoints()} checkpoint"
+                f"{', '.join(tensor.dtypes)}; use a checkpoint in {supported_checkpoints()}"
             )
 
     def _done(self, name: str, num_bytes: int) -> None:

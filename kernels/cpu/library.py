@@ -33,6 +33,7 @@ UNITS = (
     "gemm_f32",
     "ops",
     "experts",
+    "coded",
     "linear",
     "sampling",
     "layers",
@@ -56,14 +57,16 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_large_pages": (None, [P, L]),
     "moe_packed_bytes": (L, [N, L, L]),
     "moe_pack": (None, [N, P, L, L, L, P]),
-    "moe_linear": (None, [N, P, L, L, L, P, L, P, P, L]),
-    "moe_linear_heads": (None, [N, P, L, L, L, L, L, P, L, P, L, L]),
-    "moe_expert_bytes": (L, [N, L, L]),
-    "moe_experts": (None, [N, P, P, P, L, L, L, L, P, P]),
-    "moe_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, L, P]),
-    "moe_biased_experts": (None, [N, P, P, P, L, L, L, L, P, P, P]),
-    "moe_biased_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, P]),
-    "moe_mlp": (None, [N, P, L, L, L, L, P, P, L, P, L]),
+    "moe_linear": (None, [N, P, L, L, L, P, L, P, P, L, P]),
+    "moe_linear_heads": (None, [N, P, L, L, L, L, L, P, L, P, L, L, P]),
+    "moe_expert_bytes": (L, [N, L, L, P, P]),
+    "moe_experts": (None, [N, P, P, P, L, L, L, L, P, P, P, P]),
+    "moe_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, L, P, P, P]),
+    "moe_biased_experts": (None, [N, P, P, P, L, L, L, L, P, P, P, P, P]),
+    "moe_biased_routed": (None, [N, P, L, L, L, P, P, L, L, L, P, P, P, P, P]),
+    "moe_mlp": (None, [N, P, L, L, L, L, P, P, L, P, L, P, P]),
+    "moe_coded_bytes": (L, [P, L, L]),
+    "moe_coded_pack": (None, [P, P, L, P, P, L, L, P]),
     "moe_rms_norm": (None, [N, N, P, L, P, F, P, L, L]),
     "moe_add_rms_norm": (None, [N, N, P, L, P, P, F, P, L, L]),
     "moe_silu_and_mul": (None, [N, P, L, P, L, L]),
@@ -117,6 +120,8 @@ class Library:
     moe_biased_experts: Any
     moe_biased_routed: Any
     moe_mlp: Any
+    moe_coded_bytes: Any
+    moe_coded_pack: Any
     moe_rms_norm: Any
     moe_add_rms_norm: Any
     moe_silu_and_mul: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.cpu.library import Library
 
 KIND = {torch.float32: 0, torch.bfloat16: 1}
+ANY_KIND = -1
+"""Of coded weights, which are multiplied with rows of any of these dtypes."""
 
 
 def kind_of(dtype: torch.dtype) -> int:
@@ -23,6 +26,14 @@ def kind_of(dtype: torch.dtype) -> int:
         return KIND[dtype]
     except KeyError:
         raise TypeError(f"the CPU kernels have no {dtype}; use bfloat16 or float32") from None
+
+
+def common_kind(kinds: Iterable[int | None]) -> int | None:
+    """The kind of rows that weights of these kinds take in one call; None: they differ, or one is None."""
+    found = set(kinds)
+    if len(found) > 1:
+        found.discard(ANY_KIND)
+    return found.pop() if len(found) == 1 else None
 
 
 def latent_form(cache: Tensor, dtype: torch.dtype, latent: int, rotary: int) -> int:
@@ -72,6 +83,7 @@ class Panels:
     storage: Tensor
     padded_bias: Tensor | None
     heads: int = 1
+    form: int | None = None  # address of a `coded.Coding`; None: plain panels
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,8 @@ class ExpertPanels:
     storage: Tensor  # [E, bytes]: gate, up and down panels of each expert
     down_offset: int
     up_offset: int
+    form: int | None = None  # address of a `coded.Coding`, of gate and up; None: plain panels
+    down_form: int | None = None  # of down
 
 
 class _Queries(ctypes.Structure):

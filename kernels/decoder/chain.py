@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.cpu.library import Library
-from moe_engine.kernels.cpu.tensors import KIND, latent_form, pointer
+from moe_engine.kernels.cpu.tensors import KIND, common_kind, latent_form, pointer
 from moe_engine.kernels.decoder.drafting import ChainSteps, DraftLevel
 from moe_engine.kernels.decoder.layers import L, P, Weight, kind_of_weights, weight_struct
 from moe_engine.kernels.linear.protocol import PreparedLinear
@@ -119,8 +119,8 @@ def fuse_drafts(
         kinds |= {level.attention.kind, level.experts.kind}
         if any(getattr(level, name).dtype != torch.float32 for name in NORMS):
             return None
-    kind = kinds.pop()
-    if kinds or kind is None or not embedding.is_contiguous():
+    kind = common_kind(kinds)
+    if kind is None or not embedding.is_contiguous():
         return None
     structs = [
         _Level(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.cpu.library import Library
-from moe_engine.kernels.cpu.tensors import ExpertPanels, Panels, find, kind_of, latent_form, rows
+from moe_engine.kernels.cpu.tensors import ANY_KIND, ExpertPanels, Panels, common_kind, find, kind_of, latent_form, rows
 from moe_engine.kernels.decoder.counting import CountPlace
 from moe_engine.kernels.experts.batch import ExpertWeights
 from moe_engine.kernels.linear.protocol import PreparedLinear
@@ -31,7 +31,7 @@ P, L = ctypes.c_void_p, ctypes.c_int64
 class Weight(ctypes.Structure):
     """A packed weight, [outputs, inputs]."""
 
-    _fields_ = [("panels", P), ("bias", P), ("inputs", L), ("outputs", L)]
+    _fields_ = [("panels", P), ("bias", P), ("form", P), ("inputs", L), ("outputs", L)]
 
 
 class _MLA(ctypes.Structure):
@@ -47,7 +47,7 @@ class _MLA(ctypes.Structure):
 
 class _MoE(ctypes.Structure):
     _fields_ = [
-        *((name, P) for name in ("gate", "bias", "router", "experts")),
+        *((name, P) for name in ("gate", "bias", "router", "experts", "experts_up", "experts_down")),
         *((name, L) for name in ("num_experts", "top_k", "width")),
         ("shared_up", Weight),
         ("shared_down", Weight),
@@ -130,12 +130,13 @@ class FusedMoE:
         receives the router's choices."""
         x = rows(x)
         tokens, hidden = x.shape
-        if kind_of(x.dtype) != self.kind or hidden != self.hidden:
+        kind = kind_of(x.dtype)
+        if self.kind not in (kind, ANY_KIND) or hidden != self.hidden:
             raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit a layer of hidden size {self.hidden}")
         out = torch.empty((tokens, hidden), dtype=x.dtype)
         chosen = None if topk_ids is None else topk_ids.data_ptr()
         self.library.moe_moe_layer(
-            self.kind, self.address, x.data_ptr(), x.stride(0), tokens, hidden, out.data_ptr(), chosen
+            kind, self.address, x.data_ptr(), x.stride(0), tokens, hidden, out.data_ptr(), chosen
         )  # fmt: skip
         return out
 
@@ -167,11 +168,11 @@ def fuse_moe(library: Library, layer: MoELayer) -> FusedMoE | None:
     have biases."""
     shared = [] if layer.shared is None else list(layer.shared)
     panels = layer.experts.data
-    kinds = {panels.kind if isinstance(panels, ExpertPanels) else None, *([kind_of_weights(shared)] if shared else [])}
-    kind = kinds.pop()
+    of_experts = panels.kind if isinstance(panels, ExpertPanels) else None
+    kind = common_kind([of_experts, *([kind_of_weights(shared)] if shared else [])])
     if layer.experts.bias is not None:
         return None
-    if kinds or kind is None or layer.gate.dtype != torch.float32 or not layer.gate.is_contiguous():
+    if kind is None or layer.gate.dtype != torch.float32 or not layer.gate.is_contiguous():
         return None
     if shared and (shared[1].in_features % 16 or shared[0].bias is not None or shared[1].bias is not None):
         return None
@@ -179,16 +180,16 @@ def fuse_moe(library: Library, layer: MoELayer) -> FusedMoE | None:
     bias = layer.bias if layer.router.has_bias else None
     struct = _MoE(
         layer.gate.data_ptr(), None if bias is None else bias.data_ptr(), ctypes.addressof(router), panels.address,
-        layer.experts.num_experts, layer.router.top_k, layer.experts.width, *map(weight_struct, shared),
+        panels.form, panels.down_form, layer.experts.num_experts, layer.router.top_k, layer.experts.width,
+        *map(weight_struct, shared),
     )  # fmt: skip
     return FusedMoE(kind, ctypes.addressof(struct), layer.experts.hidden, struct, library, (router, layer))
 
 
 def kind_of_weights(weights: list[PreparedLinear]) -> int | None:
-    """The weights' common dtype; None if they differ or belong to another row."""
-    kinds = {weight.data.kind if isinstance(weight.data, Panels) else None for weight in weights}
-    return kinds.pop() if len(kinds) == 1 else None
+    """The weights' common kind (`tensors.KIND`, `ANY_KIND`); None if they differ or belong to another row."""
+    return common_kind(weight.data.kind if isinstance(weight.data, Panels) else None for weight in weights)
 
 
 def weight_struct(weight: PreparedLinear) -> Weight:
-    return Weight(weight.data.weight, weight.data.bias, weight.in_features, weight.out_features)
+    return Weight(weight.data.weight, weight.data.bias, weight.data.form, weight.in_features, weight.out_features)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.cpu.library import Library
-from moe_engine.kernels.cpu.tensors import KIND, find, latent_form
+from moe_engine.kernels.cpu.tensors import KIND, common_kind, find, latent_form
 from moe_engine.kernels.decoder.layers import FusedMLA, FusedMoE, L, P, Weight, kind_of_weights, weight_struct
 from moe_engine.kernels.linear.protocol import PreparedLinear
 
@@ -112,7 +112,7 @@ def fuse_stack(
     library: Library, embedding: Tensor, first_norm: Tensor, layers: Sequence[StackedLayer]
 ) -> FusedStack | None:
     """None if a weight is not in the layout of the layers' own functions."""
-    kinds = {KIND.get(embedding.dtype)}
+    kinds: set[int | None] = {KIND.get(embedding.dtype)}
     for layer in layers:
         norms = (first_norm, layer.post_norm, layer.next_norm)
         if any(norm.dtype != torch.float32 for norm in norms):
@@ -124,8 +124,8 @@ def fuse_stack(
             kinds.add(kind_of_weights(list(layer.mlp)))
         else:
             return None
-    kind = kinds.pop()
-    if kinds or kind is None or not layers or not embedding.is_contiguous():
+    kind = common_kind(kinds)
+    if kind is None or not layers or not embedding.is_contiguous():
         return None
     structs = (_Layer * len(layers))(*map(_struct, layers))
     struct = _Decoder(

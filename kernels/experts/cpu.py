@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.cpu import coded
 from moe_engine.kernels.cpu.library import Library, load
-from moe_engine.kernels.cpu.tensors import ExpertPanels, kind_of, reserve, rows
+from moe_engine.kernels.cpu.tensors import ANY_KIND, ExpertPanels, kind_of, reserve, rows
 from moe_engine.kernels.decoder.layers import fuse_moe
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertBiases, ExpertWeights
-from moe_engine.kernels.experts.protocol import ExpertsCapabilities
+from moe_engine.kernels.experts.protocol import ExpertsCapabilities, QuantizedExperts
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
@@ -37,14 +39,44 @@ class CpuExperts:
 
     @property
     def capabilities(self) -> ExpertsCapabilities:
-        return ExpertsCapabilities(fuse_layer=partial(fuse_moe, self._lib), biases=True)
+        coded = QuantizedExperts(self.allocate_coded, self.load_coded)
+        return ExpertsCapabilities({GroupCodes: coded}, fuse_layer=partial(fuse_moe, self._lib), biases=True)
 
     def allocate(self, num_experts: int, hidden: int, width: int, dtype: Any, device: Any) -> ExpertWeights:
         kind = kind_of(dtype)
-        storage = reserve(self._lib, num_experts, self._lib.moe_expert_bytes(kind, hidden, width))
+        storage = reserve(self._lib, num_experts, self._lib.moe_expert_bytes(kind, hidden, width, None, None))
         gate = self._lib.moe_packed_bytes(kind, width, hidden)
         data = ExpertPanels(kind, storage.data_ptr(), storage, 2 * gate, gate)
         return ExpertWeights(num_experts, hidden, width, data, storage.numel())
+
+    def allocate_coded(
+        self, num_experts: int, hidden: int, width: int, device: Any, format: GroupCodes
+    ) -> ExpertWeights:
+        """Reserves experts of 4 or 8 bits, multiplied as they are."""
+        up_form, down_form = (coded.form_of(format, k).address for k in (hidden, width))
+        gate = self._lib.moe_coded_bytes(up_form, width, hidden)
+        storage = reserve(self._lib, num_experts, self._lib.moe_expert_bytes(0, hidden, width, up_form, down_form))
+        data = ExpertPanels(ANY_KIND, storage.data_ptr(), storage, 2 * gate, gate, up_form, down_form)
+        return ExpertWeights(num_experts, hidden, width, data, storage.numel())
+
+    def load_coded(
+        self, weights: ExpertWeights, expert: int, gate: CodedWeight, up: CodedWeight, down: CodedWeight
+    ) -> None:
+        """Stores one expert: gate, up [I, D], down [D, I]."""
+        data: ExpertPanels = weights.data
+        hidden, width = weights.hidden, weights.width
+        if not 0 <= expert < weights.num_experts:
+            raise IndexError(f"expert {expert} of {weights.num_experts}")
+        start = data.address + expert * data.storage.shape[1]
+        parts = (
+            (gate, (width, hidden), data.form, 0),
+            (up, (width, hidden), data.form, data.up_offset),
+            (down, (hidden, width), data.down_form, data.down_offset),
+        )
+        for weight, shape, form, offset in parts:
+            if weight.codes.shape != shape or coded.form_of(weight.format, shape[1]).address != form:
+                raise ValueError(f"expert {expert}: {list(weight.codes.shape)} {weight.format}, expected {list(shape)}")
+            coded.pack(self._lib, weight, start + offset)
 
     def load_expert(self, weights: ExpertWeights, expert: int, gate: Tensor, up: Tensor, down: Tensor) -> None:
         data: ExpertPanels = weights.data
@@ -62,7 +94,7 @@ class CpuExperts:
 
     def _check(self, x: Tensor, weights: ExpertWeights) -> ExpertPanels:
         data: ExpertPanels = weights.data
-        if kind_of(x.dtype) != data.kind or x.shape[-1] != weights.hidden:
+        if data.kind not in (kind_of(x.dtype), ANY_KIND) or x.shape[-1] != weights.hidden:
             raise ValueError(f"rows {list(x.shape)} {x.dtype} do not fit experts of hidden size {weights.hidden}")
         return data
 
@@ -83,13 +115,13 @@ class CpuExperts:
         if weights.bias is not None:
             biases = biases_struct(weights.bias)
             self._lib.moe_biased_experts(
-                data.kind, x.data_ptr(), offsets, counts, capacity, weights.num_experts, weights.hidden, weights.width,
-                data.address, ctypes.addressof(biases), out.data_ptr(),
+                kind_of(x.dtype), x.data_ptr(), offsets, counts, capacity, weights.num_experts, weights.hidden,
+                weights.width, data.address, ctypes.addressof(biases), out.data_ptr(), data.form, data.down_form,
             )  # fmt: skip
             return out
         self._lib.moe_experts(
-            data.kind, x.data_ptr(), offsets, counts, capacity, weights.num_experts, weights.hidden, weights.width,
-            data.address, out.data_ptr(),
+            kind_of(x.dtype), x.data_ptr(), offsets, counts, capacity, weights.num_experts, weights.hidden,
+            weights.width, data.address, out.data_ptr(), data.form, data.down_form,
         )  # fmt: skip
         return out
 
@@ -113,15 +145,16 @@ class CpuExperts:
         if weights.bias is not None:
             biases = biases_struct(weights.bias)
             self._lib.moe_biased_routed(
-                data.kind, x.data_ptr(), x.stride(0), tokens, top_k, topk_weights.data_ptr(), topk_ids.data_ptr(),
-                weights.num_experts, weights.hidden, weights.width, data.address,
-                ctypes.addressof(biases), out.data_ptr(),
+                kind_of(x.dtype), x.data_ptr(), x.stride(0), tokens, top_k, topk_weights.data_ptr(),
+                topk_ids.data_ptr(), weights.num_experts, weights.hidden, weights.width, data.address,
+                ctypes.addressof(biases), out.data_ptr(), data.form, data.down_form,
             )  # fmt: skip
             return out if add is None else out.add_(add)
         self._lib.moe_routed(
-            data.kind, x.data_ptr(), x.stride(0), tokens, top_k, topk_weights.data_ptr(), topk_ids.data_ptr(),
+            kind_of(x.dtype), x.data_ptr(), x.stride(0), tokens, top_k, topk_weights.data_ptr(), topk_ids.data_ptr(),
             weights.num_experts, weights.hidden, weights.width, data.address,
-            None if add is None else add.data_ptr(), 0 if add is None else add.stride(0), out.data_ptr(),
+            None if add is None else add.data_ptr(), 0 if add is None else add.stride(0), out.data_ptr(), data.form,
+            data.down_form,
         )  # fmt: skip
         return out
 

@@ -7,18 +7,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.cpu import coded
 from moe_engine.kernels.cpu.library import Library, load
-from moe_engine.kernels.cpu.tensors import Panels, kind_of, reserve, rows
+from moe_engine.kernels.cpu.tensors import ANY_KIND, Panels, common_kind, kind_of, reserve, rows
 from moe_engine.kernels.linear.protocol import LinearCapabilities, MLPCall, PreparedLinear
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, ActivationFormat
 
 
 class CpuLinear:
     name = "cpu"
-    capabilities = LinearCapabilities()
 
     def __init__(self, library: Library | None = None) -> None:
         self._lib = library or load()
+        self.capabilities = LinearCapabilities({GroupCodes: self.prepare_coded}, coded_heads=self.prepare_coded_heads)
 
     def _pack(self, weights: Tensor, bias: Tensor | None) -> PreparedLinear:
         heads, n, k = weights.shape
@@ -28,16 +30,31 @@ class CpuLinear:
         for head in range(heads):
             weight = rows(weights[head])
             self._lib.moe_pack(kind, weight.data_ptr(), weight.stride(0), n, k, storage.data_ptr() + head * size)
-        padded = None
-        if bias is not None:
-            padded = torch.zeros((n + 15) // 16 * 16, dtype=torch.float32)
-            padded[:n] = bias
-        pointer = None if padded is None else padded.data_ptr()
+        padded, pointer, num_bytes = _pad(bias, n)
         data = Panels(kind, storage.data_ptr(), pointer, storage, padded, heads)
-        return PreparedLinear(k, n, data, bias, storage.numel() + (0 if padded is None else 4 * padded.numel()))
+        return PreparedLinear(k, n, data, bias, storage.numel() + num_bytes)
 
     def prepare(self, weight: Tensor, bias: Tensor | None = None) -> PreparedLinear:
         return self._pack(weight.unsqueeze(0), bias)
+
+    def prepare_coded(self, weight: CodedWeight, bias: Tensor | None) -> PreparedLinear:
+        """A weight of 4 or 8 bits, multiplied as it is. Raises ValueError: its columns are not whole groups."""
+        return self._pack_coded(weight, 1, bias)
+
+    def prepare_coded_heads(self, weight: CodedWeight, heads: int) -> PreparedLinear:
+        return self._pack_coded(weight, heads, None)
+
+    def _pack_coded(self, weight: CodedWeight, heads: int, bias: Tensor | None) -> PreparedLinear:
+        rows, k = weight.codes.shape
+        form, n = coded.form_of(weight.format, k), rows // heads
+        size = self._lib.moe_coded_bytes(form.address, n, k)
+        storage = reserve(self._lib, heads, size)
+        for head in range(heads):
+            part = weight.rows(head * n, (head + 1) * n)
+            coded.pack(self._lib, part, storage.data_ptr() + head * size)
+        padded, pointer, num_bytes = _pad(bias, n)
+        data = Panels(ANY_KIND, storage.data_ptr(), pointer, storage, padded, heads, form.address)
+        return PreparedLinear(k, n, data, bias, storage.numel() + num_bytes)
 
     def input_format(self, weight: PreparedLinear) -> ActivationFormat:
         return UNQUANTIZED
@@ -46,12 +63,13 @@ class CpuLinear:
         data: Panels = weight.data
         x = rows(x)
         tokens, k = x.shape
-        if kind_of(x.dtype) != data.kind or k != weight.in_features:
+        kind = kind_of(x.dtype)
+        if data.kind not in (kind, ANY_KIND) or k != weight.in_features:
             raise _mismatch(x, weight)
         n = weight.out_features
         out = torch.empty((tokens, n), dtype=x.dtype)
         self._lib.moe_linear(
-            data.kind, x.data_ptr(), x.stride(0), tokens, k, data.weight, n, data.bias, out.data_ptr(), n
+            kind, x.data_ptr(), x.stride(0), tokens, k, data.weight, n, data.bias, out.data_ptr(), n, data.form
         )
         return out
 
@@ -66,13 +84,15 @@ class CpuLinear:
         x = rows(x)
         tokens, k = x.shape
         width, n = gate_up.out_features // 2, down.out_features
-        if kind_of(x.dtype) != first.kind or first.kind != second.kind or k != gate_up.in_features:
+        kind = kind_of(x.dtype)
+        if common_kind((kind, first.kind, second.kind)) != kind or k != gate_up.in_features:
             raise _mismatch(x, gate_up)
         if width % 16 or first.bias is not None or second.bias is not None or down.in_features != width:
             raise ValueError("run_mlp needs an MLP width that is a multiple of 16, and no biases")
         out = torch.empty((tokens, n), dtype=x.dtype)
         self._lib.moe_mlp(
-            first.kind, x.data_ptr(), x.stride(0), tokens, k, width, first.weight, second.weight, n, out.data_ptr(), n,
+            kind, x.data_ptr(), x.stride(0), tokens, k, width, first.weight, second.weight, n, out.data_ptr(), n,
+            first.form, second.form,
         )  # fmt: skip
         return out
 
@@ -84,21 +104,31 @@ class CpuLinear:
         x = rows(x)
         tokens, heads, k = x.shape
         n = weight.out_features
-        if kind_of(x.dtype) != data.kind or k != weight.in_features or heads != data.heads:
+        kind = kind_of(x.dtype)
+        if data.kind not in (kind, ANY_KIND) or k != weight.in_features or heads != data.heads:
             raise _mismatch(x, weight)
         if out is None:
             out = torch.empty((tokens, heads, n), dtype=x.dtype)
         elif out.dtype != x.dtype or out.shape != (tokens, heads, n) or out.stride(-1) != 1:
             return out.copy_(self.run_heads(x, weight))
         self._lib.moe_linear_heads(
-            data.kind, x.data_ptr(), x.stride(0), x.stride(1), tokens, heads, k, data.weight, n, out.data_ptr(),
-            out.stride(0), out.stride(1),
+            kind, x.data_ptr(), x.stride(0), x.stride(1), tokens, heads, k, data.weight, n, out.data_ptr(),
+            out.stride(0), out.stride(1), data.form,
         )  # fmt: skip
         return out
 
 
+def _pad(bias: Tensor | None, n: int) -> tuple[Tensor | None, int | None, int]:
+    """The bias in float32 for whole panels, its address and its bytes."""
+    if bias is None:
+        return None, None, 0
+    padded = torch.zeros((n + 15) // 16 * 16, dtype=torch.float32)
+    padded[:n] = bias
+    return padded, padded.data_ptr(), 4 * padded.numel()
+
+
 def _mismatch(x: Tensor, weight: PreparedLinear) -> ValueError:
-    kinds = {0: "float32", 1: "bfloat16"}
+    kinds = {0: "float32", 1: "bfloat16", ANY_KIND: "coded"}
     return ValueError(
         f"rows {list(x.shape)} {x.dtype} do not fit a weight of {weight.data.heads} x "
         f"[{weight.out_features}, {weight.in_features}] {kinds[weight.data.kind]}"

@@ -73,16 +73,20 @@ class BlockFP8Format:
     def is_scale(self, name: str) -> bool:
         return name.endswith(("_scale_inv", ".scale", "_scale"))
 
-    def bytes_per_element(self, shape: Shape, dtype_bytes: int) -> Fraction:
+    def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
         return 1 + Fraction(4, prod(self.block))
 
     def kept_on(self, device: str) -> bool:
         return device == "cuda" and self.block == _KERNEL_BLOCK
 
-    def kernel_format(self) -> BlockFP8 | None:
+    def kernel_format(self, prefix: str) -> BlockFP8 | None:
         from moe_engine.kernels.quantization.protocol import BlockFP8
 
-        return BlockFP8(self.scale_format == "ue8m0") if self.block == _KERNEL_BLOCK else None
+        return BlockFP8(self.scale_format == "ue8m0") if self.has_kernel_formats else None
+
+    @property
+    def has_kernel_formats(self) -> bool:
+        return self.block == _KERNEL_BLOCK
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         if self.block != _KERNEL_BLOCK or _scale_of(prefix, source.names) is None:

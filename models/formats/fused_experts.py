@@ -68,19 +68,32 @@ class FusedExpertsFormat:
     def is_scale(self, name: str) -> bool:
         return name.endswith("_proj_scales")
 
-    def bytes_per_element(self, shape: Shape, dtype_bytes: int) -> Fraction:
+    def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
+        if self.method == MXFP4 and _EXPERT.fullmatch(prefix.replace("*", "0")) and shape[-1] % GROUP == 0:
+            return Fraction(1, 2) + Fraction(2, GROUP)
         return Fraction(dtype_bytes)
 
     def kept_on(self, device: str) -> bool:
         return False
 
-    def kernel_format(self) -> KernelFormat | None:
-        return None
+    def kernel_format(self, prefix: str) -> KernelFormat | None:
+        from moe_engine.kernels.quantization.codes import FP4, GroupCodes
+
+        return GroupCodes(4, GROUP, values=FP4) if self.method == MXFP4 and _EXPERT.fullmatch(prefix) else None
+
+    @property
+    def has_kernel_formats(self) -> bool:
+        return self.method == MXFP4
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
-        return False
+        stored = self.tensors(prefix, shape, source.names)
+        return len(stored) == 2 and shape[1] % GROUP == 0 and cut.keeps_whole(shape, (1, GROUP))
 
     def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        import torch
+
+        from moe_engine.kernels.quantization.codes import CodedWeight
+
         match = _EXPERT.fullmatch(prefix)
         if match is None:
             PLAIN.load(source, prefix, shape, cut, out)
@@ -94,11 +107,21 @@ class FusedExpertsFormat:
             return
         with source.open(stored[0], expert) as blocks, source.open(stored[1], expert) as scales:
             rows = Cut(cut.rows)
+            if isinstance(out, CodedWeight):
+                codes, powers = (rows.of(part[0][own]) for part in (blocks, scales))
+                columns = slice(*(cut.cols or slice(None)).indices(shape[1])[:2])
+                values = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+                out.codes.copy_(values[:, columns])
+                out.scales.copy_(torch.exp2(powers.float() - 127)[:, columns.start // GROUP : columns.stop // GROUP])
+                return
             matrix = dequantize_mxfp4(rows.of(blocks[0][own]), rows.of(scales[0][own]))
             out.copy_(Cut(cols=cut.cols).of(matrix))  # type: ignore[union-attr]
 
     def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
-        raise ValueError("experts in common tensors have no kernel format")
+        from moe_engine.kernels.quantization.codes import CodedWeight
+
+        assert isinstance(out, CodedWeight)
+        out.randomize(deviation, normal)
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

@@ -33,14 +33,18 @@ class PlainFormat:
     def is_scale(self, name: str) -> bool:
         return False
 
-    def bytes_per_element(self, shape: Shape, dtype_bytes: int) -> Fraction:
+    def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
         return Fraction(dtype_bytes)
 
     def kept_on(self, device: str) -> bool:
         return False
 
-    def kernel_format(self) -> KernelFormat | None:
+    def kernel_format(self, prefix: str) -> KernelFormat | None:
         return None
+
+    @property
+    def has_kernel_formats(self) -> bool:
+        return False
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         return False

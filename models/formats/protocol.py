@@ -25,11 +25,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: its name, shape and accepted dtypes, in the spelling of safetensors."""
+    """A tensor of a checkpoint: its name, shape and accepted dtypes, in the spelling of safetensors.
+
+    `other_shapes`: accepted too; `any_shape`: every shape is.
+    """
 
     name: str
     shape: Shape
     dtypes: tuple[str, ...]
+    other_shapes: tuple[Shape, ...] = ()
+    any_shape: bool = False
+
+    def fits(self, shape: Shape) -> bool:
+        return self.any_shape or shape == self.shape or shape in self.other_shapes
 
 
 class StoredTensors(Protocol):
@@ -66,14 +74,19 @@ class WeightFormat(Protocol):
     def is_scale(self, name: str) -> bool:
         """True if a stored tensor of that name has scales, and so no parameters of the model."""
 
-    def bytes_per_element(self, shape: Shape, dtype_bytes: int) -> Fraction:
-        """Memory of a matrix in the kernels' form, scales included; dtype_bytes: of an activation."""
+    def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
+        """Memory of a matrix in the kernels' form, scales included; dtype_bytes: of an activation. ``*`` in the prefix:
+        all experts."""
 
     def kept_on(self, device: str) -> bool:
         """True if the kernels of a device ("cpu", "cuda") multiply these weights without dequantization."""
 
-    def kernel_format(self) -> KernelFormat | None:
-        """The form in which kernels multiply these weights, if they declare it; None: always dequantized."""
+    def kernel_format(self, prefix: str) -> KernelFormat | None:
+        """The form in which kernels multiply a matrix, if they declare it; None: always dequantized."""
+
+    @property
+    def has_kernel_formats(self) -> bool:
+        """True if `kernel_format` is not None for some matrices."""
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         """True if this slice of a matrix can be loaded in `kernel_format`."""

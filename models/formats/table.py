@@ -9,26 +9,43 @@ from collections.abc import Collection
 from typing import Any
 
 from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.awq import AWQFormat
+from moe_engine.models.formats.bitsandbytes import BitsAndBytes
 from moe_engine.models.formats.block_fp8 import BlockFP8Format, has_scales
+from moe_engine.models.formats.compressed_tensors import CompressedTensors, RowInt8
+from moe_engine.models.formats.float8_checkpoints import FP8Format, ModelOpt, RowFP8
+from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.formats.gptq import GPTQFormat
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.schemes import SchemeFormat
 
-FORMATS: dict[str, type[Any]] = {"fp8": BlockFP8Format}
-"""By `quant_method`: classes of `WeightFormat` with `parse(section of config.json)`, `hint(dtype)`, and `checkpoint`,
-the name in messages."""
+FORMATS: dict[str, type[Any]] = {
+    "fp8": FP8Format,
+    "fbgemm_fp8": RowFP8,
+    "w8a8_fp8": RowFP8,
+    "modelopt": ModelOpt,
+    "compressed-tensors": CompressedTensors,
+    "awq": AWQFormat,
+    "gptq": GPTQFormat,
+    "w8a8_int8": RowInt8,
+    "bitsandbytes": BitsAndBytes,
+}
+"""By `quant_method`: classes with `parse(section of config.json)`, which returns a `WeightFormat`, `hint(dtype)`, and
+`checkpoint`, the name in messages."""
 
 
 def parse_format(fields: Fields) -> WeightFormat:
     """The format that config.json names. Raises ConfigError for unsupported methods."""
-    section = fields.section("quantization_config")
+    section = fields.section("quantization_config") or fields.section("compression_config")
     if section is None:
         return PLAIN
     method = section.text("quant_method")
     if method not in FORMATS:
-        supported = " or a ".join(_checkpoints())
-        section.fail("quant_method", f"{method!r} is not supported; use a {supported} checkpoint")
+        section.fail("quant_method", f"{method!r} is not supported; use a checkpoint in {supported_checkpoints()}")
     found: WeightFormat = FORMATS[method].parse(section)
-    return found
+    dtype = fields.raw.get("dtype") or fields.raw.get("torch_dtype")
+    return found.of_dtype(dtype) if isinstance(found, SchemeFormat) and isinstance(dtype, str) else found
 
 
 def format_in_files(declared: WeightFormat, names: Collection[str]) -> WeightFormat:
@@ -36,8 +53,17 @@ def format_in_files(declared: WeightFormat, names: Collection[str]) -> WeightFor
     return BlockFP8Format() if declared == PLAIN and has_scales(names) else declared
 
 
-def kept_format(declared: WeightFormat, device: str) -> WeightFormat:
-    """The format in which a device holds the weights: `PLAIN` if they are dequantized."""
+def kept_format(declared: WeightFormat, device: str, coded: frozenset[str] = frozenset()) -> WeightFormat:
+    """The format in which a device holds the weights: `PLAIN` if they are dequantized.
+
+    Args:
+        coded: kernel families whose rows multiply weights of 4 and 8 bits.
+    """
+    if isinstance(declared, SchemeFormat):
+        kept = declared.kept_by(device, coded)
+        return declared.held_by(kept) if kept else PLAIN
+    if isinstance(declared, FusedExpertsFormat):
+        return declared if declared.has_kernel_formats and "experts" in coded else PLAIN
     return declared if declared.kept_on(device) else PLAIN
 
 
@@ -48,8 +74,10 @@ def hint_for(dtype: str) -> str:
 
 
 def supported_checkpoints() -> str:
-    return " or ".join(_checkpoints())
+    """Their names, as part of a message."""
+    *names, last = _checkpoints()
+    return f"{', '.join(names)} or {last}"
 
 
 def _checkpoints() -> list[str]:
-    return ["bf16", *(known.checkpoint for known in FORMATS.values())]
+    return list(dict.fromkeys(("bf16", *(known.checkpoint for known in FORMATS.values()))))

@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
+from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.cut import Cut
-from moe_engine.models.layers.linear import Linear
+from moe_engine.models.formats.online import derived_codes
+from moe_engine.models.layers.linear import Linear, quantized
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.collectives import Group
 from moe_engine.parallel.context import SINGLE, ParallelContext
@@ -65,7 +67,8 @@ class Head:
         self._group = parallel.world if self._spans else parallel.attn_tp
         self._repeats = parallel.attn_tp_size
         self._vocab_size = config.vocab_size
-        self._linear = Linear(kernel, self._load(config, reader, embedding))
+        form = None if config.tie_word_embeddings else derived_codes(reader.format)
+        self._linear = head_linear(kernel, self._load(config, reader, embedding), form)
 
     def _load(self, config: ModelConfig, reader: WeightSource, embedding: Embedding) -> Tensor:
         if not config.tie_word_embeddings:
@@ -103,6 +106,16 @@ class Head:
         if self._repeats > 1:  # every rank of a group gets the group's rows
             columns = torch.cat([rows for rows in columns.split(list(step.logits)) for _ in range(self._repeats)])
         return exchange_columns(self._group, columns, _repeat(step.logits, self._repeats))
+
+
+def head_linear(kernel: LinearKernel, weight: Tensor, form: GroupCodes | None) -> Linear:
+    """The product with a head [W, D]; with a form quantized, or with its values for kernels that do not multiply it."""
+    if form is None or not form.takes(weight.shape[1]):
+        return Linear(kernel, weight)
+    coded = quantized(weight, form)
+    if type(form) in kernel.capabilities.quantized:
+        return Linear(kernel, coded, format=form)
+    return Linear(kernel, weight.copy_(coded.dequantized()))
 
 
 def load_vocabulary(read: Callable[..., Tensor], reader: WeightSource, config: ModelConfig, group: Group) -> Tensor:

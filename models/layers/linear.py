@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.linear.protocol import LinearKernel
+from moe_engine.kernels.linear.protocol import LinearKernel, PreparedLinear
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
 from moe_engine.kernels.quantization.protocol import Activation, KernelFormat, as_format
+from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.share import WHOLE, Share
@@ -109,6 +111,25 @@ def load_linear(
     return linear
 
 
+def prepare_heads(kernel: LinearKernel, weight: Tensor, form: GroupCodes | None) -> tuple[PreparedLinear, Tensor]:
+    """`kernel.prepare_heads` of weight [H, N, K], and the weight; with a form its quantized values, also for
+    kernels without such heads."""
+    heads, n, k = weight.shape
+    if form is None or not form.takes(k):
+        return kernel.prepare_heads(weight), weight
+    coded = quantized(weight.view(heads * n, k), form)
+    values, prepare = coded.dequantized().to(weight.dtype).view_as(weight), kernel.capabilities.coded_heads
+    return (kernel.prepare_heads(values) if prepare is None else prepare(coded, heads)), values
+
+
+def quantized(weight: Tensor, form: GroupCodes) -> CodedWeight:
+    """A copy of weight [N, K] in a form."""
+    n, k = weight.shape
+    coded = form.empty(n, k, weight.device)
+    quantize_codes(weight, coded)
+    return coded
+
+
 def format_for(
     declared: Mapping[type[KernelFormat], Any], reader: WeightSource, parts: Sequence[Projection]
 ) -> KernelFormat | None:
@@ -117,8 +138,8 @@ def format_for(
     Args:
         declared: the kernel's `capabilities.quantized`.
     """
-    format = reader.format.kernel_format()
-    if format is None or type(format) not in declared:
+    format, *others = (reader.format.kernel_format(part.name) for part in parts)
+    if format is None or type(format) not in declared or any(other != format for other in others):
         return None
     return format if all(reader.keeps(*part) for part in parts) else None
 

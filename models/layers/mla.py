@@ -29,8 +29,9 @@ from moe_engine.kernels.quantization.protocol import (
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.cut import Cut
+from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.layers import mla_chunks
-from moe_engine.models.layers.linear import Linear, Projection, load_linear
+from moe_engine.models.layers.linear import Linear, Projection, load_linear, prepare_heads
 from moe_engine.models.layers.mla_chunks import AttentionChunk, ContextChunk
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.step_adapters import KVBAdapters, StepAdapters
@@ -126,7 +127,7 @@ class MLAAttention:
         self._q_norm: RMSNorm | None = None
         self._q: Linear | None = None
         """The query's own product; None: its rows are in `_kv_a`."""
-        if rank is None and self._absorb_and_write is not None and not mla.bias and self._joins(reader, query):
+        if rank is None and self._absorb_and_write is not None and not mla.bias and self._joins(reader, prefix, query):
             both, rows = [f"{prefix}.q_proj", kv_a], [query, mla.cache_width]
             self._kv_a = load_linear(kernel, reader, both, rows, hidden, out_shares=[self._share, WHOLE])
             return
@@ -140,10 +141,10 @@ class MLAAttention:
         self._q = load_linear(kernel, reader, [f"{prefix}.q_b_proj"], [query], rank, out_shares=shares)
         self._q_norm.feed(self._q.input_format)
 
-    def _joins(self, reader: WeightSource, query: int) -> bool:
+    def _joins(self, reader: WeightSource, prefix: str, query: int) -> bool:
         """True if rows of q, of which this rank holds its share, keep whole blocks of a quantized weight before the
         rows of kv_a."""
-        format = reader.format.kernel_format()
+        format = reader.format.kernel_format(f"{prefix}.q_proj")
         return format is None or self._share.width(query) % format.row_block == 0
 
     def _load_kv_b(self, whole: MLAConfig, reader: WeightSource, prefix: str) -> None:
@@ -155,10 +156,14 @@ class MLAAttention:
         """kv_b as stored, with this rank's rows."""
         weight = reader.linear(*self.kv_b_part)
         heads = weight.view(mla.num_heads, per_head, mla.kv_lora_rank)
-        keys = heads[:, : mla.qk_nope_head_dim].transpose(1, 2).contiguous()  # [H, C, N]
-        self._w_uk = self._linear.prepare_heads(keys)
+        form, first = derived_codes(reader.format), heads[:, : mla.qk_nope_head_dim]
+        last = heads[:, mla.qk_nope_head_dim :]
+        self._w_uk, keys = prepare_heads(self._linear, first.transpose(1, 2).contiguous(), form)  # [H, C, N]
         self._keys = None if self._absorb_and_write is None else keys
-        self._w_uv = self._linear.prepare_heads(heads[:, mla.qk_nope_head_dim :].contiguous())  # [H, V, C]
+        self._w_uv, values = prepare_heads(self._linear, last.contiguous(), form)  # [H, V, C]
+        if form is not None:
+            first.copy_(keys.transpose(1, 2))
+            last.copy_(values)
         self._kv_b = Linear(self._linear, weight)
 
     @property

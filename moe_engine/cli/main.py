@@ -50,6 +50,7 @@ COMMANDS = {
         "experts_report.command:main",
         "report expert load imbalance of recorded traffic and the gain of EPLB: moe-engine experts DUMP",
     ),
+    "quantize": ("quantize:main", "write a quantized copy of a checkpoint: fp8, int8 or int4"),
     "demo": ("demo:main", "print the folder of the model embedded in this package"),
 }
 """By name: the function below `moe_engine.cli` that takes (arguments, program name) and returns the exit code; a line

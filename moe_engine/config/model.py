@@ -8,6 +8,11 @@ from moe_engine.config.field import flag
 from moe_engine.config.values import parse_count, parse_json_object
 
 OTHER_FORMATS = "other checkpoint formats"
+CHECKPOINTS = (
+    "compressed-tensors", "awq", "gptq", "w8a8_int8", "w8a8_fp8", "fbgemm_fp8", "modelopt", "bitsandbytes"
+)  # fmt: skip
+"""Formats of checkpoints beside fp8."""
+TORCHAO = ("int4wo-32", "int4wo-64", "int4wo-128", "int4wo-256", "int8wo", "int8dq", "fp8wo")
 OTHER_QUANTIZATION = "other quantisation schemes"
 
 
@@ -58,16 +63,27 @@ class ModelArgs:
     )
     quantization: str | None = flag(
         None,
-        "Quantisation of the weights. Left out: from config.json. fp8: DeepSeek's 128x128 blocks; a GPU keeps them in "
-        "FP8 where a kernel supports it, a CPU dequantises them while loading.",
-        choices=("fp8",),
+        "Format of the weights. Left out: from config.json. For a checkpoint that is not quantised: int4, int8, fp8 or "
+        "a name of torchao's, and weights are quantised while loading. Kernels that multiply a format keep it; others "
+        "get the values of the quantised weights.",
+        choices=("fp8", "int8", "int4", *TORCHAO, *CHECKPOINTS),
+        synonyms={
+            "awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp8": "modelopt", "modelopt_fp4": "modelopt",
+        },
         unsupported=dict.fromkeys(
-            ("awq", "gptq", "marlin", "gptq_marlin", "awq_marlin", "bitsandbytes", "gguf", "modelopt", "modelopt_fp8",
-             "modelopt_fp4", "modelopt_mixed", "w8a8_int8", "w8a8_fp8", "moe_wna16", "mxfp8", "mxfp4", "nvfp4_online",
-             "w4afp8", "quark", "quark_mxfp4", "compressed-tensors", "auto-round", "qoq", "petit_nvfp4"),
+            ("marlin", "gguf", "modelopt_mixed",
+             "moe_wna16", "mxfp8", "mxfp4", "nvfp4_online", "w4afp8", "quark", "quark_mxfp4", "auto-round", "qoq",
+             "petit_nvfp4"),
             OTHER_QUANTIZATION,
         ),
     )  # fmt: skip
+    torchao_config: str = flag(
+        "",
+        "SGLang's flag for torchao's names of --quantization: int4wo-128 (a scale per 128 columns), int8wo, fp8wo. "
+        "int8dq is served as int8wo: activations are not quantised.",
+        choices=("", *TORCHAO),
+        unsupported=dict.fromkeys(("fp8dq-per_tensor", "fp8dq-per_row"), "quantised activations of plain checkpoints"),
+    )
     context_length: int | None = flag(
         None,
         "Max length of prompt plus answer, in tokens. Left out: from config.json. A smaller value saves memory of the "

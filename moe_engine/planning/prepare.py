@@ -26,6 +26,7 @@ from moe_engine.planning.checkpoint import locate, sums
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.draft_model import load_draft, with_nextn
 from moe_engine.planning.machine import Machine, probe_machine
+from moe_engine.planning.quantization import with_quantization
 from moe_engine.planning.remarks import unread_variables
 from moe_engine.planning.resolve import ResolvedConfig, resolve
 from moe_engine.planning.resolve_lora import read_adapters
@@ -57,7 +58,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     """
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
     model = load_model_config(folder, json.loads(args.model.json_model_override_args))
-    model = with_pooling(model, args.model.is_embedding)
+    model = with_quantization(with_pooling(model, args.model.is_embedding), args)
     found = machine or probe_machine(args.model.device)
     config_folder = folder if folder.is_dir() else folder.parent
     draft = load_draft(args)

@@ -13,7 +13,7 @@ from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
 from moe_engine.demo import CHECKPOINT_DIR
-from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.errors import ConfigError
 from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig, activation_dtype
@@ -400,13 +400,8 @@ def _kv_dtype(args: EngineArgs, dtype: str, record: Record) -> str:
 
 
 def _check_quantization(args: EngineArgs, model: ModelConfig, record: Record) -> None:
-    asked, found = args.model.quantization, model.weight_format.name or None
-    if asked is not None and found is None:
-        raise NotAvailableYet(
-            f"--quantization {asked}: not supported yet: quantising while loading ({model.source}: the weights are not "
-            "quantised); leave it out"
-        )
-    if asked is None and found is not None:
+    asked, found = args.model.quantization or args.model.torchao_config, model.weight_format.name
+    if not asked and found:
         record.note("quantization", found, "from config.json")
 
 

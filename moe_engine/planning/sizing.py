@@ -109,7 +109,7 @@ class SizingInput:
     @property
     def weight_format(self) -> WeightFormat:
         """The format in which the device's kernels hold the weights."""
-        return kept_format(self.model.weight_format, self.machine.device)
+        return kept_format(self.model.weight_format, self.machine.device, self.kernels.model.codes)
 
     @property
     def local_model(self) -> ModelConfig:

@@ -88,7 +88,7 @@ class LoraAdapters:
         """Puts adapters into slots, as (slot, adapter)."""
         for slot, lora_id in loads:
             weights = self._loaded.get(lora_id)
-            if weights is None:  # its last request was aborted before the scheduler knew: nobody reads the result
+            if weights is None:  # its last request was aborted before its slot was filled: its results are not read
                 logger.warning("adapter %d was unloaded before its slot was filled", lora_id)
             self._layers.store(slot, weights or [])
 

@@ -49,7 +49,7 @@ def modules_of(parts: Iterable[Part], names: Iterable[str]) -> Iterator[Reloadab
 
 def structure_of(runner: ModelRunner, options: WorkerOptions) -> WeightSource:
     """A source that knows which weights are kept quantized. Raises CheckpointError: the files are gone."""
-    plain = options.model.weight_format.kernel_format() is None
+    plain = not options.model.weight_format.has_kernel_formats
     load_format, device = "dummy" if plain else options.load_format, runner.stream.device
     return open_again(options.model_path, options.model, options.dtype, device, load_format, options.dummy_seed)
 

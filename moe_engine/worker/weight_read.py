@@ -68,7 +68,7 @@ class WeightRead:
         numbers, values = torch.empty(0, dtype=torch.int64), torch.empty(0)
         if module is not None:
             structure = structure_of(self._runner, self._options)
-            base = CODES if structure.format.kernel_format() is None else FP8_CODES
+            base = FP8_CODES if structure.format.has_kernel_formats else CODES
             with torch.no_grad():
                 numbers, values = _elements(module, structure, name, rows, total, base)
         return {

@@ -107,10 +107,10 @@ def test_weights_of_another_format_are_named(model_dir, name):
     assert name in text and "not supported yet" in text and "convert" in text
 
 
-def test_quantising_while_loading_is_refused_in_one_sentence(resolved):
-    with pytest.raises(NotAvailableYet) as refusal:
-        resolved(quantization="fp8")
-    assert str(refusal.value).count("config.json") == 1 and "--quantization fp8" in str(refusal.value)
+def test_the_name_of_a_checkpoint_format_is_refused_for_plain_weights(model_dir):
+    with pytest.raises(ConfigError) as refusal:
+        prepare(EngineArgs.from_kwargs(model_path=str(model_dir()), quantization="awq"), machine())
+    assert str(refusal.value).count("config.json") == 1 and "use int4, int8 or fp8" in str(refusal.value)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN", "eagle"])

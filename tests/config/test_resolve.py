@@ -13,7 +13,7 @@ from moe_engine.config.graphs import GraphArgs
 from moe_engine.config.lora import LoraArgs
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.config.speculative import SpeculativeArgs
-from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.errors import ConfigError
 from moe_engine.kernels.device import cpu_device
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.validate import LEAST, MOST
@@ -169,11 +169,6 @@ def test_contradictions_and_ranges(resolved, flags, words):
     with pytest.raises(ConfigError) as refusal:
         resolved(**flags)
     assert all(word in str(refusal.value) for word in words), str(refusal.value)
-
-
-def test_quantising_while_loading_is_unsupported(resolved):
-    with pytest.raises(NotAvailableYet, match="--quantization fp8"):
-        resolved(quantization="fp8")
 
 
 def test_remarks_on_flags_without_effect(resolved):

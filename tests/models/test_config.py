@@ -277,7 +277,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (V3 | {"kv_lora_rank": None}, ["kv_lora_rank", "missing"]),
     (V3 | {"hidden_size": "big"}, ["hidden_size", "whole number", "big"]),
     (V3 | {"hidden_size": 0}, ["hidden_size", "at least 1"]),
-    (V3 | {"quantization_config": {"quant_method": "awq"}}, ["quantization_config.quant_method", "awq"]),
+    (V3 | {"quantization_config": {"quant_method": "hqq"}}, ["quantization_config.quant_method", "hqq"]),
     (V3 | {"rope_scaling": {"type": "longrope", "factor": 2}}, ["rope_scaling.rope_type", "longrope", "yarn"]),
     (V3 | {"rope_scaling": [1]}, ["rope_scaling", "object"]),
     (V3 | {"rope_theta": 0}, ["rope_theta", "more than 0"]),

@@ -88,14 +88,16 @@ class Int8Format:
     def is_scale(self, name: str) -> bool:
         return name.endswith(".row_scale")
 
-    def bytes_per_element(self, shape: Shape, dtype_bytes: int) -> Fraction:
+    def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
         return 1 + Fraction(4, shape[1])
 
     def kept_on(self, device: str) -> bool:
         return device == "cuda"
 
-    def kernel_format(self) -> Int8Rows:
+    def kernel_format(self, prefix: str) -> Int8Rows:
         return Int8Rows()
+
+    has_kernel_formats = True
 
     def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
         return f"{prefix}.values" in source.names
@@ -238,8 +240,8 @@ def test_the_ledger_asks_the_format(checkpoints: tuple[Path, Path]) -> None:
 
 
 def test_other_methods_are_refused_with_the_supported_ones(checkpoints: tuple[Path, Path]) -> None:
-    with pytest.raises(ConfigError, match="'awq' is not supported; use a bf16 or a block-FP8 or a int8 checkpoint"):
-        load_model_config(checkpoints[0], {"quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(ConfigError, match=r"'hqq' is not supported; use a checkpoint in bf16, block-FP8, .* or int8$"):
+        load_model_config(checkpoints[0], {"quantization_config": {"quant_method": "hqq"}})
 
 
 def test_choice_of_a_format() -> None:
@@ -248,5 +250,5 @@ def test_choice_of_a_format() -> None:
     assert format_in_files(PLAIN, names) == BlockFP8Format() and format_in_files(PLAIN, names[:1]) == PLAIN
     declared = BlockFP8Format((128, 64), "ue8m0")
     assert format_in_files(declared, names) == declared == pickle.loads(pickle.dumps(declared))
-    assert kept_format(declared, "cuda") == PLAIN and declared.kernel_format() is None
+    assert kept_format(declared, "cuda") == PLAIN and declared.kernel_format("a") is None
     assert kept_format(BlockFP8Format(), "cuda") == BlockFP8Format() and kept_format(BlockFP8Format(), "cpu") == PLAIN

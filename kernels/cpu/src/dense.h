@@ -1,6 +1,7 @@
 // Products with packed weights, shared by linear.cpp and experts.cpp.
 #pragma once
 
+#include "coded.h"
 #include "gemm.h"
 #include "vec.h"
 
@@ -11,16 +12,27 @@ constexpr int64_t ROW_BLOCK = 96;  // max rows of one task: A's block fits the L
 constexpr int64_t GROUP = 4;       // panels processed together
 constexpr int64_t FEW_ROWS = 6;    // up to this many: one pass over the weights, no blocking
 
-// A packed matrix: `panels` panels of `steps` steps each, contiguous.
+// A packed matrix: `panels` panels of `steps` steps each, contiguous; with a form, coded panels.
 struct Packed {
   const uint32_t* data;
   int64_t panels, steps;
+  const Coding* form = nullptr;
 };
+
+// Distance of panels of K elements, in units.
+template <class T>
+inline int64_t panel_units(int64_t k, const Coding* form) {
+  return form ? form->panel_bytes(k) / 4 : packed_steps<T>(k) * LANES;
+}
 
 // c[m][16 * count] = rows of x times panels [first, first + count), over all of K. Panel `next` follows.
 template <class T>
 INLINE void product(const void* x, int64_t ldx, int64_t m, int64_t k, const Packed& w, int64_t first, int64_t count,
                     int64_t next, float* c, int64_t ldc) {
+  if (w.form) {
+    const char* from = reinterpret_cast<const char*>(w.data) + first * w.form->panel_bytes(k);
+    return coded_product<T>(*w.form, x, ldx, m, k, from, count, c, ldc);
+  }
   const int64_t panel = w.steps * LANES, steps = steps_of<T>(k);
   const char* a = static_cast<const char*>(x);
   const uint32_t* b = w.data + first * panel;
@@ -38,10 +50,14 @@ struct Rows {
   const char* data;
   int64_t stride;  // bytes
 
-  Rows(const T* x, int64_t ldx, int64_t m, int64_t k, Purpose purpose) {
+  Rows(const T* x, int64_t ldx, int64_t m, int64_t k, Purpose purpose, const Coding* form) {
     const int64_t padded = padded_k<T>(k);
     data = reinterpret_cast<const char*>(x);
     stride = ldx * int64_t(sizeof(T));
+    if (form) {
+      data = coded_rows<T>(*form, x, &stride, m, k, purpose);
+      return;
+    }
     if (padded == k) return;
     T* copy = scratch<T>(purpose, m * padded);
     parallel_ranges(m, double(k) * 0.1, [&](int64_t from, int64_t to) {

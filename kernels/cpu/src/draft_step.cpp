@@ -120,8 +120,7 @@ class DraftStepRun {
     }
     const Queries queries = verified_.queries(s_, requests_);
     moe_decoder(kind_, s_.decoder, drafts_, tokens_, verified_.positions, verified_.slots, &queries, nullptr, states_);
-    const Weight& head = *s_.head;
-    moe_linear(kind_, states_, hidden_, tokens_, hidden_, head.panels, vocab_, head.bias, out_, vocab_);
+    multiply(kind_, *s_.head, states_, hidden_, tokens_, out_);
     for (int64_t i = 0; i < tokens_ * vocab_; i++) logits_[i] = to_float(out_[i]);
     if (draws.temperature == nullptr) return moe_greedy(logits_, vocab_, tokens_, vocab_, drawn_);
     for (int64_t t = 0; t < tokens_; t++) uniform_[t] = uniform[t % each_ * requests_ + t / each_];

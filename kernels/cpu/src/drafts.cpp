@@ -29,7 +29,7 @@ struct Joined {
       std::memcpy(both + 2 * r * hidden, embedded + r * hidden, bytes);
       std::memcpy(both + (2 * r + 1) * hidden, states + r * hidden, bytes);
     }
-    moe_linear(kind, both, 2 * hidden, rows, 2 * hidden, l.project.panels, hidden, l.project.bias, residual, hidden);
+    multiply(kind, l.project, both, 2 * hidden, rows, residual);
     moe_rms_norm(kind, 0, residual, hidden, l.input_norm, l.eps, normed, rows, hidden);
   }
 };
@@ -60,7 +60,7 @@ void run_chain(int kind, const DraftLevel* const* levels, int64_t steps, int64_t
     moe_add_rms_norm(kind, 0, part, hidden, start.residual, l.post_norm, l.eps, start.normed, rows, hidden);
     moe_moe_layer(kind, l.experts, start.normed, hidden, rows, hidden, part, nullptr);
     moe_add_rms_norm(kind, 0, part, hidden, start.residual, l.final_norm, l.eps, v, rows, hidden);
-    moe_linear(kind, v, hidden, rows, hidden, head.panels, vocab, head.bias, out, vocab);
+    multiply(kind, head, v, hidden, rows, out);
     for (int64_t i = 0; i < rows * vocab; i++) logits[i] = to_float(out[i]);
     if (draws.temperature == nullptr)
       moe_greedy(logits, vocab, rows, vocab, drawn);
@@ -81,7 +81,7 @@ void remember(int kind, const DraftLevel& l, int64_t tokens, int64_t hidden, con
   Joined<T> start(arrays, tokens, hidden);
   T* down = static_cast<T*>(arrays.take(tokens * int64_t(sizeof(T)) * a.down.out));
   start.join(kind, l, embedding, ids, states, tokens, hidden);
-  moe_linear(kind, start.normed, hidden, tokens, hidden, a.down.panels, a.down.out, a.down.bias, down, a.down.out);
+  multiply(kind, a.down, start.normed, hidden, tokens, down);
   moe_write_latent(kind, 0, down + a.down.out - row, a.down.out, a.kv_norm, a.eps, positions, a.table, a.rotary,
                    a.interleaved, slots, 1, form, cache, cache_row, tokens, a.keys.out);
 }

@@ -20,15 +20,17 @@ struct ExpertBiases {
 struct Shape {
   int64_t experts, hidden, width;
   int64_t width_panels, hidden_panels, hidden_steps, width_steps;
+  int64_t hidden_panel, width_panel;  // units of a panel of gate or up, and of down
   int64_t expert_units;
+  const Coding *up_form, *down_form;  // null: plain panels
   const ExpertBiases* biases = nullptr;
 };
 
 template <class T>
-static Shape shape_of(int64_t experts, int64_t hidden, int64_t width) {
+static Shape shape_of(int64_t experts, int64_t hidden, int64_t width, const Coding* up_form, const Coding* down_form) {
   Shape s{experts, hidden, width, panels_of(width), panels_of(hidden), packed_steps<T>(hidden), packed_steps<T>(width),
-          0};
-  s.expert_units = LANES * (2 * s.width_panels * s.hidden_steps + s.hidden_panels * s.width_steps);
+          panel_units<T>(hidden, up_form), panel_units<T>(width, down_form), 0, up_form, down_form};
+  s.expert_units = 2 * s.width_panels * s.hidden_panel + s.hidden_panels * s.width_panel;
   return s;
 }
 
@@ -77,15 +79,14 @@ static INLINE void activate_clamped(const float* gate, const float* up, int64_t 
 template <class T, class RowsOf, class Out>
 static void run_units(const Unit* units, int64_t count, const Shape& s, const uint32_t* weights, T* hidden,
                       int64_t hidden_stride, const RowsOf& rows_of, const Out& out_of) {
-  const int64_t step_bytes = LANES * 4;
-  int64_t up_width = panels_per_task(s.width_panels, 2 * s.hidden_steps * step_bytes, count);
+  int64_t up_width = panels_per_task(s.width_panels, 2 * s.hidden_panel * 4, count);
   int64_t up_parts = ceil_div(s.width_panels, up_width);
   parallel(count * up_parts, [&](int64_t task) {
     const Unit& unit = units[task / up_parts];
     const int64_t first = task % up_parts * up_width, last = std::min(first + up_width, s.width_panels);
     int64_t stride = 0;
     const void* x = rows_of(unit, &stride);
-    const Packed w{weights + unit.expert * s.expert_units, 2 * s.width_panels, s.hidden_steps};
+    const Packed w{weights + unit.expert * s.expert_units, 2 * s.width_panels, s.hidden_steps, s.up_form};
     float* gate = scratch<float>(PRODUCT, 2 * unit.rows * GROUP * LANES);
     float* up = gate + unit.rows * GROUP * LANES;
     for (int64_t p = first; p < last; p += GROUP) {
@@ -105,18 +106,20 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
         std::memset(hidden + (unit.begin + i) * hidden_stride + s.width, 0,
                     size_t(hidden_stride - s.width) * sizeof(T));
   });
-  int64_t down_width = panels_per_task(s.hidden_panels, s.width_steps * step_bytes, count);
+  int64_t down_width = panels_per_task(s.hidden_panels, s.width_panel * 4, count);
   int64_t down_parts = ceil_div(s.hidden_panels, down_width);
   parallel(count * down_parts, [&](int64_t task) {
     const Unit& unit = units[task / down_parts];
     const int64_t first = task % down_parts * down_width, last = std::min(first + down_width, s.hidden_panels);
-    const Packed w{weights + unit.expert * s.expert_units + 2 * s.width_panels * s.hidden_steps * LANES,
-                   s.hidden_panels, s.width_steps};
+    const Packed w{weights + unit.expert * s.expert_units + 2 * s.width_panels * s.hidden_panel, s.hidden_panels,
+                   s.width_steps, s.down_form};
     float* c = scratch<float>(PRODUCT, unit.rows * GROUP * LANES);
+    int64_t stride = hidden_stride * int64_t(sizeof(T));
+    const void* x = hidden + unit.begin * hidden_stride;
+    if (s.down_form) x = coded_rows<T>(*s.down_form, x, &stride, unit.rows, s.width, ROWS);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t here = std::min(GROUP, last - p), column = p * LANES;
-      product<T>(hidden + unit.begin * hidden_stride, hidden_stride * int64_t(sizeof(T)), unit.rows, s.width, w, p,
-                 here, p + here, c, GROUP * LANES);
+      product<T>(x, stride, unit.rows, s.width, w, p, here, p + here, c, GROUP * LANES);
       const int64_t columns = std::min(here * LANES, s.hidden - column);
       if (s.biases) {
         const float* bias = s.biases->down + unit.expert * s.hidden + column;
@@ -137,8 +140,18 @@ static void run_units(const Unit* units, int64_t count, const Shape& s, const ui
 // Rows [source, source + rows) of x, in place if the kernel can read them.
 template <class T>
 static INLINE const void* own_rows(const T* x, int64_t ldx, const int32_t* index, int64_t rows, int64_t k,
-                                   int64_t* stride) {
+                                   int64_t* stride, const Coding* form) {
   const int64_t padded = padded_k<T>(k);
+  if (form && index && rows > 1) {  // gathered, then in the form's format
+    T* copy = scratch<T>(VALUES, rows * k);
+    for (int64_t i = 0; i < rows; i++) std::memcpy(copy + i * k, x + index[i] * ldx, size_t(k) * sizeof(T));
+    *stride = k * int64_t(sizeof(T));
+    return coded_rows<T>(*form, copy, stride, rows, k, ROWS);
+  }
+  if (form) {
+    *stride = ldx * int64_t(sizeof(T));
+    return coded_rows<T>(*form, x + (index ? index[0] : 0) * ldx, stride, rows, k, ROWS);
+  }
   if (padded == k && (!index || rows == 1)) {
     *stride = ldx * int64_t(sizeof(T));
     return x + (index ? index[0] : 0) * ldx;
@@ -170,7 +183,7 @@ static void batch(const T* x, const int32_t* offsets, const int32_t* counts, int
   run_units<T>(
       units, count, s, weights, hidden, stride,
       [&](const Unit& unit, int64_t* apart) {
-        return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart);
+        return own_rows<T>(x + unit.source * s.hidden, s.hidden, nullptr, unit.rows, s.hidden, apart, s.up_form);
       },
       [&](const Unit& unit, int64_t i) { return out + (unit.source + i) * s.hidden; });
 }
@@ -196,7 +209,7 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
   run_units<T>(
       units, count, s, weights, hidden, stride,
       [&](const Unit& unit, int64_t* apart) {
-        return own_rows<T>(x, ldx, token_of + unit.begin, unit.rows, s.hidden, apart);
+        return own_rows<T>(x, ldx, token_of + unit.begin, unit.rows, s.hidden, apart, s.up_form);
       },
       [&](const Unit& unit, int64_t i) { return partial + (unit.begin + i) * s.hidden; });
   combine_rows<T>(partial, s.hidden, positions, top_k, topk, top_k, sum, lds, out, tokens, s.hidden);
@@ -205,15 +218,17 @@ static void routed(const T* x, int64_t ldx, int64_t tokens, int64_t top_k, const
 // A dense gated MLP from the packed weights of two linear layers, gate_up [2I, D] with I a multiple of 16.
 template <class T>
 static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const uint32_t* gate_up,
-                const uint32_t* down, int64_t out_features, T* out, int64_t ldo) {
+                const uint32_t* down, int64_t out_features, T* out, int64_t ldo, const Coding* up_form,
+                const Coding* down_form) {
   if (m <= 0) return;
   const int64_t in_steps = packed_steps<T>(hidden), mid_steps = packed_steps<T>(width);
-  const Packed first{gate_up, 2 * panels_of(width), in_steps}, second{down, panels_of(out_features), mid_steps};
-  const Rows<T> rows(x, ldx, m, hidden, SHARED_ROWS);
+  const Packed first{gate_up, 2 * panels_of(width), in_steps, up_form};
+  const Packed second{down, panels_of(out_features), mid_steps, down_form};
+  const Rows<T> rows(x, ldx, m, hidden, SHARED_ROWS, up_form);
   const int64_t stride = padded_k<T>(width) + 64 / int64_t(sizeof(T)), width_panels = panels_of(width);
   T* middle = scratch<T>(SHARED_HIDDEN, m * stride);
   const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
-  const int64_t up_width = panels_per_task(width_panels, 2 * in_steps * LANES * 4, row_tasks);
+  const int64_t up_width = panels_per_task(width_panels, 8 * panel_units<T>(hidden, up_form), row_tasks);
   parallel(row_tasks * ceil_div(width_panels, up_width), [&](int64_t task) {
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * up_width;
     const int64_t here = std::min(row_block, m - row), end = std::min(begin + up_width, width_panels);
@@ -232,15 +247,17 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
       for (int64_t i = 0; i < here; i++)
         std::memset(middle + (row + i) * stride + width, 0, size_t(stride - width) * sizeof(T));
   });
-  const int64_t down_width = panels_per_task(second.panels, mid_steps * LANES * 4, row_tasks);
+  const int64_t down_width = panels_per_task(second.panels, 4 * panel_units<T>(width, down_form), row_tasks);
   parallel(row_tasks * ceil_div(second.panels, down_width), [&](int64_t task) {
     const int64_t row = task % row_tasks * row_block, begin = task / row_tasks * down_width;
     const int64_t here = std::min(row_block, m - row), end = std::min(begin + down_width, second.panels);
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
+    int64_t apart = stride * int64_t(sizeof(T));
+    const void* a = middle + row * stride;
+    if (down_form) a = coded_rows<T>(*down_form, a, &apart, here, width, ROWS);
     for (int64_t p = begin; p < end; p += GROUP) {
       const int64_t count = std::min(GROUP, end - p), column = p * LANES;
-      product<T>(middle + row * stride, stride * int64_t(sizeof(T)), here, width, second, p, count,
-                 p + count, c, GROUP * LANES);
+      product<T>(a, apart, here, width, second, p, count, p + count, c, GROUP * LANES);
       finish<T>(c, GROUP * LANES, here, std::min(count * LANES, out_features - column), nullptr,
                 out + row * ldo + column, ldo);
     }
@@ -251,31 +268,35 @@ static void mlp(const T* x, int64_t ldx, int64_t m, int64_t hidden, int64_t widt
 
 using namespace moe;
 
-API int64_t moe_expert_bytes(int is_bf16, int64_t hidden, int64_t width) {
-  return 4 * (is_bf16 ? shape_of<bf16>(1, hidden, width) : shape_of<float>(1, hidden, width)).expert_units;
+API int64_t moe_expert_bytes(int is_bf16, int64_t hidden, int64_t width, const Coding* up_form,
+                             const Coding* down_form) {
+  return 4 * (is_bf16 ? shape_of<bf16>(1, hidden, width, up_form, down_form)
+                      : shape_of<float>(1, hidden, width, up_form, down_form))
+                 .expert_units;
 }
 
 // Exactly one of offsets [E + 1] (contiguous rows) and counts [E] (`capacity` rows per expert) is given.
 API void moe_experts(int is_bf16, const void* x, const int32_t* offsets, const int32_t* counts, int64_t capacity,
-                     int64_t experts, int64_t hidden, int64_t width, const void* weights, void* out) {
+                     int64_t experts, int64_t hidden, int64_t width, const void* weights, void* out,
+                     const Coding* up_form, const Coding* down_form) {
   auto w = static_cast<const uint32_t*>(weights);
   if (is_bf16)
-    batch(static_cast<const bf16*>(x), offsets, counts, capacity, shape_of<bf16>(experts, hidden, width), w,
+    batch(static_cast<const bf16*>(x), offsets, counts, capacity, shape_of<bf16>(experts, hidden, width, up_form, down_form), w,
           static_cast<bf16*>(out));
   else
-    batch(static_cast<const float*>(x), offsets, counts, capacity, shape_of<float>(experts, hidden, width), w,
+    batch(static_cast<const float*>(x), offsets, counts, capacity, shape_of<float>(experts, hidden, width, up_form, down_form), w,
           static_cast<float*>(out));
 }
 
 API void moe_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
                     const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
-                    const void* sum, int64_t lds, void* out) {
+                    const void* sum, int64_t lds, void* out, const Coding* up_form, const Coding* down_form) {
   auto w = static_cast<const uint32_t*>(weights);
   if (is_bf16)
-    routed(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids, shape_of<bf16>(experts, hidden, width), w,
+    routed(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids, shape_of<bf16>(experts, hidden, width, up_form, down_form), w,
            static_cast<const bf16*>(sum), lds, static_cast<bf16*>(out));
   else
-    routed(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids, shape_of<float>(experts, hidden, width), w,
+    routed(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids, shape_of<float>(experts, hidden, width, up_form, down_form), w,
            static_cast<const float*>(sum), lds, static_cast<float*>(out));
 }
 
@@ -286,36 +307,39 @@ static Shape with_biases(Shape s, const ExpertBiases* biases) {
 
 API void moe_biased_experts(int is_bf16, const void* x, const int32_t* offsets, const int32_t* counts,
                             int64_t capacity, int64_t experts, int64_t hidden, int64_t width, const void* weights,
-                            const ExpertBiases* biases, void* out) {
+                            const ExpertBiases* biases, void* out, const Coding* up_form,
+                            const Coding* down_form) {
   auto w = static_cast<const uint32_t*>(weights);
   if (is_bf16)
     batch(static_cast<const bf16*>(x), offsets, counts, capacity,
-          with_biases(shape_of<bf16>(experts, hidden, width), biases), w, static_cast<bf16*>(out));
+          with_biases(shape_of<bf16>(experts, hidden, width, up_form, down_form), biases), w, static_cast<bf16*>(out));
   else
     batch(static_cast<const float*>(x), offsets, counts, capacity,
-          with_biases(shape_of<float>(experts, hidden, width), biases), w, static_cast<float*>(out));
+          with_biases(shape_of<float>(experts, hidden, width, up_form, down_form), biases), w, static_cast<float*>(out));
 }
 
 API void moe_biased_routed(int is_bf16, const void* x, int64_t ldx, int64_t tokens, int64_t top_k, const float* topk,
                            const int32_t* ids, int64_t experts, int64_t hidden, int64_t width, const void* weights,
-                           const ExpertBiases* biases, void* out) {
+                           const ExpertBiases* biases, void* out, const Coding* up_form,
+                            const Coding* down_form) {
   auto w = static_cast<const uint32_t*>(weights);
   if (is_bf16)
     routed<bf16>(static_cast<const bf16*>(x), ldx, tokens, top_k, topk, ids,
-                 with_biases(shape_of<bf16>(experts, hidden, width), biases), w, nullptr, 0, static_cast<bf16*>(out));
+                 with_biases(shape_of<bf16>(experts, hidden, width, up_form, down_form), biases), w, nullptr, 0, static_cast<bf16*>(out));
   else
     routed<float>(static_cast<const float*>(x), ldx, tokens, top_k, topk, ids,
-                  with_biases(shape_of<float>(experts, hidden, width), biases), w, nullptr, 0,
+                  with_biases(shape_of<float>(experts, hidden, width, up_form, down_form), biases), w, nullptr, 0,
                   static_cast<float*>(out));
 }
 
 API void moe_mlp(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t hidden, int64_t width, const void* gate_up,
-                 const void* down, int64_t out_features, void* out, int64_t ldo) {
+                 const void* down, int64_t out_features, void* out, int64_t ldo, const Coding* up_form,
+                 const Coding* down_form) {
   auto first = static_cast<const uint32_t*>(gate_up), second = static_cast<const uint32_t*>(down);
   if (is_bf16)
     mlp(static_cast<const bf16*>(x), ldx, m, hidden, width, first, second, out_features, static_cast<bf16*>(out),
-        ldo);
+        ldo, up_form, down_form);
   else
     mlp(static_cast<const float*>(x), ldx, m, hidden, width, first, second, out_features,
-        static_cast<float*>(out), ldo);
+        static_cast<float*>(out), ldo, up_form, down_form);
 }

@@ -18,23 +18,22 @@ API void moe_mla_layer(int is_bf16, const MLALayer* layer, const void* hidden, i
   char *down = take(l.down.out), *normed = take(rank), *q = take(l.heads * head), *absorbed = take(l.heads * row);
   char *mixed = take(l.heads * latent), *values = take(l.heads * value);
 
-  moe_linear(is_bf16, hidden, ldx, tokens, l.down.in, l.down.panels, l.down.out, l.down.bias, down, l.down.out);
+  multiply(is_bf16, l.down, hidden, ldx, tokens, down);
   if (rank > 0) moe_rms_norm(is_bf16, 0, down, l.down.out, l.q_norm, l.eps, normed, tokens, rank);
-  moe_linear(is_bf16, rank > 0 ? normed : hidden, rank > 0 ? rank : ldx, tokens, l.q.in, l.q.panels, l.q.out, l.q.bias, q,
-             l.q.out);
+  multiply(is_bf16, l.q, rank > 0 ? normed : hidden, rank > 0 ? rank : ldx, tokens, q);
   moe_rotate(is_bf16, q + nope * size, l.heads * head, head, positions, l.table, l.rotary, l.interleaved, tokens,
              l.heads);
   moe_write_latent(is_bf16, 0, down + rank * size, l.down.out, l.kv_norm, l.eps, positions, l.table, l.rotary,
                    l.interleaved, slots, 1, form, cache, cache_row, tokens, latent);
   moe_linear_heads(is_bf16, q, l.heads * head, head, tokens, l.heads, nope, l.keys.panels, latent, absorbed,
-                   l.heads * row, row);
+                   l.heads * row, row, l.keys.form);
   for (int64_t i = 0; i < tokens * l.heads; i++)
     std::memcpy(absorbed + (i * row + latent) * size, q + (i * head + nope) * size, size_t(l.rotary * size));
   moe_absorbed(is_bf16, form, absorbed, l.heads * row, row, cache, cache_row, queries, l.heads, latent, l.rotary,
                l.scale, mixed);
   moe_linear_heads(is_bf16, mixed, l.heads * latent, latent, tokens, l.heads, latent, l.values.panels, value, values,
-                   l.heads * value, value);
-  moe_linear(is_bf16, values, l.heads * value, tokens, l.o.in, l.o.panels, l.o.out, l.o.bias, out, l.o.out);
+                   l.heads * value, value, l.values.form);
+  multiply(is_bf16, l.o, values, l.heads * value, tokens, out);
 }
 
 // x [T, D] -> out [T, D]: the routed experts, and the shared expert if any. `chosen` [T, K], if not null, receives the
@@ -50,7 +49,7 @@ API void moe_moe_layer(int is_bf16, const MoELayer* layer, const void* x, int64_
   const bool shared = l.shared_up.panels != nullptr;
   if (shared)
     moe_mlp(is_bf16, x, ldx, tokens, hidden, l.shared_down.in, l.shared_up.panels, l.shared_down.panels, hidden,
-            out, hidden);
+            out, hidden, l.shared_up.form, l.shared_down.form);
   moe_routed(is_bf16, x, ldx, tokens, l.top_k, weights, ids, l.num_experts, hidden, l.width, l.experts,
-             shared ? out : nullptr, hidden, out);
+             shared ? out : nullptr, hidden, out, l.experts_up, l.experts_down);
 }

@@ -8,6 +8,7 @@ namespace moe {
 struct Weight {
   const void* panels;
   const float* bias;
+  const Coding* form;  // null: plain panels
   int64_t in, out;
 };
 
@@ -36,11 +37,17 @@ struct MoELayer {
   const float *gate, *bias;
   const Router* router;
   const void* experts;
+  const Coding *experts_up, *experts_down;  // null: plain panels
   int64_t num_experts, top_k, width;
   Weight shared_up, shared_down;  // shared expert; panels null: none
   CountCell* cell;                // null: no counting
   int64_t first;                  // index of expert 0 in the counts
 };
+
+// x [T, in] -> [T, out].
+inline void multiply(int is_bf16, const Weight& w, const void* x, int64_t ldx, int64_t tokens, void* out) {
+  moe_linear(is_bf16, x, ldx, tokens, w.in, w.panels, w.out, w.bias, out, w.out, w.form);
+}
 
 // One block of scratch memory, divided into arrays.
 class Arrays {

@@ -23,12 +23,12 @@ static void pack(const T* weight, int64_t ldw, int64_t n, int64_t k, uint32_t* o
 
 template <class T>
 static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t* weight, int64_t n, const float* bias,
-                   T* out, int64_t ldo) {
+                   T* out, int64_t ldo, const Coding* form) {
   if (m <= 0 || n <= 0) return;
-  const Packed w{weight, panels_of(n), packed_steps<T>(k)};
-  const Rows<T> rows(x, ldx, m, k, SHARED_ROWS);
+  const Packed w{weight, panels_of(n), packed_steps<T>(k), form};
+  const Rows<T> rows(x, ldx, m, k, SHARED_ROWS, form);
   const int64_t row_block = m <= ROW_BLOCK + ROW_BLOCK / 2 ? m : ROW_BLOCK, row_tasks = ceil_div(m, row_block);
-  const int64_t width = panels_per_task(w.panels, w.steps * LANES * 4, row_tasks), tasks = ceil_div(w.panels, width);
+  const int64_t width = panels_per_task(w.panels, 4 * panel_units<T>(k, form), row_tasks), tasks = ceil_div(w.panels, width);
   parallel(row_tasks * tasks, [&](int64_t task) {
     // Adjacent tasks share their panels: the weights are read from memory once for all rows.
     const int64_t row = task % row_tasks * row_block, first = task / row_tasks * width;
@@ -46,18 +46,24 @@ static void linear(const T* x, int64_t ldx, int64_t m, int64_t k, const uint32_t
 // x [T, H, K] by strides -> out [T, H, N] by strides; weight: H packed matrices.
 template <class T>
 static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t tokens, int64_t heads, int64_t k,
-                         const uint32_t* weight, int64_t n, T* out, int64_t out_token, int64_t out_head) {
+                         const uint32_t* weight, int64_t n, T* out, int64_t out_token, int64_t out_head,
+                         const Coding* form) {
   if (tokens <= 0 || n <= 0) return;
   const int64_t panels = panels_of(n), steps = packed_steps<T>(k), padded = padded_k<T>(k);
+  const int64_t panel = panel_units<T>(k, form);
   const int64_t row_block = std::min<int64_t>(tokens, ROW_BLOCK), row_tasks = ceil_div(tokens, row_block);
-  const int64_t width = panels_per_task(panels, steps * LANES * 4, row_tasks * heads), parts = ceil_div(panels, width);
+  const int64_t width = panels_per_task(panels, 4 * panel, row_tasks * heads), parts = ceil_div(panels, width);
   parallel(heads * row_tasks * parts, [&](int64_t task) {
     const int64_t head = task / (row_tasks * parts), row = task / parts % row_tasks * row_block;
     const int64_t first = task % parts * width, last = std::min(first + width, panels);
     const int64_t here = std::min(row_block, tokens - row);
     const T* a = x + row * x_token + head * x_head;
     int64_t stride = x_token;
-    if (padded != k) {
+    if (form) {
+      int64_t apart = x_token * int64_t(sizeof(T));
+      a = reinterpret_cast<const T*>(coded_rows<T>(*form, a, &apart, here, k, ROWS));
+      stride = apart / int64_t(sizeof(T));
+    } else if (padded != k) {
       T* copy = scratch<T>(ROWS, here * padded);
       for (int64_t i = 0; i < here; i++) {
         std::memcpy(copy + i * padded, a + i * x_token, size_t(k) * sizeof(T));
@@ -66,7 +72,7 @@ static void linear_heads(const T* x, int64_t x_token, int64_t x_head, int64_t to
       a = copy;
       stride = padded;
     }
-    const Packed w{weight + head * panels * steps * LANES, panels, steps};
+    const Packed w{weight + head * panels * panel, panels, steps, form};
     float* c = scratch<float>(PRODUCT, here * GROUP * LANES);
     for (int64_t p = first; p < last; p += GROUP) {
       const int64_t count = std::min(GROUP, last - p), column = p * LANES;
@@ -104,21 +110,22 @@ API void moe_pack(int is_bf16, const void* weight, int64_t ldw, int64_t n, int64
 }
 
 API void moe_linear(int is_bf16, const void* x, int64_t ldx, int64_t m, int64_t k, const void* weight, int64_t n,
-                    const float* bias, void* out, int64_t ldo) {
+                    const float* bias, void* out, int64_t ldo, const Coding* form) {
   auto w = static_cast<const uint32_t*>(weight);
   if (is_bf16)
-    linear(static_cast<const bf16*>(x), ldx, m, k, w, n, bias, static_cast<bf16*>(out), ldo);
+    linear(static_cast<const bf16*>(x), ldx, m, k, w, n, bias, static_cast<bf16*>(out), ldo, form);
   else
-    linear(static_cast<const float*>(x), ldx, m, k, w, n, bias, static_cast<float*>(out), ldo);
+    linear(static_cast<const float*>(x), ldx, m, k, w, n, bias, static_cast<float*>(out), ldo, form);
 }
 
 API void moe_linear_heads(int is_bf16, const void* x, int64_t x_token, int64_t x_head, int64_t tokens, int64_t heads,
-                          int64_t k, const void* weight, int64_t n, void* out, int64_t out_token, int64_t out_head) {
+                          int64_t k, const void* weight, int64_t n, void* out, int64_t out_token, int64_t out_head,
+                          const Coding* form) {
   auto w = static_cast<const uint32_t*>(weight);
   if (is_bf16)
     linear_heads(static_cast<const bf16*>(x), x_token, x_head, tokens, heads, k, w, n, static_cast<bf16*>(out),
-                 out_token, out_head);
+                 out_token, out_head, form);
   else
     linear_heads(static_cast<const float*>(x), x_token, x_head, tokens, heads, k, w, n, static_cast<float*>(out),
-                 out_token, out_head);
+                 out_token, out_head, form);
 }

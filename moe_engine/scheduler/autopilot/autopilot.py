@@ -107,7 +107,7 @@ class Autopilot:
                     self._relieve(window, now, decode_steps)
             return
         window.count_waiting()
-        if self._settings.values() != self._latest:  # somebody else changed a setting: its values stand
+        if self._settings.values() != self._latest:  # changed from outside: those values stand
             self._trial = None
         elif trial is not None:
             self._judge(trial, window, now)

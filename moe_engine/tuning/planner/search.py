@@ -89,7 +89,7 @@ class Search:
     Args:
         concurrency: requests in all; None: any number.
         kept: forms that the user's flags allow.
-        progress: told what is being done.
+        progress: is called with a line for each stage.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("forked_processes")
 
 PREFIX = [7, 8, 9, 10, 11, 12, 13, 14]
 PROMPTS = [PREFIX + [20 + i] * (1 + 5 * i) for i in range(5)] + [[3, 4, 5]]
-LENGTH = 24
+LENGTH = 16
 SAMPLING = {"max_new_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}
 DRAFTS = {"speculative_algorithm": "NEXTN"}
 FORMS: dict[str, dict[str, Any]] = {

@@ -157,7 +157,7 @@ def test_blocks_of_a_stored_weight(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     want, shape = dequantise_fp8(tensors)["x_proj.weight"], (300, 400)
     reader = WeightReader(tmp_path, torch.float32, format=BlockFP8Format(scale_format="ue8m0"))
-    kernel_format = reader.format.kernel_format()
+    kernel_format = reader.format.kernel_format("x_proj")
     assert kernel_format == BlockFP8(power_of_two=True)
     for rows, cols in ((None, None), (slice(128, 300), None), (slice(0, 256), slice(128, 384))):
         cut = Cut(rows, cols)

@@ -1,0 +1,274 @@
+// Products with coded weights: a group's sum is multiplied by its scale. Codes become floats in registers; with VNNI
+// and bf16 rows see coded_integers.h.
+//
+// Legend: M rows, K in-features, N out-features, G groups, MR x NR rows x panels of a tile.
+#include "coded.h"
+
+#include "coded_integers.h"
+
+namespace moe {
+
+// The table as a kernel reads it.
+struct Values {
+#if defined(MOE_AVX512)
+  __m512 floats;
+#elif defined(__AVX2__) && defined(__FMA__)
+  __m256 low, high;
+#else
+  const float* table;
+#endif
+
+  explicit Values(const Coding& form) {
+#if defined(MOE_AVX512)
+    floats = _mm512_loadu_ps(form.table);
+#elif defined(__AVX2__) && defined(__FMA__)
+    low = _mm256_loadu_ps(form.table), high = _mm256_loadu_ps(form.table + 8);
+#else
+    table = form.table;
+#endif
+  }
+
+  // Values of the low nibbles.
+  INLINE vf of(vu codes) const {
+#if defined(MOE_AVX512)
+    return (vf)_mm512_permutexvar_ps((__m512i)codes, floats);
+#elif defined(__AVX2__) && defined(__FMA__)
+    const __m256i index = (__m256i)codes;
+    const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(index, 28));  // bit 3 becomes the sign
+    return (vf)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, index), _mm256_permutevar8x32_ps(high, index), upper);
+#else
+    vf r;
+    for (int i = 0; i < WIDTH; i++) r[i] = table[codes[i] & 15];
+    return r;
+#endif
+  }
+};
+
+// Eight elements of K of 16 columns, and their products with eight elements of a row.
+template <class T, int BITS>
+struct Octet {
+  F16 value[OCTET];
+
+  INLINE void take(const char* p, const Values& values) {
+    PARTS_LOOP {
+      vu codes;
+      std::memcpy(&codes, p + i * sizeof(vu), sizeof(vu));
+      if constexpr (BITS == 8) {
+        vu more;
+        std::memcpy(&more, p + LANES * 4 + i * sizeof(vu), sizeof(vu));
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; n++) {
+          value[n].v[i] = __builtin_convertvector((vi)(codes >> (8 * n) & 255u), vf) - 128.f;
+          value[4 + n].v[i] = __builtin_convertvector((vi)(more >> (8 * n) & 255u), vf) - 128.f;
+        }
+      } else {
+#pragma GCC unroll 8
+        for (int n = 0; n < OCTET; n++) value[n / 2 + n % 2 * 4].v[i] = values.of(codes >> (4 * n));
+      }
+    }
+  }
+  INLINE void add(F16& sum, const T* a) const {
+#pragma GCC unroll 8
+    for (int k = 0; k < OCTET; k++) {
+      const vf x = to_float(a[k]) - vf{};
+      PARTS_LOOP sum.v[i] = fma(x, value[k].v[i], sum.v[i]);
+    }
+  }
+};
+
+// Sums of each group of a row, for zero points: [M, G].
+template <class T>
+static const float* group_sums(const void* x, int64_t ldx, int64_t m, int64_t k, int64_t group) {
+  const int64_t groups = k / group;
+  float* sums = scratch<float>(STATS, m * groups);
+  for (int64_t i = 0; i < m; i++) {
+    const T* row = reinterpret_cast<const T*>(static_cast<const char*>(x) + i * ldx);
+    for (int64_t g = 0; g < groups; g++) {
+      float eight[OCTET] = {};
+      for (int64_t j = 0; j < group; j += OCTET)
+        for (int n = 0; n < OCTET; n++) eight[n] += to_float(row[g * group + j + n]);
+      float sum = 0;
+      for (float part : eight) sum += part;
+      sums[i * groups + g] = sum;
+    }
+  }
+  return sums;
+}
+
+template <class T, int BITS, int MR, int NR>
+__attribute__((noinline)) static void coded_tile(const Coding& form, const char* x, int64_t ldx, int64_t k,
+                                                 const char* panels, int64_t panel, const float* sums, float* c,
+                                                 int64_t ldc) {
+  const Values values(form);
+  const int64_t groups = k / form.group, step = OCTET * LANES * BITS / 8, codes = form.code_bytes();
+  const int64_t scale_bytes = form.scale_bytes(), group_bytes = form.group_bytes();
+  F16 total[MR][NR];
+#pragma GCC unroll 8
+  for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; n++) total[i][n] = zero();
+  const T* row[MR];
+#pragma GCC unroll 8
+  for (int i = 0; i < MR; i++) row[i] = reinterpret_cast<const T*>(x + i * ldx);
+  for (int64_t g = 0; g < groups; g++) {
+    const char* p = panels + g * group_bytes;
+    F16 part[MR][NR];
+#pragma GCC unroll 8
+    for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; n++) part[i][n] = zero();
+    for (int64_t j = 0; j < form.group; j += OCTET, p += step) {
+#pragma GCC unroll 4
+      for (int n = 0; n < NR; n++) {
+        Octet<T, BITS> octet;
+        octet.take(p + n * panel, values);
+        __builtin_prefetch(p + n * panel + FAR, 0, 2);
+        if (BITS == 8) __builtin_prefetch(p + n * panel + FAR + 64, 0, 2);
+#pragma GCC unroll 8
+        for (int i = 0; i < MR; i++) octet.add(part[i][n], row[i]);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < MR; i++) row[i] += OCTET;
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; n++) {
+      const char* end = panels + g * group_bytes + codes + n * panel;
+      const F16 scale = load_scales(end, form.scale_type);
+      if (form.has_zeros) {
+        F16 zeros = load_bytes(end + LANES * scale_bytes);
+        if (BITS == 8) zeros = zeros - set1(128.f);
+        for (int i = 0; i < MR; i++) part[i][n] = part[i][n] - zeros * set1(sums[i * groups + g]);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < MR; i++) total[i][n] = fma(scale, part[i][n], total[i][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+    for (int n = 0; n < NR; n++) store(c + i * ldc + n * LANES, total[i][n]);
+}
+
+#if defined(MOE_AVX512)
+constexpr int MANY_ROWS = 4;  // of two panels: 16 sums, 8 registers of codes
+#else
+constexpr int MANY_ROWS = 1;
+#endif
+
+template <class T, int BITS, int NR>
+static void coded_columns(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
+                          int64_t panel, const float* sums, float* c, int64_t ldc) {
+  const int64_t groups = k / form.group;
+  int64_t i = 0;
+  auto run = [&](auto rows) {
+    constexpr int MR = decltype(rows)::value;
+    coded_tile<T, BITS, MR, NR>(form, x + i * ldx, ldx, k, panels, panel, sums ? sums + i * groups : nullptr,
+                                c + i * ldc, ldc);
+    i += MR;
+  };
+  if constexpr (NR <= 2 && MANY_ROWS > 1) {
+    constexpr int MR = NR == 1 ? 2 * MANY_ROWS : MANY_ROWS;
+    while (m - i >= MR) run(std::integral_constant<int, MR>());
+    if (m - i >= 4) run(std::integral_constant<int, 4>());
+    if (m - i >= 2) run(std::integral_constant<int, 2>());
+  }
+  while (i < m) run(std::integral_constant<int, 1>());
+}
+
+template <class T, int BITS>
+static void coded(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels, int64_t count,
+                  float* c, int64_t ldc) {
+  const int64_t panel = form.panel_bytes(k);
+  const float* sums = form.has_zeros ? group_sums<T>(x, ldx, m, k, form.group) : nullptr;
+  int64_t n = 0;
+  auto run = [&](auto width) {
+    constexpr int NR = decltype(width)::value;
+    for (; count - n >= NR; n += NR)
+      coded_columns<T, BITS, NR>(form, x, ldx, m, k, panels + n * panel, panel, sums, c + n * LANES, ldc);
+  };
+#if defined(MOE_AVX512)
+  if (m == 1) run(std::integral_constant<int, 4>());
+  run(std::integral_constant<int, 2>());
+#endif
+  run(std::integral_constant<int, 1>());
+}
+
+template <class T>
+const char* coded_rows(const Coding& form, const void* x, int64_t* ldx, int64_t m, int64_t k, Purpose purpose) {
+#if defined(MOE_VNNI)
+  if constexpr (sizeof(T) == 2) return integer_rows(form, x, ldx, m, k, purpose);
+#endif
+  (void)form, (void)ldx, (void)m, (void)k, (void)purpose;
+  return static_cast<const char*>(x);
+}
+
+template const char* coded_rows<float>(const Coding&, const void*, int64_t*, int64_t, int64_t, Purpose);
+template const char* coded_rows<bf16>(const Coding&, const void*, int64_t*, int64_t, int64_t, Purpose);
+
+template <class T>
+void coded_product(const Coding& form, const void* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
+                   int64_t count, float* c, int64_t ldc) {
+  const char* rows = static_cast<const char*>(x);
+#if defined(MOE_VNNI)
+  if constexpr (sizeof(T) == 2) return integer_product(form, rows, ldx, m, k, panels, count, c, ldc);
+#endif
+  if (form.bits == 4)
+    coded<T, 4>(form, rows, ldx, m, k, panels, count, c, ldc);
+  else
+    coded<T, 8>(form, rows, ldx, m, k, panels, count, c, ldc);
+}
+
+template void coded_product<float>(const Coding&, const void*, int64_t, int64_t, int64_t, const char*, int64_t, float*,
+                                   int64_t);
+template void coded_product<bf16>(const Coding&, const void*, int64_t, int64_t, int64_t, const char*, int64_t, float*,
+                                  int64_t);
+
+// Codes [N, K], a byte each, of one group of one panel.
+static void pack_codes(const Coding& form, const uint8_t* const* rows, int64_t first, uint8_t* out) {
+  const int64_t bytes = OCTET * form.bits / 8;  // of a column
+  for (int64_t j = 0; j < form.group; j += OCTET, out += LANES * bytes)
+    for (int column = 0; column < LANES; column++) {
+      const uint8_t* from = rows[column] ? rows[column] + first + j : nullptr;
+      for (int n = 0; n < 4; n++) {
+        const uint8_t low = from ? from[n] : 0, high = from ? from[4 + n] : 0;
+        uint8_t* to = out + column * 4 + n;
+        if (form.bits == 4) {
+          *to = uint8_t((low & 15) | high << 4);
+        } else {
+          *to = low;
+          to[LANES * 4] = high;
+        }
+      }
+    }
+}
+
+}  // namespace moe
+
+using namespace moe;
+
+API int64_t moe_coded_bytes(const Coding* form, int64_t n, int64_t k) { return panels_of(n) * form->panel_bytes(k); }
+
+// codes uint8 [N, K] in rows `ldc` apart, scales [N, G] of the form's type, zeros uint8 [N, G] or null -> panels.
+API void moe_coded_pack(const Coding* form, const uint8_t* codes, int64_t ldc, const char* scales, const uint8_t* zeros,
+                        int64_t n, int64_t k, char* out) {
+  const int64_t groups = k / form->group, size = form->scale_bytes();
+  parallel_ranges(panels_of(n), double(k) * 20, [&](int64_t from, int64_t to) {
+    for (int64_t p = from; p < to; p++)
+      for (int64_t g = 0; g < groups; g++) {
+        const uint8_t* rows[LANES];
+        char* at = out + p * form->panel_bytes(k) + g * form->group_bytes();
+        char* of_scales = at + form->code_bytes();
+        for (int64_t i = 0; i < LANES; i++) {
+          const int64_t row = p * LANES + i;
+          rows[i] = row < n ? codes + row * ldc : nullptr;
+          if (row < n)
+            std::memcpy(of_scales + i * size, scales + (row * groups + g) * size, size_t(size));
+          else
+            std::memset(of_scales + i * size, 0, size_t(size));
+          if (form->has_zeros)
+            of_scales[LANES * size + i] = row < n ? char(zeros[row * groups + g]) : 0;
+        }
+        pack_codes(*form, rows, g * form->group, reinterpret_cast<uint8_t*>(at));
+      }
+  });
+}

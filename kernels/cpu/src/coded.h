@@ -1,0 +1,39 @@
+// Weights of 4 or 8 bits with a scale per group of K: multiplied as stored.
+//
+// Layout of a panel (16 columns): its groups in order; of a group the codes, then 16 scales, then 16 zero points if the
+// form has them. Codes of 8 elements of K, 16 columns of 4 bytes: 4 bits: byte j has elements j (low bits) and 4 + j;
+// 8 bits: the bytes of elements 0 to 3 of all columns, then those of 4 to 7.
+//
+// With AVX512-VNNI bf16 rows are multiplied as integers of 16 bits with a scale for each block of at most 128 elements,
+// which is more exact than bf16 itself for elements near the largest of a block. Else codes become floats.
+#pragma once
+
+#include "common.h"
+
+namespace moe {
+
+enum ScaleType { SCALE_F32, SCALE_BF16, SCALE_F16 };
+
+// Made in kernels/cpu/coded.py. value = (table[code] - zero) * scale; 8 bits: (code - 128 - zero) * scale.
+struct Coding {
+  int64_t bits, group;  // group: elements of K; a multiple of 8
+  int64_t scale_type, has_zeros;
+  float table[16];  // 4 bits: the value of each code; exact in bf16
+
+  int64_t scale_bytes() const { return scale_type == SCALE_F32 ? 4 : 2; }
+  int64_t code_bytes() const { return group * LANES * bits / 8; }
+  int64_t group_bytes() const { return code_bytes() + LANES * (scale_bytes() + (has_zeros ? 1 : 0)); }
+  int64_t panel_bytes(int64_t k) const { return k / group * group_bytes(); }
+};
+
+// Rows as coded_product reads them: x itself, or integers in this thread's memory of that purpose. `ldx` in bytes.
+template <class T>
+const char* coded_rows(const Coding& form, const void* x, int64_t* ldx, int64_t m, int64_t k, Purpose purpose);
+
+// c[m][16 * count] = rows of x times `count` panels, over all of K (a multiple of the group). x: of coded_rows.
+// A row's result does not depend on m and count.
+template <class T>
+void coded_product(const Coding& form, const void* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
+                   int64_t count, float* c, int64_t ldc);
+
+}  // namespace moe

@@ -1,0 +1,192 @@
+// Products of coded weights with integers: vpdpbusd, 64 products an instruction. Included by coded.cpp.
+//
+// Legend: M rows, K in-features, G groups, B blocks of K, MR x NR rows x panels of a tile.
+// A row is K bytes `high`, K bytes `low` (element = 256 high + low, both signed), B scales, B sums of its elements.
+#pragma once
+
+#include "coded_parts.h"
+
+#if defined(MOE_AVX512) && defined(__AVX512VNNI__)
+#define MOE_VNNI 1
+
+namespace moe {
+
+constexpr int64_t MOST_BLOCK = 128;
+constexpr float LARGEST = 32639.f;  // 127 * 256 + 127
+
+// Elements with a common scale: the largest power of two that divides the group, at most 128.
+inline int64_t block_of(const Coding& form) { return std::min(form.group & -form.group, MOST_BLOCK); }
+inline int64_t row_bytes(int64_t k, int64_t block) { return ceil_div(2 * k + 8 * (k / block), 64) * 64 + 64; }
+
+static void integer_row(const bf16* x, int64_t k, int64_t block, char* out) {
+  float* scales = reinterpret_cast<float*>(out + 2 * k);
+  float* sums = scales + k / block;
+  for (int64_t b = 0; b < k / block; b++) {
+    F16 most = zero();
+    for (int64_t j = 0; j < block; j += LANES) {
+      const F16 value = load_some(x + b * block + j, block - j);
+      most = max(most, max(value, zero() - value));
+    }
+    const float largest = _mm512_reduce_max_ps((__m512)most.v[0]), scale = largest / LARGEST;
+    const F16 inverse = set1(largest > 0 ? LARGEST / largest : 0.f);
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t j = 0; j < block; j += LANES) {
+      const F16 value = load_some(x + b * block + j, block - j) * inverse;
+      const __m512i q = _mm512_cvtps_epi32((__m512)value.v[0]);
+      const __m512i low = _mm512_srai_epi32(_mm512_slli_epi32(q, 24), 24);
+      const __m512i high = _mm512_srai_epi32(_mm512_sub_epi32(q, low), 8);
+      sum = _mm512_add_epi32(sum, q);
+      const int64_t here = std::min<int64_t>(LANES, block - j);
+      const __mmask16 mask = __mmask16((1u << here) - 1);
+      _mm512_mask_cvtepi32_storeu_epi8(out + b * block + j, mask, high);
+      _mm512_mask_cvtepi32_storeu_epi8(out + k + b * block + j, mask, low);
+    }
+    scales[b] = scale;
+    sums[b] = scale * float(_mm512_reduce_add_epi32(sum));
+  }
+}
+
+static const char* integer_rows(const Coding& form, const void* x, int64_t* ldx, int64_t m, int64_t k,
+                                Purpose purpose) {
+  const int64_t block = block_of(form), stride = row_bytes(k, block), from = *ldx;
+  char* out = scratch<char>(purpose, m * stride);
+  for (int64_t i = 0; i < m; i++)
+    integer_row(reinterpret_cast<const bf16*>(static_cast<const char*>(x) + i * from), k, block, out + i * stride);
+  *ldx = stride;
+  return out;
+}
+
+static INLINE __m512i quad(const char* p) {
+  int bytes;
+  std::memcpy(&bytes, p, 4);
+  return _mm512_set1_epi32(bytes);
+}
+
+// Unsigned bytes of eight elements of 16 columns: elements 0 to 3, and 4 to 7.
+template <int BITS>
+static INLINE void take(const char* p, bool looked_up, __m512i table, __m512i* low, __m512i* high) {
+  const __m512i codes = _mm512_loadu_si512(p);
+  if constexpr (BITS == 8) {
+    *low = codes, *high = _mm512_loadu_si512(p + 64);
+  } else {
+    const __m512i mask = _mm512_set1_epi8(15);
+    *low = _mm512_and_si512(codes, mask), *high = _mm512_and_si512(_mm512_srli_epi16(codes, 4), mask);
+    if (looked_up) *low = _mm512_shuffle_epi8(table, *low), *high = _mm512_shuffle_epi8(table, *high);
+  }
+}
+
+// Integer values of 4-bit codes: code = value / unit + offset, unsigned.
+struct IntegerTable {
+  __m512i bytes;
+  float unit = 1.f, offset;
+  bool looked_up = false;
+
+  explicit IntegerTable(const Coding& form) : bytes(_mm512_setzero_si512()) {
+    offset = form.has_zeros ? 0.f : form.bits == 8 ? 128.f : -form.table[0];
+    if (form.bits == 8 || form.table[1] == form.table[0] + 1.f) return;
+    looked_up = true, unit = 0.5f, offset = 12.f;  // halves from -6 to 6
+    alignas(16) uint8_t codes[16];
+    for (int i = 0; i < 16; i++) codes[i] = uint8_t(2.f * form.table[i] + 12.f);
+    bytes = _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(codes)));
+  }
+};
+
+template <int BITS, int MR, int NR>
+__attribute__((noinline)) static void integer_tile(const Coding& form, const char* x, int64_t ldx, int64_t k,
+                                                   const char* panels, int64_t panel, float* c, int64_t ldc) {
+  const IntegerTable table(form);
+  const int64_t block = block_of(form), blocks = k / block, in_group = form.group / block;
+  const int64_t step = OCTET * LANES * BITS / 8, codes = form.code_bytes(), group_bytes = form.group_bytes();
+  F16 total[MR][NR];
+  for (int i = 0; i < MR; i++)
+    for (int n = 0; n < NR; n++) total[i][n] = zero();
+  for (int64_t g = 0; g < k / form.group; g++) {
+    const char* p = panels + g * group_bytes;
+    F16 part[MR][NR];
+    float sums[MR] = {};
+    for (int i = 0; i < MR; i++)
+      for (int n = 0; n < NR; n++) part[i][n] = zero();
+    for (int64_t b = g * in_group; b < (g + 1) * in_group; b++) {
+      __m512i high[MR][NR], low[MR][NR];
+#pragma GCC unroll 4
+      for (int i = 0; i < MR; i++)
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; n++) high[i][n] = low[i][n] = _mm512_setzero_si512();
+      const char* row = x + b * block;
+      for (int64_t j = 0; j < block; j += OCTET, p += step, row += OCTET) {
+        __m512i first[NR], second[NR];
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; n++) {
+          take<BITS>(p + n * panel, table.looked_up, table.bytes, &first[n], &second[n]);
+          __builtin_prefetch(p + n * panel + FAR, 0, 2);
+          if (BITS == 8) __builtin_prefetch(p + n * panel + FAR + 64, 0, 2);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < MR; i++) {
+          const char* at = row + i * ldx;
+          const __m512i h0 = quad(at), h1 = quad(at + 4), l0 = quad(at + k), l1 = quad(at + k + 4);
+#pragma GCC unroll 4
+          for (int n = 0; n < NR; n++) {
+            high[i][n] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(high[i][n], first[n], h0), second[n], h1);
+            low[i][n] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(low[i][n], first[n], l0), second[n], l1);
+          }
+        }
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < MR; i++) {
+        const float* scales = reinterpret_cast<const float*>(x + i * ldx + 2 * k);
+        const F16 scale = set1(scales[b]);
+        sums[i] += scales[blocks + b];
+#pragma GCC unroll 4
+        for (int n = 0; n < NR; n++) {
+          F16 value;
+          value.v[0] = (vf)_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high[i][n], 8), low[i][n]));
+          part[i][n] = fma(scale, value, part[i][n]);
+        }
+      }
+    }
+    for (int n = 0; n < NR; n++) {
+      const char* end = panels + g * group_bytes + codes + n * panel;
+      const F16 scale = load_scales(end, form.scale_type) * set1(table.unit);
+      const F16 zeros = form.has_zeros ? load_bytes(end + LANES * form.scale_bytes()) : set1(table.offset);
+      for (int i = 0; i < MR; i++) total[i][n] = fma(scale, part[i][n] - zeros * set1(sums[i]), total[i][n]);
+    }
+  }
+  for (int i = 0; i < MR; i++)
+    for (int n = 0; n < NR; n++) store(c + i * ldc + n * LANES, total[i][n]);
+}
+
+template <int BITS>
+static void integer_columns(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
+                            int64_t count, float* c, int64_t ldc) {
+  const int64_t panel = form.panel_bytes(k);
+  int64_t n = 0;
+  auto run = [&](auto rows, auto width, int64_t i) {
+    integer_tile<BITS, decltype(rows)::value, decltype(width)::value>(form, x + i * ldx, ldx, k, panels + n * panel,
+                                                                      panel, c + i * ldc + n * LANES, ldc);
+  };
+  auto of_width = [&](auto width) {
+    constexpr int NR = decltype(width)::value;
+    for (; count - n >= NR; n += NR) {
+      int64_t i = 0;
+      if constexpr (NR <= 2)
+        for (; m - i >= 4; i += 4) run(std::integral_constant<int, 4>(), width, i);
+      for (; m - i >= 2; i += 2) run(std::integral_constant<int, 2>(), width, i);
+      if (i < m) run(std::integral_constant<int, 1>(), width, i);
+    }
+  };
+  if (m < 4) of_width(std::integral_constant<int, 4>());
+  of_width(std::integral_constant<int, 2>());
+  of_width(std::integral_constant<int, 1>());
+}
+
+static void integer_product(const Coding& form, const char* x, int64_t ldx, int64_t m, int64_t k, const char* panels,
+                            int64_t count, float* c, int64_t ldc) {
+  if (form.bits == 4)
+    integer_columns<4>(form, x, ldx, m, k, panels, count, c, ldc);
+  else
+    integer_columns<8>(form, x, ldx, m, k, panels, count, c, ldc);
+}
+
+}  // namespace moe
+#endif

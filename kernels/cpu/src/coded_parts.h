@@ -1,0 +1,60 @@
+// Scales and zero points of coded weights.
+#pragma once
+
+#include "coded.h"
+#include "vec.h"
+
+namespace moe {
+
+constexpr int OCTET = 8;          // elements of K decoded at once
+constexpr int64_t FAR = 1024;     // prefetch distance of codes in bytes
+
+static INLINE float from_half(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
+  uint32_t bits;
+  if (exponent == 0) {
+    const float value = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
+    std::memcpy(&bits, &value, 4);
+  } else {
+    bits = (exponent == 31 ? 255u << 23 : (exponent + 112) << 23) | fraction << 13;
+  }
+  bits |= sign;
+  float r;
+  std::memcpy(&r, &bits, 4);
+  return r;
+}
+
+static INLINE F16 load_scales(const char* p, int64_t type) {
+  if (type == SCALE_BF16) return load(reinterpret_cast<const bf16*>(p));
+  F16 r;
+  if (type == SCALE_F32) {
+    std::memcpy(&r, p, sizeof r);
+    return r;
+  }
+#if defined(MOE_AVX512)
+  r.v[0] = (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#else
+  float lane[LANES];
+  for (int i = 0; i < LANES; i++) {
+    uint16_t half;
+    std::memcpy(&half, p + 2 * i, 2);
+    lane[i] = from_half(half);
+  }
+  r = load(lane);
+#endif
+  return r;
+}
+
+static INLINE F16 load_bytes(const char* p) {
+#if defined(MOE_AVX512)
+  F16 r;
+  r.v[0] = (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  return r;
+#else
+  float lane[LANES];
+  for (int i = 0; i < LANES; i++) lane[i] = float(uint8_t(p[i]));
+  return load(lane);
+#endif
+}
+
+}  // namespace moe

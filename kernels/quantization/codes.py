@@ -1,0 +1,143 @@
+"""Weights of 4 and 8 bits with a scale per group of columns: their form, and a weight on its way to a kernel.
+
+Importing this imports no torch.
+
+Legend: N out-features, K in-features, G groups. value = (table[code] - zero) * scale, with the table of the format's
+values; 16 values for 4 bits: the integers 0 to 15, less 8 where there are no zero points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+INTEGERS = "int"
+FP4 = "fp4"
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""e2m1: codes 0 to 7; codes 8 to 15 are their negatives."""
+MULTIPLE = 8
+"""Kernels decode this many columns at once."""
+
+
+@dataclass(frozen=True)
+class GroupCodes:
+    """`KernelFormat` of `CodedWeight`.
+
+    Attributes:
+        bits: 4 or 8.
+        group: columns with a common scale; 0: all of a row.
+        zeros: weights have zero points.
+        scales: dtype of the scales.
+        values: of 4-bit codes: ``int`` or ``fp4``.
+    """
+
+    bits: int
+    group: int
+    zeros: bool = False
+    scales: str = "bfloat16"
+    values: str = INTEGERS
+
+    @property
+    def row_block(self) -> int:
+        return 1
+
+    @property
+    def middle(self) -> int:
+        """The code of 0 without zero points."""
+        return 1 << (self.bits - 1)
+
+    def group_of(self, k: int) -> int:
+        """Columns of a group of a weight with k columns."""
+        return self.group or k
+
+    def takes(self, k: int) -> bool:
+        """True if kernels can multiply a weight with k columns in this form."""
+        group = self.group_of(k)
+        return k > 0 and k % group == 0 and group % MULTIPLE == 0
+
+    def table(self) -> tuple[float, ...]:
+        """Values of 4-bit codes."""
+        if self.values == FP4:
+            return (*FP4_VALUES, *(-value for value in FP4_VALUES))
+        return tuple(float(code - (0 if self.zeros else self.middle)) for code in range(16))
+
+    def num_bytes(self, n: int, k: int) -> int:
+        """Memory of a weight [n, k] in a kernel's layout, without padding."""
+        groups = k // self.group_of(k)
+        size = SCALE_BYTES[self.scales] + (1 if self.zeros else 0)
+        return n * (k * self.bits // 8 + groups * size)
+
+    def empty(self, n: int, k: int, device: torch.device | str) -> CodedWeight:
+        """Uninitialised memory for a weight [n, k]."""
+        return CodedWeight.empty(self, n, k, device)
+
+
+@dataclass(frozen=True)
+class CodedWeight:
+    """A weight [N, K] on its way from a checkpoint to a kernel, which packs it.
+
+    Attributes:
+        codes: uint8 [N, K], one a byte.
+        scales: [N, G] in the format's dtype.
+        zeros: uint8 [N, G], or None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    format: GroupCodes
+
+    @classmethod
+    def empty(cls, format: GroupCodes, n: int, k: int, device: torch.device | str) -> CodedWeight:
+        """Uninitialised memory for a weight [n, k]."""
+        import torch
+
+        groups = k // format.group_of(k)
+        return cls(
+            torch.empty(n, k, dtype=torch.uint8, device=device),
+            torch.empty(n, groups, dtype=getattr(torch, format.scales), device=device),
+            torch.empty(n, groups, dtype=torch.uint8, device=device) if format.zeros else None,
+            format,
+        )
+
+    def rows(self, start: int, stop: int) -> CodedWeight:
+        """A view of rows [start, stop)."""
+        zeros = None if self.zeros is None else self.zeros[start:stop]
+        return CodedWeight(self.codes[start:stop], self.scales[start:stop], zeros, self.format)
+
+    def randomize(self, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
+        """Values of that deviation; `normal(tensor, deviation)` fills a contiguous tensor."""
+        import torch
+
+        format, noise = self.format, torch.empty(self.codes.shape, device=self.codes.device)
+        spread = format.middle / 4
+        normal(noise, spread)
+        if format.values == FP4:
+            self.codes.copy_(noise.add_(8).clamp_(0, 15).round_())
+            spread = 3.0  # of the values of codes near 8: about
+        else:
+            self.codes.copy_(noise.add_(format.middle).clamp_(0, 2 * format.middle - 1).round_())
+        self.scales.fill_(deviation / spread)
+        if self.zeros is not None:
+            self.zeros.fill_(format.middle)
+
+    def dequantized(self) -> Tensor:
+        """float32 [N, K]: the values by definition."""
+        import torch
+
+        format, (n, k) = self.format, self.codes.shape
+        if format.bits == 4:
+            table = torch.tensor(format.table(), device=self.codes.device)
+            values = table[self.codes.long()]
+        else:
+            values = self.codes.float() - (0 if format.zeros else format.middle)
+        grouped = values.view(n, -1, format.group_of(k))
+        if self.zeros is not None:
+            grouped = grouped - self.zeros.float().unsqueeze(-1)
+        return (grouped * self.scales.float().unsqueeze(-1)).view(n, k)

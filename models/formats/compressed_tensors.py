@@ -1,0 +1,104 @@
+"""``quant_method: compressed-tensors``: the schemes of its config groups. Imports no torch.
+
+Source: compressed-tensors, quantization/quant_config; llm-compressor and Kimi K2 write such checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.compressed_ints import ByteInts, PackedInts
+from moe_engine.models.formats.float8 import Float8
+from moe_engine.models.formats.fp4 import MXFP4_COMPRESSED, NVFP4_COMPRESSED
+from moe_engine.models.formats.integers import parse_bits, parse_group
+from moe_engine.models.formats.module_rules import Modules, check_patterns, name_list
+from moe_engine.models.formats.schemes import Scheme, SchemeFormat
+
+_PACKED = ("pack-quantized",)
+_BYTES = ("int-quantized", "naive-quantized")
+_FP4 = {"nvfp4-pack-quantized": NVFP4_COMPRESSED, "mxfp4-pack-quantized": MXFP4_COMPRESSED}
+_FLOATS = ("float-quantized", "naive-quantized")
+
+
+class CompressedTensors:
+    """Entry of the table of formats."""
+
+    checkpoint = "compressed-tensors"
+
+    @staticmethod
+    def parse(section: Fields) -> SchemeFormat:
+        """Raises ConfigError for settings that are not supported."""
+        groups: Any = section.raw.get("config_groups")
+        if not isinstance(groups, dict) or not groups:
+            section.fail("config_groups", f"must be an object with at least one group, found {groups!r}")
+        sparsity = section.section("sparsity_config")
+        if sparsity is not None and sparsity.text("format", "dense") != "dense":
+            section.fail("sparsity_config.format", f"{sparsity.text('format')!r} is not supported; served is dense")
+        rules = []
+        for name, group in groups.items():
+            if not isinstance(group, dict):
+                section.fail(f"config_groups.{name}", f"must be an object, found {group!r}")
+            fields = Fields(group, section.source, f"quantization_config.config_groups.{name}.")
+            targets = name_list(fields, "targets")
+            check_patterns(fields, "targets", targets)
+            rules.append((Modules(targets), _scheme(section, fields)))
+        ignored = name_list(section, "ignore")
+        check_patterns(section, "ignore", ignored)
+        return SchemeFormat("compressed-tensors", tuple(rules), Modules(ignored))
+
+    @staticmethod
+    def hint(dtype: str) -> str | None:
+        return None
+
+
+def _scheme(section: Fields, group: Fields) -> Scheme:
+    weights = group.section("weights")
+    if weights is None:
+        group.fail("weights", "is missing: quantized activations alone are not supported")
+    form = group.text("format", None) or section.text("format", "dense")
+    kind, strategy = weights.text("type", "int"), weights.text("strategy", None)
+    if strategy is None:
+        strategy = "group" if weights.has("group_size") else "tensor"
+    if kind == "float" and form in _FLOATS and weights.integer("num_bits") == 8:
+        if strategy not in ("tensor", "channel"):
+            weights.fail("strategy", f"{strategy!r} is not supported for FP8; served are tensor and channel")
+        return Float8()
+    if kind == "float" and form in _FP4 and weights.integer("num_bits") == 4:
+        return _FP4[form]
+    if kind != "int" or form not in (*_PACKED, *_BYTES):
+        section.fail("format", f"{form!r} with {kind} weights is not supported; served are {_served()}")
+    if strategy not in ("group", "channel", "tensor") or (strategy == "tensor" and form in _PACKED):
+        weights.fail("strategy", f"{strategy!r} is not supported; served are group and channel")
+    bits, size = parse_bits(weights, "num_bits"), parse_group(weights) if strategy == "group" else 0
+    if strategy == "group" and size == 0:
+        weights.fail("group_size", "is missing")
+    symmetric = weights.flag("symmetric", True)
+    if form in _PACKED:
+        order = weights.raw.get("actorder")
+        return PackedInts(bits, size, symmetric, order in ("group", True))
+    if bits != 8:
+        weights.fail("num_bits", f"is {bits}; format {form} is served with 8")
+    return ByteInts(8, size, symmetric)
+
+
+def _served() -> str:
+    return (
+        "int weights in pack-quantized or int-quantized, float weights of 8 bits in float-quantized and of "
+        "4 bits in nvfp4-pack-quantized or mxfp4-pack-quantized"
+    )
+
+
+class RowInt8:
+    """Entry of the table of formats: ``quant_method: w8a8_int8`` (SGLang): int8 with a scale per row."""
+
+    checkpoint = "w8a8_int8"
+
+    @staticmethod
+    def parse(section: Fields) -> SchemeFormat:
+        skipped = Modules(("lm_head",), name_list(section, "ignore", "modules_to_not_convert"))
+        return SchemeFormat("w8a8_int8", ((Modules(("Linear",)), ByteInts(8, 0, True)),), skipped)
+
+    @staticmethod
+    def hint(dtype: str) -> str | None:
+        return "int8 weights need a weight_scale beside them" if dtype == "I8" else None

@@ -1,0 +1,73 @@
+"""FP8 weights (e4m3) with a scale per row or for the whole matrix: compressed-tensors (``float-quantized``), fbgemm,
+ModelOpt, vLLM's ``fp8`` without blocks, SGLang's ``w8a8_fp8``. Imports no torch.
+
+Activations are not quantized to static scales of the checkpoint: tensors of such scales are accepted and not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, ClassVar
+
+from moe_engine.models.cut import Cut
+from moe_engine.models.formats.integers import SCALES, consume, read_row_scales, row_scales
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
+
+_UNUSED = (".input_scale", ".input_scale_ub", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale")
+_CHUNK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Float8:
+    """`weight` e4m3 [N, K] and `weight_scale` [N, 1], [N], [1] or []: value = element * scale."""
+
+    coded: ClassVar[bool] = False
+    blocks: ClassVar[bool] = False
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return (".weight_scale", *_UNUSED)
+
+    def stored(self, prefix: str, names: Collection[str]) -> bool:
+        return f"{prefix}.weight" in names and f"{prefix}.weight_scale" in names
+
+    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
+        scale = row_scales(f"{prefix}.weight_scale", shape[0])
+        weight = StoredTensor(f"{prefix}.weight", shape, ("F8_E4M3",))
+        unused = (prefix + end for end in _UNUSED if prefix + end in names)
+        return (weight, scale, *(StoredTensor(name, (1,), SCALES, ((), (1, 1))) for name in unused))
+
+    def bytes_per_element(self, shape: Shape) -> Fraction | None:
+        return None
+
+    def kernel_format(self) -> KernelFormat | None:
+        return None
+
+    def of_dtype(self, dtype: str) -> Float8:
+        return self
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
+        return False
+
+    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        from torch import Tensor
+
+        weight, scale, *unused = self.tensors(prefix, shape, source.names)
+        consume(source, *unused)
+        scales = read_row_scales(source, scale, cut).float()
+        assert isinstance(out, Tensor)
+        step = max(1, _CHUNK_ELEMENTS // max(1, shape[1]))
+        with source.open(weight, cut) as part:
+            for start in range(0, len(part), step):
+                rows = slice(start, start + step)
+                out[rows].copy_(part[rows].float().mul_(scales[rows]))
+
+    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
+        raise ValueError("no kernel format")

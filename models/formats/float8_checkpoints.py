@@ -1,0 +1,79 @@
+"""FP8 and FP4 checkpoints that are described by other tools: fbgemm, ModelOpt, SGLang's ``w8a8_fp8``, vLLM's ``fp8``.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.formats.block_fp8 import BlockFP8Format
+from moe_engine.models.formats.float8 import Float8
+from moe_engine.models.formats.fp4 import NVFP4
+from moe_engine.models.formats.module_rules import Modules, name_list
+from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.schemes import Scheme, SchemeFormat, every_linear
+
+
+class FP8Format:
+    """Entry of the table of formats: ``quant_method: fp8``: blocks; or, without `weight_block_size`, a scale per matrix
+    if activation scales are static or layers are left out."""
+
+    checkpoint = "block-FP8"
+
+    @staticmethod
+    def parse(section: Fields) -> WeightFormat:
+        """Raises ConfigError for settings that are not supported."""
+        scheme = section.text("activation_scheme", "dynamic")
+        whole = scheme == "static" or section.has("ignored_layers")
+        if section.has("weight_block_size") or not whole:
+            return BlockFP8Format.parse(section)
+        if scheme not in ("static", "dynamic"):
+            section.fail("activation_scheme", f"{scheme!r} is not supported; served are static and dynamic")
+        return of_matrices("fp8", section)
+
+    hint = BlockFP8Format.hint
+
+
+class RowFP8:
+    """Entry of the table of formats: ``fbgemm_fp8`` and ``w8a8_fp8``: a scale per row."""
+
+    checkpoint = "fbgemm_fp8"
+
+    @staticmethod
+    def parse(section: Fields) -> SchemeFormat:
+        return of_matrices(section.text("quant_method"), section)
+
+    @staticmethod
+    def hint(dtype: str) -> str | None:
+        return None
+
+
+class ModelOpt:
+    """Entry of the table of formats: ``modelopt``, and hf_quant_config.json."""
+
+    checkpoint = "ModelOpt"
+
+    @staticmethod
+    def parse(section: Fields) -> SchemeFormat:
+        """Raises ConfigError for settings that are not supported."""
+        algorithm = section.text("quant_algo")
+        schemes: dict[str, Scheme] = {"FP8": Float8(), "NVFP4": NVFP4}
+        if algorithm not in schemes:
+            section.fail("quant_algo", f"{algorithm!r} is not supported; served are {' and '.join(schemes)}")
+        if algorithm == "NVFP4" and section.integer("group_size", 16) != 16:
+            section.fail("group_size", "must be 16")
+        return SchemeFormat("modelopt", every_linear(schemes[algorithm]), _left_out(section))
+
+    @staticmethod
+    def hint(dtype: str) -> str | None:
+        return None
+
+
+def of_matrices(method: str, section: Fields) -> SchemeFormat:
+    """FP8 with a scale per row or matrix."""
+    return SchemeFormat(method, every_linear(Float8()), _left_out(section))
+
+
+def _left_out(section: Fields) -> Modules:
+    names = name_list(section, "ignore", "exclude_modules", "ignored_layers", "modules_to_not_convert")
+    return Modules(parts=("lm_head", *names))

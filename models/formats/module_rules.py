@@ -1,0 +1,92 @@
+"""Which linear modules of a checkpoint a quantization config names. Imports no torch.
+
+Two spellings occur: names or their parts (``modules_to_not_convert``, ``exclude_modules`` with ``*``), and
+compressed-tensors' targets: a class name, a module's name, or ``re:`` and a regular expression.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+from moe_engine.models.config_fields import Fields
+
+_PREFIXES = ("language_model.model.", "language_model.", "model.language_model.")
+
+
+@dataclass(frozen=True)
+class Modules:
+    """A set of modules.
+
+    Attributes:
+        targets: compressed-tensors' spelling; "Linear" is every linear module.
+        parts: a module is in the set if a part is its name, the begin or the end of it, between dots, or matches with
+            ``*``.
+    """
+
+    targets: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+
+    def __contains__(self, prefix: object) -> bool:
+        return isinstance(prefix, str) and _matches(self, prefix)
+
+
+NONE = Modules()
+
+
+@lru_cache(maxsize=1 << 16)
+def _matches(modules: Modules, prefix: str) -> bool:
+    name = prefix.replace("*", "0")  # of all experts
+    return any(_is_target(name, target) for target in modules.targets) or any(
+        _has_part(name, part) for part in modules.parts
+    )
+
+
+def _is_target(name: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return any(re.match(target[3:], spelled) for spelled in _spellings(name))
+    return target == "Linear" or _plain(target) == name
+
+
+def _has_part(name: str, part: str) -> bool:
+    part = _plain(part)
+    if "*" in part:
+        return fnmatchcase(name, part)
+    return f".{part}." in f".{name}."
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """The name, and as a multimodal checkpoint has it."""
+    return (name, *(prefix + name.removeprefix("model.") for prefix in _PREFIXES))
+
+
+def _plain(name: str) -> str:
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            rest = name[len(prefix) :]
+            return f"model.{rest}" if prefix != "language_model." and not rest.startswith("lm_head") else rest
+    return name
+
+
+def name_list(section: Fields, *keys: str) -> tuple[str, ...]:
+    """The names of the first of these fields that is present. Raises ConfigError: not a list of strings."""
+    for key in keys:
+        found = section.raw.get(key)
+        if found is None:
+            continue
+        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+            section.fail(key, f"must be a list of module names, found {found!r}")
+        return tuple(found)
+    return ()
+
+
+def check_patterns(section: Fields, key: str, targets: tuple[str, ...]) -> None:
+    """Raises ConfigError for a regular expression that does not compile."""
+    for target in targets:
+        if target.startswith("re:"):
+            try:
+                re.compile(target[3:])
+            except re.error as error:
+                section.fail(key, f"has a pattern that is no regular expression: {target!r} ({error})")

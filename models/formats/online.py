@@ -1,0 +1,173 @@
+"""Formats of --quantization for checkpoints that are not quantized: weights are quantized while they are read.
+
+The files are plain; kernels that multiply a form get it, others get the values that it has. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.models.cut import Cut
+from moe_engine.models.formats.module_rules import Modules
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors, WeightFormat
+from moe_engine.models.formats.schemes import SchemeFormat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_engine.kernels.quantization.codes import GroupCodes
+    from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
+
+GROUPS = (32, 64, 128, 256)
+"""Group sizes of int4, as in torchao's names."""
+INT4_GROUP = 32
+NAMES = ("fp8", "fp8wo", "int8", "int8wo", "int8dq", "int4")
+_GROUPED = "int4wo-"
+_READ_ELEMENTS = 1 << 22
+_UNQUANTIZED = ("kv_b_proj", "eh_proj", "lm_head")
+
+
+@dataclass(frozen=True)
+class Online:
+    """A `Scheme`: plain in the files.
+
+    Attributes:
+        codes: the form for kernels; None: FP8 blocks.
+    """
+
+    codes: GroupCodes | None
+
+    @property
+    def coded(self) -> bool:
+        return self.codes is not None
+
+    @property
+    def blocks(self) -> bool:
+        return self.codes is None
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return ()
+
+    def stored(self, prefix: str, names: Collection[str]) -> bool:
+        return True
+
+    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
+        return PLAIN.tensors(prefix, shape, names)
+
+    def bytes_per_element(self, shape: Shape) -> Fraction | None:
+        if self.codes is not None:
+            return Fraction(self.codes.num_bytes(1, shape[-1]), shape[-1]) if self.codes.takes(shape[-1]) else None
+        return 1 + Fraction(4, 128 * 128)
+
+    def kernel_format(self) -> KernelFormat:
+        from moe_engine.kernels.quantization.protocol import BlockFP8
+
+        return BlockFP8() if self.codes is None else self.codes
+
+    def of_dtype(self, dtype: str) -> Online:
+        return self
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
+        if self.codes is not None:
+            whole = cut.keeps_whole(shape, (1, self.codes.group or 1))
+            return whole and self.codes.takes(cut.shape(shape)[1])
+        return cut.keeps_whole(shape, (128, 128))
+
+    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        """Reads and quantizes some rows at a time; a Tensor gets the values of the quantized weight."""
+        from torch import Tensor
+
+        (stored,) = self.tensors(prefix, shape, source.names)
+        n, k = cut.shape(shape)
+        if isinstance(out, Tensor) and not self.keeps(source, prefix, shape, cut):
+            source.read_into(stored, cut, out)
+            return
+        form, first = self.kernel_format(), 0 if cut.rows is None else cut.rows.indices(shape[0])[0]
+        step = max(128, _READ_ELEMENTS // max(1, k) // 128 * 128)
+        for start in range(0, n, step):
+            stop = min(n, start + step)
+            part = Cut(slice(first + start, first + stop), cut.cols)
+            _load_rows(form, source, stored, part, out, start, stop)
+
+    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
+        from moe_engine.kernels.quantization.codes import CodedWeight
+        from moe_engine.kernels.quantization.protocol import BlockWeight
+
+        if isinstance(out, CodedWeight):
+            out.randomize(deviation, normal)
+            return
+        assert isinstance(out, BlockWeight)
+        normal(out.data, deviation * 128)
+        out.scales.fill_(2.0**-7)
+
+
+def _load_rows(
+    form: KernelFormat, source: StoredTensors, stored: StoredTensor, cut: Cut, out: Any, start: int, stop: int
+) -> None:
+    import torch
+
+    from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
+    from moe_engine.kernels.quantization.protocol import BlockWeight
+    from moe_engine.kernels.quantization.quantize import quantize_codes
+    from moe_engine.kernels.quantization.reference import dequantize_weight, quantize_weight
+
+    place = out.device if isinstance(out, torch.Tensor) else out.scales.device
+    plain = torch.empty(cut.shape(stored.shape), device=place)
+    source.read_into(stored, cut, plain)
+    if isinstance(out, CodedWeight):
+        quantize_codes(plain, out.rows(start, stop))
+    elif isinstance(out, BlockWeight):
+        made, part = quantize_weight(plain), out.rows(start, stop)
+        part.data.copy_(made.data)
+        part.scales.copy_(made.scales)
+    elif isinstance(form, GroupCodes):
+        n, k = plain.shape
+        coded = form.empty(n, k, plain.device)
+        quantize_codes(plain, coded)
+        out[start:stop].copy_(coded.dequantized())
+    else:
+        out[start:stop].copy_(dequantize_weight(quantize_weight(plain)))
+
+
+def online_format(name: str) -> SchemeFormat | None:
+    """The format of a name of --quantization: fp8, int8, int4, or torchao's names; None: it names no such format.
+
+    Raises:
+        ConfigError: a group size that is not available.
+    """
+    if name not in NAMES and not name.startswith(_GROUPED):
+        return None
+    rules = ((Modules(targets=(r"re:model\.layers\.",)), Online(_codes_of(name))),)
+    return SchemeFormat("fp8" if name.startswith("fp8") else name, rules, Modules(parts=_UNQUANTIZED))
+
+
+def derived_codes(format: WeightFormat) -> GroupCodes | None:
+    """The form of matrices that layers hold in a layout of their own, kv_b's absorbed halves and the head: 8 bits where
+    the projections have 4 or 8; None: plain."""
+    from moe_engine.kernels.quantization.codes import GroupCodes
+
+    if not isinstance(format, SchemeFormat) or "linear" not in format.kept:
+        return None
+    online = any(isinstance(scheme, Online) and scheme.coded for _, scheme in format.rules)
+    return GroupCodes(8, 0, scales="float32") if online else None
+
+
+def _codes_of(name: str) -> GroupCodes | None:
+    from moe_engine.kernels.quantization.codes import GroupCodes
+
+    if name.startswith("fp8"):
+        return None
+    if name.startswith("int8"):
+        return GroupCodes(8, 0, scales="float32")
+    if name == "int4":
+        return GroupCodes(4, INT4_GROUP)
+    size = name.removeprefix(_GROUPED)
+    if not size.isdigit() or int(size) not in GROUPS:
+        raise ConfigError(f"--quantization {name}: the group size must be one of {', '.join(map(str, GROUPS))}")
+    return GroupCodes(4, int(size))

@@ -1,0 +1,147 @@
+"""Formats that store each module by its own scheme, or not quantized. Imports no torch.
+
+A scheme knows how one matrix is stored; `SchemeFormat` is the `WeightFormat` that selects a matrix's scheme.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Protocol, Self
+
+from moe_engine.models.cut import Cut
+from moe_engine.models.formats.module_rules import NONE, Modules
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.formats.protocol import Shape, StoredTensor, StoredTensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from moe_engine.kernels.quantization.protocol import KernelFormat, QuantizedWeight
+
+
+class Scheme(Protocol):
+    """How one matrix [N, K] is stored. Arguments as in `WeightFormat`."""
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Ends of the names of a matrix's tensors that have no parameters of the model."""
+
+    @property
+    def coded(self) -> bool:
+        """True if kernels take it as codes of 4 or 8 bits (`quantization.codes`)."""
+
+    @property
+    def blocks(self) -> bool:
+        """True if kernels take it as FP8 blocks."""
+
+    def stored(self, prefix: str, names: Collection[str]) -> bool:
+        """True if a checkpoint with these names stores the matrix so."""
+
+    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]: ...
+
+    def bytes_per_element(self, shape: Shape) -> Fraction | None:
+        """Memory in the kernels' form; None: only dequantized."""
+
+    def kernel_format(self) -> KernelFormat | None: ...
+
+    def of_dtype(self, dtype: str) -> Self:
+        """For a model whose unquantized weights have this dtype."""
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool: ...
+
+    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        """As `WeightFormat.load`; marks every tensor of the matrix as read."""
+
+    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None: ...
+
+
+@dataclass(frozen=True)
+class SchemeFormat:
+    """`WeightFormat` of checkpoints whose config names schemes and modules.
+
+    Attributes:
+        method: the name of the format in messages and in --quantization.
+        rules: modules and their scheme; the first that contains a matrix counts.
+        skipped: modules that are not quantized.
+    """
+
+    method: str
+    rules: tuple[tuple[Modules, Scheme], ...]
+    skipped: Modules = NONE
+    kept: frozenset[str] = frozenset(("linear", "experts"))
+    """Kernel families whose rows multiply the weights as stored, for the memory ledger."""
+
+    def of_dtype(self, dtype: str) -> SchemeFormat:
+        """For a model whose unquantized weights have this dtype."""
+        return replace(self, rules=tuple((modules, scheme.of_dtype(dtype)) for modules, scheme in self.rules))
+
+    def kept_by(self, device: str, coded: frozenset[str]) -> frozenset[str]:
+        """Kernel families that multiply the weights as stored; `coded`: those with rows for 4 and 8 bits."""
+        if any(scheme.coded for _, scheme in self.rules):
+            return coded
+        every = device == "cuda" and any(scheme.blocks for _, scheme in self.rules)
+        return frozenset(("linear", "experts")) if every else frozenset()
+
+    def held_by(self, kept: frozenset[str]) -> SchemeFormat:
+        """As kernels hold the weights, if rows of these families multiply them as stored."""
+        return replace(self, kept=kept)
+
+    @property
+    def name(self) -> str:
+        return self.method
+
+    def scheme_of(self, prefix: str) -> Scheme | None:
+        """The scheme of a matrix by the config; None: not quantized."""
+        if prefix in self.skipped:
+            return None
+        return next((scheme for modules, scheme in self.rules if prefix in modules), None)
+
+    def _stored(self, prefix: str, names: Collection[str]) -> Scheme | None:
+        """The scheme in which a checkpoint stores a matrix; what the files have counts more than the config."""
+        scheme = self.scheme_of(prefix)
+        if scheme is not None and scheme.stored(prefix, names):
+            return scheme
+        found = next((other for _, other in self.rules if other.stored(prefix, names)), None)
+        if found is not None or f"{prefix}.weight" in names:
+            return found
+        return scheme
+
+    def tensors(self, prefix: str, shape: Shape, names: Collection[str]) -> tuple[StoredTensor, ...]:
+        return (self._stored(prefix, names) or PLAIN).tensors(prefix, shape, names)
+
+    def is_scale(self, name: str) -> bool:
+        return any(name.endswith(scheme.extras) for _, scheme in self.rules)
+
+    def bytes_per_element(self, prefix: str, shape: Shape, dtype_bytes: int) -> Fraction:
+        family = "experts" if ".experts." in prefix else "linear"
+        scheme = self.scheme_of(prefix) if family in self.kept else None
+        found = None if scheme is None else scheme.bytes_per_element(shape)
+        return Fraction(dtype_bytes) if found is None else found
+
+    def kept_on(self, device: str) -> bool:
+        return bool(self.kept)
+
+    def kernel_format(self, prefix: str) -> KernelFormat | None:
+        scheme = self.scheme_of(prefix)
+        return None if scheme is None else scheme.kernel_format()
+
+    @property
+    def has_kernel_formats(self) -> bool:
+        return any(scheme.kernel_format() is not None for _, scheme in self.rules)
+
+    def keeps(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut) -> bool:
+        scheme = self._stored(prefix, source.names)
+        return scheme is not None and scheme == self.scheme_of(prefix) and scheme.keeps(source, prefix, shape, cut)
+
+    def load(self, source: StoredTensors, prefix: str, shape: Shape, cut: Cut, out: Tensor | QuantizedWeight) -> None:
+        (self._stored(prefix, source.names) or PLAIN).load(source, prefix, shape, cut, out)
+
+    def randomize(self, out: QuantizedWeight, deviation: float, normal: Callable[[Tensor, float], None]) -> None:
+        self.rules[0][1].randomize(out, deviation, normal)
+
+
+def every_linear(scheme: Scheme) -> tuple[tuple[Modules, Scheme], ...]:
+    """The rule of checkpoints with one scheme."""
+    return ((Modules(targets=("Linear",)), scheme),)

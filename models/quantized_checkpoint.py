@@ -1,0 +1,181 @@
+"""Writes a checkpoint with quantized projections: FP8 blocks as DeepSeek's, or compressed-tensors' packed integers.
+
+File by file, each under a temporary name until it is whole, so that a call that was interrupted continues with the
+files that are missing. Memory: the tensors of one file. Router, norms, embedding, head, MTP's eh_proj and, with
+integers, kv_b_proj stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.kernels.quantization.codes import GroupCodes
+from moe_engine.kernels.quantization.quantize import quantize_codes
+from moe_engine.kernels.quantization.reference import quantize_weight
+from moe_engine.models.checkpoint_files import INDEX_FILE, WeightFile, read_checkpoint, read_header
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.formats.plain import PLAIN
+from moe_engine.models.registry import is_built_in
+from moe_engine.models.safetensors_file import SafetensorsFile
+from moe_engine.models.tensors import Kind, model_tensors
+
+FORMATS = ("fp8", "int8", "int4")
+SETTINGS = "quantize.json"
+_KEPT = (".eh_proj.weight",)
+_SKIPPED = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+"""Weight files of the source, which are not copied."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """
+    Attributes:
+        format: one of `FORMATS`.
+        group: columns with a common scale; int4 only.
+    """
+
+    format: str
+    group: int = 128
+
+    @property
+    def codes(self) -> GroupCodes | None:
+        """None: FP8 blocks."""
+        if self.format == "fp8":
+            return None
+        return GroupCodes(8, 0, scales="bfloat16") if self.format == "int8" else GroupCodes(4, self.group)
+
+    def takes(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a projection of the decoder layers is quantized."""
+        if self.codes is None:
+            return True
+        return ".kv_b_proj." not in name and self.codes.takes(shape[1])
+
+
+def quantize_checkpoint(source: Path, output: Path, target: Target, advance: Callable[[int], None]) -> None:
+    """Writes `output`, with everything else that `source` has.
+
+    Args:
+        advance: called with the bytes of the source that were processed.
+
+    Raises:
+        ConfigError: unsupported source or settings. CheckpointError: unreadable files; `output` has another checkpoint.
+    """
+    config = load_model_config(source)
+    if config.weight_format != PLAIN:
+        raise ConfigError(
+            f"{source}: is quantized already ({config.weight_format.name}); use an unquantized checkpoint"
+        )
+    if not is_built_in(config.architecture):
+        raise ConfigError(f"{source}: the projections of {config.architecture} are not known")
+    files = read_checkpoint(source)
+    if not files:
+        raise CheckpointError(f"{source}: holds no *.safetensors file")
+    names = projections(config, target, set(files))
+    left_out = sorted(projections(config, None, set(files)) - names)
+    _prepare(source, output, target)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file in {f.path: f for f in files.values()}.values():
+        written = output / file.path.name
+        if not written.is_file():
+            part = written.with_suffix(".part")
+            save_file(_converted(file, names, target, advance), part, metadata={"format": "pt"})
+            part.rename(written)
+        else:
+            advance(sum(header.num_bytes for header in file.tensors.values()))
+        for name, header in SafetensorsFile(WeightFile(written, read_header(written))).entries.items():
+            weight_map[name] = written.name
+            total += header.num_bytes
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (output / INDEX_FILE).write_text(json.dumps(index, indent=1))
+    raw = json.loads((source / "config.json").read_text())
+    raw["quantization_config"] = quantization_config(target, left_out)
+    (output / "config.json").write_text(json.dumps(raw, indent=2))
+    (output / SETTINGS).unlink()
+
+
+def projections(config: ModelConfig, target: Target | None, names: set[str]) -> set[str]:
+    """Names of the tensors that are quantized; without a target all that could be."""
+    return {
+        name
+        for spec in model_tensors(config, include_mtp=config.num_nextn_predict_layers > 0)
+        if spec.kind is Kind.LINEAR and spec.name.startswith("model.layers.") and not spec.name.endswith(_KEPT)
+        if target is None or target.takes(spec.name, spec.shape)
+        for name in spec.names()
+        if name in names
+    }
+
+
+def quantization_config(target: Target, left_out: list[str]) -> dict[str, Any]:
+    """The section of config.json."""
+    modules = [name.removesuffix(".weight") for name in left_out]
+    if target.codes is None:
+        return {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", *modules],
+        }  # fmt: skip
+    weights = {
+        "num_bits": target.codes.bits, "type": "int", "symmetric": True, "dynamic": False, "actorder": None,
+        "strategy": "group" if target.codes.group else "channel", "group_size": target.codes.group or None,
+        "block_structure": None, "observer": "minmax", "observer_kwargs": {},
+    }  # fmt: skip
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head", "re:.*mlp\\.gate$", *modules],
+        "kv_cache_scheme": None,
+    }  # fmt: skip
+
+
+def _prepare(source: Path, output: Path, target: Target) -> None:
+    """The folder with the source's other files, or one of an interrupted call with the same settings."""
+    settings = {"source": str(source.resolve()), "format": target.format, "group": target.group}
+    marker = output / SETTINGS
+    if output.exists() and any(output.iterdir()):
+        if not marker.is_file() or json.loads(marker.read_text()) != settings:
+            raise ConfigError(f"--output {output}: is not empty, and no interrupted call with these settings left it")
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    marker.write_text(json.dumps(settings))
+    for file in source.iterdir():
+        if file.is_file() and file.suffix not in _SKIPPED and file.name not in (INDEX_FILE, "config.json"):
+            shutil.copy2(file, output / file.name)
+
+
+def _converted(file: WeightFile, names: set[str], target: Target, advance: Callable[[int], None]) -> dict[str, Tensor]:
+    opened, out = SafetensorsFile(file), dict[str, Tensor]()
+    for name, header in file.tensors.items():
+        tensor = opened.read(name)
+        out.update(_quantized(name, tensor, target) if name in names else [(name, tensor)])
+        advance(header.num_bytes)
+    return out
+
+
+def _quantized(name: str, weight: Tensor, target: Target) -> Iterator[tuple[str, Tensor]]:
+    codes, prefix = target.codes, name.removesuffix(".weight")
+    if codes is None:
+        block = quantize_weight(weight)
+        yield name, block.data
+        yield f"{name}_scale_inv", block.scales
+        return
+    n, k = weight.shape
+    coded = codes.empty(n, k, "cpu")
+    quantize_codes(weight, coded)
+    per = 32 // codes.bits
+    padded = torch.nn.functional.pad(coded.codes, (0, -k % per)).view(n, -1, per).to(torch.int64)
+    shifts = torch.arange(per) * codes.bits
+    words = (padded << shifts).sum(-1)
+    yield f"{prefix}.weight_packed", torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+    yield f"{prefix}.weight_scale", coded.scales
+    yield f"{prefix}.weight_shape", torch.tensor([n, k])

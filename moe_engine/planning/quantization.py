@@ -1,0 +1,36 @@
+"""--quantization: the format that config.json declares, or one in which plain weights are quantized while loading."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.formats.online import online_format
+from moe_engine.models.formats.plain import PLAIN
+
+
+def with_quantization(model: ModelConfig, args: EngineArgs) -> ModelConfig:
+    """The model with the weight format that the flag asks for.
+
+    Raises:
+        ConfigError: the checkpoint is quantized in another format, or is plain and the name is that of a checkpoint's.
+    """
+    names, declared = (args.model.quantization, args.model.torchao_config), model.weight_format
+    if all(names):
+        raise ConfigError(f"--quantization {names[0]} and --torchao-config {names[1]}: use one of them")
+    asked = names[0] or names[1]
+    if not asked or asked == declared.name:
+        return model
+    if declared != PLAIN:
+        raise ConfigError(
+            f"--quantization {asked}: {model.source} declares {declared.name} (quantization_config); leave the flag out"
+        )
+    online = online_format(asked)
+    if online is None:
+        raise ConfigError(
+            f"--quantization {asked}: the weights of {model.source} are not quantized, and the name is that of a "
+            "checkpoint's format; leave the flag out, or use int4, int8 or fp8 to quantize while loading"
+        )
+    return dataclasses.replace(model, weight_format=online)

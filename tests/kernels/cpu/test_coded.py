@@ -1,0 +1,87 @@
+"""C++ products with weights of 4 and 8 bits against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.cpu.library import Library
+from moe_engine.kernels.experts.batch import ExpertBatch
+from moe_engine.kernels.experts.cpu import CpuExperts
+from moe_engine.kernels.linear.cpu import CpuLinear
+from moe_engine.kernels.quantization.codes import FP4, CodedWeight, GroupCodes
+
+FORMATS = [
+    GroupCodes(4, 32),
+    GroupCodes(4, 128, scales="float16"),
+    GroupCodes(4, 64, zeros=True, scales="float16"),
+    GroupCodes(4, 32, values=FP4),
+    GroupCodes(8, 0, scales="float32"),
+    GroupCodes(8, 32, zeros=True),
+]
+
+
+def drawn(format: GroupCodes, n: int, k: int) -> CodedWeight:
+    weight = format.empty(n, k, "cpu")
+    weight.codes.copy_(torch.randint(0, 1 << format.bits, (n, k)))
+    weight.scales.copy_(torch.rand(weight.scales.shape) * 0.02 + 0.002)
+    if weight.zeros is not None:
+        weight.zeros.copy_(torch.randint(0, 1 << format.bits, weight.zeros.shape))
+    return weight
+
+
+def near(found: Tensor, want: Tensor, x: Tensor, weight: Tensor) -> None:
+    """Within the error of sums in float32, and of the result's rounding; bf16 rows may be integers of 16 bits."""
+    size = x.double().abs() @ weight.double().abs().T
+    bound = size * 2.0**-18 + want.abs() * 2.0**-22 + 1e-6
+    if found.dtype == torch.bfloat16:
+        largest = x.double().abs().amax(1, keepdim=True)
+        bound += want.abs() * 2.0**-8 + largest * weight.double().abs().sum(1) * 2.0**-16
+    assert ((found.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_products(any_library: Library, format: GroupCodes, dtype: torch.dtype) -> None:
+    """Any number of rows; each row has the same bits alone and among others."""
+    n, k = 75, 256
+    kernel, weight, bias = CpuLinear(any_library), drawn(format, n, k), torch.randn(n, dtype=dtype)
+    prepared = kernel.prepare_coded(weight, bias)
+    padded = -(-n // 16) * 16
+    assert prepared.num_bytes == format.num_bytes(padded, k) + 4 * padded
+    values = weight.dequantized()
+    x = torch.randn(21, 2 * k, dtype=dtype)[:, :k]
+    want = x.double() @ values.double().T + bias.double()
+    found = kernel.run(x, prepared)
+    near(found, want, x, values)
+    for rows in (slice(0, 1), slice(3, 5), slice(4, 11), slice(20, 21)):
+        assert torch.equal(kernel.run(x[rows], prepared), found[rows])
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_experts(any_library: Library, format: GroupCodes, dtype: torch.dtype) -> None:
+    """Routed tokens, and rows in groups, with the numbers of the plain kernel on dequantized weights."""
+    experts, hidden, width = 5, 128, 256
+    kernel = CpuExperts(any_library)
+    stored = kernel.allocate_coded(experts, hidden, width, "cpu", format)
+    plain = kernel.allocate(experts, hidden, width, dtype, "cpu")
+    for expert in range(experts):
+        parts = [drawn(format, *shape) for shape in ((width, hidden), (width, hidden), (hidden, width))]
+        kernel.load_coded(stored, expert, *parts)
+        kernel.load_expert(plain, expert, *(part.dequantized().to(dtype) for part in parts))
+    assert stored.num_bytes == experts * (2 * format.num_bytes(width, hidden) + format.num_bytes(hidden, width))
+    x, ids = torch.randn(9, hidden, dtype=dtype), torch.randint(0, experts, (9, 3), dtype=torch.int32)
+    weights = torch.rand(9, 3)
+    want = kernel.run_routed(x, weights, ids, plain)
+    bound = (1e-5 if dtype == torch.float32 else 0.02) * float(want.abs().max())
+    torch.testing.assert_close(kernel.run_routed(x, weights, ids, stored), want, rtol=1e-4, atol=bound)
+    batch = ExpertBatch("grouped", x, offsets=torch.tensor([0, 2, 2, 5, 8, 9], dtype=torch.int32))
+    want = kernel.run(batch, plain)
+    bound = (1e-5 if dtype == torch.float32 else 0.02) * float(want.abs().max())
+    torch.testing.assert_close(kernel.run(batch, stored), want, rtol=1e-4, atol=bound)
+
+
+def test_columns_that_are_no_whole_groups_are_refused() -> None:
+    weight = drawn(GroupCodes(4, 32), 16, 64)
+    with pytest.raises(ValueError, match="36 columns do not fit groups of 32"):
+        CpuLinear().prepare_coded(CodedWeight(weight.codes[:, :36], weight.scales, None, weight.format), None)

@@ -1,0 +1,163 @@
+"""Checkpoints of INT4 and INT8 weights: logits equal those of the values that the formats define."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_engine.errors import CheckpointError, ConfigError
+from moe_engine.models import sizes
+from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.config_fields import Fields
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.cut import Cut
+from moe_engine.models.footprint import held_bytes
+from moe_engine.models.formats.table import kept_format, parse_format
+from moe_engine.models.header_check import check_headers
+from moe_engine.models.loader import load_model
+from moe_engine.models.weights import WeightReader
+from tests.models.checkpoints import make_checkpoint, write_tensors
+from tests.models.fp8 import is_quantised
+from tests.models.quantised import quantise, section
+from tests.models.stepper import Chunk, Stepper, make_backends
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "compressed int4": {"layout": "pack-quantized"},
+    "compressed int4, zeros": {"layout": "pack-quantized", "symmetric": False, "group": 16},
+    "compressed int4, act-order": {"layout": "pack-quantized", "shuffled": True},
+    "compressed int8": {"layout": "pack-quantized", "bits": 8, "group": 0},
+    "int-quantized": {"layout": "int-quantized", "bits": 8, "group": 0},
+    "int-quantized, zeros": {"layout": "int-quantized", "bits": 8, "group": 0, "symmetric": False},
+    "w8a8_int8": {"layout": "w8a8_int8", "bits": 8, "group": 0},
+    "awq": {"layout": "awq", "symmetric": False},
+    "gptq": {"layout": "gptq"},
+    "gptq, zeros": {"layout": "gptq", "symmetric": False, "group": 0},
+    "gptq, act-order": {"layout": "gptq", "shuffled": True, "symmetric": False},
+    "gptq_v2, int8": {"layout": "gptq", "bits": 8, "v2": True},
+}
+EIGHTHS = {"kv_lora_rank": 32, "v_head_dim": 16}
+"""Widths of which AWQ and GPTQ pack eight values in an int32."""
+
+
+def write_both(
+    folder: Path, kind: str, options: dict[str, Any], chosen: Any = is_quantised, **sizes: int
+) -> tuple[Path, Path]:
+    """A quantised checkpoint, and one with its values."""
+    overrides = (EIGHTHS if kind.startswith("deepseek") else {}) | sizes
+    path = make_checkpoint(kind, folder / "quantised", seed=4, tokenizer=False, **overrides)
+    stored, plain = quantise(load_file(path / "model.safetensors"), seed=3, chosen=chosen, **options)
+    fields = json.loads((path / "config.json").read_text())
+    write_tensors(path, stored)
+    dtype = {"torch_dtype": "float16" if options["layout"] in ("awq", "gptq") else "bfloat16"}
+    (path / "config.json").write_text(json.dumps(fields | dtype | {"quantization_config": section(**options)}))
+    other = folder / "plain"
+    other.mkdir()
+    write_tensors(other, plain)
+    (other / "config.json").write_text(json.dumps(fields))
+    return path, other
+
+
+def loaded(path: Path, row: str = "torch", **options: Any) -> Stepper:
+    config = load_model_config(path)
+    backends = make_backends(config, row)
+    return Stepper(load_model(path, config, "float32", "cpu", backends, **options), config, backends)
+
+
+def logits_of(path: Path, row: str = "torch", **options: Any) -> Tensor:
+    """A prompt and three greedy tokens."""
+    model = loaded(path, row, **options)
+    found = model.step([Chunk(0, [3, 141, 59, 26, 5], False)])
+    for _ in range(3):
+        found += model.step([Chunk(0, [int(found[-1][-1].argmax())], True)])
+    return torch.cat(found)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_moe", "llama", "mixtral"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path, layout: str, kind: str) -> None:
+    path, plain = write_both(tmp_path, kind, LAYOUTS[layout])
+    check_headers(path, read_checkpoint(path), load_model_config(path))
+    torch.testing.assert_close(logits_of(path), logits_of(plain), rtol=1e-5, atol=1e-5)
+
+
+def test_kimi_k2_has_int4_experts_and_plain_other_weights(tmp_path: Path) -> None:
+    options = LAYOUTS["compressed int4"] | {
+        "ignore": ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*")
+    }
+    path, plain = write_both(tmp_path, "deepseek_v3", options, lambda name: ".mlp.experts." in name)
+    format = load_model_config(path).weight_format
+    assert format.scheme_of("model.layers.1.mlp.experts.*.up_proj") is not None  # type: ignore[attr-defined]
+    for plain_name in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.shared_experts.up_proj", "lm_head"):
+        assert format.scheme_of(plain_name) is None  # type: ignore[attr-defined]
+    assert torch.equal(logits_of(path), logits_of(plain))
+
+
+KEPT = [name for name in LAYOUTS if "act-order" not in name]
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "q_lora_rank": 32, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize("layout", KEPT)
+def test_kernels_multiply_the_codes_and_the_ledger_counts_them(tmp_path: Path, layout: str) -> None:
+    """The C++ rows hold codes: whole-decoder calls, experts and slices; random weights too."""
+    path, plain = write_both(tmp_path, "deepseek_v3", LAYOUTS[layout], **WIDE)
+    want = logits_of(plain, "cpu")
+    torch.testing.assert_close(logits_of(path, "cpu"), want, rtol=2e-4, atol=2e-4 * float(want.abs().max()))
+    stepper = loaded(path, "cpu")
+    layer: Any = stepper.model.layers[1]  # type: ignore[attr-defined]
+    moe = layer.feed_forward
+    assert moe.weights.data.form is not None and layer.attention.fused is not None and moe.fused is not None
+    config = stepper.config
+    coded = kept_format(config.weight_format, "cpu", frozenset(("linear", "experts")))
+    counted = sizes.weight_bytes(config, 4, format=coded)
+    held = held_bytes(stepper.model)
+    assert abs(held - counted) <= 0.02 * counted, (held, counted)
+    assert counted < 0.75 * sizes.weight_bytes(config, 4)
+    logits = logits_of(path, "cpu", load_format="dummy")
+    assert logits.isfinite().all() and 0.1 < logits.std() < 10
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slices_are_those_of_the_whole_matrix(tmp_path: Path, layout: str) -> None:
+    options = LAYOUTS[layout]
+    stored, plain = quantise({"x_proj.weight": torch.randn(48, 128)}, **options)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, tmp_path / "model.safetensors")
+    format = parse_format(Fields({"quantization_config": section(**options)}, "config.json"))
+    reader = WeightReader(tmp_path, torch.float32, format=format)
+    for rows, cols in ((slice(12, 36), None), (None, slice(32, 96)), (slice(3, 21), slice(20, 51))):
+        cut = Cut(rows, cols)
+        assert torch.equal(reader.linear("x_proj", (48, 128), cut), cut.of(plain["x_proj.weight"]))
+    reader.finish()
+
+
+def test_the_header_check_names_what_is_missing(tmp_path: Path) -> None:
+    path, _ = write_both(tmp_path, "llama", LAYOUTS["gptq"])
+    config, files = load_model_config(path), read_checkpoint(path)
+    name = "model.layers.1.mlp.up_proj.scales"
+    with pytest.raises(CheckpointError, match=rf"1 tensors .*{name} \[2, 96\] is missing"):
+        check_headers(path, {key: file for key, file in files.items() if key != name}, config)
+
+
+@pytest.mark.parametrize(
+    "config,words",
+    [
+        ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "quantization_config.bits is 3; served are 4 and 8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "version 'gemv' is not supported"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "marlin"}, "'marlin' is not"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups must be an object"),
+        (section("pack-quantized") | {"format": "marlin-24"}, "'marlin-24' with int weights is not supported"),
+        (section("pack-quantized", bits=2), "num_bits is 2; served are 4 and 8"),
+        (section("pack-quantized", ignore=("re:(",)), "is no regular expression"),
+        ({"quant_method": "hqq"}, "'hqq' is not supported; use a checkpoint in bf16"),
+    ],
+)
+def test_other_settings_are_refused_by_name(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_format(Fields({"quantization_config": config}, "config.json"))
+    assert words in str(refusal.value)

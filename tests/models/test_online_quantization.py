@@ -1,0 +1,100 @@
+"""--quantization of a plain checkpoint: weights are quantized while loading, and kernels keep them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.quantization.codes import CodedWeight, GroupCodes
+from moe_engine.kernels.quantization.quantize import quantize_codes
+from moe_engine.models import sizes
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.footprint import held_bytes
+from moe_engine.models.formats.online import online_format
+from moe_engine.models.formats.table import kept_format
+from moe_engine.models.loader import load_model
+from moe_engine.planning.quantization import with_quantization
+from tests.models.checkpoints import make_checkpoint
+from tests.models.stepper import Chunk, Stepper, make_backends
+
+ROWS = frozenset(("linear", "experts"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    wide = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "q_lora_rank": 64}
+    return make_checkpoint("deepseek_v3", tmp_path_factory.mktemp("plain"), seed=5, v_head_dim=16, **wide)
+
+
+def loaded(path: Path, name: str, row: str = "cpu") -> Stepper:
+    config = load_model_config(path)
+    if name:
+        config = dataclasses.replace(config, weight_format=online_format(name))
+    backends = make_backends(config, row)
+    return Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
+
+
+def logits_of(model: Stepper) -> Tensor:
+    found = model.step([Chunk(0, [3, 141, 59, 26, 5], False)])
+    for token in (7, 11):
+        found += model.step([Chunk(0, [token], True)])
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", ["int4", "int4wo-64", "int8", "fp8"])
+def test_kernels_keep_what_others_dequantize(plain: Path, name: str) -> None:
+    """The same values in every row; near the unquantized model; bytes as the ledger counts them."""
+    model = loaded(plain, name)
+    found, want = logits_of(model), logits_of(loaded(plain, name, "torch"))
+    torch.testing.assert_close(found, want, rtol=2e-4, atol=2e-4 * float(want.abs().max()))
+    exact = logits_of(loaded(plain, ""))
+    error = float((found - exact).norm() / exact.norm())
+    assert 0 < error < (0.2 if name == "int8" else 1.0)
+    counted = sizes.weight_bytes(model.config, 4, format=kept_format(model.config.weight_format, "cpu", ROWS))
+    held = held_bytes(model.model)
+    assert abs(held - counted) <= 0.02 * counted, (held, counted)
+
+
+@pytest.mark.parametrize("form", [GroupCodes(4, 32), GroupCodes(8, 0, scales="float32"), GroupCodes(8, 16)], ids=str)
+def test_quantized_values_are_nearest(form: GroupCodes) -> None:
+    """An error of half a step at most, and never more than with the scale of the largest magnitude."""
+    weight = torch.randn(40, 64)
+    coded = form.empty(40, 64, "cpu")
+    assert isinstance(coded, CodedWeight)
+    quantize_codes(weight, coded)
+    groups = weight.view(40, -1, form.group_of(64))
+    most = groups.abs().amax(-1, keepdim=True)
+    steps = (most / (form.middle - 1)).to(coded.scales.dtype).float()
+    simple = (groups / steps).round().clamp(-form.middle, form.middle - 1) * steps
+    error = (coded.dequantized().view_as(groups) - groups).square().sum()
+    assert error <= (simple - groups).square().sum() * 1.0001
+    if form.bits == 8:
+        assert ((coded.dequantized().view_as(groups) - groups).abs() <= 0.51 * steps).all()
+
+
+@pytest.mark.parametrize(
+    "flags,words",
+    [
+        ({"quantization": "awq"}, ["--quantization awq", "not quantized", "use int4"]),
+        ({"quantization": "int8", "torchao_config": "int8wo"}, ["--quantization int8", "--torchao-config int8wo"]),
+    ],
+)
+def test_names_of_checkpoint_formats_are_refused(plain: Path, flags: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        with_quantization(load_model_config(plain), EngineArgs.from_kwargs(**flags))
+    assert all(word in str(refusal.value) for word in words)
+
+
+def test_a_quantized_checkpoint_keeps_its_format(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, fp8=True, tokenizer=False)
+    config = load_model_config(path)
+    assert with_quantization(config, EngineArgs.from_kwargs(quantization="fp8")) is config
+    with pytest.raises(ConfigError, match=r"--quantization int4: .* declares fp8"):
+        with_quantization(config, EngineArgs.from_kwargs(quantization="int4"))

@@ -1,0 +1,99 @@
+"""`moe-engine quantize`: written checkpoints are read by the loaders; interrupted calls continue."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from moe_engine.cli.main import main
+from moe_engine.errors import ConfigError
+from moe_engine.models.checkpoint_files import read_checkpoint
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.header_check import check_headers
+from moe_engine.models.loader import load_model
+from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
+from tests.models.checkpoints import make_checkpoint
+from tests.models.stepper import Chunk, Stepper, make_backends
+
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 64, "q_lora_rank": 64, "v_head_dim": 16}
+
+
+def logits_of(path: Path) -> Tensor:
+    config = load_model_config(path)
+    backends = make_backends(config)
+    model = Stepper(load_model(path, config, "float32", "cpu", backends), config, backends)
+    return torch.cat(model.step([Chunk(0, [3, 141, 59, 26, 5], False)]))
+
+
+def quiet(_: int) -> None: ...
+
+
+@pytest.mark.parametrize("format", ["fp8", "int8", "int4"])
+def test_written_checkpoints_are_served(tmp_path: Path, format: str) -> None:
+    source = make_checkpoint("deepseek_v3", tmp_path / "in", seed=3, num_mtp_layers=1, max_shard_bytes=200_000, **WIDE)
+    output = tmp_path / "out"
+    seen: list[int] = []
+    quantize_checkpoint(source, output, Target(format, 32), seen.append)
+    config, files = load_model_config(output), read_checkpoint(output)
+    check_headers(output, files, config, include_mtp=True)
+    names = {"fp8": "weight_scale_inv", "int8": "weight_packed", "int4": "weight_packed"}
+    assert f"model.layers.1.mlp.experts.3.down_proj.{names[format]}" in files and "lm_head.weight" in files
+    assert (output / "tokenizer.json").is_file() and not (output / "quantize.json").exists()
+    assert sum(seen) == sum(file.tensors[name].num_bytes for name, file in read_checkpoint(source).items())
+    exact = logits_of(source)
+    assert float((logits_of(output) - exact).norm() / exact.norm()) < (0.2 if format == "int8" else 1.0)
+    with pytest.raises(ConfigError, match="is quantized already"):
+        quantize_checkpoint(output, tmp_path / "again", Target("fp8"), quiet)
+
+
+def test_an_interrupted_call_continues(tmp_path: Path) -> None:
+    source = make_checkpoint("llama", tmp_path / "in", seed=3, max_shard_bytes=60_000)
+    output, calls = tmp_path / "out", 0
+
+    def stop(_: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(source, output, Target("int8"), stop)
+    done = {file.name: file.stat().st_mtime_ns for file in output.glob("*.safetensors")}
+    assert done and not (output / "config.json").exists()
+    with pytest.raises(ConfigError, match="is not empty"):
+        quantize_checkpoint(source, output, Target("int4", 32), quiet)
+    quantize_checkpoint(source, output, Target("int8"), quiet)
+    assert {name: (output / name).stat().st_mtime_ns for name in done} == done
+    check_headers(output, read_checkpoint(output), load_model_config(output))
+
+
+def test_packed_words_are_those_of_compressed_tensors(tmp_path: Path) -> None:
+    """By its own functions, where it is installed."""
+    library = pytest.importorskip("compressed_tensors.compressors")
+    source = make_checkpoint("llama", tmp_path / "in", seed=3)
+    quantize_checkpoint(source, tmp_path / "out", Target("int4", 32), quiet)
+    stored, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "in"))
+    name = "model.layers.0.mlp.up_proj"
+    shape = torch.Size(stored[f"{name}.weight_shape"].tolist())
+    codes = library.unpack_from_int32(stored[f"{name}.weight_packed"], 4, shape)
+    values = codes.float() * stored[f"{name}.weight_scale"].float().repeat_interleave(32, 1)
+    weight = plain[f"{name}.weight"].float()
+    assert float((values - weight).norm() / weight.norm()) < 0.15
+
+
+def test_the_command_measures_perplexity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_checkpoint("llama", tmp_path / "in", seed=3)
+    text = tmp_path / "text.txt"
+    text.write_text("The capital of France is Paris. " * 3)
+    arguments = ["quantize", "--model-path", str(source), "--output", str(tmp_path / "out"), "--format", "int8"]
+    assert main([*arguments, "--text", str(text)]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f"perplexity of {text}: ") and "before" in line and "after" in line
+    before, after = (float(line.partition(": ")[2].split()[i]) for i in (0, 2))
+    assert 1 < before < 2000 and abs(after / before - 1) < 0.3
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["format"]
