@@ -138,6 +138,7 @@ MLA.append(
         _FIXED,
         workspaces.triton,
         _uncaptured_triton,
+        sparse=True,
     )
 )
 GQA.append(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
-from moe_engine.kernels.attention.selected import Selected, SparseAttention
+from moe_engine.kernels.attention.selected import over_absorbed
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, latent_form, rows
 from moe_engine.kernels.decoder.calls import DecoderCalls
@@ -31,18 +31,8 @@ class CpuMLA(_Backend):
         return AttentionCapabilities(
             expanded_shared=self.expanded_shared,
             decoder=DecoderCalls(self._lib),
-            sparse=SparseAttention(self._plan_sparse, self.sparse),
+            sparse=over_absorbed(self),
         )
-
-    def _plan_sparse(self, selected: Selected) -> Plan:
-        return self.plan(AttentionBatch(selected.queries(), None))
-
-    def sparse(
-        self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Plan, value_width: int
-    ) -> Tensor:
-        """See `SparseAttention`. A token's result has the bits of `absorbed` over the same tokens."""
-        assert plan.batch.decode is not None
-        return self.absorbed(q, cache, plan.batch.decode, scale, plan, value_width)
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None

@@ -81,7 +81,7 @@ class Indexer:
         self._ops.rotate_leading(q, positions, self._rotary)
         weights = self._gates(unquantized(hidden).float()) * self._factor
         for chunk in chunks:
-            if chunk.selected is not None:
+            if chunk.selected is not None and chunk.selects:
                 self._kernel.select(
                     q[chunk.tokens], weights[chunk.tokens], cache, chunk.queries, self._config.top_k, chunk.selected,
                     chunk.index_plan,

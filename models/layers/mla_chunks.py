@@ -48,6 +48,8 @@ class AttentionChunk:
     """For an expanded chunk of one request whose context is too long to be expanded at once."""
     selected: Selected | None = None
     """For an absorbed chunk whose tokens attend to selected tokens; `plan` is that of sparse attention."""
+    selects: bool = True
+    """Whether the indexer sets `selected`; else an earlier draft step has."""
     index_plan: Any = None
     """The indexer's plan of these queries."""
 

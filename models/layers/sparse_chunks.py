@@ -59,6 +59,23 @@ def cut(
     return chunks
 
 
+class SharedSelection:
+    """The selection of a draft chain: made by its first step, used by the others (GLM-5's
+    index_share_for_mtp_iteration). Steps within the top-k select all tokens that they see."""
+
+    def __init__(self) -> None:
+        self._first: list[AttentionChunk] = []
+
+    def apply(self, chunks: list[AttentionChunk]) -> list[AttentionChunk]:
+        """The chunks of the next step."""
+        if not self._first:
+            if all(chunk.selected is not None for chunk in chunks):
+                self._first = chunks
+            return chunks
+        pairs = zip(self._first, chunks, strict=True)
+        return [replace(own, selected=first.selected, plan=first.plan, selects=False) for first, own in pairs]
+
+
 def _exceeds(queries: PagedQueries | None, top_k: int) -> bool:
     return queries is not None and max(queries.context_lens, default=0) > top_k
 

@@ -69,7 +69,7 @@ class SparseMLAAttention(MLAAttention):
         latent, kv_a = self._down(hidden)
         if self._indexer is not None:
             keys = self._write_index_keys(hidden, batch)
-            if any(chunk.selected is not None for chunk in chunks):
+            if any(chunk.selected is not None and chunk.selects for chunk in chunks):
                 self._indexer.select(hidden, latent, batch.positions, keys, chunks)
         assert self._q is not None
         q = self._q(latent).view(-1, mla.num_heads, mla.qk_head_dim)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.engine.harness import Answer, InProcessEngine, Scripted
 from tests.models import sparse
 from tests.models.checkpoints import SPARSE_KINDS, make_checkpoint
 from tests.models.routing import num_clearly_routed
+from tests.speculation.agreeing import agreeing_checkpoint
 
 VOCAB, ROWS = 250, 8
 FLAGS: dict[str, Any] = {
@@ -31,6 +33,20 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
     engine = InProcessEngine(path, tmp_path_factory.mktemp("status") / "status", **FLAGS)
     yield engine, sparse.load(path)
     engine.close()
+
+
+TIER: dict[str, Any] = {"enable_hierarchical_cache": True, "hicache_ratio": 3}
+CHAIN: dict[str, Any] = {
+    "speculative_algorithm": "NEXTN", "speculative_num_steps": 3, "speculative_num_draft_tokens": 4,
+    "speculative_eagle_topk": 1,
+}  # fmt: skip
+FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "chain, host tier": ("deepseek_v32", {}, CHAIN | TIER),
+    "chain that shares a selection": ("glm_moe_dsa", {"index_share_for_mtp_iteration": True}, CHAIN | {"page_size": 4}),
+    "tree": ("glm_moe_dsa", {}, CHAIN | {"speculative_eagle_topk": 2}),
+    "n-grams, host tier": ("deepseek_v32", {}, {"speculative_algorithm": "NGRAM"} | TIER),
+}
+"""Kind, fields of config.json, flags."""
 
 
 def make_script(rng: random.Random, count: int) -> list[Scripted]:
@@ -81,3 +97,30 @@ def test_tokens_and_logprobs_equal_transformers(served: tuple[InProcessEngine, t
     some = script[:6]
     alone = {item.rid: engine.run([item])[item.rid] for item in some}
     check(model, some, alone)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_drafts_and_tiers(form: str, tmp_path: Path) -> None:
+    """Sessions that return after their prefix was evicted, with drafts that are accepted at times."""
+    seed = random.randrange(2**31)
+    rng = random.Random(seed)
+    kind, fields, flags = FORMS[form]
+    path = agreeing_checkpoint(kind, tmp_path / "model", seed, num_mtp_layers=1, **fields)
+    script = []
+    texts = [[rng.randrange(5, 60) for _ in range(rng.choice([12, 40, 70]))] for _ in range(4)]
+    for turn in range(2):
+        for i, text in enumerate(texts):
+            text += [rng.randrange(5, 60) for _ in range(6)]
+            sampling = {"temperature": 0.0, "ignore_eos": True}
+            arrives = 6 * len(script)
+            script.append(Scripted(f"{i}.{turn}", list(text), 12, arrives, sampling=sampling, logprob=True))
+    limits = {"dtype": "float32", "max_total_tokens": 160, "context_length": 128, "max_running_requests": 3}
+    engine = InProcessEngine(path, tmp_path / "status", chunked_prefill_size=24, **limits, **flags)
+    try:
+        answers = engine.run(script)
+        stats = engine.scheduler.stats()
+    finally:
+        engine.close()
+    check(sparse.load(path), script, answers)
+    assert stats.speculation is None or sum(stats.speculation.accepted) > 0
+    assert "enable_hierarchical_cache" not in flags or stats.host_hit_tokens_total > 0
