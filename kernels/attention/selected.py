@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
-
-if TYPE_CHECKING:
-    from moe_engine.kernels.attention.protocol import MLABackend
+from moe_engine.kernels.attention.queries import PagedQueries
 
 
 @dataclass(frozen=True)
@@ -72,18 +69,3 @@ class SparseAttention:
     run: Callable[[Tensor, Tensor, Selected, float, Any, int], Tensor]
     """(q, cache, selected, scale, plan, value_width) -> `MLABackend.absorbed` of q [T, H, C+P] over the selected rows
     of the cache: [T, H, C]."""
-
-
-def over_absorbed(backend: MLABackend) -> SparseAttention:
-    """Sparse attention by a backend's `absorbed`: each query token as a request of its own, on pages of one token. A
-    token's result has the bits of `absorbed` over the same tokens, if the backend is batch-invariant."""
-
-    def plan(selected: Selected) -> tuple[PagedQueries, Any]:
-        queries = selected.queries()
-        return queries, backend.plan(AttentionBatch(queries, None))
-
-    def run(q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int) -> Tensor:
-        queries, own = plan
-        return backend.absorbed(q, cache, queries, scale, own, value_width)
-
-    return SparseAttention(plan, run)
