@@ -12,6 +12,11 @@ from typing import Any
 
 from moe_engine.errors import ConfigError
 
+SIDES = {
+    "prefill": "moe_engine.scheduler.prefill_tier:PrefillTier",
+    "decode": "moe_engine.scheduler.decode_tier:DecodeTier",
+}
+"""The connectors of `--disaggregation-mode`."""
 CONNECTORS = {"host": "moe_engine.scheduler.host_tier:HostTier"}
 """Name -> path of the class. Other classes are named by their path, ``package.module:Class``."""
 
@@ -30,7 +35,7 @@ def connector_class(name: str) -> type[Any]:
     Raises:
         ConfigError: unknown name, or a path without such a class.
     """
-    found = _class_at(CONNECTORS.get(name, name))
+    found = _class_at((CONNECTORS | SIDES).get(name, name))
     _check(found, METHODS)
     if not isinstance(getattr(found, "copies", None), str):
         raise ConfigError(f"--kv-connector: {found.__name__} has no attribute copies, the path of its worker side")

@@ -268,6 +268,7 @@ class Request:
     lora_id: int = NO_LORA
     """Number of its LoRA adapter; `lora_pinned`: the adapter keeps its slot."""
     lora_pinned: bool = False
+    bootstrap: tuple[str, int, int] | None = None  # host, port, room of a transfer of its prompt's KV
     lora_key: str = ""
     """Fingerprint of the adapter, for KV that outlives the engine; empty: not known."""
     hidden: list[bytes] | None = None  # final hidden states since the last event; None: not requested
@@ -305,14 +306,12 @@ class Request:
     finish_reason: FinishReason | None = None
     tree_node: Any = None
     """The radix node this request holds a lock on (scheduler.radix_cache.Node), or None."""
-    num_in_tree: int = 0
-    """Leading slots owned by the radix tree (shared); the rest are private to the request."""
+    num_in_tree: int = 0  # leading slots owned by the radix tree (shared); the rest are private
     window_start: int = 0
     """Leading pages whose KV in windowed layers the request no longer needs (`windowed_kv_cache.py`)."""
-    seq: int = 0
-    """Order of arrival at the scheduler; kept over retractions."""
+    seq: int = 0  # order of arrival at the scheduler; kept over retractions
     queued_at: float = 0.0
-    """When the scheduler received it, on the scheduler's clock; `first_scheduled` and `first_token_at` likewise."""
+    """When it arrived, on the scheduler's clock; `first_scheduled` and `first_token_at` likewise."""
     first_token_at: float | None = None
     end_ids: frozenset[int] = frozenset()
     """Tokens that end it: EOS and stop_token_ids, or none with ignore_eos."""

@@ -236,11 +236,16 @@ class MoE:
     def addends(self, x: Activation, phase: Phase, real: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """`forward` as the routed and the shared experts' results, for a norm that sums them; the second is None if
         `forward` adds them at no cost."""
-        if self._shared is None or not isinstance(self._routed, DispatchedExperts) or self._overlap is not None:
+        routed, overlap = self._routed, self._overlap
+        if self._shared is None or not isinstance(routed, DispatchedExperts):
             return self.forward(x, phase, real), None
         weights, ids = self._choose(x, real, phase)
+        if overlap is not None and overlap.shared_expert:
+            sent = routed.send(overlap.comm_stream, x, weights, ids, phase)
+            shared = self._shared.forward(x)
+            return routed.compute(overlap.comm_stream, sent, weights).wait(), shared
         shared = self._shared.forward(x)
-        return self._routed.run(as_format(x, self._routed.input_format), weights, ids, None, phase), shared
+        return routed.run(as_format(x, routed.input_format), weights, ids, None, phase), shared
 
     # -- an unrecorded pass over experts in their own slots, split before the experts; `before` takes tensors only
 

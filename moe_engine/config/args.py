@@ -11,6 +11,7 @@ from typing import Any
 
 from moe_engine.config.absent_flags import check_absent, keyword_of
 from moe_engine.config.backends import BackendArgs
+from moe_engine.config.disaggregation import DisaggregationArgs
 from moe_engine.config.experts import ExpertArgs
 from moe_engine.config.field import FieldInfo, fields_of, option_of
 from moe_engine.config.flags import Parser, add_flags, parse_flags
@@ -35,6 +36,7 @@ PARTS: dict[str, type] = {
     "scheduling": SchedulingArgs,
     "speculative": SpeculativeArgs,
     "lora": LoraArgs,
+    "disaggregation": DisaggregationArgs,
     "backends": BackendArgs,
     "logging": LoggingArgs,
     "server": ServerArgs,
@@ -56,6 +58,7 @@ class EngineArgs:
     scheduling: SchedulingArgs = field(default_factory=SchedulingArgs)
     speculative: SpeculativeArgs = field(default_factory=SpeculativeArgs)
     lora: LoraArgs = field(default_factory=LoraArgs)
+    disaggregation: DisaggregationArgs = field(default_factory=DisaggregationArgs)
     backends: BackendArgs = field(default_factory=BackendArgs)
     logging: LoggingArgs = field(default_factory=LoggingArgs)
     server: ServerArgs = field(default_factory=ServerArgs)

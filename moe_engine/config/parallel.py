@@ -107,6 +107,11 @@ class ParallelArgs:
     enable_single_batch_overlap: bool = flag(
         False, "Compute the shared expert during dispatch to the routed experts. Needs a --moe-a2a-backend."
     )
+    disable_shared_expert_overlap: bool = flag(
+        False,
+        "Compute the shared expert before dispatch. By default GPUs with DeepEP compute it during dispatch, on another "
+        "stream.",
+    )
     disable_shared_experts_fusion: bool = flag(
         False,
         "Compute shared experts apart from the routed ones. By default a rank that holds a part of every expert (TP or "

@@ -378,14 +378,13 @@ class EngineCore:
             self._transport.send(messages.Reply(id=call.id, value=value))
 
     def _request(self, message: messages.AddRequest) -> Request:
-        sampling = msgspec.convert(message.sampling, SamplingParams)
         logprobs = None
         if message.return_logprob:
             logprobs = LogprobSpec(message.logprob_start, message.top_logprobs, tuple(message.token_ids_logprob))
         return Request(
             rid=message.rid,
             prompt_ids=message.prompt_ids,
-            sampling=sampling,
+            sampling=msgspec.convert(message.sampling, SamplingParams),
             max_new_tokens=message.max_new_tokens,
             eos_token_ids=self._eos,
             priority=message.priority,
@@ -395,6 +394,7 @@ class EngineCore:
             lora_id=message.lora_id,
             lora_key=message.lora_key,
             lora_pinned=message.lora_pinned,
+            bootstrap=message.bootstrap,
             hidden=[] if message.return_hidden_states else None,
             seed=message.seed,
             output_ids=list(message.generated_ids),

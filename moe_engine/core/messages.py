@@ -41,6 +41,8 @@ class AddRequest(Message, tag="add"):
     lora_key: str = ""
     """Number of its LoRA adapter; 0: the base model. `lora_pinned`: the adapter keeps its slot."""
     lora_pinned: bool = False
+    bootstrap: tuple[str, int, int] | None = None
+    """Host, port (0: the server's own) and room of a transfer between servers."""
     arrival: float = 0.0
     routed_dp_rank: int | None = None
     """Scheduler that serves the request; None: chosen by the front end's client."""

@@ -16,6 +16,7 @@ from moe_engine.core.engine_info import EngineInfo
 from moe_engine.core.executor import StepWorker
 from moe_engine.core.kv_arrivals import KVArrivals
 from moe_engine.core.kv_event_publisher import KVEventPublisher
+from moe_engine.core.kv_transfer.open import open_transfers
 from moe_engine.core.loop import CoreTransport, EngineCore
 from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
@@ -78,6 +79,8 @@ def make_core(
     if (events := parse_kv_events(config.logging.kv_events_config)) is not None:
         assert scheduler.kv_cache.tree.events is not None
         check = _publishing(KVEventPublisher(events, scheduler.kv_cache.tree.events, group), check)
+    if scheduler.kv_cache.transfers is not None:
+        check = open_transfers(config, scheduler, worker, transport.wake, check)
     return EngineCore(
         scheduler,
         driver,

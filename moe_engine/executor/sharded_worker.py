@@ -160,11 +160,21 @@ def _overlap(config: ResolvedConfig, parallel: ParallelContext) -> Overlap | Non
     from moe_engine.worker.device_stream import make_lane
 
     flags = config.args.parallel
-    if not flags.enable_two_batch_overlap and not flags.enable_single_batch_overlap:
+    shared_expert = flags.enable_single_batch_overlap or _overlaps_by_default(config)
+    if not flags.enable_two_batch_overlap and not shared_expert:
         return None
     return Overlap(
         make_lane(parallel.ep.device),
         two_batches=flags.enable_two_batch_overlap,
         threshold=flags.tbo_token_distribution_threshold,
-        shared_expert=flags.enable_single_batch_overlap,
+        shared_expert=shared_expert,
     )
+
+
+def _overlaps_by_default(config: ResolvedConfig) -> bool:
+    """DeepEP runs on GPUs only. Its kernels leave most multiprocessors free, and a second stream of a captured step
+    costs no launch."""
+    dispatch, moe = config.parallel.dispatch, config.model.moe
+    if config.args.parallel.disable_shared_expert_overlap or dispatch is None or moe is None:
+        return False
+    return dispatch.row.name == "deepep" and bool(moe.shared_width)

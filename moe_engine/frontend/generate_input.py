@@ -26,6 +26,10 @@ LogprobStart = Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="-1: no log-
 Priority = Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)]
 DpRank = Annotated[int, Meta(ge=0, le=2**16, description="data-parallel rank that serves the request")]
 
+BootstrapHost = Annotated[str, Meta(max_length=255, description="host of the prefill server")]
+BootstrapPort = Annotated[int, Meta(ge=0, le=65535, description="its --disaggregation-bootstrap-port")]
+BootstrapRoom = Annotated[int, Meta(ge=0, le=2**63 - 1, description="number of the transfer, the same on both servers")]
+
 _NOTHING: frozenset[int] = frozenset()
 
 
@@ -61,11 +65,12 @@ class GenerateRequest(Struct, kw_only=True):
     lora_path: Annotated[
         str | list[str | None] | None, Meta(description="name of a loaded LoRA adapter; null: the base model")
     ] = None
+    bootstrap_host: BootstrapHost | list[BootstrapHost | None] | None = None
+    bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
+    bootstrap_room: BootstrapRoom | list[BootstrapRoom | None] | None = None
     session_params: Annotated[
         SessionParams | list[SessionParams | None] | None, Meta(description="the session that the request continues")
     ] = None
-    bootstrap_host: OffOnly = None
-    bootstrap_room: OffOnly = None
     return_hidden_states: bool | list[bool | None] | None = None
     return_routed_experts: OffOnly = None
     max_thinking_tokens: OffOnly = None
@@ -117,6 +122,8 @@ class Prompt:
     """Return its final hidden states."""
     lora: str | None = None
     """Name of its LoRA adapter, as `lora_path` gives it."""
+    bootstrap: tuple[str, int, int] | None = None
+    """Host, port (0: the server's own) and room of a transfer between servers."""
     session: SessionParams | None = None
     joined: Joined | None = None
     """With a session: how `ids` begin, once its earlier tokens are in front of them."""
@@ -160,11 +167,24 @@ def split_prompts(
                 extra_key=extra_key,
                 hidden=bool(_pick(inp.return_hidden_states, i, count, is_batch, "return_hidden_states")),
                 lora=_pick(inp.lora_path, i, count, is_batch, "lora_path") or None,
+                bootstrap=_bootstrap(inp, i, count, is_batch),
                 length_asked=_length_asked(inp, i),
                 session=_session(inp, i, count, is_batch),
             )
         )
     return prompts, is_batch
+
+
+def _bootstrap(inp: GenerateInput, index: int, count: int, is_batch: bool) -> tuple[str, int, int] | None:
+    room = _pick(inp.bootstrap_room, index, count, is_batch, "bootstrap_room")
+    if room is None:
+        return None
+    if is_batch and count > 1 and not isinstance(inp.bootstrap_room, list):
+        raise InputError("bootstrap_room: a batch needs a list with a room for each prompt", field="bootstrap_room")
+    host = _pick(inp.bootstrap_host, index, count, is_batch, "bootstrap_host")
+    if not host:
+        raise InputError("bootstrap_host: bootstrap_room needs the prefill server's host", field="bootstrap_host")
+    return host.strip("[]"), _pick(inp.bootstrap_port, index, count, is_batch, "bootstrap_port") or 0, room
 
 
 def _session(inp: GenerateInput, index: int, count: int, is_batch: bool) -> SessionParams | None:

@@ -19,6 +19,7 @@ import msgspec
 from moe_engine.core.messages import AddRequest
 from moe_engine.errors import InputError
 from moe_engine.frontend.client_api import EngineInfo
+from moe_engine.frontend.disaggregated import apply_mode
 from moe_engine.frontend.encoding import Encoding, check_dimensions, check_kind
 from moe_engine.frontend.generate_input import GenerateInput, Prompt, check_token_ids, split_prompts
 from moe_engine.frontend.generation import Generation
@@ -37,7 +38,7 @@ from moe_engine.types import SamplingParams
 
 BULK = (
     "text", "input_ids", "sampling_params", "rid", "extra_key", "token_ids_logprob", "top_logprobs_num",
-    "custom_logit_processor", "lora_path", "session_params",
+    "custom_logit_processor", "lora_path", "session_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
 )  # fmt: skip
 """Fields of a request that its prompts hold."""
 FormatOf = Callable[[LogprobOptions], LogprobFormat]
@@ -74,6 +75,7 @@ class FrontendSettings:
     random_seed: int = 0
     """Seed of the generator that draws seeds for requests without one."""
     grammars: GrammarSettings = field(default_factory=GrammarSettings)
+    disaggregation_mode: str = "null"
     lora: LoraSettings | None = None
     reasoning_parser: str | None = None
     """Of requests with `require_reasoning`."""
@@ -159,6 +161,8 @@ class Preparer:
         for i, prompt in enumerate(prompts):
             if prompt.session is None:  # else in `begin`, with the tokens of its session
                 self._check(inp, prompt, f"{inp.ids_field}[{i}]" if is_batch else inp.ids_field)
+        if inp.bootstrap_room is not None:
+            apply_mode(settings.disaggregation_mode, prompts)
         return ReadRequest(msgspec.structs.replace(inp, **dict.fromkeys(BULK)), prompts, is_batch)
 
     async def begin(self, read: ReadRequest, logprob_format: FormatOf | None = None) -> Job:
@@ -361,6 +365,7 @@ class Preparer:
             extra_key=prompt.extra_key,
             arrival=time.monotonic(),
             routed_dp_rank=inp.dp_rank,
+            bootstrap=prompt.bootstrap if copy == 0 else None,
         )
         if options is not None:
             request.return_logprob = True

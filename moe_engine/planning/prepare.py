@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.disaggregation import OFF
 from moe_engine.config.model import OTHER_FORMATS
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint, read_nextn
@@ -100,9 +101,9 @@ def secret_of_nodes(args: EngineArgs) -> DistSecret | None:
 
 
 def _with_secret(config: ResolvedConfig) -> ResolvedConfig:
-    """Adds the secret shared by the nodes; a single node has no sockets that need it."""
+    """Adds the secret shared by the nodes, or by prefill and decode servers; others have no sockets that need it."""
     path = config.args.parallel.dist_secret_file
-    if config.parallel.num_nodes == 1:
+    if config.parallel.num_nodes == 1 and config.args.disaggregation.disaggregation_mode == OFF:
         remarks = ["--dist-secret-file: no effect (one node has no sockets to others)"] if path is not None else []
         return dataclasses.replace(config, notes=(*config.notes, *remarks))
     secret = secret_of_nodes(config.args)

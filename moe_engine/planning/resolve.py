@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.disaggregation import OFF
 from moe_engine.config.logging import LoggingArgs
 from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
@@ -134,6 +135,12 @@ class ResolvedConfig:
         return self.ledger.host_tier_tokens
 
     @property
+    def kv_connector(self) -> str:
+        """Name or path of the tier's class."""
+        mode = self.args.disaggregation.disaggregation_mode
+        return self.args.memory.kv_connector if mode == OFF else mode
+
+    @property
     def hicache_write_policy(self) -> str:
         return resolve_write_policy(self.args)
 
@@ -208,7 +215,7 @@ def resolve(
         ConfigError: a value out of range, contradicting flags (both named), or too little memory (with flags that fit).
     """
     contradictions.check(args)
-    args = with_storage_page(resolve_pooling(args, model, record := Record()), record)
+    args = with_storage_page(resolve_pooling(_with_transfers(args), model, record := Record()), record)
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")
     parallel = resolve_parallel(args, model, device, place, record, machine.unlinked, machine.num_devices)
@@ -403,6 +410,13 @@ def _check_quantization(args: EngineArgs, model: ModelConfig, record: Record) ->
     asked, found = args.model.quantization or args.model.torchao_config, model.weight_format.name
     if not asked and found:
         record.note("quantization", found, "from config.json")
+
+
+def _with_transfers(args: EngineArgs) -> EngineArgs:
+    """KV that moves between servers passes through the host tier."""
+    if args.disaggregation.disaggregation_mode == OFF:
+        return args
+    return dataclasses.replace(args, memory=dataclasses.replace(args.memory, enable_hierarchical_cache=True))
 
 
 def _context_len(args: EngineArgs, model: ModelConfig, record: Record) -> int:

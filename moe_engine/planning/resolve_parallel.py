@@ -249,6 +249,8 @@ def _check_overlap(flags: ParallelArgs, travels: bool) -> None:
     ):
         if asked and not travels:
             raise ConfigError(f"{flag} overlaps computation with dispatch, and there is none: add --moe-a2a-backend")
+    if flags.enable_single_batch_overlap and flags.disable_shared_expert_overlap:
+        raise ConfigError("--enable-single-batch-overlap with --disable-shared-expert-overlap: drop one")
     if not 0 <= flags.tbo_token_distribution_threshold <= 0.5:
         raise ConfigError(
             f"--tbo-token-distribution-threshold {flags.tbo_token_distribution_threshold:g}: must be between 0 and 0.5"

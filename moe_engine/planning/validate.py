@@ -11,6 +11,7 @@ from itertools import chain, pairwise
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.buckets import token_buckets
+from moe_engine.config.disaggregation import OFF
 from moe_engine.config.field import option_of
 from moe_engine.config.kv_events import parse_kv_events
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
@@ -71,7 +72,7 @@ HIDDEN = "***"
 
 def check(args: EngineArgs) -> None:
     """Raises ConfigError for the first value out of range and the first pair of flags that contradict each other."""
-    checks = (_ranges, _scheduling, _memory, _host_tier, _kv_events, _front_end, _hidden_states)
+    checks = (_ranges, _scheduling, _memory, _host_tier, _transfers, _kv_events, _front_end, _hidden_states)
     for complaint in chain.from_iterable(part(args) for part in checks):
         raise ConfigError(complaint)
 
@@ -128,6 +129,23 @@ def _host_tier(args: EngineArgs) -> Iterator[str]:
     if not memory.hicache_size and memory.hicache_ratio <= 0:
         yield f"--hicache-ratio {memory.hicache_ratio:g}: must be positive"
     connector_class(memory.kv_connector)
+
+
+def _transfers(args: EngineArgs) -> Iterator[str]:
+    mode, parallel = args.disaggregation.disaggregation_mode, args.parallel
+    if mode == OFF:
+        return
+    if args.scheduling.disable_radix_cache:
+        yield f"--disaggregation-mode {mode} moves cached prefixes, --disable-radix-cache caches none; drop one of them"
+    if parallel.tp_size > 1 or parallel.dp_size > 1:
+        yield f"--disaggregation-mode {mode}: not available yet with several ranks; drop --tp-size and --dp-size"
+    if args.memory.kv_connector != "host":
+        yield f"--disaggregation-mode {mode} is a KV connector of its own; drop --kv-connector"
+    backend = args.disaggregation.disaggregation_transfer_backend
+    if backend != "tcp":
+        yield f"--disaggregation-transfer-backend {backend}: not supported yet; leave it out or use tcp"
+    if not 0 < args.disaggregation.disaggregation_bootstrap_port < 1 << 16:
+        yield f"--disaggregation-bootstrap-port {args.disaggregation.disaggregation_bootstrap_port}: 1 to 65535"
 
 
 def _kv_events(args: EngineArgs) -> Iterator[str]:

@@ -69,6 +69,10 @@ class HostTier:
         """Place -> slot, for the next plan."""
         self._new_loads: list[KVLoad] = []
         self._arrived: list[int] = []
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Further state of a subclass."""
 
     def configure(self, write_policy: str, storage: StorageSettings | None, bigrams: bool) -> None:
         """
@@ -116,6 +120,19 @@ class HostTier:
         del self._free[len(self._free) - count :]
         pages.reverse()  # ascending in a fresh pool: neighbours are copied at once
         return pages
+
+    def take_places(self, count: int) -> list[int] | None:
+        """Places of whole pages for `count` tokens; None if there is no room."""
+        pages = self._alloc(-(-count // self._size)) if count else None
+        return None if pages is None else self._places(pages)[:count]
+
+    def give_places(self, places: list[int]) -> None:
+        """Of `take_places`, by whole pages."""
+        self._give(self._pages(places))
+
+    def held_pages(self) -> list[int]:
+        """Pages in use outside the tree."""
+        return []
 
     def _give(self, pages: list[int]) -> None:
         self._free += pages
@@ -270,6 +287,10 @@ class HostTier:
             if not owned.isdisjoint(held):
                 findings.append("the storage reads to, or backs up, places of other nodes")
             owned.update(held)
+        transferred = self._places(self.held_pages())
+        if len(transferred) != len(set(transferred)) or not owned.isdisjoint(transferred):
+            findings.append("places of transfers are shared")
+        owned.update(transferred)
         everything = set(range(self.num_places))
         free = self._places(self._free)
         if len(free) != len(set(free)) or not owned.isdisjoint(free):

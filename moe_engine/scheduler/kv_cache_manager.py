@@ -10,8 +10,10 @@ from collections.abc import Iterable, Sequence
 
 from moe_engine.kv_connectors import connector_class
 from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.decode_tier import DecodeTier
 from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.kv_events import KVEventLog
+from moe_engine.scheduler.prefill_tier import PrefillTier
 from moe_engine.scheduler.prefix_keys import bigrams
 from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
@@ -47,6 +49,8 @@ class KVCacheManager:
         if config.host_tier_tokens:
             made = connector_class(config.kv_connector)
             self.connector = made(config.host_tier_tokens, self.slots, self.make_room)
+            if (transfers := self.transfers) is not None:
+                transfers.uses_bigrams = config.bigram_prefixes
             configure = getattr(self.connector, "configure", None)
             if configure is not None:
                 configure(config.hicache_write_policy, config.storage, self._bigrams)
@@ -256,6 +260,22 @@ class KVCacheManager:
     def window_pool(self) -> tuple[DeferredFreePool, set[int]] | None:
         """The pool of window pages and those in use; None without such a pool."""
         return None
+
+    # -- transfers between servers
+
+    @property
+    def transfers(self) -> PrefillTier | DecodeTier | None:
+        """The connector, if it is one side of `--disaggregation-mode`."""
+        return self.connector if isinstance(self.connector, PrefillTier | DecodeTier) else None
+
+    @property
+    def num_transfers(self) -> int:
+        return 0 if self.transfers is None else self.transfers.num_transfers
+
+    def enter_transfer(self, request: Request) -> None:
+        """A queued request names a transfer."""
+        if self.transfers is not None:
+            self.transfers.enter(request, self.step)
 
     # -- KV outside the pool
 

@@ -83,6 +83,8 @@ class RequestTable:
         entry = self.queue.push(request, front=request.retractions > 0)
         if self.kv_cache.storage is not None:
             self.kv_cache.storage.begin(entry)
+        if request.bootstrap is not None and not request.retractions:
+            self.kv_cache.enter_transfer(request)
         return events
 
     def _displace(self, request: Request, now: float) -> list[RequestEvent]:

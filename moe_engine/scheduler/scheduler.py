@@ -282,7 +282,7 @@ class Scheduler:
         some_end = self._add_decodes(draft, self._decodable(alone))
         if some_end is not None:
             self.ratio.decay()
-        elif self._in_flight or self.num_loading:
+        elif self._in_flight or (self._connector is not None and self._connector.num_loading):
             return False
         else:
             self._retract()
@@ -455,8 +455,8 @@ class Scheduler:
 
     @property
     def num_loading(self) -> int:
-        """Loads of KV in progress."""
-        return self._connector.num_loading if self._connector is not None else 0
+        """Loads and transfers of KV in progress."""
+        return self._connector.num_loading + self.kv_cache.num_transfers if self._connector is not None else 0
 
     @property
     def num_in_flight(self) -> int:

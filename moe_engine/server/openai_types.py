@@ -10,7 +10,16 @@ from msgspec import Meta
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import Dimensions
-from moe_engine.frontend.generate_input import DpRank, GenerateInput, Priority, Rid, Text
+from moe_engine.frontend.generate_input import (
+    BootstrapHost,
+    BootstrapPort,
+    BootstrapRoom,
+    DpRank,
+    GenerateInput,
+    Priority,
+    Rid,
+    Text,
+)
 from moe_engine.frontend.session_params import SessionParams
 from moe_engine.sampling_checks import Choices, Count, JsonOrText, SamplingFields, Source, TokenId, build_sampling
 from moe_engine.validation import NotAvailable, OffOnly
@@ -59,8 +68,9 @@ class CommonRequest(SamplingFields, kw_only=True):
         None
     )
     return_routed_experts: OffOnly = None
-    bootstrap_host: OffOnly = None
-    bootstrap_room: OffOnly = None
+    bootstrap_host: BootstrapHost | list[BootstrapHost | None] | None = None
+    bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
+    bootstrap_room: BootstrapRoom | list[BootstrapRoom | None] | None = None
     cache_salt: OffOnly = None
 
 
@@ -210,6 +220,9 @@ def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field
         session_params=req.session_params,
         routed_dp_rank=req.routed_dp_rank,
         data_parallel_rank=req.data_parallel_rank,
+        bootstrap_host=req.bootstrap_host,
+        bootstrap_port=req.bootstrap_port,
+        bootstrap_room=req.bootstrap_room,
         cumulative=False,
         **fields,
     )

@@ -131,7 +131,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--moe-a2a-backend mooncake", "more dispatch backends"),
         ("--lora-backend ascend", "other LoRA backends"),
         ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prefill"),
-        ("--disaggregation-mode decode", "prefill-decode disaggregation"),
+        ("--num-reserved-decode-tokens 256", "prefill-decode disaggregation"),
         ("--cpu-offload-gb 4", "weights offloaded to RAM"),
         ("--kv-cache-dtype nvfp4", "4-bit KV caches"),
         ("--attention-backend trtllm_mha", "TensorRT-LLM kernels"),
@@ -157,7 +157,7 @@ def test_unsupported_flags_are_refused_by_name(text, words):
     "text",
     [
         "--pp-size 1 --attn-cp-size 1 --moe-dp-size 1 --cpu-offload-gb 0",
-        "--pipeline-parallel-size 1 --disaggregation-mode null",
+        "--pipeline-parallel-size 1",
         "--cuda-graph-backend-prefill disabled",
     ],
 )
@@ -204,7 +204,6 @@ def test_a_refusal_recommends_nothing_that_is_refused(name):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("--disaggregation-transfer-backend mooncake", "prefill-decode disaggregation"),
         ("--ds-heavy-token-num 256", "removed from SGLang too"),
         ("--disable-fast-image-processor", "no image processor"),
         ("--disable-piecewise-cuda-graph", "without CUDA graphs"),

@@ -212,7 +212,7 @@ def test_sglangs_own_dump_is_accepted(resolved):
     config = resolved(V3, on=machine(2000, 2048), **{k: v for k, v in SERVER_ARGS.items() if k not in MACHINE})
     assert config.page_size == 1 and config.speculation is None
     (note,) = (note for note in config.notes if note.startswith("no effect"))
-    assert "--disaggregation-transfer-backend mooncake" in note
+    assert "--triton-attention-num-kv-splits" in note
     assert "--lora-backend has no effect without --enable-lora" in config.notes and config.lora is None
 
 

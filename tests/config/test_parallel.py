@@ -234,6 +234,14 @@ REFUSALS: list[tuple[str, dict[str, Any], list[str]]] = [
      ["--dp-size 2", "--nnodes 2", "one machine", "router", "--enable-dp-attention"]),
     ("small", {"tp": 2, "enable_two_batch_overlap": True}, ["--enable-two-batch-overlap", "add --moe-a2a-backend"]),
     ("small", {"tp": 2, "enable_single_batch_overlap": True}, ["--enable-single-batch-overlap", "--moe-a2a-backend"]),
+    (
+        "small",
+        {
+            "tp": 2, "moe_a2a_backend": "all_to_all", "enable_single_batch_overlap": True,
+            "disable_shared_expert_overlap": True,
+        },
+        ["drop one"],
+    ),
     ("small", {"tbo_token_distribution_threshold": 0.7}, ["--tbo-token-distribution-threshold 0.7", "0 and 0.5"]),
     ("small", {"tp": 2, "moe_dispatch_dtype": "fp8"}, ["--moe-dispatch-dtype fp8", "--moe-a2a-backend"]),
 ]  # fmt: skip

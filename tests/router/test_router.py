@@ -14,6 +14,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from tests.disaggregation.pair import Pair
 from tests.e2e.server_process import ServerProcess
 from tests.router.router_process import RouterProcess, needs_router
 
@@ -163,3 +164,39 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("pairs", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_prefill_and_decode_servers(tmp_path: Path, pairs: int) -> None:
+    """The router's PD mode: native and OpenAI API, batches, streams, log-probabilities, tools."""
+    native = {"text": "The capital of Japan is", "sampling_params": GREEDY}
+    long = {"text": " ".join(map(str, range(60))), "sampling_params": GREEDY}
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    with ExitStack() as stack:
+        made = [Pair(tmp_path) for _ in range(pairs)]
+        servers = [stack.enter_context(pair) for pair in made]
+        expected = httpx.post(servers[0].decode.url + "/generate", json=long, timeout=60).json()["output_ids"]
+        flags = ["--pd-disaggregation"]
+        for pair in servers:
+            flags += ["--prefill", pair.prefill.url, str(pair.port), "--decode", pair.decode.url]
+        router = stack.enter_context(RouterProcess(tmp_path, [], *flags, "--policy", "round_robin"))
+        router.wait_healthy(2 * pairs)
+        with router.client() as client:
+            for _ in range(2 * pairs):
+                answer = client.post("/generate", json=long).json()
+                assert answer["output_ids"] == expected
+            assert client.post("/generate", json={**native, "text": [native["text"]] * 2}).status_code == 200
+            with client.stream("POST", "/generate", json=native | {"stream": True}) as stream:
+                lines = [line for line in stream.iter_lines() if line.startswith("data: ")]
+            assert lines[-1] == "data: [DONE]"
+            merged = client.post("/generate", json=long | {"return_logprob": True, "logprob_start_len": 0}).json()
+            assert merged["output_ids"] == expected
+        openai = OpenAI(base_url=router.url + "/v1", api_key="none")
+        answer = openai.chat.completions.create(model="demo", messages=question, temperature=0)
+        assert "Paris" in (answer.choices[0].message.content or "")
+        called = openai.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": "What is the weather in Paris?"}],
+            tools=[TOOL], tool_choice="required", temperature=0,  # type: ignore[list-item]
+        )  # fmt: skip
+        assert (called.choices[0].message.tool_calls or [])[0].function.name == "get_weather"  # type: ignore[union-attr]
+        assert all("its prompt is computed here" not in pair.decode.log for pair in servers)

@@ -1,0 +1,34 @@
+"""What two servers must agree on before KV of one is used by the other."""
+
+from __future__ import annotations
+
+from moe_engine.planning.resolve import ResolvedConfig
+
+VERSION = 1
+"""Of the messages, and of what a row of KV is."""
+
+
+def cache_schema(config: ResolvedConfig) -> dict[str, str]:
+    """Everything that determines the bytes of a token's KV, by name. Page sizes and pool sizes may differ."""
+    model, speculation = config.model, config.speculation
+    drafts = speculation.method if speculation is not None else "none"
+    layers = model.num_layers - len(model.state_layers)
+    return {
+        "version": str(VERSION),
+        "architecture": model.architecture,
+        "layers": str(layers),
+        "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
+        "cache": f"{model.attention.kind} {model.attention.kv_parts(config.kv_cache_dtype)}",
+        "--kv-cache-dtype": config.kv_cache_dtype,
+        "vocabulary": str(model.vocab_size),
+        "--quantization": str(model.quantization) if hasattr(model, "quantization") else "",
+    }
+
+
+def difference(prefill: dict[str, str], decode: dict[str, str]) -> str | None:
+    """The first difference in words, with both sides; None if there is none."""
+    for name in sorted(prefill.keys() | decode.keys()):
+        ours, theirs = prefill.get(name, "missing"), decode.get(name, "missing")
+        if ours != theirs:
+            return f"{name}: prefill server {ours}, decode server {theirs}"
+    return None

@@ -1,0 +1,119 @@
+"""The decode server's side of disaggregation: a host tier whose places are also filled by prefill servers.
+
+A request with a room waits for KV while its prompt's KV arrives in places of the tier. Then it is a cached prefix in
+the tier: the request loads it as any other one, and computes what is missing, at least its last token. A transfer that
+fails leaves nothing behind, and the request computes its prompt here.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moe_engine.scheduler.host_tier import MIN_LOAD, HostTier
+from moe_engine.scheduler.prefix_keys import bigrams
+from moe_engine.scheduler.transfer_link import TransferLink, digest_of
+from moe_engine.scheduler.waiting_queue import prefix_limit
+from moe_engine.types import Request, Status
+
+logger = logging.getLogger("moe_engine")
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A transfer. It locks nothing: if the prefix in front of it is gone at its end, it was in vain."""
+
+    request: Request
+    keys: list[int]
+    begin: int
+    places: list[int]
+    cancelled: bool = False
+
+
+class DecodeTier(HostTier):
+    """Implements `KVConnector`; see the module docstring."""
+
+    copies: ClassVar[str] = "moe_engine.worker.kv_cache.transfer_copies:TransferCopies"
+    uses_bigrams = False
+    """Set by the owner of the scheduler, as `SchedulerConfig.bigram_prefixes`."""
+
+    def _prepare(self) -> None:
+        self.link = TransferLink()
+        self.incoming: dict[int, Incoming] = {}
+        self.num_transferred_tokens = 0
+        self.num_failed_transfers = 0
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self.incoming)
+
+    def enter(self, request: Request, step: int) -> None:
+        """Begins the transfer of a request that was queued, unless its prompt is cached, or the tier is full."""
+        assert request.bootstrap is not None
+        host, port, room = request.bootstrap
+        keys = bigrams(request.prompt_ids) if self.uses_bigrams else request.prompt_ids
+        limit = min(prefix_limit(request), len(keys))
+        limit -= limit % self.tree.page_size
+        digest = digest_of(request.prompt_ids, request.extra_key)
+        node = self.tree.match(keys, limit, request.namespace)
+        count = limit - node.end
+        places = self.take_places(count) if count >= MIN_LOAD and room not in self.incoming else None
+        if places is None:
+            self.link.command("want", room, host, port, digest, node.end, node.end, [])  # ends the peer's transfer
+            return
+        self.incoming[room] = Incoming(request, keys, node.end, places)
+        request.status = Status.WAITING_FOR_KV
+        self.link.command("want", room, host, port, digest, node.end, limit, places)
+
+    def exchange(self, step: int) -> None:
+        """Applies the reports of the transfer thread; on the scheduler's thread."""
+        for room, incoming in self.incoming.items():
+            if incoming.request.status is Status.FINISHED and not incoming.cancelled:
+                incoming.cancelled = True
+                self.link.command("cancel", room)
+        while self.link.reports:
+            kind, room, *values = self.link.reports.popleft()
+            if room not in self.incoming:
+                continue
+            incoming = self.incoming.pop(room)
+            if kind == "filled":
+                self._filled(incoming, values[0])
+            else:
+                self.num_failed_transfers += not incoming.cancelled
+                self.give_places(incoming.places)
+                if not incoming.cancelled:
+                    logger.warning(
+                        "Transfer of KV for %s failed: %s; its prompt is computed here", incoming.request.rid, values[0]
+                    )
+            if incoming.request.status is Status.WAITING_FOR_KV:
+                incoming.request.status = Status.WAITING
+
+    def _filled(self, incoming: Incoming, end: int) -> None:
+        """The tokens become a prefix in the tier, except those that were computed here meanwhile."""
+        end -= end % self.tree.page_size
+        self.num_transferred_tokens += end - incoming.begin
+        pages = self._pages(incoming.places)
+        count = (end - incoming.begin) // self.tree.page_size
+        if count > 0 and not incoming.cancelled:
+            namespace = incoming.request.namespace
+            self._give(self.tree.add_absent(incoming.keys[:end], incoming.begin, pages[:count], namespace))
+            pages = pages[count:]
+        self._give(pages)
+
+    # -- failures
+
+    def reset(self) -> None:
+        super().reset()
+        taken = set(self.held_pages())
+        self._free = [page for page in self._free if page not in taken]
+        for room, incoming in self.incoming.items():
+            incoming.cancelled = True
+            self.link.command("cancel", room)
+            if incoming.request.status is Status.WAITING_FOR_KV:
+                incoming.request.status = Status.WAITING
+
+    # -- integrity
+
+    def held_pages(self) -> list[int]:
+        return [page for incoming in self.incoming.values() for page in self._pages(incoming.places)]

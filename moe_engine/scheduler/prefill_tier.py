@@ -1,0 +1,200 @@
+"""The prefill server's side of disaggregation: a host tier that also stages what decode servers want.
+
+Whatever part of a prompt is in the radix cache can be sent: chunks as soon as they are computed, and prefixes that were
+cached. A transfer locks a prefix only until it has read it. It copies pieces to places of the tier with the
+next plan, and gives a place back when its bytes were sent, so a transfer needs little of the tier.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from moe_engine.kv_ops import KVOps
+from moe_engine.scheduler.host_tier import HostTier
+from moe_engine.scheduler.prefix_keys import bigrams
+from moe_engine.scheduler.radix_cache import Node
+from moe_engine.scheduler.transfer_link import TransferLink, digest_of
+from moe_engine.types import Request, Status
+
+PIECE_TOKENS = 256
+"""Tokens of a piece: a copy, and a message."""
+MAX_STAGED = 4
+"""Pieces of a transfer that are staged and not sent."""
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A transfer: tokens before `staged` were copied, those before `end` of [.., limit) can be read at `node`."""
+
+    request: Request
+    keys: list[int]
+    staged: int = 0
+    limit: int = -1
+    """-1: nothing was asked for yet."""
+    node: Node | None = None
+    pieces: deque[tuple[int, list[int]]] = field(default_factory=deque)
+    """(end, places) of pieces that are not sent yet."""
+    is_done: bool = False
+    version: int = -1
+
+
+class PrefillTier(HostTier):
+    """Implements `KVConnector`; see the module docstring."""
+
+    copies: ClassVar[str] = "moe_engine.worker.kv_cache.transfer_copies:TransferCopies"
+    uses_bigrams = False
+    """Set by the owner of the scheduler, as `SchedulerConfig.bigram_prefixes`."""
+
+    def _prepare(self) -> None:
+        self.link = TransferLink()
+        self.outgoing: dict[int, Outgoing] = {}
+        self.num_sent_tokens = 0
+        self._serial = 0
+        self._stages = False
+
+    @property
+    def num_transfers(self) -> int:
+        return len(self.outgoing)
+
+    @property
+    def has_new_loads(self) -> bool:
+        return self._stages or super().has_new_loads
+
+    def enter(self, request: Request, step: int) -> None:
+        """A request whose KV a decode server will ask for."""
+        assert request.bootstrap is not None
+        room = request.bootstrap[2]
+        keys = bigrams(request.prompt_ids) if self.uses_bigrams else request.prompt_ids
+        if room in self.outgoing:
+            return  # a copy (n > 1), or a room in use: the decode server computes the prompt
+        self.outgoing[room] = Outgoing(request, keys)
+        self.link.command("offer", room, digest_of(request.prompt_ids, request.extra_key))
+
+    def exchange(self, step: int) -> None:
+        """Applies the reports of the transfer thread, and stages what can be sent; on the scheduler's thread."""
+        while self.link.reports:
+            kind, room, *values = self.link.reports.popleft()
+            outgoing = self.outgoing.get(room)
+            if outgoing is None:
+                continue
+            if kind == "granted":
+                outgoing.staged, outgoing.limit = values
+            elif kind == "sent":
+                while outgoing.pieces and outgoing.pieces[0][0] <= values[0]:
+                    self.give_places(outgoing.pieces.popleft()[1])
+            else:
+                self._close(room, outgoing, step)
+        for room, outgoing in list(self.outgoing.items()):
+            if not outgoing.is_done:
+                self._advance(room, outgoing, step)
+
+    def _advance(self, room: int, outgoing: Outgoing, step: int) -> None:
+        request = outgoing.request
+        finish = request.finish_reason
+        if finish is not None and finish.type == "abort":
+            outgoing.is_done = True
+            self.link.command("end", room, finish.message or "aborted")
+            return
+        if outgoing.limit < 0:
+            return
+        self._hold(outgoing, step)
+        while (
+            outgoing.node is not None
+            and outgoing.staged < min(outgoing.node.end, outgoing.limit)
+            and len(outgoing.pieces) < MAX_STAGED
+            and self._stage(room, outgoing)
+        ):
+            pass
+        if outgoing.node is not None and outgoing.staged >= min(outgoing.node.end, outgoing.limit):
+            self.tree.unlock(outgoing.node, step)  # a held prefix could keep its own request from getting slots
+            outgoing.node = None
+        if outgoing.staged >= outgoing.limit or (request.status is Status.FINISHED and outgoing.node is None):
+            outgoing.is_done = True
+            self.link.command("done", room)
+
+    def _hold(self, outgoing: Outgoing, step: int) -> None:
+        """Locks what is cached of the prompt now."""
+        if outgoing.version == self.tree.version:
+            return
+        outgoing.version = self.tree.version
+        found = self.tree.peek(outgoing.keys, outgoing.limit, outgoing.request.namespace)
+        if found.length <= (outgoing.staged if outgoing.node is None else outgoing.node.end):
+            return
+        node = self.tree.match(outgoing.keys, outgoing.limit, outgoing.request.namespace)
+        self.tree.lock(node)
+        if outgoing.node is not None:
+            self.tree.unlock(outgoing.node, step)
+        outgoing.node = node
+
+    def _stage(self, room: int, outgoing: Outgoing) -> bool:
+        assert outgoing.node is not None
+        begin = outgoing.staged
+        end = min(outgoing.node.end, outgoing.limit, begin + PIECE_TOKENS)
+        places = self.take_places(end - begin)
+        if places is None:
+            return False  # others give some back
+        slots = self.tree.prefix_slots(outgoing.node)[begin:end]
+        self._new_stores.update(zip(places, slots))
+        self._stages = True
+        outgoing.staged = end
+        outgoing.pieces.append((end, places))
+        self.num_sent_tokens += end - begin
+        self.link.command("send", room, end, places, self._serial + 1)
+        return True
+
+    def build_connector_meta(self) -> KVOps | None:
+        ops = super().build_connector_meta()
+        if self._stages:
+            assert ops is not None
+            self._serial += 1
+            self._stages = False
+            ops = replace(ops, serial=self._serial)
+        return ops
+
+    def _close(self, room: int, outgoing: Outgoing, step: int) -> None:
+        del self.outgoing[room]
+        for _, places in outgoing.pieces:
+            self._give_unstored(places)
+        if outgoing.node is not None:
+            self.tree.unlock(outgoing.node, step)
+
+    def _give_unstored(self, places: list[int]) -> None:
+        for place in places:
+            self._new_stores.pop(place, None)
+        self._stages = self._stages and bool(self._new_stores)
+        self.give_places(places)
+
+    # -- failures
+
+    def steps_failed(self, ops: Sequence[KVOps], step: int) -> None:
+        """Copies of these steps may not have run, and prefixes of them are forgotten: all transfers end."""
+        self._end_all("a step of the prefill server failed", step)
+        super().steps_failed(ops, step)
+        self._serial += 1  # nothing waits for copies that did not run
+        self._stages = False
+
+    def reset(self) -> None:
+        self._end_all("the cache of the prefill server was cleared", None)
+        self._stages = False
+        super().reset()
+
+    def _end_all(self, reason: str, step: int | None) -> None:
+        for room, outgoing in self.outgoing.items():
+            self.link.command("end", room, reason)
+            for _, places in outgoing.pieces:
+                self._give_unstored(places)
+            if outgoing.node is not None and step is not None:
+                self.tree.unlock(outgoing.node, step)
+        self.outgoing.clear()
+
+    # -- integrity
+
+    def held_nodes(self) -> list[Node]:
+        own = [outgoing.node for outgoing in self.outgoing.values() if outgoing.node is not None]
+        return super().held_nodes() + own
+
+    def held_pages(self) -> list[int]:
+        return [page for o in self.outgoing.values() for _, places in o.pieces for page in self._pages(places)]

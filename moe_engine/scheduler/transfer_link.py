@@ -1,0 +1,50 @@
+"""What the scheduler and the thread of KV transfers (`core.kv_transfer`) exchange.
+
+Commands go from the scheduler to the thread, reports come back; each in order. The scheduler's side (`PrefillTier`,
+`DecodeTier`) holds the books: places belong to a transfer from its command until its report.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+Command = tuple[Any, ...]
+
+
+@dataclass
+class TransferLink:
+    """`wake` ends a wait of the transfer thread; it is set by that thread's owner.
+
+    | command | |
+    |---|---|
+    | offer(room, digest) | prefill: a request with this room has arrived |
+    | send(room, end, places, serial) | prefill: the next tokens, stored in these places by the copies of that number |
+    | done(room) | prefill: there are no more |
+    | end(room, reason) | prefill: the request failed or was aborted |
+    | want(room, host, port, digest, begin, limit, places) | decode: tokens [begin, limit) into these places |
+    | cancel(room) | decode |
+
+    | report | |
+    |---|---|
+    | granted(room, begin, limit) | prefill: the peer wants these tokens |
+    | sent(room, end) | prefill: places up to there are free |
+    | ended(room, reason) | prefill: the transfer is over; all its places are free |
+    | filled(room, end), failed(room, reason) | decode: the transfer is over; nothing writes to its places any more |
+    """
+
+    commands: deque[Command] = field(default_factory=deque)
+    reports: deque[Command] = field(default_factory=deque)
+    wake: Callable[[], None] = lambda: None
+
+    def command(self, *values: Any) -> None:
+        self.commands.append(values)
+        self.wake()
+
+
+def digest_of(tokens: list[int], extra_key: str | None) -> bytes:
+    """Equal on both servers if and only if the KV of a prompt is."""
+    return blake2b(repr((extra_key, tokens)).encode(), digest_size=16).digest()

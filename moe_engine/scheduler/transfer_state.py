@@ -1,0 +1,171 @@
+"""States of a transfer of KV from a prefill to a decode server: all of the protocol, without sockets, memory or clocks.
+
+A transfer moves tokens [begin, limit) of one prompt in order. Messages of a transfer, as tuples of name and values:
+
+    decode -> prefill   want(digest, begin, limit)   got(end)   cancel()
+    prefill -> decode   data(begin, end)   done(end)   nack(reason)
+
+| side | state | left by |
+|---|---|---|
+| decode | RECEIVING | done, nack, cancel by the scheduler, loss of the peer |
+| decode | FILLED, FAILED | final: the places belong to the scheduler again |
+| prefill | MEETING: request or want is missing | the other half, end of the request, cancel, deadline, lost peer |
+| prefill | SENDING | last got, end of the request, cancel, loss of the peer |
+| prefill | ENDED | final: nothing of the transfer is held |
+
+Every end on one side is a message to the other; only a lost connection ends both without one. Bytes are used only in
+FILLED, which needs every token of [begin, end) in order. `tests/scheduler/test_transfer_model.py` explores every
+interleaving of a small instance.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+Message = tuple[Any, ...]
+WINDOW = 4
+"""Pieces that are sent without an acknowledgement: bounds what the sockets hold."""
+
+
+class State(enum.Enum):
+    MEETING = "meeting"
+    SENDING = "sending"
+    ENDED = "ended"
+    RECEIVING = "receiving"
+    FILLED = "filled"
+    FAILED = "failed"
+
+
+class Receiving:
+    """The decode side: waits for tokens [begin, limit) whose places it owns."""
+
+    def __init__(self, digest: bytes, begin: int, limit: int) -> None:
+        self.state = State.RECEIVING
+        self.digest = digest
+        self.begin, self.end, self.limit = begin, begin, limit
+        self.reason = ""
+
+    def open(self) -> list[Message]:
+        return [("want", self.digest, self.begin, self.limit)]
+
+    def accepts(self, begin: int, end: int) -> bool:
+        """Whether bytes of these tokens may be written to their places now."""
+        return self.state is State.RECEIVING and begin == self.end and begin < end <= self.limit
+
+    def handle(self, message: Message) -> list[Message]:
+        """A message of the sender; of ``data`` the bytes were written if `accepts`. Returns the answers."""
+        if self.state is not State.RECEIVING:
+            return []  # it crossed our cancel
+        name = message[0]
+        if name == "data":
+            begin, end = message[1:]
+            if not self.accepts(begin, end):
+                return self.fail(f"tokens {begin} to {end} arrived, and {self.end} were next")
+            self.end = end
+            return [("got", end)]
+        if name == "done":
+            if message[1] != self.end:
+                return self.fail(f"the sender ended at token {message[1]}, and {self.end} have arrived")
+            self.state = State.FILLED
+            return []
+        self._fail(str(message[1]) if name == "nack" else f"unknown message {name}")
+        return []
+
+    def fail(self, reason: str) -> list[Message]:
+        """An end from this side: wrong bytes, an abort, no more time."""
+        if self.state is not State.RECEIVING:
+            return []
+        self._fail(reason)
+        return [("cancel",)]
+
+    def lost(self, reason: str) -> None:
+        """The connection has ended: no further message will arrive."""
+        if self.state is State.RECEIVING:
+            self._fail(reason)
+
+    def _fail(self, reason: str) -> None:
+        self.state, self.reason = State.FAILED, reason
+
+
+class Sending:
+    """The prefill side: sends what its request computes to the peer that wants it."""
+
+    def __init__(self) -> None:
+        self.state = State.MEETING
+        self.digest: bytes | None = None
+        """Of the request's tokens; None until it is here."""
+        self.wanted: tuple[bytes, int, int] | None = None
+        self.sent = self.limit = 0
+        self._unacked: list[int] = []
+        self._done = False
+        self.reason = ""
+
+    @property
+    def may_send(self) -> bool:
+        return self.state is State.SENDING and not self._done and len(self._unacked) < WINDOW
+
+    def offer(self, digest: bytes) -> list[Message]:
+        """The request has arrived."""
+        self.digest = digest
+        return self._meet()
+
+    def handle(self, message: Message) -> list[Message]:
+        """A message of the receiver. Returns the answers."""
+        name = message[0]
+        if self.state is State.ENDED:
+            return [("nack", self.reason or "the transfer has ended")] if name == "want" else []
+        if name == "want" and self.wanted is None:
+            self.wanted = message[1:]  # type: ignore[assignment]
+            return self._meet()
+        if name == "got" and self._unacked and self._unacked[0] == message[1]:
+            del self._unacked[0]
+            if self._done and not self._unacked:
+                self._end("")
+            return []
+        self._end("cancelled by the decode server" if name == "cancel" else f"unexpected message {name}")
+        return []
+
+    def data(self, end: int) -> list[Message]:
+        """The next tokens, up to `end`; `may_send` must hold."""
+        assert self.may_send and self.sent < end <= self.limit
+        begin, self.sent = self.sent, end
+        self._unacked.append(end)
+        return [("data", begin, end)]
+
+    def done(self) -> list[Message]:
+        """Everything that there is was sent."""
+        if self.state is not State.SENDING or self._done:
+            return []
+        self._done = True
+        if not self._unacked:
+            self._end("")
+        return [("done", self.sent)]
+
+    def fail(self, reason: str) -> list[Message]:
+        """An end from this side: the request failed or was aborted, no more time."""
+        if self.state is State.ENDED:
+            return []
+        answers: list[Message] = [("nack", reason)] if self.wanted is not None and not self._done else []
+        self._end(reason)
+        return answers
+
+    def lost(self, reason: str) -> None:
+        """The connection to the receiver has ended."""
+        if self.state is State.SENDING or self.wanted is not None:
+            self._end(reason)
+
+    def _meet(self) -> list[Message]:
+        if self.digest is None or self.wanted is None:
+            return []
+        digest, self.sent, self.limit = self.wanted
+        if digest != self.digest:
+            return self.fail(
+                "the prompts of the two servers differ: their tokenizers or chat templates are not the same"
+            )
+        self.state = State.SENDING
+        return []
+
+    def _end(self, reason: str) -> None:
+        self.state, self.reason = State.ENDED, reason
+        self._unacked = []

@@ -1,0 +1,44 @@
+"""Worker side of disaggregation: `KVCopies` whose host rows the thread of transfers reads and writes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+
+import numpy as np
+import torch
+
+from moe_engine.kv_ops import KVOps
+from moe_engine.worker.kv_cache.kv_copies import KVCopies
+
+
+class TransferCopies(KVCopies):
+    """`stored`: number (`KVOps.serial`) of the last stores that are complete; may be read from any thread."""
+
+    stored = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token."""
+        return sum(self._pool.row_widths)
+
+    def read(self, places: list[int]) -> np.ndarray:
+        """Rows of the host pool [n, row_bytes]; new memory. In any thread."""
+        return self.host.take(torch.tensor(places)).contiguous().numpy()
+
+    def write(self, places: list[int], rows: np.ndarray) -> None:
+        """The opposite of `read`."""
+        self.host.put(torch.tensor(places), torch.from_numpy(rows))
+
+    def start(self, ops: KVOps) -> None:
+        super().start(ops)
+        if not ops.serial:
+            return
+        if self._storing is None:
+            self.stored = ops.serial
+        else:  # in plan order, so numbers arrive in order
+            self._storing.add_done_callback(partial(self._note, ops.serial))
+
+    def _note(self, serial: int, done: Future[None]) -> None:
+        if done.exception() is None:
+            self.stored = serial

@@ -1,0 +1,140 @@
+"""Prefill and decode on two servers: tokens of one server; faults end in an answer."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.disaggregation.pair import FLAGS, Pair
+from tests.e2e.server_process import ServerProcess
+
+pytestmark = pytest.mark.usefixtures("forked_processes")
+
+GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+NEXTN = (
+    *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "2", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "3"),
+)
+
+
+def prompts(count: int, length: int = 150) -> list[list[int]]:
+    return [[random.randrange(20, 1000) for _ in range(length + i)] for i in range(count)]
+
+
+def body(ids: list[int] | list[list[int]], **more: object) -> dict:
+    return {"input_ids": ids, "sampling_params": GREEDY, **more}
+
+
+def idle_and_free(pair: Pair) -> None:
+    for server in (pair.prefill, pair.decode):
+        state = server.wait_idle()
+        assert state["num_used"] == 0, state
+
+
+@pytest.fixture(params=[(), NEXTN], ids=["plain", "nextn"])
+def pair(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with Pair(tmp_path, *request.param) as made:
+        made.flags = request.param  # type: ignore[attr-defined]
+        yield made
+
+
+def test_tokens_are_those_of_one_server(pair: Pair, tmp_path: Path) -> None:
+    asked = prompts(3)
+    with ServerProcess(tmp_path, *FLAGS, *pair.flags) as one:  # type: ignore[attr-defined]
+        expected = [httpx.post(one.url + "/generate", json=body(ids), timeout=60).json() for ids in asked]
+    for ids, single in zip(asked, expected):
+        got = pair.post("/generate", body(ids)).json()
+        assert got["output_ids"] == single["output_ids"]
+        assert got["meta_info"]["cached_tokens"] >= len(ids) - 2, got["meta_info"]  # it was transferred
+    answers = pair.post("/generate", body(asked), pair.rooms(len(asked))).json()
+    assert [answer["output_ids"] for answer in answers] == [single["output_ids"] for single in expected]
+    turn = [*asked[0], *expected[0]["output_ids"], *range(20, 90)]  # only the end is transferred
+    got = pair.post("/generate", body(turn)).json()
+    assert got["meta_info"]["cached_tokens"] >= len(turn) - 2
+    question = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0}
+    chat = pair.post("/v1/chat/completions", question).json()
+    assert "Paris" in chat["choices"][0]["message"]["content"]
+    idle_and_free(pair)
+
+
+def test_prompt_logprobs_and_streams(tmp_path: Path) -> None:
+    (ids,) = prompts(1)
+    with Pair(tmp_path) as pair:
+        asked = body(ids, return_logprob=True, logprob_start_len=0)
+        meta = pair.post("/generate", asked).json()["meta_info"]
+        assert len(meta["output_token_logprobs"]) == 12 and meta["cached_tokens"] >= 149
+        rooms = pair.rooms()
+        seen = httpx.post(pair.decode.url + "/generate", json=body(ids, stream=True) | rooms, timeout=60)
+        assert seen.text.rstrip().endswith("data: [DONE]")  # no prefill server has the room: computed here
+        refused = httpx.post(pair.decode.url + "/generate", json=body([ids, ids]) | pair.rooms(), timeout=60)
+        assert refused.status_code == 400 and "bootstrap_room" in refused.text
+        idle_and_free(pair)
+
+
+def test_a_lost_prefill_server_is_replaced_by_prefill_on_the_decode_server(tmp_path: Path) -> None:
+    """Not there, killed in the middle of a transfer, and stopped without a word: each request has its answer."""
+    asked = prompts(4, 400)
+    with Pair(tmp_path) as pair:
+        expected = [pair.post("/generate", body(ids)).json()["output_ids"] for ids in asked[:1]]
+        unreachable = pair.rooms() | {"bootstrap_port": 1}
+        got = httpx.post(pair.decode.url + "/generate", json=body(asked[1]) | unreachable, timeout=60).json()
+        assert len(got["output_ids"]) == 12
+        assert pair.post("/generate", body(asked[0])).json()["output_ids"] == expected[0]
+        for process in [pair.prefill.process, *pair.prefill.children()]:
+            process.send_signal(signal.SIGSTOP)
+        got = httpx.post(pair.decode.url + "/generate", json=body(asked[2]) | pair.rooms(), timeout=60).json()
+        assert len(got["output_ids"]) == 12
+        for process in [*pair.prefill.children(), pair.prefill.process]:
+            process.kill()
+        got = httpx.post(pair.decode.url + "/generate", json=body(asked[3]) | pair.rooms(), timeout=60).json()
+        assert len(got["output_ids"]) == 12
+        assert pair.decode.wait_idle()["num_used"] == 0
+        assert "its prompt is computed here" in pair.decode.log and "repaired" not in pair.decode.log
+
+
+def test_servers_with_other_caches_refuse_each_other(tmp_path: Path) -> None:
+    (ids,) = prompts(1)
+    with Pair(tmp_path, decode=("--dtype", "bfloat16")) as pair:
+        assert len(pair.post("/generate", body(ids)).json()["output_ids"]) == 12
+        assert "--kv-cache-dtype: prefill server float32, decode server bfloat16" in pair.decode.log
+
+
+def test_another_secret_is_named(tmp_path: Path) -> None:
+    (ids,) = prompts(1)
+    (tmp_path / "a").write_text("a" * 40)
+    (tmp_path / "b").write_text("b" * 40)
+    for file in ("a", "b"):
+        (tmp_path / file).chmod(0o600)
+    first, second = (("--dist-secret-file", str(tmp_path / name)) for name in "ab")
+    with Pair(tmp_path, prefill=first, decode=second) as pair:
+        assert len(pair.post("/generate", body(ids)).json()["output_ids"]) == 12
+        assert "its prompt is computed here" in pair.decode.log
+    with Pair(tmp_path, *first) as pair:
+        assert pair.post("/generate", body(ids)).json()["meta_info"]["cached_tokens"] >= 149
+
+
+def test_aborts_free_everything(tmp_path: Path) -> None:
+    with Pair(tmp_path) as pair:
+        for delay in (0.0, 0.02, 0.1, 0.3):
+            (ids,) = prompts(1, 400)
+            rooms = pair.rooms()
+            for server, path in ((pair.prefill, "prefill"), (pair.decode, "decode")):
+                with pytest.raises(httpx.TimeoutException):
+                    httpx.post(
+                        server.url + "/generate",
+                        json={**body(ids), **rooms, "sampling_params": {**GREEDY, "max_new_tokens": 100}}
+                        if path == "decode"
+                        else body(ids) | rooms,
+                        timeout=0.01 + delay / 10,
+                    )
+                time.sleep(delay)
+        (ids,) = prompts(1)
+        assert pair.post("/generate", body(ids)).json()["meta_info"]["cached_tokens"] >= 149
+        idle_and_free(pair)
+        assert "repaired" not in pair.decode.log + pair.prefill.log

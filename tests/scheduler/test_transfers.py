@@ -1,0 +1,97 @@
+"""Transfers between two schedulers under random faults: the right KV, an end of each request, nothing leaked."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moe_engine.scheduler import SchedulerConfig
+from moe_engine.types import Request
+from tests.examples import examples
+from tests.scheduler.simulator import make_request
+from tests.scheduler.transfer_simulator import Network, ServerSimulation
+
+BASE = SchedulerConfig(num_slots=400, context_len=300, max_rows=4, chunked_prefill_size=32, host_tier_tokens=300)
+
+
+def play(
+    seed: int, *, num: int, page_size: int = 1, faults: float = 0.0, aborts: float = 0.0, failures: float = 0.0,
+    places: int = 300, late: float = 0.3,
+) -> tuple[ServerSimulation, ServerSimulation, Network]:  # fmt: skip
+    """A trace of sessions; both servers get each request, as from the router."""
+    rng = random.Random(seed)
+    config = replace(BASE, page_size=page_size, host_tier_tokens=places - places % page_size)
+    config = replace(config, num_slots=400 - 400 % page_size, chunked_prefill_size=32 - 32 % page_size)
+    prefill, decode = (ServerSimulation(config, mode, rng, late) for mode in ("prefill", "decode"))
+    network = Network(prefill, decode, rng, faults)
+    prompts: list[list[int]] = []
+    added = 0
+    while added < num:
+        if rng.random() < 0.4:
+            prompt = [rng.randrange(50) for _ in range(rng.randint(2, 120))]
+            if prompts and rng.random() < 0.5:
+                prompt = (rng.choice(prompts) + prompt)[:200]
+            prompts.append(prompt)
+            for server, new in rng.sample([(prefill, 1), (decode, 8)], 2):
+                if rng.random() < 0.02 * (faults > 0):
+                    continue  # this half never arrives
+                request: Request = make_request(str(added), prompt, new, ignore_eos=True)
+                request.bootstrap = ("host", 1, added)
+                server.add(request)
+            added += 1
+        for server in (prefill, decode):
+            if rng.random() < aborts and server.outcomes:
+                server.abort(rng.choice(list(server.outcomes)))
+            if rng.random() < failures:
+                server.fail_step()
+            server.turn()
+        if rng.random() < 0.7:
+            network.step()
+    for _ in range(5000):
+        prefill.turn()
+        decode.turn()
+        if not network.step():
+            if prefill.scheduler.is_idle() and decode.scheduler.is_idle():
+                break
+            network.expire()
+    prefill.check_end()
+    decode.check_end()
+    assert not prefill.tier.outgoing and not decode.tier.incoming
+    return prefill, decode, network
+
+
+def test_prompts_are_computed_once() -> None:
+    """Tokens are checked by the simulation: each context slot must hold the KV of its tokens."""
+    _prefill, decode, _network = play(1, num=30, places=2000)
+    total = sum(len(o.request.prompt_ids) for o in decode.outcomes.values())
+    assert decode.tier.num_transferred_tokens > total / 4 and decode.tier.num_failed_transfers == 0
+    assert decode.scheduler.totals.cached_tokens > total / 2
+
+
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 10**6),
+    page_size=st.sampled_from([1, 1, 4]),
+    faults=st.sampled_from([0.0, 0.05, 0.3]),
+    aborts=st.sampled_from([0.0, 0.1]),
+    failures=st.sampled_from([0.0, 0.05]),
+    places=st.sampled_from([40, 300]),
+    late=st.sampled_from([0.0, 0.8]),
+)
+def test_random_faults_leak_nothing_and_use_no_wrong_bytes(
+    seed: int, page_size: int, faults: float, aborts: float, failures: float, places: int, late: float
+) -> None:
+    play(seed, num=12, page_size=page_size, faults=faults, aborts=aborts, failures=failures, places=places, late=late)
+
+
+@pytest.mark.exhaustive
+def test_a_thousand_faults() -> None:
+    count = seed = 0
+    while count < 1000:
+        _prefill, _decode, network = play(seed, num=40, faults=0.2, aborts=0.1, failures=0.02, places=100)
+        count += network.num_cuts + network.num_corrupted
+        seed += 1
