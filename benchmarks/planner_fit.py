@@ -13,6 +13,7 @@ import argparse
 import datetime
 import math
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import report
 from benchmarks.planner_points import Point, read_points
 from moe_engine.tuning.costs.efficiency import FOLDER, Efficiency, deviation_keys
 from moe_engine.tuning.costs.form import precision_of
@@ -194,10 +196,16 @@ def main() -> None:
     parser.add_argument("--points", type=Path, help="a CSV with the columns of benchmarks/planner_points/one_pool.csv")
     parser.add_argument("--halves", type=int, default=0, help="number of random halves to judge on")
     parser.add_argument("--groups", type=int, default=0, help="the same with whole groups left out")
+    report.add_result_options(parser)
     args = parser.parse_args()
     points = read_points(args.points) if args.points else read_points()
     if args.halves or args.groups:
-        print("\n".join(judge(points, args.halves or args.groups, bool(args.groups))))
+        lines = judge(points, args.halves or args.groups, bool(args.groups))
+        print("\n".join(lines))
+        if not args.no_json:
+            values = {"points": len(points), "draws": args.halves or args.groups, "lines": lines}
+            name = "planner_held_out_groups" if args.groups else "planner_held_out"
+            print(report.write_result(name, values, path=args.json), file=sys.stderr)
         return
     for engine in sorted({point.engine for point in points}):
         own = [point for point in points if point.engine == engine]

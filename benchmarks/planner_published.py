@@ -8,9 +8,11 @@ Rates are tokens a second of a GPU. Sources are in `SYSTEMS`; assumptions that a
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from benchmarks import report
 from benchmarks.planner_points import facts_of
 from moe_engine.tuning.costs.efficiency import load_efficiency
 from moe_engine.tuning.costs.form import Form, Precision
@@ -118,12 +120,19 @@ SYSTEMS = (
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="moe-engine bench planner_published", description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(prog="moe-engine bench planner_published", description=__doc__)
+    report.add_result_options(parser)
+    args = parser.parse_args()
+    rows = []
     for system in SYSTEMS:
         print(
             f"{system.name:<46} {system.published:>8,.0f} published {system.predicted:>8,.0f} predicted "
             f"{system.error:+5.0%}  {system.remark}".rstrip()
         )
+        names = ("name", "published", "predicted", "error", "remark")
+        rows.append({name: getattr(system, name) for name in names})
+    if not args.no_json:
+        print(report.write_result("planner_published", {"systems": rows}, path=args.json), file=sys.stderr)
 
 
 if __name__ == "__main__":
