@@ -39,6 +39,12 @@ class SchedulingArgs:
         "tokens). Left out: throughput where requests wait, latency elsewhere.",
         metavar="TEXT",
     )
+    session_hold: float = flag(
+        30.0,
+        "Longest wait, in seconds, of a request that could only run by evicting KV of sessions whose next turn is "
+        "expected. 0: no KV is held for sessions. No effect with --enable-hierarchical-cache, which loads KV back.",
+        metavar="SECONDS",
+    )
     schedule_conservativeness: float = flag(
         1.0,
         "Above 1 admits fewer requests (fewer retractions when the KV cache is full), below 1 more. Scales the share "

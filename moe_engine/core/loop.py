@@ -51,7 +51,7 @@ IDLE_POLL_SECONDS = 0.2
 CALL_POLL_SECONDS = 0.005
 """Poll interval of an idle core for its ranks' replies to a call."""
 STORAGE_POLL_SECONDS = 0.02
-"""Of an idle core while the storage works: the deadlines of waiting requests."""
+"""Of an idle core while requests wait for the storage, or for held sessions: their deadlines."""
 STATUS_INTERVAL_SECONDS = 0.05
 SHUTTING_DOWN = FinishReason("abort", message="the server is shutting down", status_code=503)
 
@@ -167,14 +167,21 @@ class EngineCore:
                 if loads or reports:
                     self._scheduler.kv_arrived(loads, reports)
             self._step()
-            if self._kv_arrivals is not None:
-                waits = self._scheduler.num_loading > 0 or self._scheduler.kv_cache.num_fetching() > 0
-                self._waits_for_kv = self._in_flight is None and waits
+            self._waits_for_kv = self._in_flight is None and self._is_waiting()
+
+    def _is_waiting(self) -> bool:
+        """Whether requests wait for KV, or for sessions whose KV is held."""
+        scheduler = self._scheduler
+        if scheduler.table.sessions.holds_back:
+            return True
+        return self._kv_arrivals is not None and (scheduler.num_loading > 0 or scheduler.kv_cache.num_fetching() > 0)
 
     def _poll_seconds(self) -> float:
         """How long `receive` waits."""
         if self._calls:
             return CALL_POLL_SECONDS
+        if self._scheduler.table.sessions.holds_back:
+            return STORAGE_POLL_SECONDS
         storage = self._scheduler.kv_cache.storage
         if storage is None or not storage.num_open or self._kv_arrivals is None:
             return IDLE_POLL_SECONDS

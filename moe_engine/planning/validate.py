@@ -51,6 +51,7 @@ LEAST = {
     "eplb_rebalance_layers_per_chunk": 1,
     "random_seed": -(2**63),
     "hicache_size": 0,
+    "session_hold": 0,
     "timeout_keep_alive": 1,
     "timeout_graceful_shutdown": 0,
 }

@@ -21,10 +21,13 @@ from moe_engine.scheduler.kv_connector import KVConnector
 from moe_engine.scheduler.lora_slots import LoraSlots
 from moe_engine.scheduler.policies import Policy
 from moe_engine.scheduler.run_settings import RunSettings
+from moe_engine.scheduler.session_hold import SessionHold
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 from moe_engine.types import Request, Status
 
 _UNLIMITED = 1 << 60
+MAX_HELD = 64
+"""Requests that are examined in a step although held sessions leave no room; of the others, only those that return."""
 SHARED_TOKENS = 32
 """Prompts that share this many uncached tokens are not prefilled in the same batch: the second waits a step."""
 
@@ -35,6 +38,7 @@ class Blocked(enum.Enum):
     NOTHING = "queue empty"
     ROWS = "no free row"
     TOKENS = "no room in the KV pool"
+    HELD = "would evict the KV of sessions that return"
     BUDGET = "batch full"
 
 
@@ -130,12 +134,18 @@ class Admission:
     """Builds prefill batches."""
 
     def __init__(
-        self, settings: RunSettings, kv_cache: KVCacheManager, queue: WaitingQueue, lora: LoraSlots | None = None
+        self,
+        settings: RunSettings,
+        kv_cache: KVCacheManager,
+        queue: WaitingQueue,
+        lora: LoraSlots | None = None,
+        sessions: SessionHold | None = None,
     ) -> None:
         self._settings, self._config = settings, settings.config
         self._kv_cache = kv_cache
         self._queue = queue
         self._lora = lora
+        self._sessions = sessions
         self._policy = Policy(settings)
         self.blocked = Blocked.NOTHING
         """Why the last batch with new requests ended."""
@@ -163,7 +173,9 @@ class Admission:
         budget = PrefillBudget(self._settings, self._kv_cache, ratio, running, num_mixed)
         if chunked is not None and not self._continue(chunked, batch, budget, others=num_running > 1):
             return batch
-        barred = False
+        barred, num_held = False, 0
+        if may_admit and self._sessions is not None:
+            self._sessions.plan(self._kv_cache.available)
         if may_admit and not (batch.jobs and budget.exhausted):
             for entry in self._policy.order(self._queue, self._kv_cache.tree):
                 if may_join is not None and not may_join(entry.request):
@@ -171,11 +183,16 @@ class Admission:
                 if self._lora is not None and not self._lora.may_join(entry.request, barred):
                     barred |= self._lora.bars(entry.request)
                     continue
+                if num_held >= MAX_HELD and self._sessions is not None and not self._sessions.is_returning(entry):
+                    continue
                 if self._is_computed_by(batch, entry):
                     continue
                 if connector is not None and self._waits_for_kv(connector, entry, batch, budget, num_running, may_join):
                     continue
                 batch.blocked = self._admit(entry, batch, budget, num_running)
+                if batch.blocked is Blocked.HELD:
+                    num_held += 1
+                    continue  # for a bounded time
                 if batch.blocked is not Blocked.NOTHING:
                     batch.blocked_entry = entry
                     break
@@ -184,6 +201,8 @@ class Admission:
                     break
             self._queue.admit(batch.admitted)
             self.blocked = batch.blocked
+        if self._sessions is not None:
+            self._sessions.holds_back = num_held > 0
         return batch
 
     def _is_computed_by(self, batch: PrefillBatch, entry: Waiting) -> bool:
@@ -252,6 +271,16 @@ class Admission:
         budget.spend(request, count, expected_growth(request, self._config.clip_max_new_tokens) if is_last else 0)
         return is_last
 
+    def _must_leave(self, entry: Waiting, total: int, budget: PrefillBudget, alone: bool) -> bool:
+        """Whether the request waits because sessions that return would lose their KV."""
+        if self._sessions is None:
+            return False
+        held = self._sessions.held_for(entry)
+        if not held:
+            return False
+        room = self._kv_cache.available if alone else budget.rem_total
+        return total + held >= self._sessions.share_for(entry) * room
+
     def _admit(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, num_running: int) -> Blocked:
         config, kv_cache, request = self._config, self._kv_cache, entry.request
         most, joining = self._settings.prefill_max_requests, len(batch.admitted)
@@ -266,6 +295,8 @@ class Admission:
         total = pages + growth + config.page_size
         if not alone and not budget.has_room(total):
             return Blocked.TOKENS
+        if self._must_leave(entry, total, budget, alone):
+            return Blocked.HELD
         if batch.jobs and pages >= budget.rem_input:
             return Blocked.BUDGET
         count = left if pages <= budget.rem_chunk else config.floor_page(budget.rem_chunk)

@@ -212,8 +212,9 @@ class KVCacheManager:
         request.slots[start:end] = present
         return RowWrite(request.row, start, present)
 
-    def release(self, request: Request) -> None:
-        """Frees row and slots of a request that ends or is retracted; its computed KV stays cached in the tree.
+    def release(self, request: Request) -> Node:
+        """Frees row and slots of a request that ends or is retracted; its computed KV stays cached in the tree, up to
+        the node that is returned.
 
         The KV of the last token is dropped: it was not computed, or only by a step whose result is discarded.
         """
@@ -230,6 +231,7 @@ class KVCacheManager:
         request.num_in_tree = 0
         request.slots = []
         request.row = -1
+        return node
 
     def _replaced(self, request: Request, start: int, present: list[int]) -> None:
         """The tree's slots `present` replace the request's slots from `start` on, which are freed next."""

@@ -130,6 +130,10 @@ class RadixCache:
         self._touch(node)
         return node
 
+    def refresh(self, node: Node) -> None:
+        """Marks the path to `node` as used."""
+        self._touch(node)
+
     def prefix_slots(self, node: Node) -> list[int]:
         """The slots of the whole prefix that ends with `node`."""
         runs = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from moe_engine.errors import InputError
 from moe_engine.scheduler.config import SchedulerConfig
@@ -11,7 +12,9 @@ from moe_engine.scheduler.finish import check_fits, end_ids
 from moe_engine.scheduler.jump_forward import JumpForward
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.lora_slots import LoraSlots
+from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.run_settings import RunSettings
+from moe_engine.scheduler.session_hold import SessionHold
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 from moe_engine.scheduler.windowed_kv_cache import WindowedKVCacheManager
 from moe_engine.types import NO_LORA_SLOT, FinishReason, PackedLogprobs, Request, RowWrite, Status
@@ -26,11 +29,13 @@ class RequestTable:
     the rest only wait for the result of a step in flight. `row_writes` and `finished_rows` are sent with the next plan.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.settings = RunSettings(config)
         self.kv_cache = WindowedKVCacheManager(config) if config.window else KVCacheManager(config)
         self.queue = WaitingQueue(config)
+        reloads = self.kv_cache.connector is not None or config.disable_radix_cache
+        self.sessions = SessionHold(0.0 if reloads else config.session_hold, self.kv_cache.tree, clock)
         self.lora = LoraSlots(config.lora_slots) if config.lora_slots else None
         """Slots of LoRA adapters, if the launch has any."""
         self.jumps = JumpForward(config)
@@ -83,6 +88,7 @@ class RequestTable:
         entry = self.queue.push(request, front=request.retractions > 0)
         if self.kv_cache.storage is not None:
             self.kv_cache.storage.begin(entry)
+        self.sessions.arrived(entry)
         if request.bootstrap is not None and not request.retractions:
             self.kv_cache.enter_transfer(request)
         return events
@@ -138,7 +144,9 @@ class RequestTable:
         del self.live[request.rid]
         request.status = Status.FINISHED
         request.finish_reason = reason
-        self._release_row(request)
+        node = self._release_row(request)
+        if reason.type != "abort":
+            self.sessions.ended(request.prompt_ids + request.output_ids, node)
 
     def retract(self, victims: list[Request]) -> None:
         """Moves running requests back to the front region of the queue; their KV stays cached until it is evicted.
@@ -188,11 +196,11 @@ class RequestTable:
         """Removes requests without a row from `decodes`."""
         self.decodes = [r for r in self.decodes if r.row >= 0]
 
-    def _release_row(self, request: Request) -> None:
+    def _release_row(self, request: Request) -> Node:
         row = request.row
         if self.lora is not None:
             self.lora.release(request)
-        self.kv_cache.release(request)
+        node = self.kv_cache.release(request)
         self.finished_rows.append(row)
         self.num_released += 1
         self.prompt_logprobs.pop(request.rid, None)
@@ -200,3 +208,4 @@ class RequestTable:
             self.row_writes = [w for w in self.row_writes if w.row != row]
         if self.chunked is not None and self.chunked.request is request:
             self.chunked = None
+        return node

@@ -59,7 +59,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
-        self.table = RequestTable(config)
+        self.table = RequestTable(config, clock)
         self.kv_cache = self.table.kv_cache
         self._connector = self.kv_cache.connector
         self.ratio = NewTokenRatio(self.table.settings)
@@ -69,7 +69,8 @@ class Scheduler:
         self.totals = Totals()
         self._clock = clock
         self.autopilot = Autopilot(self.table, self.totals, clock()) if config.autopilot else None
-        self._admission = Admission(self.table.settings, self.kv_cache, self.table.queue, self.table.lora)
+        table = self.table
+        self._admission = Admission(table.settings, self.kv_cache, table.queue, table.lora, table.sessions)
         self._in_flight: deque[StepRecord] = deque()
         self._to_cache: list[Request] = []
         self._prefills_in_a_row = 0

@@ -147,10 +147,10 @@ class WindowedKVCacheManager(KVCacheManager):
         self._progress(request)
         return super().cache_unfinished(request)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Request) -> Node:
         self.windows.unpin(self._pinned(request), self.step)
         request.window_start = 0
-        super().release(request)
+        return super().release(request)
 
     def _replaced(self, request: Request, start: int, present: list[int]) -> None:
         page = self.page_size

@@ -235,8 +235,10 @@ class Simulation:
         return True
 
     def take_arrivals(self) -> bool:
-        """Waits, as an idle core, until the worker reports loads of KV. False if there are none."""
-        return False
+        """Waits, as an idle core, until the worker reports loads of KV, or held sessions let requests pass. False if
+        there are none."""
+        self.now += 0.5
+        return self.scheduler.table.sessions.holds_back
 
     def check_budgets(self, plan: StepPlan) -> None:
         config = self.config
