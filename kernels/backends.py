@@ -13,6 +13,7 @@ from moe_engine.kernels.registry import Choice, Row, select
 if TYPE_CHECKING:  # the protocols import torch; selection does not need it
     from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
     from moe_engine.kernels.experts.protocol import ExpertsKernel
+    from moe_engine.kernels.indexer.protocol import IndexerKernel
     from moe_engine.kernels.linear.protocol import LinearKernel
     from moe_engine.kernels.ops.protocol import Ops
     from moe_engine.kernels.sampling.protocol import SamplingKernel
@@ -33,10 +34,17 @@ class Backends:
     """Compiles the torch code between kernels if ops and linear use torch (--enable-torch-compile)."""
     fuse_shared_experts: bool = True
     """Shared experts may lie behind the routed ones (--disable-shared-experts-fusion: they may not)."""
+    indexer: IndexerKernel | None = None
+    """Of a model with sparse attention."""
 
 
 FAMILIES = ("ops", "linear", "experts", "attention", "sampling")
 """Families of a kernel plan; attention is that of the model's kind."""
+
+
+def families_of(need: Need) -> tuple[str, ...]:
+    """The families that a model needs: with sparse attention an indexer too."""
+    return FAMILIES if need.index is None else (*FAMILIES, "indexer")
 
 
 @dataclass(frozen=True)
@@ -117,7 +125,7 @@ def plan_kernels(
     for page in pages or (need.page_size,):
         fitting = replace(need, page_size=page)
         try:
-            choices = tuple(_select(family, device, fitting, asked, captured) for family in FAMILIES)
+            choices = tuple(_select(family, device, fitting, asked, captured) for family in families_of(fitting))
         except ValueError as error:
             errors.append(error)
         else:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from moe_engine.kernels.experts.protocol import ExpertsKernel
     from moe_engine.kernels.experts.reference import TorchExperts
     from moe_engine.kernels.experts.triton_experts import TritonExperts
+    from moe_engine.kernels.indexer.cpu import CpuIndexer
+    from moe_engine.kernels.indexer.protocol import IndexerKernel
+    from moe_engine.kernels.indexer.reference import TorchIndexer
     from moe_engine.kernels.linear.cpu import CpuLinear
     from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
     from moe_engine.kernels.linear.protocol import LinearKernel
@@ -57,4 +60,5 @@ if TYPE_CHECKING:
     OPS: list[Ops] = [TorchOps(), CpuOps(), TritonOps()]
     SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]
     PERMUTATION: list[Permutation] = [TorchPermutation(), CpuPermutation(), TritonPermutation()]
+    INDEXER: list[IndexerKernel] = [TorchIndexer(), CpuIndexer()]
     LORA: list[LoraKernel] = [TorchLora(), CpuLora(), TritonLora()]

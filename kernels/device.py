@@ -38,12 +38,22 @@ class HeadWidths:
 
 
 @dataclass(frozen=True)
+class IndexWidths:
+    """A model's indexer: heads, channels of a head, max selected tokens of a query token."""
+
+    heads: int
+    width: int
+    top_k: int
+
+
+@dataclass(frozen=True)
 class Need:
     """Requirements of the model and the launch on a backend: the activation dtype's name and the kinds of work.
 
     `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant, bit
     for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers. `sinks`:
-    attention has sinks. `biases`: routed experts have biases and a clamped activation.
+    attention has sinks. `biases`: routed experts have biases and a clamped activation. `index`: the model's indexer, if
+    it has sparse attention.
     """
 
     dtype: str
@@ -54,6 +64,7 @@ class Need:
     deterministic: bool = False
     moe: bool = True
     windows: bool = False
+    index: IndexWidths | None = None
     sinks: bool = False
     biases: bool = False
 

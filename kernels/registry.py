@@ -28,6 +28,7 @@ class Row:
         lacks_expanded: it has no kernels for the expanded form of MLA: its constructor takes `expanded`, the most
             preferred other row.
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
+        sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
         codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as they are.
         sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
@@ -45,6 +46,7 @@ class Row:
     pages: tuple[int, ...] = ()
     lacks_expanded: bool = False
     windows: bool = False
+    sparse: bool = False
     sinks: bool = False
     biases: bool = False
     reads_fp8: Callable[[Device], bool] | None = None
@@ -132,6 +134,8 @@ def select(
 def _refusal(family: str, row: Row, device: Device, need: Need) -> str | None:
     if family == "attention" and need.windows and not row.windows:
         return "no sliding windows"
+    if family == "attention" and need.index is not None and not row.sparse:
+        return "no sparse attention"
     if family == "attention" and need.sinks and not row.sinks:
         return "no attention sinks"
     if family == "experts" and need.biases and not row.biases:

@@ -57,6 +57,10 @@ def _uncaptured_torch(device: Device, need: Need) -> str | None:
     return "the torch row reads token counts per expert or context on the host"
 
 
+def _uncaptured_indexer(device: Device, need: Need) -> str | None:
+    return "sparse attention has another plan when a context exceeds the indexer's top-k"
+
+
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
     torch_uncaptured: WhyNot | None = None, codes: bool = False, **has: Any,
@@ -78,7 +82,8 @@ def _rows(
 OPS = _rows("ops", "TorchOps", "CpuOps")
 LINEAR = _rows("linear", "TorchLinear", "CpuLinear", codes=True)
 EXPERTS = _rows("experts", "TorchExperts", "CpuExperts", torch_uncaptured=_uncaptured_torch, biases=True, codes=True)
-MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch)
+MLA = _rows("attention", "TorchMLA", "CpuMLA", torch_uncaptured=_uncaptured_torch, sparse=True)
+INDEXER = _rows("indexer", "TorchIndexer", "CpuIndexer", torch_uncaptured=_uncaptured_indexer)
 GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torch, windows=True, sinks=True)
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
@@ -133,6 +138,7 @@ MLA.append(
         _FIXED,
         workspaces.triton,
         _uncaptured_triton,
+        sparse=True,
     )
 )
 GQA.append(
@@ -198,5 +204,6 @@ FAMILIES: dict[str, list[Row]] = {
     "sampling": SAMPLING,
     "permutation": PERMUTATION,
     "lora": LORA,
+    "indexer": INDEXER,
 }
 """Every family; attention is one per kind."""

@@ -45,6 +45,24 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class IndexerConfig:
+    """DeepSeek sparse attention: the indexer that selects the tokens that a query token attends to.
+
+    Attributes:
+        num_heads, top_k: heads of the index query; max tokens selected for a query token.
+        interleaved: its rotary pairs are (2j, 2j+1), else (j, j+R/2); they are the first R channels of a head.
+        shared_layers: layers without an indexer, which use the selection of the last layer before them that has one.
+        shares_drafts: draft steps of an MTP layer after the first use the selection of the first.
+    """
+
+    num_heads: int
+    top_k: int
+    interleaved: bool
+    shared_layers: tuple[int, ...] = ()
+    shares_drafts: bool = False
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Multi-head latent attention. The file's KV heads and head_dim do not apply and are not read.
 
@@ -60,6 +78,7 @@ class MLAConfig:
     v_head_dim: int
     bias: bool = False
     index_width: int = 0
+    indexer: IndexerConfig | None = None
 
     kind = "mla"
 
@@ -78,6 +97,11 @@ class MLAConfig:
         if not self.index_width:
             return (latent,)
         return latent, (1, kv_format.head_width(kv_dtype, self.index_width))
+
+    @property
+    def shared_layers(self) -> tuple[int, ...]:
+        """Layers that have the first of `kv_parts` only: they use another layer's selection."""
+        return () if self.indexer is None else self.indexer.shared_layers
 
 
 @dataclass(frozen=True)
@@ -103,6 +127,11 @@ class GQAConfig:
     def kv_parts(self, kv_dtype: str) -> tuple[tuple[int, ...], ...]:
         """Shapes of a token's entries in a layer's cache tensors, in `kv_format`'s layout."""
         return ((self.num_kv_heads, kv_format.head_width(kv_dtype, self.head_dim)),) * 2
+
+    @property
+    def shared_layers(self) -> tuple[int, ...]:
+        """See `MLAConfig`: none."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -275,8 +304,9 @@ class ModelConfig:
     def kv_bytes_per_token(self, kv_dtype: str, include_mtp: bool = False) -> int:
         """Cached bytes of one token in all layers, optionally with MTP layers; scales of FP8 rows included."""
         layers = self.num_layers - len(self.state_layers) + (self.num_nextn_predict_layers if include_mtp else 0)
-        elements = sum(math.prod(part) for part in self.attention.kv_parts(kv_dtype))
-        return layers * elements * kv_format.STORED[kv_dtype][1]
+        first, *others = (math.prod(part) for part in self.attention.kv_parts(kv_dtype))
+        elements = layers * first + (layers - len(self.attention.shared_layers)) * sum(others)
+        return elements * kv_format.STORED[kv_dtype][1]
 
 
 def activation_dtype(config: ModelConfig, asked: str = "auto", device_kind: str = "cpu") -> str:

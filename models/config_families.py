@@ -5,11 +5,13 @@ A parser takes the fields and generation_config.json's object; inconsistent fiel
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig, MoEConfig
 from moe_engine.models.config_fields import Fields, is_whole, parse_eos, parse_rope
+from moe_engine.models.config_indexer import parse_indexer
 from moe_engine.models.formats.table import parse_format
 
 
@@ -35,6 +37,21 @@ def parse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig
         moe=moe,
         moe_layers=moe_layers,
     )
+
+
+def parse_sparse_deepseek(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """DeepSeek V3.2 and GLM-5: DeepSeek V3 with an indexer."""
+    config = parse_deepseek(fields, generation)
+    assert isinstance(config.attention, MLAConfig)
+    attention = parse_indexer(fields, config.attention)
+    kinds = fields.raw.get("mlp_layer_types")
+    if kinds is None:
+        return dataclasses.replace(config, attention=attention)
+    layers, known = config.num_layers, {"dense": False, "sparse": config.moe is not None}
+    if not isinstance(kinds, list) or len(kinds) < layers or not all(kind in known for kind in kinds):
+        fields.fail("mlp_layer_types", f"needs {layers} of dense, sparse, not {kinds!r}")
+    moe_layers = tuple(known[kind] for kind in kinds[:layers])
+    return dataclasses.replace(config, attention=attention, moe_layers=moe_layers)
 
 
 def parse_deepseek_moe(fields: Fields) -> MoEConfig | None:

@@ -1,4 +1,5 @@
 """DeepSeek V2, V2-Lite, V3, R1 and V3.1 (and Kimi K2, Moonlight): MLA with dense and mixture-of-experts layers.
+DeepSeek V3.2 and GLM-5: the same with sparse attention.
 
 The variants differ in the config only; see `config_families.parse_deepseek`.
 """
@@ -10,13 +11,14 @@ from typing import Any
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
-from moe_engine.models.config import ModelConfig
+from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.layers.decoder_layer import FeedForward
 from moe_engine.models.layers.mla import MLAAttention
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
+from moe_engine.models.layers.sparse_mla import SparseMLAAttention
 from moe_engine.models.layers.stack import LayerStack
 from moe_engine.models.sizes import MAX_EXPANDED_TOKENS
 from moe_engine.models.weights import WeightSource
@@ -24,7 +26,7 @@ from moe_engine.parallel.context import ParallelContext
 
 
 class DeepseekModel(Decoder):
-    """`Model` of the DeepSeek family. `batch.kv[layer]` is the latent cache [num_slots, C+R]."""
+    """`Model` of these families. `batch.kv[layer]` is the latent cache [num_slots, C+R], with index keys a pair."""
 
     has_mtp = True
 
@@ -41,7 +43,9 @@ class DeepseekModel(Decoder):
         super().__init__(config, reader, backends, parallel, max_positions)
 
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> MLAAttention:
-        return MLAAttention(
+        attention = self.config.attention
+        sparse = isinstance(attention, MLAConfig) and attention.indexer is not None
+        return (SparseMLAAttention if sparse else MLAAttention)(
             self.config,
             layer_index,
             reader,

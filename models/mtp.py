@@ -28,11 +28,13 @@ from moe_engine.kernels.decoder.drafting import ChainSteps, DraftLevel, RowTable
 from moe_engine.kernels.decoder.layers import MAX_TOKENS
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.config import MLAConfig
 from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.decoder import Decoder, Reloadable
 from moe_engine.models.layers.embedding import Head
 from moe_engine.models.layers.linear import load_linear
 from moe_engine.models.layers.moe import MoE
+from moe_engine.models.layers.sparse_chunks import SharedSelection
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.step_sizes import StepSizes
 
@@ -78,7 +80,20 @@ class MTPLayers:
     def feed_forwards(self) -> list[Any]:
         return [layer.feed_forward for layer in self._layers]
 
-    def forward(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+    @property
+    def shares_selection(self) -> bool:
+        """True if the draft steps of a chain after the first attend to the tokens that the first one selected."""
+        attention = self._model.config.attention
+        return isinstance(attention, MLAConfig) and attention.indexer is not None and attention.indexer.shares_drafts
+
+    def forward(
+        self,
+        layer: int,
+        input_ids: Tensor,
+        hidden: Tensor,
+        batch: ForwardBatch,
+        selection: SharedSelection | None = None,
+    ) -> Tensor:
         """One step of one layer, over any tokens valid in a step of the main model.
 
         Args:
@@ -86,12 +101,15 @@ class MTPLayers:
             input_ids: [T] int64, the token that follows each hidden state (`batch.input_ids` is ignored).
             hidden: [T, D], not changed.
             batch: positions and slots of the hidden states; its attention reads this layer's earlier cache rows.
+            selection: of the draft chain, if the layers share it (`shares_selection`).
 
         Returns:
             v [T, D]: input of `logits`, and hidden state of the next draft step.
         """
         model = self._model
         args = model.step_args(batch)
+        if selection is not None:
+            args = (*args[:-1], selection.apply(args[-1]))
         return self._layers[layer].forward(model.embedding(input_ids), hidden, *args)
 
     def join(self, batch: ForwardBatch) -> Tensor:

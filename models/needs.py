@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_engine.kernels.device import HeadWidths, Need
+from moe_engine.kernels.device import HeadWidths, IndexWidths, Need
 from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
 
 
@@ -15,6 +15,14 @@ def head_widths(model: ModelConfig) -> HeadWidths:
             attention.qk_rope_head_dim,
         )  # fmt: skip
     return HeadWidths(attention.num_heads, attention.num_kv_heads, attention.head_dim, attention.head_dim)
+
+
+def index_widths(model: ModelConfig) -> IndexWidths | None:
+    """Widths of its indexer, the same on every rank."""
+    attention = model.attention
+    if not isinstance(attention, MLAConfig) or attention.indexer is None:
+        return None
+    return IndexWidths(attention.indexer.num_heads, attention.index_width, attention.indexer.top_k)
 
 
 def need_of_model(
@@ -30,6 +38,7 @@ def need_of_model(
         deterministic,
         moe=model.moe is not None,
         windows=bool(model.windows),
+        index=index_widths(model),
         sinks=isinstance(model.attention, GQAConfig) and model.attention.sinks,
         biases=model.moe is not None and model.moe.biased,
     )

@@ -80,6 +80,8 @@ def register(
 for _name, _target, _parser in (
     ("DeepseekV2ForCausalLM", _DEEPSEEK, "parse_deepseek"),
     ("DeepseekV3ForCausalLM", _DEEPSEEK, "parse_deepseek"),
+    ("DeepseekV32ForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
+    ("GlmMoeDsaForCausalLM", _DEEPSEEK, "parse_sparse_deepseek"),
     ("KimiK25ForConditionalGeneration", _DEEPSEEK, "parse_deepseek"),
     ("Kimi_K25ForConditionalGeneration", _DEEPSEEK, "parse_deepseek"),
     ("LlamaForCausalLM", _DENSE, "parse_dense"),
@@ -106,6 +108,8 @@ _BUILT_IN = dict(_architectures)
 _BY_MODEL_TYPE = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
     "kimi_k25": "KimiK25ForConditionalGeneration",
     "llama": "LlamaForCausalLM",

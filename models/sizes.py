@@ -24,6 +24,9 @@ MAX_EXPANDED_TOKENS = 16384
 MAX_ABSORBED_TOKENS = 1024
 """Query tokens of one chunk if a long context is read in the absorbed form instead."""
 
+MAX_INDEX_SCORES_BYTES = 256 << 20
+"""Scores of an indexer that exist at once; query tokens with more are scored in parts (`kernels.indexer`)."""
+
 DRAFT_CATCH_UP = 4096
 """Tokens of all rows per pass when a draft model catches up on unseen tokens."""
 
@@ -185,7 +188,8 @@ def _attention_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int, exp
     if a.kind == "gqa":
         width = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim  # type: ignore[union-attr]
         return num_tokens * width * dtype_bytes
-    return _mla_bytes(a, num_tokens, dtype_bytes, expanded_tokens)  # type: ignore[arg-type]
+    dense = _mla_bytes(a, num_tokens, dtype_bytes, expanded_tokens)  # type: ignore[arg-type]
+    return dense + _indexer_bytes(config, num_tokens, dtype_bytes)
 
 
 def _mla_bytes(a: MLAConfig, num_tokens: int, dtype_bytes: int, expanded_tokens: int | None) -> int:
@@ -196,6 +200,18 @@ def _mla_bytes(a: MLAConfig, num_tokens: int, dtype_bytes: int, expanded_tokens:
     expanded = limit * context + min(num_tokens, limit) * a.num_heads * a.v_head_dim  # and the attention output
     absorbed = min(num_tokens, MAX_ABSORBED_TOKENS) * a.num_heads * (a.cache_width + a.kv_lora_rank)
     return (num_tokens * (down + query) + max(expanded, absorbed)) * dtype_bytes
+
+
+def _indexer_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:
+    """Index queries (with a float32 copy where they are quantized) and keys, head weights, selections, and scores."""
+    a = config.attention
+    if not isinstance(a, MLAConfig) or a.indexer is None:
+        return 0
+    heads, context = a.indexer.num_heads, config.context_length
+    each = (heads * a.index_width + a.index_width) * (2 * dtype_bytes + 4) + 8 * heads
+    selected = 4 * min(a.indexer.top_k, context)
+    scores = 4 * context
+    return num_tokens * (each + selected) + max(scores, min(MAX_INDEX_SCORES_BYTES, num_tokens * scores))
 
 
 def _mlp_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int) -> int:

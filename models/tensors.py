@@ -101,7 +101,7 @@ def model_tensors(config: ModelConfig, include_mtp: bool = False) -> Iterator[Te
     elif not config.tie_word_embeddings:
         yield TensorSpec("lm_head.weight", table)
     for i, is_moe in enumerate(config.moe_layers):
-        yield from (spec.within(f"{_LAYERS}{i}") for spec in layer_tensors(config, is_moe))
+        yield from (spec.within(f"{_LAYERS}{i}") for spec in layer_tensors(config, is_moe, i))
     if include_mtp:
         for i in range(config.num_layers, config.num_layers + config.num_nextn_predict_layers):
             yield from (spec.within(f"{_LAYERS}{i}") for spec in mtp_tensors(config))
@@ -114,10 +114,10 @@ def _score_head(config: ModelConfig) -> Iterator[TensorSpec]:
             yield TensorSpec(f"{layer.name}.bias", (layer.rows,), Kind.WIDE)
 
 
-def layer_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSpec]:
-    """Tensors of one decoder layer, with names relative to the layer."""
+def layer_tensors(config: ModelConfig, is_moe: bool, layer: int | None = None) -> Iterator[TensorSpec]:
+    """Tensors of one decoder layer, with names relative to the layer. layer: its index; None: of an MTP layer."""
     yield _norm("input_layernorm", config.hidden_size)
-    yield from attention_tensors(config)
+    yield from attention_tensors(config, layer)
     yield _norm("post_attention_layernorm", config.hidden_size)
     yield from feed_forward_tensors(config, is_moe)
 
@@ -130,11 +130,22 @@ def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
     yield from layer_tensors(config, config.is_moe)
 
 
-def attention_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
+def attention_tensors(config: ModelConfig, layer: int | None = None) -> Iterator[TensorSpec]:
     """Projections, biases and inner norms of one attention layer."""
     attention, hidden = config.attention, config.hidden_size
     found = _mla(attention, hidden) if attention.kind == "mla" else _gqa(attention, hidden)  # type: ignore[arg-type]
-    return (spec.within("self_attn") for spec in found)
+    yield from (spec.within("self_attn") for spec in found)
+    if isinstance(attention, MLAConfig) and attention.indexer is not None and layer not in attention.shared_layers:
+        yield from (spec.within("self_attn.indexer") for spec in _indexer(attention, hidden))
+
+
+def _indexer(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
+    assert a.indexer is not None and a.q_lora_rank is not None
+    yield from _linear("wq_b", a.indexer.num_heads * a.index_width, a.q_lora_rank)
+    yield from _linear("wk", a.index_width, hidden)
+    yield _norm("k_norm", a.index_width)
+    yield TensorSpec("k_norm.bias", (a.index_width,), Kind.WIDE)
+    yield TensorSpec("weights_proj.weight", (a.indexer.num_heads, hidden), Kind.WIDE)
 
 
 def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.sparse import over_absorbed
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, latent_form, rows
 from moe_engine.kernels.decoder.calls import DecoderCalls
@@ -27,7 +28,11 @@ class _Backend:
 class CpuMLA(_Backend):
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(expanded_shared=self.expanded_shared, decoder=DecoderCalls(self._lib))
+        return AttentionCapabilities(
+            expanded_shared=self.expanded_shared,
+            decoder=DecoderCalls(self._lib),
+            sparse=over_absorbed(self),
+        )
 
     def absorbed(
         self, q: Tensor, cache: Tensor, queries: PagedQueries, scale: float, plan: Any, value_width: int | None = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.selected import SparseAttention
 
 if TYPE_CHECKING:
     from moe_engine.kernels.decoder.calls import DecoderCalls
@@ -73,6 +74,9 @@ class AttentionCapabilities:
     expanded_shared: Callable[[Tensor, Tensor, Tensor, PagedQueries, float, Any], Tensor] | None = None
     """Shared prefixes, expanded once: `MLABackend.expanded` over kv [U, H, N+V] and k_rope [U, P], with
     `queries.slot_table` naming rows of these."""
+
+    sparse: SparseAttention | None = None
+    """Attention over the tokens that an indexer selected. The row in `kernels.tables` has `sparse` set."""
 
     windows: bool = False
     """`paged` supports `PagedQueries.window`. The row in `kernels.tables` has the same field."""

@@ -16,6 +16,7 @@ from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.parts import Chunk, merge_chunks
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.selected import Selected, SparseAttention
 
 MAX_SCORES = 1 << 22
 """Max score elements in memory; longer query chunks are cut into blocks."""
@@ -28,7 +29,10 @@ class TorchMLA:
 
     @property
     def capabilities(self) -> AttentionCapabilities:
-        return AttentionCapabilities(chunks=ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks))
+        return AttentionCapabilities(
+            chunks=ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks),
+            sparse=SparseAttention(lambda selected: None, self.sparse),
+        )
 
     def plan(self, batch: AttentionBatch) -> Any:
         return None
@@ -39,7 +43,7 @@ class TorchMLA:
         """See the protocol; `value_width` is C where the rotary width is not 64."""
         latent = q.shape[-1] - 64 if value_width is None else value_width
         out = q.new_empty(q.shape[0], q.shape[1], latent)
-        for tokens, slots, visible in _requests(queries):
+        for tokens, slots, visible in requests_of(queries):
             rows = cache.index_select(0, slots)
             keys = latent_records.unpack(rows, latent, q.shape[-1] - latent).unsqueeze(1)  # [s, 1, C+P]
             _attend(q[tokens], keys, keys[..., :latent], scale, out[tokens], visible)
@@ -53,7 +57,7 @@ class TorchMLA:
         if isinstance(plan, Chunk):
             rows = cache.index_select(0, plan.slots())
         else:
-            parts = [slots for _, slots, _ in _requests(queries)]
+            parts = [slots for _, slots, _ in requests_of(queries)]
             rows = cache.index_select(0, torch.cat(parts)) if parts else cache[:0]
         if out is None:
             return rows
@@ -63,6 +67,21 @@ class TorchMLA:
     def expanded(self, q: Tensor, kv: Tensor, k_rope: Tensor, queries: PagedQueries, scale: float, plan: Any) -> Tensor:
         queries.refuse_tree("expanded")
         return _expanded(q, kv, k_rope, scale, queries, [0] * queries.num_requests, queries.context_lens)
+
+    def sparse(self, q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int) -> Tensor:
+        """See `SparseAttention`."""
+        out = q.new_empty(q.shape[0], q.shape[1], value_width)
+        block = max(1, MAX_SCORES // max(1, q.shape[2] * selected.slots.shape[1]))
+        for start in range(0, len(q), block):
+            part = slice(start, start + block)
+            slots = selected.slots[part]  # [t, K]
+            rows = cache.index_select(0, slots.clamp(min=0).flatten())
+            keys = latent_records.unpack(rows, value_width, q.shape[-1] - value_width).view(*slots.shape, -1)
+            keys = keys.masked_fill((slots < 0).unsqueeze(-1), 0.0)  # [t, K, C+P]
+            scores = torch.bmm(q[part].float(), keys.transpose(1, 2)).mul_(scale)  # [t, H, K]
+            scores.masked_fill_((slots < 0).unsqueeze(1), float("-inf"))
+            out[part] = torch.bmm(scores.softmax(-1), keys[..., :value_width])
+        return out
 
     # -- context chunks
 
@@ -94,7 +113,7 @@ class TorchGQA:
         sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         out = torch.empty_like(q)
-        for tokens, slots, visible in _requests(queries):
+        for tokens, slots, visible in requests_of(queries):
             keys, values = (head_records.unpack(c.index_select(0, slots), q.shape[-1]) for c in (k_cache, v_cache))
             more: dict[str, Any] = {"window": queries.window, "sinks": sinks}
             _attend(q[tokens], keys, values, scale, out[tokens], visible, **more)  # keys [s, G, Dh]
@@ -120,7 +139,7 @@ def _expanded(
     return out
 
 
-def _requests(queries: PagedQueries) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+def requests_of(queries: PagedQueries) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
     """Per request: its query tokens, the slots of the context that they see, its slice of `visible`."""
     start = 0
     rows = queries.rows.tolist()
@@ -131,7 +150,7 @@ def _requests(queries: PagedQueries) -> Iterator[tuple[slice, Tensor, Tensor | N
         start += query_len
 
 
-def _hidden(
+def hidden_keys(
     queries: range, num_before: int, num_keys: int, visible: Tensor | None, window: int | None, device: torch.device
 ) -> Tensor:
     """[t, s] mask: keys that the t `queries` of a request must not see; the first `num_before` keys are no queries."""
@@ -164,7 +183,7 @@ def _attend(
         rows = q[start:stop].float().view(size, num_groups, per_group, width).transpose(0, 1)  # [G, t, H/G, W]
         scores = torch.bmm(rows.reshape(num_groups, size * per_group, width), keys).mul_(scale)
         if num_before + 1 < num_keys:  # otherwise the first query token sees all keys
-            hidden = _hidden(range(start, stop), num_before, num_keys, visible, window, q.device)  # [t, s]
+            hidden = hidden_keys(range(start, stop), num_before, num_keys, visible, window, q.device)  # [t, s]
             scores.view(num_groups, size, per_group, num_keys).masked_fill_(hidden.unsqueeze(1), float("-inf"))
         if lse is not None:
             sums = scores.logsumexp(-1).view(num_groups, size, per_group)

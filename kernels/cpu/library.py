@@ -38,6 +38,7 @@ UNITS = (
     "sampling",
     "layers",
     "permutation",
+    "indexer",
     "lora",
     "decoder",
     "drafts",
@@ -96,6 +97,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_rows_group": (None, [P, L, L, L, L, P, P]),
     "moe_rows_permute": (None, [P, L, L, P, L, L, P]),
     "moe_rows_combine": (None, [N, P, L, P, L, P, L, P, L, P, L, L]),
+    "moe_index_select": (None, [N, N, P, L, L, P, P, L, P, L, L, L, L, P, L]),
     "moe_lora": (None, [N, P, P, P, L, L, L, P, P, L, P, L, P, P]),
 }
 
@@ -150,6 +152,7 @@ class Library:
     moe_rows_group: Any
     moe_rows_permute: Any
     moe_rows_combine: Any
+    moe_index_select: Any
     moe_lora: Any
 
     def __init__(self, file: Path, amx: bool) -> None:

@@ -228,22 +228,13 @@ class MLAAttention:
         return self._absorb_and_write(q, self._keys, kv_a, norm.weight, norm.eps, positions, self._rotary, slots, cache)
 
     def cache_of(self, batch: ForwardBatch) -> Tensor:
-        """This layer's latent cache, [num_slots, C+R]."""
+        """This layer's latent cache, [num_slots, C+R]; with index keys it is the first of two tensors."""
         cache = batch.kv[self._layer_index]
-        return cache[0] if self._mla.index_width else cache
+        return cache[0] if isinstance(cache, tuple) else cache
 
     def slots_of(self, batch: ForwardBatch, chunks: list[AttentionChunk]) -> Tensor:
         """The slots [T] of the step's tokens in this layer's cache."""
         return batch.slots
-
-    def index_keys(self, batch: ForwardBatch) -> Tensor:
-        """This layer's index keys, [num_slots, 1, I] or FP8 rows (`kv_format`); only with an `index_width`."""
-        return batch.kv[self._layer_index][1]
-
-    def write_index_keys(self, keys: Tensor, batch: ForwardBatch) -> None:
-        """Writes the index keys [T, I] of the step's tokens."""
-        rows, cache = keys.unsqueeze(1), self.index_keys(batch)
-        self._ops.write_kv(rows, rows, batch.slots, cache, cache)
 
     def attend(self, query: Tensor, batch: ForwardBatch, chunks: list[AttentionChunk]) -> Tensor:
         """[T, H, C+R] -> [T, H, C]."""
@@ -290,9 +281,12 @@ class MLAAttention:
 
     def _absorbed(self, q: Tensor, cache: Tensor, chunk: AttentionChunk, out: Tensor) -> None:
         """q [T, H, N+R] -> out [T, H, V] over the latent itself."""
-        mixed = self._backend.absorbed(
-            self._absorb(q, chunk), cache, chunk.queries, self._scale, chunk.plan, self._mla.kv_lora_rank
-        )  # [T, H, C]
+        query, width = self._absorb(q, chunk), self._mla.kv_lora_rank
+        if chunk.selected is not None:
+            assert self._capabilities.sparse is not None
+            mixed = self._capabilities.sparse.run(query, cache, chunk.selected, self._scale, chunk.plan, width)
+        else:
+            mixed = self._backend.absorbed(query, cache, chunk.queries, self._scale, chunk.plan, width)  # [T, H, C]
         self._linear.run_heads(mixed, self._w_uv, out=out)
         if self.kv_b_adapters is not None:
             self.kv_b_adapters.add_to_values(out, mixed, chunk)

@@ -15,6 +15,7 @@ import torch
 from moe_engine.kernels.attention.parts import chunk_lens
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks, MLABackend
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries, SharedRun
+from moe_engine.kernels.attention.selected import Selected
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ class AttentionChunk:
     """For an expanded chunk with a shared prefix; `queries.slot_table` then has indices of the gathered rows."""
     context_chunks: tuple[ContextChunk, ...] = ()
     """For an expanded chunk of one request whose context is too long to be expanded at once."""
+    selected: Selected | None = None
+    """For an absorbed chunk whose tokens attend to selected tokens; `plan` is that of sparse attention."""
+    selects: bool = True
+    """Whether the indexer sets `selected`; else an earlier draft step has."""
+    index_plan: Any = None
+    """The indexer's plan of these queries."""
 
 
 def cut(
@@ -111,7 +118,7 @@ def _cut_runs(
     start = 0
     for run in [*runs, SharedRun(prefill.num_requests, prefill.num_requests, 0)]:
         if start < run.first:
-            between = _requests(prefill, start, run.first)
+            between = requests(prefill, start, run.first)
             for queries, absorbed in _cut_prefill(between, limit, max_absorbed, in_chunks):
                 yield queries, absorbed, None
         if run.first < run.last:
@@ -122,7 +129,7 @@ def _cut_runs(
 
 def _share(prefill: PagedQueries, run: SharedRun, backend: MLABackend) -> tuple[PagedQueries, SharedContext]:
     """The shared tokens come first, then the remaining tokens of each request."""
-    queries, length = _requests(prefill, run.first, run.last), run.length
+    queries, length = requests(prefill, run.first, run.last), run.length
     rows, device = queries.rows.tolist(), queries.rows.device
     own = [context - length for context in queries.context_lens]
     slots = [prefill.slot_table[rows[0], :length]]
@@ -164,20 +171,20 @@ def _cut_prefill(
     for i, length in enumerate(queries.context_lens):
         if length > limit:
             if first < i:
-                yield _requests(queries, first, i), False
-            for tokens in _tokens(queries, i, _half(limit) if in_chunks else max_absorbed):
+                yield requests(queries, first, i), False
+            for tokens in tokens_of(queries, i, _half(limit) if in_chunks else max_absorbed):
                 yield tokens, not in_chunks
             first, context = i + 1, 0
         elif context + length > limit:
-            yield _requests(queries, first, i), False
+            yield requests(queries, first, i), False
             first, context = i, length
         else:
             context += length
     if first < queries.num_requests:
-        yield _requests(queries, first, queries.num_requests), False
+        yield requests(queries, first, queries.num_requests), False
 
 
-def _requests(queries: PagedQueries, first: int, last: int) -> PagedQueries:
+def requests(queries: PagedQueries, first: int, last: int) -> PagedQueries:
     """Requests [first, last) of the group."""
     starts = queries.query_starts[first : last + 1]
     return PagedQueries(
@@ -191,10 +198,10 @@ def _requests(queries: PagedQueries, first: int, last: int) -> PagedQueries:
     )
 
 
-def _tokens(queries: PagedQueries, i: int, size: int) -> Iterator[PagedQueries]:
+def tokens_of(queries: PagedQueries, i: int, size: int) -> Iterator[PagedQueries]:
     """Request i, `size` query tokens at a time; each part sees the context up to its last token."""
     total, end = queries.query_lens[i], queries.context_lens[i]
-    whole = _requests(queries, i, i + 1)
+    whole = requests(queries, i, i + 1)
     for start in range(0, total, size):
         length = min(size, total - start)
         unseen = total - start - length

@@ -38,6 +38,7 @@ from moe_engine.planning.resolve_pooling import resolve_pooling
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation, speculative_values
 from moe_engine.planning.resolve_storage import resolve_write_policy, with_storage_page
 from moe_engine.planning.sizing import Sizing, SizingInput, size_memory
+from moe_engine.planning.sparse_attention import check_sparse
 from moe_engine.planning.state_memory import with_states
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.step_settings import CompileSettings, GraphSettings, LoraSettings, StorageSettings
@@ -223,7 +224,7 @@ def resolve(
     kv_dtype = _kv_dtype(args, dtype := _dtype(args, model, machine, record), record)
     lora = resolve_lora(args, model, machine, parallel.topology, dtype, adapters, record)
     model = model.within(context_len := _context_len(args, model, record))
-    speculation, drafts = _drafts(args, model, draft, context_len, parallel, record)
+    speculation, drafts = _drafts(args, model, draft, context_len, parallel, device, record)
     part = _own_part(machine, parallel)
     asked = asked_backends(args) | compiled_rows(args, model, parallel, device, record)
     local = local_heads(model, parallel.topology.attn_tp_size)
@@ -279,11 +280,14 @@ def _drafts(
     draft: DraftModel | None,
     context_len: int,
     parallel: ParallelPlan,
+    device: str,
     record: Record,
 ) -> tuple[SpeculationConfig | None, ModelConfig | None]:
     """The drafter, and its draft model if it has one."""
     speculation = resolve_speculation(args, model, draft, context_len, record)
     _check_shared_drafts(args, speculation, model, parallel)
+    configs = [model] if draft is None else [model, draft.config]
+    check_sparse(args, configs, device, 1 if speculation is None else speculation.topk)
     if draft is None or draft.is_nextn or speculation is None or speculation.draft_model_path is None:
         return speculation, None
     return speculation, draft.config.within(context_len)

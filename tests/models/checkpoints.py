@@ -33,6 +33,8 @@ KINDS = (
     "glm4_moe",
     "gpt_oss",
 )
+SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
+"""With sparse attention: contexts exceed `index_topk`."""
 
 YARN = {
     "type": "yarn",
@@ -85,6 +87,18 @@ _GQA: dict[str, Any] = {
     "intermediate_size": 96,
     "rope_theta": 10000.0,
 }
+_DSA: dict[str, Any] = {
+    **_MLA,
+    "q_lora_rank": 24,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "index_n_heads": 12,
+    "index_head_dim": 16,
+    "index_topk": 8,
+}
 _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3",
@@ -126,6 +140,12 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
             "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
         },
+    ),
+    "deepseek_v32": ("DeepseekV32", {**_DSA, "n_group": 4, "topk_group": 2}),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {**_DSA, "n_group": 1, "topk_group": 1, "num_hidden_layers": 4, "rms_norm_eps": 1e-5, "rope_scaling": None}
+        | {"index_topk_freq": 2, "index_skip_topk_offset": 2},
     ),
     "llama": ("Llama", {**_GQA, "rope_scaling": LLAMA3_ROPE, "num_key_value_heads": 1}),
     "mistral": ("Mistral", {**_GQA, "sliding_window": None}),
@@ -177,7 +197,7 @@ def make_checkpoint(
     """Writes a checkpoint directory of that kind and returns its path.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `KINDS` or `SPARSE_KINDS`.
         fp8: quantise every linear of the decoder layers to e4m3 in 128 x 128 blocks (`weight_scale_inv` siblings);
             `scale_dtype` among the overrides may be float32, ``e8m0`` or ``uint8``.
         dtype: of the unquantised tensors.

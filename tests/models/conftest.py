@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.checkpoints import dequantised_copy, make_checkpoint
+from tests.models import sparse
+from tests.models.checkpoints import SPARSE_KINDS, dequantised_copy, make_checkpoint
 
 PROMPT_LENGTH = 90  # beyond YaRN's original 64, so that its bands matter
 
@@ -35,7 +36,8 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Oracle]:
         if key not in made:
             path = make_checkpoint(kind, tmp_path_factory.mktemp(kind), seed=seed, **options)
             plain = dequantised_copy(path, tmp_path_factory.mktemp(kind)) if options.get("fp8") else path
-            made[key] = Oracle(path, *reference_logits(plain, seed))
+            reference = sparse.reference_logits if kind in SPARSE_KINDS else reference_logits
+            made[key] = Oracle(path, *reference(plain, seed))
         return made[key]
 
     return make

@@ -13,16 +13,17 @@ from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.backends import Backends, plan_kernels
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.models.batch import ForwardBatch, Model
-from moe_engine.models.config import ModelConfig
+from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
+from moe_engine.models.needs import index_widths
 from moe_engine.worker.startup.kernel_choice import build_backends
 
 
 def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32", page_size: int = 1) -> Backends:
     """The given row of every family. Raises ValueError where it cannot run here."""
-    need = Need(dtype=dtype, attention=config.attention.kind, page_size=page_size)
-    asked = dict.fromkeys(("attention", "experts", "linear", "ops"), row)
+    need = Need(dtype=dtype, attention=config.attention.kind, page_size=page_size, index=index_widths(config))
+    asked = dict.fromkeys(("attention", "experts", "linear", "ops", "indexer"), row)
     return build_backends(plan_kernels(cpu_device(), need, asked))
 
 
@@ -134,6 +135,10 @@ def make_kv(config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str
     def cache(*shape: int) -> Tensor:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
+    if isinstance(attention, MLAConfig) and attention.indexer is not None:
+        latents, keys = (num_slots, attention.cache_width), (num_slots, 1, attention.index_width)
+        shared = attention.shared_layers
+        return [cache(*latents) if i in shared else (cache(*latents), cache(*keys)) for i in range(config.num_layers)]
     if attention.kind == "mla":
         return [cache(num_slots, attention.cache_width) for _ in range(config.num_layers)]
     heads, width = attention.num_kv_heads, attention.head_dim  # type: ignore[union-attr]

@@ -120,12 +120,15 @@ class ExactMTP:
     """
 
     fuses_drafts = False
+    shares_selection = False
 
     def __init__(self, table: Tensor, num_layers: int, history: TokenBuffer) -> None:
         self.num_layers = num_layers
         self._table, self._history = table, history
 
-    def forward(self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self, layer: int, input_ids: Tensor, hidden: Tensor, batch: ForwardBatch, selection: None = None
+    ) -> Tensor:
         self.remember(layer, input_ids, hidden, batch)
         return torch.stack([hidden[:, 1], input_ids], 1)
 

@@ -113,7 +113,8 @@ def check_reasoning(rng: random.Random, name: str, text: str) -> None:
             continue
         shown = squashed("".join(found[0]))
         if form.keeps:  # the start tag may come from the prompt
-            shown = shown.removeprefix(squashed(form.start)) if not text.lstrip().startswith(form.start) else shown
+            added = "".join(found[0]).startswith(form.start) and not text.lstrip().startswith(form.start)
+            shown = shown.removeprefix(squashed(form.start)) if added else shown
         assert shown in kept(text, form.start, form.end), ("lost text", name, inside, text, found[0])
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from moe_engine.kernels.attention.head_records import unpack
 from moe_engine.kernels.attention.kv_format import head_width, latent_width
 from moe_engine.models.config import GQAConfig, MLAConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec, kv_spec
-from tests.models.checkpoints import make_checkpoint
+from tests.models.checkpoints import SPARSE_KINDS, make_checkpoint
 from tests.models.stepper import Chunk, Stepper, make_backends
 
 STREAM = DeviceStream("cpu")
@@ -109,27 +109,35 @@ def test_index_keys_beside_the_latent(kv_dtype: str, row_bytes: int, tmp_path: P
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "fp8_e4m3"])
-def test_a_layer_writes_and_reads_its_index_keys(kv_dtype: str, tmp_path: Path) -> None:
-    """A model with index keys: its logits do not change, and the rows that it wrote are read back after a move."""
-    path = make_checkpoint("deepseek_v3", tmp_path / "model")
-    plain = load_model_config(path)
-    indexed = dataclasses.replace(plain, attention=dataclasses.replace(plain.attention, index_width=24))
-    backends = make_backends(indexed)
-    results = []
-    for config in (plain, indexed):
-        pool = KVPool(kv_spec(config, kv_dtype), 256, 1, STREAM)
-        model = load_model(path, config, "float32", "cpu", backends)
-        stepper = Stepper(model, config, backends, max_rows=1, max_context=256)
-        stepper.slot_table += 1  # slot 0 is the dummy page
-        stepper.kv = pool.layers
-        results.append(stepper.step([Chunk(0, list(range(20)), False)])[0])
-    assert torch.equal(*results)
-    batch, keys = stepper.batch([Chunk(0, [1, 2, 3], False)]), torch.randn(3, 24)
-    layer = model.layers[1].attention
-    layer.write_index_keys(keys, batch)
-    free = torch.tensor([stepper.slot_table[0, 100 + i] for i in range(3)]).long()
-    pool.move(batch.slots, free)
-    for slots in (batch.slots, free):
-        read = unpack(layer.index_keys(batch)[slots], 24)[:, 0]
-        assert (read - keys).abs().max() <= (0 if kv_dtype == "float32" else 0.07) * keys.abs().max()
-    assert not model.layers[0].attention.index_keys(batch)[free].any()
+@pytest.mark.parametrize("kind", SPARSE_KINDS)
+def test_every_cache_tensor_makes_the_round_trip(kind: str, kv_dtype: str, tmp_path: Path) -> None:
+    """All that a model wrote for a text is moved to other slots, and read and written as bytes; the model continues
+    with the same logits there, and with others if one tensor of a layer is left behind."""
+    config = load_model_config(make_checkpoint(kind, tmp_path / "model", tokenizer=False))
+    pool = KVPool(kv_spec(config, kv_dtype), 512, 1, STREAM)
+    backends = make_backends(config)
+    stepper = Stepper(load_model(tmp_path / "model", config, "float32", "cpu", backends), config, backends, max_rows=2)
+    stepper.slot_table += 1  # slot 0 is the dummy page
+    stepper.kv = pool.layers
+    tokens = torch.randint(0, 250, (50,)).tolist()
+    stepper.step([Chunk(0, tokens[:40], False)])
+    source, target = (stepper.slot_table[row].long() for row in stepper.row_of)
+    want = stepper.step([Chunk(0, tokens[40:], False)])[0]
+
+    def elsewhere() -> Tensor:
+        stepper.lengths[1] = 40
+        return stepper.step([Chunk(1, tokens[40:], False)])[0]
+
+    pool.move(source[:40], target[:40])
+    assert torch.equal(elsewhere(), want)
+    stored = pool.read_rows(source[:40])
+    assert stored.shape == (40, pool.spec.bytes_per_token)
+    pool.write_rows(target[:40], torch.zeros_like(stored))
+    pool.write_rows(target[:40], stored)
+    assert torch.equal(elsewhere(), want)
+    for tensor in pool.tensors():
+        kept = tensor[target[:40]].clone()
+        tensor[target[:40]] = 0
+        assert not torch.equal(elsewhere(), want)
+        tensor[target[:40]] = kept
+    assert torch.equal(elsewhere(), want)

@@ -19,6 +19,7 @@ from moe_engine.kernels.attention.latent_records import FP8_GROUPS, FP8_TOKEN, P
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.schedule import Schedule, ScheduleBuffers, Split, schedule, upload
+from moe_engine.kernels.attention.sparse import over_absorbed
 from moe_engine.kernels.attention.triton.expanded import blocks, expanded_attention, expanded_tile
 from moe_engine.kernels.attention.triton.gather import GATHER_ROWS, gather
 from moe_engine.kernels.attention.triton.latent import LatentTile, latent_attention, latent_tile
@@ -179,7 +180,7 @@ class TritonMLA(_Backend):
     @property
     def capabilities(self) -> AttentionCapabilities:
         chunks = ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks)
-        return AttentionCapabilities(self.plan_in_place, chunks)
+        return AttentionCapabilities(self.plan_in_place, chunks, sparse=over_absorbed(self))
 
     def plan(self, batch: AttentionBatch, buffers: ScheduleBuffers | None = None) -> StepPlan:
         """See the protocol.

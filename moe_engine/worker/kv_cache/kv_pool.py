@@ -8,6 +8,7 @@ Legend: C kv_lora_rank, P rotary width, I index key, G KV heads, Dh head width, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +28,14 @@ TOUCHED_AT_ONCE_BYTES = 512 << 20
 @dataclass(frozen=True)
 class KVSpec:
     """KV cache layout of a token in each layer: `parts` are the trailing shapes of the layer's tensors. `without`: the
-    layers that have no KV."""
+    layers that have no KV. `first_only`: the layers that have the first part only (a latent without an index key)."""
 
     kind: str
     num_layers: int
     parts: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     without: Collection[int] = ()
+    first_only: Collection[int] = ()
 
     @classmethod
     def mla(cls, num_layers: int, kv_lora_rank: int, rotary_width: int, dtype: torch.dtype) -> KVSpec:
@@ -45,22 +47,24 @@ class KVSpec:
         """A key and a value of [G, Dh]."""
         return cls("gqa", num_layers, ((num_kv_heads, head_dim), (num_kv_heads, head_dim)), dtype)
 
+    def parts_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
+        """The trailing shapes of one layer's tensors."""
+        if layer in self.without:
+            return ()
+        return self.parts[:1] if layer in self.first_only else self.parts
+
     @property
     def bytes_per_token(self) -> int:
-        numbers = 0
-        for part in self.parts:
-            size = 1
-            for dim in part:
-                size *= dim
-            numbers += size
-        return numbers * (self.num_layers - len(self.without)) * self.dtype.itemsize
+        numbers = sum(math.prod(part) for layer in range(self.num_layers) for part in self.parts_of(layer))
+        return numbers * self.dtype.itemsize
 
 
 def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0) -> KVSpec:
     """KV cache layout of a model, in a format of `kv_format`; further layers (MTP) follow the model's own."""
     attention, num_layers = config.attention, config.num_layers + num_further_layers
     stored = getattr(torch, STORED[kv_dtype][0])
-    return KVSpec(attention.kind, num_layers, attention.kv_parts(kv_dtype), stored, config.state_layers)
+    parts = attention.kv_parts(kv_dtype)
+    return KVSpec(attention.kind, num_layers, parts, stored, config.state_layers, attention.shared_layers)
 
 
 class KVPool:
@@ -96,7 +100,7 @@ class KVPool:
                 stream.lazy_zeros(
                     ((num_window_slots if layer in windowed else num_slots) + page_size, *part), spec.dtype
                 )
-                for part in (() if layer in spec.without else spec.parts)
+                for part in spec.parts_of(layer)
             ]
             for layer in range(spec.num_layers)
         ]

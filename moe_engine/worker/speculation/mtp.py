@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.layers.sparse_chunks import SharedSelection
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import NewRow
@@ -85,10 +86,12 @@ class MTPDrafter:
             return self._propose_fused(task, self.states, places)
         state = self.states.index_select(0, task.rows_device)  # [D, E]
         tokens = [task.roots]
+        shared = SharedSelection() if chain and self.layers.shares_selection else None
         for step, batch in enumerate(self._batches.chain(task.rows, task.rows_device, places)):
             sizes = task.sizes[step] if task.sizes else None
             batch = replace(batch, sizes=sizes)
-            state = self.layers.forward(min(step, self._lookback), tokens[-1], state, batch)
+            selection = shared if step >= self._lookback else None  # steps of the last layer
+            state = self.layers.forward(min(step, self._lookback), tokens[-1], state, batch, selection)
             if not chain:
                 expand = _LevelByLevel(self.layers, self._batches, task, state)
                 return grow(task, self.layers.logits, state, expand, self._sampler)

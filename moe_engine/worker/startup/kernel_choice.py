@@ -23,7 +23,7 @@ FAILED = "failed to load"
 
 
 def build_backends(plan: KernelPlan) -> Backends:
-    """Builds ops, linear, experts, attention and sampling.
+    """Builds ops, linear, experts, attention and sampling, and the indexer of a model with sparse attention.
 
     Raises:
         ConfigError: a named backend fails to load, or no other row can replace one.
@@ -32,8 +32,8 @@ def build_backends(plan: KernelPlan) -> Backends:
     built = [_build(choice, plan) for choice in plan.choices]
     choices = tuple(choice for _, choice in built)
     _log_reasons(choices, FAILED)
-    ops, linear, experts, attention, sampling = (kernel for kernel, _ in built)
-    return Backends(ops, linear, experts, attention, sampling, choices)
+    ops, linear, experts, attention, sampling, *indexer = (kernel for kernel, _ in built)
+    return Backends(ops, linear, experts, attention, sampling, choices, indexer=next(iter(indexer), None))
 
 
 def _is_fallback(plan: KernelPlan, choice: Choice) -> bool:

@@ -33,6 +33,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_hidden_layers": 2},  # norms over the heads of all ranks; two KV heads, repeated on four ranks
     "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "glm4_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},
+    "glm_moe_dsa": {"num_mtp_layers": 1},  # contexts beyond the top-k, layers that share a selection
 }
 Checkpoint = Callable[[str], Path]
 
@@ -131,6 +132,13 @@ def topologies(world: World) -> dict[str, Topology]:
 def test_deepseek_v3_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) -> None:
     path = checkpoint("deepseek_v3")
     run_all(world, alone, [Case(path, topology, mtp=True) for topology in topologies(world).values()])
+
+
+def test_sparse_attention_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) -> None:
+    """All ranks of a group select the same tokens, as one rank does."""
+    some = ("tp", "dp-ep-all_to_all", "tp2-ep2", "dp2")
+    path = checkpoint("glm_moe_dsa")
+    run_all(world, alone, [Case(path, t, "cpu", mtp=True) for key, t in topologies(world).items() if key in some])
 
 
 def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,71 @@
+"""The context tokens that an indexer selected for each query token, and sparse attention over them.
+
+Legend: T query tokens, K selected tokens (at most the indexer's top-k), H heads, C kv_lora_rank, P rotary width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.queries import PagedQueries
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The cache slots that each query token attends to. Counts are known before the selection is: a token selects
+    min(visible tokens, top-k).
+
+    Attributes:
+        slots: [T, K] int32, by ascending position, then -1. Each layer with an indexer overwrites them in place.
+        counts: selected tokens of each query token; `counts_device` [T] int32 has the same values.
+    """
+
+    slots: Tensor
+    counts: list[int]
+    counts_device: Tensor
+
+    @classmethod
+    def empty(cls, queries: PagedQueries, top_k: int) -> Selected:
+        """Memory for the selection of some queries; its slots are not set.
+
+        The counts of a draft tree are read from the device.
+        """
+        counts = num_visible(queries)
+        counts = [min(count, top_k) for count in counts]
+        device = queries.rows.device
+        slots = torch.empty((len(counts), max(counts, default=0)), dtype=torch.int32, device=device)
+        return cls(slots, counts, torch.tensor(counts, dtype=torch.int32, device=device))
+
+    def queries(self) -> PagedQueries:
+        """Each query token as a request of its own, whose context is what it selected."""
+        num = len(self.counts)
+        numbers = torch.arange(num + 1, dtype=torch.int32, device=self.slots.device)
+        return PagedQueries([1] * num, self.counts, numbers[:num], numbers, self.counts_device, self.slots, 1)
+
+
+def num_visible(queries: PagedQueries) -> list[int]:
+    """Context tokens that each query token sees, its own included."""
+    counts: list[int] = []
+    for query_len, context_len in zip(queries.query_lens, queries.context_lens):
+        counts.extend(range(context_len - query_len + 1, context_len + 1))
+    if queries.visible is None:
+        return counts
+    before = [c - q for q, c in zip(queries.query_lens, queries.context_lens) for _ in range(q)]
+    return [past + (bits & (1 << 64) - 1).bit_count() for past, bits in zip(before, queries.visible.tolist())]
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """MLA over selected tokens; reads no other row of the cache."""
+
+    plan: Callable[[Selected], Any]
+    """Host work, once per step, before the slots are set."""
+
+    run: Callable[[Tensor, Tensor, Selected, float, Any, int], Tensor]
+    """(q, cache, selected, scale, plan, value_width) -> `MLABackend.absorbed` of q [T, H, C+P] over the selected rows
+    of the cache: [T, H, C]."""

@@ -1,0 +1,1 @@
+"""Index scores and top-k selection of DeepSeek sparse attention."""

@@ -1,0 +1,46 @@
+"""The indexer of DeepSeek sparse attention: scores of all context tokens, and the best of them for each query token.
+
+    score(t, s) = sum over heads h of weight[t, h] * relu(q[t, h] . key[s])
+
+Legend: T query tokens, Hi index heads, I channels of an index head, K selected tokens, S context tokens.
+Source: DeepSeek-V3.2 technical report; `inference/model.py` of its release.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from moe_engine.kernels.attention.queries import PagedQueries
+from moe_engine.kernels.attention.selected import Selected
+
+LOGITS_BYTES = 256 << 20
+"""Max bytes of scores at once; query tokens with more are scored in parts."""
+
+
+class IndexerKernel(Protocol):
+    """Cached index keys are in the activation dtype, or FP8 records (`index_keys`).
+
+    With FP8 keys, queries are quantized too: both are multiplied by a Hadamard matrix, which spreads outliers and keeps
+    products, and a query's scale is folded into its weight.
+    """
+
+    name: str
+
+    def plan(self, queries: PagedQueries) -> Any:
+        """Host work for some queries, once per step."""
+
+    def write(self, keys: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:
+        """keys [T, I] (normed, rotated) -> cache[slots], [num_slots, 1, I or bytes of a record]."""
+
+    def select(
+        self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
+        plan: Any,
+    ) -> None:  # fmt: skip
+        """Sets `selected.slots` to the `top_k` visible tokens with the highest scores, or to all visible ones if these
+        are no more. Of equal scores the lower position is selected. The result does not depend on other requests.
+
+        Args:
+            q: [T, Hi, I], rotated. weights: [T, Hi] float32, all factors of the score included.
+        """

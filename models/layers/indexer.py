@@ -1,0 +1,88 @@
+"""The indexer of a sparse attention layer: its projections, its keys in the cache, and the selection of a step.
+
+Legend: T tokens, D hidden, Q q_lora_rank, Hi index heads, I channels of an index head, R rotary width.
+A head is [rotated R | rest]: the reverse of MLA's order. Queries come from the normed latent of MLA's query.
+Source: DeepSeek-V3.2-Exp, `inference/model.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.quantization.protocol import (
+    UNQUANTIZED,
+    Activation,
+    ActivationFormat,
+    common_format,
+    unquantized,
+)
+from moe_engine.models.config import MLAConfig
+from moe_engine.models.layers.linear import Linear, load_linear
+from moe_engine.models.layers.mla_chunks import AttentionChunk
+from moe_engine.models.weights import WeightSource
+
+KEY_NORM_EPS = 1e-6
+"""Epsilon of k_norm, a LayerNorm with bias, in every released model."""
+
+
+class Indexer:
+    """Replicated on the ranks of an attention group: all compute the same selection from the same hidden states."""
+
+    def __init__(
+        self,
+        mla: MLAConfig,
+        hidden_size: int,
+        reader: WeightSource,
+        backends: Backends,
+        rotary: RotaryTable,
+        prefix: str,
+    ) -> None:
+        assert mla.indexer is not None and mla.q_lora_rank is not None and backends.indexer is not None
+        self._config, self._width = mla.indexer, mla.index_width
+        self._ops, self._kernel, linear = backends.ops, backends.indexer, backends.linear
+        self._rotary = RotaryTable(rotary.cos_sin, self._config.interleaved)
+        heads, width = self._config.num_heads, self._width
+        self._q = load_linear(linear, reader, [f"{prefix}.wq_b"], [heads * width], mla.q_lora_rank)
+        self._k = load_linear(linear, reader, [f"{prefix}.wk"], [width], hidden_size)
+        self._norm_weight = reader.tensor(f"{prefix}.k_norm.weight", (width,), dtype=torch.float32)
+        self._norm_bias = reader.tensor(f"{prefix}.k_norm.bias", (width,), dtype=torch.float32)
+        gates = reader.tensor(f"{prefix}.weights_proj.weight", (heads, hidden_size), dtype=torch.float32)
+        self._gates = Linear(linear, gates)
+        self._factor = heads**-0.5 * width**-0.5
+
+    @property
+    def latent_format(self) -> ActivationFormat:
+        """Activation format of the query's latent."""
+        return self._q.input_format
+
+    @property
+    def input_format(self) -> ActivationFormat:
+        """Activation format of the hidden states; the head weights are products of unquantized numbers."""
+        return common_format(self._k.input_format, UNQUANTIZED)
+
+    def write(self, hidden: Activation, positions: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:
+        """Writes the index keys of tokens: hidden [T, D] -> cache[slots]."""
+        keys = self._k(hidden)
+        keys = layer_norm(keys.float(), (self._width,), self._norm_weight, self._norm_bias, KEY_NORM_EPS).to(keys.dtype)
+        self._ops.rotate_leading(keys.unsqueeze(1), positions, self._rotary)
+        self._kernel.write(keys, slots, cache, page_size)
+
+    def select(
+        self, hidden: Activation, latent: Activation, positions: Tensor, cache: Tensor, chunks: Sequence[AttentionChunk]
+    ) -> None:
+        """Sets the selections of the chunks that have one. hidden [T, D], latent [T, Q] of all tokens of the step."""
+        q = self._q(latent).view(-1, self._config.num_heads, self._width)
+        self._ops.rotate_leading(q, positions, self._rotary)
+        weights = self._gates(unquantized(hidden).float()) * self._factor
+        for chunk in chunks:
+            if chunk.selected is not None and chunk.selects:
+                self._kernel.select(
+                    q[chunk.tokens], weights[chunk.tokens], cache, chunk.queries, self._config.top_k, chunk.selected,
+                    chunk.index_plan,
+                )  # fmt: skip

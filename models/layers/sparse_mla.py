@@ -1,0 +1,102 @@
+"""MLA with DeepSeek sparse attention: beyond the indexer's top-k, a token attends to tokens that the indexer selects.
+
+Legend: T tokens, D hidden, H heads, N qk_nope, R rotary width, V v_head, Q q_lora_rank.
+Sources: DeepSeek-V3.2 technical report; layers that share a selection: arXiv 2603.12201 (GLM-5.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, common_format
+from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.layers import sparse_chunks
+from moe_engine.models.layers.indexer import Indexer
+from moe_engine.models.layers.mla import MLAAttention
+from moe_engine.models.layers.mla_chunks import AttentionChunk
+from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.context import ParallelContext
+
+
+class SparseMLAAttention(MLAAttention):
+    """`MLAAttention` whose layer has an indexer, or uses the selection of the last layer before it that has one.
+
+    ``batch.kv[layer]`` is a pair, the latents and the index keys; of a layer without an indexer the latents alone.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer_index: int,
+        reader: WeightSource,
+        backends: Backends,
+        parallel: ParallelContext,
+        rotary: RotaryTable,
+        **limits: Any,
+    ) -> None:
+        super().__init__(config, layer_index, reader, backends, parallel, rotary, **limits)
+        whole = config.attention
+        assert isinstance(whole, MLAConfig) and whole.indexer is not None and backends.indexer is not None
+        assert self._q is not None and self._q_norm is not None
+        if self._capabilities.sparse is None:
+            raise ValueError(f"attention backend {self._backend.name} has no sparse attention")
+        self._top_k, self._indexer_kernel = whole.indexer.top_k, backends.indexer
+        self._indexer: Indexer | None = None
+        if layer_index not in whole.shared_layers:
+            prefix = f"model.layers.{layer_index}.self_attn.indexer"
+            self._indexer = Indexer(whole, config.hidden_size, reader, backends, rotary, prefix)
+            self._q_norm.feed(common_format(self._q.input_format, self._indexer.latent_format))
+
+    @property
+    def input_format(self) -> ActivationFormat:
+        own = super().input_format
+        return own if self._indexer is None else common_format(own, self._indexer.input_format)
+
+    def chunks(self, batch: ForwardBatch) -> list[AttentionChunk]:
+        return sparse_chunks.cut(
+            batch.attention, self._backend, self._indexer_kernel, self._top_k, batch.attention_plan, self._limits,
+            self._capabilities,
+        )  # fmt: skip
+
+    def forward(self, hidden: Activation, batch: ForwardBatch, chunks: list[AttentionChunk] | None = None) -> Tensor:
+        mla, cache = self._mla, self.cache_of(batch)
+        chunks = self.chunks(batch) if chunks is None else chunks
+        latent, kv_a = self._down(hidden)
+        if self._indexer is not None:
+            keys = self._write_index_keys(hidden, batch)
+            if any(chunk.selected is not None and chunk.selects for chunk in chunks):
+                self._indexer.select(hidden, latent, batch.positions, keys, chunks)
+        assert self._q is not None
+        q = self._q(latent).view(-1, mla.num_heads, mla.qk_head_dim)
+        self._ops.rotate(q, batch.positions, self._rotary)
+        norm = self._kv_norm
+        self._ops.write_latent(kv_a, norm.weight, norm.eps, batch.positions, self._rotary, batch.slots, cache)
+        out = q.new_empty(q.shape[0], mla.num_heads, mla.v_head_dim)  # [T, H, V]
+        for chunk in chunks:
+            self._attend(q[chunk.tokens], cache, chunk, out[chunk.tokens])
+        return self._o(out.flatten(1))
+
+    def remember(self, hidden: Activation, batch: ForwardBatch) -> None:
+        super().remember(hidden, batch)
+        if self._indexer is not None:
+            self._write_index_keys(hidden, batch)
+
+    def _down(self, hidden: Activation) -> tuple[Any, Tensor]:
+        """hidden [T, D] -> normed latent of the query [T, Q], kv_a [T, C+R]."""
+        assert self._q_norm is not None
+        down = self._kv_a(hidden)
+        return self._q_norm(down[:, : -self._mla.cache_width]), down[:, -self._mla.cache_width :]
+
+    def _write_index_keys(self, hidden: Activation, batch: ForwardBatch) -> Tensor:
+        """Writes the tokens' index keys; returns their cache."""
+        assert self._indexer is not None
+        keys: Tensor = batch.kv[self._layer_index][1]
+        group = batch.attention.decode if batch.attention.prefill is None else batch.attention.prefill
+        page_size = 1 if group is None else group.page_size
+        self._indexer.write(hidden, batch.positions, batch.slots, keys, page_size)
+        return keys

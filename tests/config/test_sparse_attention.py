@@ -1,0 +1,44 @@
+"""What sparse attention excludes is refused before a weight is read; the ledger has the index keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError
+from moe_engine.planning.prepare import prepare
+from tests.models.checkpoints import make_checkpoint
+
+SMALL: dict[str, Any] = {"max_total_tokens": 512, "max_running_requests": 4}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_checkpoint("glm_moe_dsa", tmp_path_factory.mktemp("model") / "model"))
+
+
+def resolved(path: str | Path, **flags: Any) -> Any:
+    return prepare(EngineArgs.from_kwargs(model_path=str(path), device="cpu", **SMALL | flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2: index keys .* need a scale; use fp8_e4m3"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile: not available yet"),
+    ],
+)
+def test_refused(path: str, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(path, **flags)
+
+
+def test_the_plan_has_an_indexer(path: str) -> None:
+    config = resolved(path, dtype="float32")
+    assert {"cpu", "torch"} >= {config.kernels.model.row("indexer").name}
+    assert config.kernels.model.need.index.top_k == 8
+    assert config.ledger.bytes_per_token == 4 * (4 * 40 + 3 * 16)
+    assert resolved(path, kv_cache_dtype="fp8_e4m3").ledger.bytes_per_token == 4 * 64 + 3 * 20

@@ -1,0 +1,222 @@
+"""The indexer's selection and attention over it: against the formula in float64, ties, draft trees, FP8 keys; with bits
+and choices that do not depend on the batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.cpu import CpuMLA
+from moe_engine.kernels.attention.protocol import MLABackend
+from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.selected import Selected, num_visible
+from moe_engine.kernels.cpu.library import Library
+from moe_engine.kernels.indexer import index_keys
+from moe_engine.kernels.indexer.cpu import CpuIndexer
+from moe_engine.kernels.indexer.protocol import IndexerKernel
+from moe_engine.kernels.indexer.reference import TorchIndexer
+from tests.kernels.cpu.conftest import threads
+from tests.kernels.cpu.formulas import (
+    NAN,
+    attend,
+    close,
+    filled_cache,
+    normal,
+    only,
+    paged_queries,
+    random_trees,
+    slots_of,
+)
+
+LENS = [(1, 1), (1, 70), (3, 3), (1, 600), (5, 131), (2, 9), (16, 2500)]
+TOP_K = 20
+
+
+def kernels(library: Library) -> list[IndexerKernel]:
+    return [TorchIndexer(), CpuIndexer(library), CpuIndexer(library, logits_bytes=9000)]
+
+
+def select(
+    kernel: IndexerKernel, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int = TOP_K
+) -> Tensor:
+    selected = Selected.empty(queries, top_k)
+    selected.slots.fill_(-7)
+    kernel.select(q, weights, cache, queries, top_k, selected, kernel.plan(queries))
+    return selected.slots
+
+
+def scores_of(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """[t, s] of one request, float64."""
+    products = torch.einsum("thi,si->ths", q.double(), keys.double()).relu()
+    return torch.einsum("ths,th->ts", products, weights.double())
+
+
+def check_choices(slots: Tensor, scores: Tensor, own: Tensor, visible: Tensor, top_k: int) -> None:
+    """slots [t, K] of one request are its best visible ones: ascending positions; no rejected score is higher than a
+    selected one by more than rounding. own [s]: the request's slots."""
+    position = {int(slot): i for i, slot in enumerate(own)}
+    for row, score, seen in zip(slots, scores, visible):
+        chosen = [position[int(slot)] for slot in row if slot >= 0]
+        assert chosen == sorted(set(chosen)) and len(chosen) == min(top_k, int(seen.sum()))
+        assert (row[len(chosen) :] == -1).all() and seen[chosen].all()
+        rest = seen.clone()
+        rest[chosen] = False
+        if rest.any():
+            assert score[rest].max() <= score[chosen].min() + 1e-5 * score.abs().max()
+
+
+def causal(count: int, context: int) -> Tensor:
+    return torch.arange(context)[None, :] <= torch.arange(context - count, context)[:, None]
+
+
+@pytest.mark.parametrize(("heads", "width", "page_size"), [(64, 128, 64), (5, 16, 1), (32, 32, 8)])
+@pytest.mark.parametrize("trees", [False, True])
+def test_selection(
+    any_library: Library, dtype: torch.dtype, heads: int, width: int, page_size: int, trees: bool
+) -> None:
+    queries, size = paged_queries(LENS, page_size)
+    masks: list[Tensor] = []
+    if trees:
+        queries, masks = random_trees(queries)
+    cache = filled_cache(queries, size, 1, width, dtype=dtype)
+    q, weights = normal(queries.num_tokens, heads, width, dtype=dtype), torch.randn(queries.num_tokens, heads)
+    found = [select(kernel, q, weights, cache, queries) for kernel in kernels(any_library)]
+    assert torch.equal(found[1], found[2])
+    for slots in found:
+        start = 0
+        for request, (count, context) in enumerate(LENS):
+            part, own = slice(start, start + count), slots_of(queries, request)
+            visible = causal(count, context)
+            if trees:
+                visible[:, context - count :] = masks[request]
+            check_choices(slots[part], scores_of(q[part], weights[part], cache[own, 0]), own, visible, TOP_K)
+            start += count
+
+
+def test_the_lower_position_wins_a_tie(library: Library) -> None:
+    """Products that are exact: many equal scores, of both signs and both zeros."""
+    queries, size = paged_queries([(4, 90), (1, 500)])
+    cache = torch.randint(-1, 2, (size, 1, 16)).float()
+    q, weights = torch.randint(-1, 2, (5, 4, 16)).float(), torch.randint(-1, 2, (5, 4)).float()
+    want = select(TorchIndexer(), q, weights, cache, queries)
+    assert torch.equal(select(CpuIndexer(library), q, weights, cache, queries), want)
+    weights.zero_()
+    first = select(CpuIndexer(library), q, weights, cache, queries)
+    assert torch.equal(first[4], slots_of(queries, 1)[:TOP_K].int())
+    assert torch.equal(first[4], select(TorchIndexer(), q, weights, cache, queries)[4])
+
+
+def test_choices_do_not_depend_on_the_batch(any_library: Library, dtype: torch.dtype) -> None:
+    queries, size = paged_queries(LENS, 16)
+    cache = filled_cache(queries, size, 1, 32, dtype=dtype)
+    q, weights = normal(queries.num_tokens, 8, 32, dtype=dtype), torch.randn(queries.num_tokens, 8)
+    kernel = CpuIndexer(any_library)
+    together, start = select(kernel, q, weights, cache, queries), 0
+    for request, (count, _) in enumerate(LENS):
+        for at in (0, count // 2):
+            alone = only(queries, request, slice(at, count)) if at else only(queries, request)
+            part = slice(start + at, start + count)
+            with threads(1 + at % 2):
+                slots = select(kernel, q[part], weights[part], cache, alone)
+            assert torch.equal(slots, together[part, : slots.shape[1]])
+        start += count
+
+
+@pytest.mark.parametrize("width", [16, 128])
+def test_fp8_keys(any_library: Library, dtype: torch.dtype, width: int) -> None:
+    """Quantized queries and keys: the formula over the dequantized numbers, whose error stays that of three bits."""
+    queries, size = paged_queries([(3, 50), (1, 400)], 4)
+    keys = normal(size, width, dtype=dtype)
+    cache = torch.zeros(size, 1, width + 4, dtype=torch.uint8)
+    kernel = CpuIndexer(any_library)
+    kernel.write(keys, torch.arange(size), cache, 4)
+    values, scales = index_keys.unpack(cache[:, 0], width)
+    stored = values.double() * scales.double()[:, None]
+    exact = index_keys.hadamard(keys).double()
+    assert (stored - exact).abs().max() <= exact.abs().max() / 14
+    assert torch.equal(scales, torch.exp2(torch.log2(scales).round()))
+    q, weights = normal(4, 6, width, dtype=dtype), torch.randn(4, 6)
+    rounded, folded = index_keys.quantize_queries(q, weights)
+    for slots in (select(kernel, q, weights, cache, queries), select(TorchIndexer(), q, weights, cache, queries)):
+        start = 0
+        for request, (count, context) in enumerate([(3, 50), (1, 400)]):
+            part, own = slice(start, start + count), slots_of(queries, request)
+            want = scores_of(rounded[part].float(), folded[part], stored[own])
+            check_choices(slots[part], want, own, causal(count, context), TOP_K)
+            start += count
+
+
+def test_hadamard_keeps_products() -> None:
+    x, y = torch.randn(5, 64).double(), torch.randn(7, 64).double()
+    close((index_keys.hadamard(x) @ index_keys.hadamard(y).T).float(), x @ y.T, 3)
+    spread = index_keys.hadamard(torch.eye(64)[:1] * 8)
+    assert torch.allclose(spread.abs(), torch.ones(1, 64))
+
+
+def test_act_quant_follows_the_release() -> None:
+    """A scale is the power of two at or above amax / 448, with amax at least 1e-4; division, then saturation."""
+    x = torch.randn(64, 128) * torch.logspace(-8, 4, 64)[:, None]
+    values, scales = index_keys.quantize(x)
+    want = 2.0 ** torch.ceil(torch.log2(x.double().abs().amax(1).clamp(min=1e-4) / 448))
+    assert torch.equal(scales.double(), want)
+    assert torch.equal(values.float(), (x / scales[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    assert not values.float().isnan().any()
+
+
+@pytest.mark.parametrize("form", ["plain", "fp8"])
+@pytest.mark.parametrize("heads", [4, 20])
+def test_attention_reads_the_selected_rows_only(library: Library, dtype: torch.dtype, heads: int, form: str) -> None:
+    """Rows that no token selected are NaN; the result is that of attention over the selected rows."""
+    from moe_engine.kernels.attention import latent_records
+    from moe_engine.kernels.attention.kv_format import FP8_TOKEN
+
+    latent, rotary = 48, 16
+    counts = [1, 7, 64, 200, 130]
+    cache = torch.full((900, latent + rotary), NAN, dtype=dtype)
+    slots = torch.full((len(counts), 200), -1, dtype=torch.int32)
+    for row, count in zip(slots, counts):
+        row[:count] = torch.randperm(900)[:count].int()
+        cache[row[:count].long()] = normal(count, latent + rotary, dtype=dtype)
+    if form == "fp8":
+        records = latent_records.pack(cache.nan_to_num(1e30), latent, FP8_TOKEN)
+        cache, stored = latent_records.unpack(records, latent, rotary), records
+    else:
+        stored = cache
+    selected = Selected(slots, counts, torch.tensor(counts, dtype=torch.int32))
+    q = normal(len(counts), heads, latent + rotary, dtype=dtype)
+    backends: list[MLABackend] = [TorchMLA(), CpuMLA(library)]
+    for backend in backends:
+        sparse = backend.capabilities.sparse
+        assert sparse is not None
+        got = sparse.run(q, stored, selected, 0.2, sparse.plan(selected), latent)
+        for token, count in enumerate(counts):
+            keys = cache[slots[token, :count].long()].unsqueeze(1).expand(-1, heads, -1)
+            close(got[token : token + 1], attend(q[token : token + 1], keys, keys[..., :latent], 0.2), 2)
+
+
+def test_a_whole_selection_has_the_bits_of_dense_attention(library: Library, dtype: torch.dtype) -> None:
+    queries, size = paged_queries([(1, 30), (4, 600), (2, 90)], 8)
+    cache = filled_cache(queries, size, 64, dtype=dtype)
+    q = normal(7, 12, 64, dtype=dtype)
+    mla = CpuMLA(library)
+    dense = mla.absorbed(q, cache, queries, 0.2, mla.plan(AttentionBatch(queries, None)), 48)
+    index, weights = normal(7, 4, 16, dtype=dtype), torch.randn(7, 4)
+    selected = Selected.empty(queries, 1000)
+    CpuIndexer(library).select(index, weights, normal(size, 1, 16, dtype=dtype), queries, 1000, selected, None)
+    sparse = mla.capabilities.sparse
+    assert sparse is not None
+    assert torch.equal(sparse.run(q, cache, selected, 0.2, sparse.plan(selected), 48), dense)
+
+
+def test_counts() -> None:
+    queries, _ = paged_queries([(3, 5), (1, 4)])
+    assert num_visible(queries) == [3, 4, 5, 4]
+    chain = replace(queries, visible=torch.tensor([1, 2, 5, 1]))
+    assert num_visible(chain) == [3, 3, 4, 4]
+    selected = Selected.empty(chain, 3)
+    assert selected.counts == [3, 3, 3, 3] and selected.slots.shape == (4, 3)
+    assert selected.queries().context_lens == selected.counts

@@ -1,0 +1,41 @@
+"""Attention over selected tokens in the Triton row, under the interpreter, against float64: all other rows are NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_engine.kernels.attention import latent_records
+from moe_engine.kernels.attention.kv_format import FP8_GROUPS
+from moe_engine.kernels.attention.selected import Selected
+from tests.kernels.cpu.formulas import NAN, attend, close, normal
+
+triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")
+COUNTS = [1, 7, 64, 90, 33]
+ROTARY = 64
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "dtype", "fp8"),
+    [(5, 40, torch.float32, False), (16, 128, torch.bfloat16, False), (5, 128, torch.bfloat16, True)],
+)
+def test_reads_the_selected_rows_only(heads: int, latent: int, dtype: torch.dtype, fp8: bool) -> None:
+    size = 300
+    cache = torch.full((size, latent + ROTARY), NAN, dtype=dtype)
+    slots = torch.full((len(COUNTS), max(COUNTS)), -1, dtype=torch.int32)
+    for row, count in zip(slots, COUNTS):
+        row[:count] = torch.randperm(size)[:count].int()
+        cache[row[:count].long()] = normal(count, latent + ROTARY, dtype=dtype)
+    stored = cache
+    if fp8:
+        stored = latent_records.pack(cache, latent, FP8_GROUPS)
+        cache = latent_records.unpack(stored, latent, ROTARY)
+    selected = Selected(torch.full_like(slots, 2**30), COUNTS, torch.tensor(COUNTS, dtype=torch.int32))
+    sparse = triton_attention.TritonMLA(num_programs=7).capabilities.sparse
+    q, plan = normal(len(COUNTS), heads, latent + ROTARY, dtype=dtype), sparse.plan(selected)
+    selected.slots.copy_(slots)  # after the plan, as a layer does
+    for _ in range(2):
+        got = sparse.run(q, stored, selected, 0.1, plan, latent)
+        for token, count in enumerate(COUNTS):
+            keys = cache[slots[token, :count].long()].unsqueeze(1).expand(-1, heads, -1)
+            close(got[token : token + 1], attend(q[token : token + 1], keys, keys[..., :latent], 0.1), 3)

@@ -1,0 +1,69 @@
+"""transformers' sparse attention as an oracle: its selections, and how far they are from another choice.
+
+torch's topk leaves the order of equal scores open, and rounding decides between scores that are nearly equal. The
+oracle takes the lowest position of equal scores, as the engine does; prompts where a selection is decided by less than
+`MARGIN` of the scores' size are drawn again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MARGIN = 2e-5
+PROMPT_LENGTH = 90
+
+
+@contextmanager
+def observed(margins: list[Tensor], length: int) -> Iterator[None]:
+    """Selections of the indexers for a text of `length` tokens in this context. Appends for each call the distance [T]
+    between the last selected and the first rejected score, relative to the largest one. Equal scores have a rule, and
+    so no distance."""
+    original = torch.Tensor.topk
+
+    def topk(scores: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+        if scores.shape != (1, length, length):  # a router's
+            return original(scores, k, *args, **kwargs)
+        values, indices = scores.sort(dim=-1, descending=True, stable=True)
+        if k < scores.shape[-1]:
+            last, first = values[0, :, k - 1], values[0, :, k]
+            gap = (last - first) / values[0, :, 0].abs().clamp(min=1e-6)
+            margins.append(gap.masked_fill((first < -1e30) | (last == first), 1.0))
+        return torch.return_types.topk((values[..., :k], indices[..., :k]))
+
+    torch.Tensor.topk = topk  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.topk = original  # type: ignore[method-assign]
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+
+
+def logits_of(model: Any, tokens: list[int]) -> tuple[Tensor, int]:
+    """Logits [T, V] of all positions, and how many of the first tokens have clear selections in all layers."""
+    margins = [torch.ones(len(tokens))]
+    with observed(margins, len(tokens)), torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0]
+    return logits, int((torch.stack(margins).amin(0) > MARGIN).cumprod(0).sum())
+
+
+def reference_logits(path: Path, seed: int, length: int = PROMPT_LENGTH) -> tuple[list[int], Tensor]:
+    """A random prompt with clear selections, and transformers' logits for it."""
+    model, generator = load(path), torch.Generator().manual_seed(seed + 7)
+    for _ in range(50):
+        tokens = torch.randint(0, 256, (length,), generator=generator).tolist()
+        logits, clear = logits_of(model, tokens)
+        if clear == length:
+            return tokens, logits
+    raise AssertionError("no prompt with clear selections in 50 draws")
