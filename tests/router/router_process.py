@@ -27,7 +27,7 @@ class RouterProcess:
     def __init__(self, folder: Path, urls: list[str], *flags: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._num_workers = len(urls)
+        self._num_workers = len(urls) or flags.count("--prefill") + flags.count("--decode")
         self._log = folder / f"router-{self.port}.log"
         command = [
             sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(self.port),
