@@ -33,7 +33,7 @@ BY_PATH = {path: endpoint for endpoint in reversed(ENDPOINTS) for path in endpoi
 ANTHROPIC = {"/v1/messages", "/v1/messages/count_tokens"}
 UNTYPED_BODY = {
     "/flush_cache", "/start_expert_distribution_record", "/stop_expert_distribution_record",
-    "/dump_expert_distribution_record", "/stop_profile", "/freeze_gc",
+    "/dump_expert_distribution_record", "/stop_profile", "/freeze_gc", "/clear_hicache_storage_backend",
 }  # fmt: skip
 """POST without a body."""
 EMPTY = {"/abort_request", "/close_session", "/configure_logging", "/health", "/ready", "/ping", "/health_generate"}
