@@ -73,16 +73,16 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
         "--agent-sessions", type=int, metavar="N", help="sessions (default: --num-prompts / requests of a session)"
     )
     for option, text in (
-        ("turns", "turns of a session"),
-        ("system-len", "tokens of a system prompt"),
-        ("input-len", "new tokens of a turn"),
-        ("output-len", "tokens of an answer"),
-        ("groups", "different system prompts"),
-        ("subagents", "sub-agents of a session; the next turn waits for their last answer"),
-        ("subagent-turns", "turns of a sub-agent"),
+        ("--agent-turns", "turns of a session"),
+        ("--agent-system-len", "tokens of a system prompt"),
+        ("--agent-input-len", "new tokens of a turn"),
+        ("--agent-output-len", "tokens of an answer"),
+        ("--agent-groups", "different system prompts"),
+        ("--agent-subagents", "sub-agents of a session; the next turn waits for their last answer"),
+        ("--agent-subagent-turns", "turns of a sub-agent"),
     ):
-        default = getattr(AgentShape, option.replace("-", "_"))
-        group.add_argument(f"--agent-{option}", type=int, default=default, help=f"{text} (default: {default})")
+        default = getattr(AgentShape, option.removeprefix("--agent-").replace("-", "_"))
+        group.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")
     group.add_argument(
         "--agent-fork-share", type=float, default=AgentShape.fork_share, metavar="SHARE",
         help=f"share of sub-agents that begin with the parent's text (default: {AgentShape.fork_share})",
