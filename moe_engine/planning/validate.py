@@ -94,6 +94,10 @@ def _ranges(args: EngineArgs) -> Iterator[str]:
         yield f"--mem-fraction-static {fraction:g}: must be a fraction of the memory, between 0 and 1 (0.85 is common)"
     if args.scheduling.schedule_conservativeness < 0:
         yield f"--schedule-conservativeness {args.scheduling.schedule_conservativeness:g}: must not be negative"
+    for name in ("request_waiting_timeout", "request_running_timeout"):
+        limit = getattr(args.scheduling, name)
+        if limit is not None and limit <= 0:
+            yield f"{option_of(name)} {limit:g}: must be more than 0 seconds; leave it out for no limit"
     if args.server.watchdog_timeout <= 0:
         yield f"--watchdog-timeout {args.server.watchdog_timeout:g}: must be more than 0 seconds"
     chunk = args.memory.chunked_prefill_size
