@@ -209,13 +209,25 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         *_attention_rows(given),
         *_exchange_rows(given),
         *graph_row(
-            given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, limits.running, given.logits_rows
+            given.graphs,
+            given.local_model,
+            given.dtype_bytes,
+            topology.attn_dp_size,
+            limits.running,
+            given.logits_rows,
+            chains=_captures_chains(given),
         ),
         *_expert_rows(given),
     ]
     if given.machine.device == "cpu":
         rows.append(LedgerRow("processes", PROCESS_BYTES, "front end and engine core with their libraries"))
     return tuple(rows)
+
+
+def _captures_chains(given: SizingInput) -> bool:
+    """As `draft_setup.why_drafts_are_not_captured`, except acceptance thresholds and the attention backend: where these
+    refuse, fewer graphs are recorded."""
+    return given.uses_mtp and given.model.num_nextn_predict_layers == 1 and max(given.graphs.counts) > 1
 
 
 def _logits_row(given: SizingInput) -> LedgerRow:
