@@ -18,6 +18,16 @@ NotAvailable = Annotated[Any, msgspec.Meta(description="not available yet; leave
 OffOnly = Annotated[Any, msgspec.Meta(description="not available yet; leave it out or empty")]
 """Like `NotAvailable`, for fields that clients send empty or false by default."""
 
+_EFFORT = "^[A-Za-z][A-Za-z0-9_-]{0,31}$"
+Effort = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=_EFFORT,
+        description="passed to the chat template: none, minimal, low, medium, high, xhigh, max, or a word of its own",
+    ),
+]
+"""How much a model reasons."""
+
 _WORDS = {
     "int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
     "object": "an object",
@@ -69,6 +79,7 @@ def _error(message: str, value: Any, kind: Any, where: str) -> InputError:
         return InputError(f"{field}: unknown field; known ones are {', '.join(_known_fields(kind))}", field=field)
     expected = re.sub("`(.*?)`", lambda found: _in_words(found[1]), what.partition(", got ")[0])
     expected = re.sub(r"a string matching regex '\^\(?([\w|.]+)\)?\$'", _one_of, expected)
+    expected = expected.replace(f"a string matching regex {_EFFORT!r}", "a word such as none, low, medium, high or max")
     if place.startswith("key`"):
         return InputError(f"{field}: {_start(expected)} as each key", field=field)
     found = f", got {_at(value, path)!r:.80}" if "[...]" not in place else ""

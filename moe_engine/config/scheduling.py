@@ -66,6 +66,18 @@ class SchedulingArgs:
     max_queued_requests: int | None = flag(
         None, "Max length of the waiting queue; further requests get status 503. Left out: no limit.", metavar="N"
     )
+    request_waiting_timeout: float | None = flag(
+        None,
+        "Max time in the waiting queue, before the first step; then the request gets status 503 "
+        "(SGLANG_REQ_WAITING_TIMEOUT in SGLang). Left out: no limit.",
+        metavar="SECONDS",
+    )
+    request_running_timeout: float | None = flag(
+        None,
+        "Max time from a request's first step to its end; then it gets status 503, or an error event in its stream "
+        "(SGLANG_REQ_RUNNING_TIMEOUT in SGLang). Left out: no limit.",
+        metavar="SECONDS",
+    )
     prefill_max_requests: int | None = flag(None, "Max prompts started in one step. Left out: no limit.", metavar="N")
     stream_interval: int = flag(
         1, "Tokens per chunk of a streamed answer. Larger values save host work.", metavar="TOKENS",

@@ -162,6 +162,9 @@ class EngineCore:
             self._answer_calls()
             if self._grammars:
                 self._enter_ready()
+            if (timeouts := self._scheduler.table.timeouts) is not None:
+                for rids, reason in timeouts.overdue(self._scheduler.table.live.values()):
+                    self._publish(self._scheduler.abort(rids, reason))
             if self._kv_arrivals is not None:
                 loads, reports = self._kv_arrivals.take(), self._kv_arrivals.take_storage()
                 if loads or reports:

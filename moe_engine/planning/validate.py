@@ -21,6 +21,7 @@ from moe_engine.errors import ConfigError, InputError
 from moe_engine.kv_connectors import connector_class
 from moe_engine.planning.resolve_storage import storage_problems
 from moe_engine.sampling_checks import parse_sampling
+from moe_engine.tokenizer.chat_messages import BUILT_IN_TEMPLATES
 
 # field -> least value
 LEAST = {
@@ -93,6 +94,10 @@ def _ranges(args: EngineArgs) -> Iterator[str]:
         yield f"--mem-fraction-static {fraction:g}: must be a fraction of the memory, between 0 and 1 (0.85 is common)"
     if args.scheduling.schedule_conservativeness < 0:
         yield f"--schedule-conservativeness {args.scheduling.schedule_conservativeness:g}: must not be negative"
+    for name in ("request_waiting_timeout", "request_running_timeout"):
+        limit = getattr(args.scheduling, name)
+        if limit is not None and limit <= 0:
+            yield f"{option_of(name)} {limit:g}: must be more than 0 seconds; leave it out for no limit"
     if args.server.watchdog_timeout <= 0:
         yield f"--watchdog-timeout {args.server.watchdog_timeout:g}: must be more than 0 seconds"
     chunk = args.memory.chunked_prefill_size
@@ -293,7 +298,9 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
     except InputError as error:
         yield error.message
     template = model.chat_template
-    if template is not None and "{" not in template and not os.path.isfile(template):
+    built_in = template in BUILT_IN_TEMPLATES
+    if template is not None and not built_in and "{" not in template and not os.path.isfile(template):
         yield (
-            f"--chat-template {template:.200}: no such file; give a .jinja file (built-in names are not supported yet)"
+            f"--chat-template {template:.200}: no such file; give a .jinja file, or a built-in name: "
+            f"{', '.join(BUILT_IN_TEMPLATES)}"
         )

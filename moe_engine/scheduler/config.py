@@ -42,6 +42,9 @@ class SchedulerConfig:
     priority_preemption_threshold: int = 10
     max_queued_requests: int | None = None
     prefill_max_requests: int | None = None
+    request_waiting_timeout: float | None = None
+    request_running_timeout: float | None = None
+    """Time limits of a request, in seconds (`request_timeouts.py`); None: none."""
     vocab_size: int | None = None
     """Sampled ids outside [0, vocab_size) abort their request; None checks only for negative ids."""
     random_seed: int = 0
@@ -124,6 +127,12 @@ class SchedulerConfig:
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{flag} is {value}; it must be at least 1, or left out")
+        for flag, limit in (
+            ("--request-waiting-timeout", self.request_waiting_timeout),
+            ("--request-running-timeout", self.request_running_timeout),
+        ):
+            if limit is not None and limit <= 0:
+                raise ConfigError(f"{flag} is {limit:g}; it must be more than 0 seconds, or left out for no limit")
 
     @property
     def decode_tokens(self) -> int:

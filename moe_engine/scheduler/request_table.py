@@ -13,6 +13,7 @@ from moe_engine.scheduler.jump_forward import JumpForward
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
 from moe_engine.scheduler.lora_slots import LoraSlots
 from moe_engine.scheduler.radix_cache import Node
+from moe_engine.scheduler.request_timeouts import RequestTimeouts
 from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.scheduler.session_hold import SessionHold
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
@@ -39,6 +40,8 @@ class RequestTable:
         self.lora = LoraSlots(config.lora_slots) if config.lora_slots else None
         """Slots of LoRA adapters, if the launch has any."""
         self.jumps = JumpForward(config)
+        self.timeouts = RequestTimeouts.of(config, clock)
+        """Time limits of requests; None without any."""
         self.live: dict[str, Request] = {}
         self.decodes: list[Request] = []
         self.chunked: Waiting | None = None

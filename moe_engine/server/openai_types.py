@@ -22,7 +22,7 @@ from moe_engine.frontend.generate_input import (
 )
 from moe_engine.frontend.session_params import SessionParams
 from moe_engine.sampling_checks import Choices, Count, JsonOrText, SamplingFields, Source, TokenId, build_sampling
-from moe_engine.validation import NotAvailable, OffOnly
+from moe_engine.validation import Effort, NotAvailable, OffOnly
 
 RESPONSE_FORMAT = "type text, json_object, json_schema (with json_schema.schema) or structural_tag"
 STRUCTURED_OUTPUTS = "vLLM's: one of json, json_object, regex, choice, grammar and structural_tag"
@@ -174,7 +174,7 @@ class ChatRequest(CommonRequest, kw_only=True):
     tool_choice: Annotated[str, Meta(pattern="^(auto|none|required)$")] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Any = None
+    reasoning_effort: Effort | None = None
     separate_reasoning: bool | None = True
     stream_reasoning: bool | None = True
     continue_final_message: bool | None = False

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from moe_engine.frontend.generate_input import DpRank, Priority, Rid, Text
 from moe_engine.sampling_checks import MAX_COUNT, SamplingFields
-from moe_engine.validation import NotAvailable, OffOnly
+from moe_engine.validation import Effort, NotAvailable, OffOnly
 
 ITEMS = "message, function_call, function_call_output or reasoning; other kinds are refused"
 
@@ -56,7 +56,7 @@ class TextOptions(TypedDict, total=False):
 class ReasoningOptions(TypedDict, total=False):
     """`effort` is passed to the chat template."""
 
-    effort: str | None
+    effort: Effort | None
     summary: str | None
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,11 +131,12 @@ class InProcessEngine:
         *,
         overlap: bool = True,
         grammars: GrammarCompiler | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **scheduling: Any,
     ) -> dict[str, Answer]:
-        """Runs a script to its end; `scheduling` replaces fields of the SchedulerConfig."""
+        """Runs a script to its end. `clock`: of the scheduler. `scheduling` replaces fields of the SchedulerConfig."""
         config = dataclasses.replace(scheduler_config(self.config), **scheduling)
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, clock)
         port = ScriptedPort(script)
         eos = frozenset(self.config.model.eos_token_ids)
         arrivals = KVArrivals(port.wake)

@@ -32,6 +32,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "enable_mixed_chunk": (False, True),
     "enable_priority_scheduling": (False, True),
     "max_queued_requests": (None, 64),
+    "request_waiting_timeout": (None, 600.0),
+    "request_running_timeout": (None, 600.0),
     "prefill_max_requests": (None, 1, 3),
     "attention_backend": (None, "torch", "cpu"),
     "moe_runner_backend": ("auto", "torch", "cpu"),

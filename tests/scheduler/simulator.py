@@ -159,6 +159,7 @@ class Outcome:
     request: Request
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
+    message: str = ""
 
 
 class Simulation:
@@ -200,6 +201,7 @@ class Simulation:
             outcome.tokens += event.token_ids
             if event.finish_reason is not None:
                 outcome.reason = event.finish_reason.type
+                outcome.message = event.finish_reason.message or ""
 
     def finish_one(self) -> None:
         self.take(self.scheduler.update(self.worker.execute()))
@@ -208,6 +210,9 @@ class Simulation:
         """One iteration of the core's loop. False if it was idle."""
         self.turns += 1
         self.now += 0.01
+        if (timeouts := self.scheduler.table.timeouts) is not None:
+            for rids, reason in timeouts.overdue(self.scheduler.table.live.values()):
+                self.take(self.scheduler.abort(rids, reason))
         plan = self.scheduler.schedule()
         if self.turns % self.check_every == 0:
             assert self.scheduler.check_integrity() == []

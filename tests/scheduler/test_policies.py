@@ -233,6 +233,8 @@ def test_config_refuses_what_cannot_work() -> None:
         ({"policy": "lpm", "enable_priority_scheduling": True}, "--enable-priority-scheduling"),
         ({"max_rows": 0}, "--max-running-requests"),
         ({"max_queued_requests": 0}, "--max-queued-requests"),
+        ({"request_waiting_timeout": 0.0}, "--request-waiting-timeout"),
+        ({"request_running_timeout": -1.0}, "--request-running-timeout"),
     ):
         with pytest.raises(ConfigError, match=flag):
             config(**changes)

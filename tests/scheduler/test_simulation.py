@@ -37,6 +37,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         schedule_low_priority_values_first=draw(st.booleans()),
         max_queued_requests=draw(st.sampled_from([None, None, 3])),
         prefill_max_requests=draw(st.sampled_from([None, None, 1, 2])),
+        request_waiting_timeout=draw(st.sampled_from([None, None, 0.05, 1.0])),
+        request_running_timeout=draw(st.sampled_from([None, None, 0.1, 2.0])),
         max_consecutive_prefills=draw(st.sampled_from([1, 4, 32])),
         max_overtakes=draw(st.sampled_from([0, 4, 512])),
         random_seed=draw(st.integers(0, 5)),

@@ -61,6 +61,8 @@ class FakeClient:
         self.delay = 0.0
         self.fail_after: int | None = None
         self.refuse: dict[str, Any] | None = None
+        self.refuse_after = 0
+        """Steps before the refusal."""
         self.mute = False
         self.rank_calls: list[tuple[str, dict[str, Any]]] = []
         self.rank_values: dict[str, Any] = {}
@@ -95,7 +97,7 @@ class FakeClient:
                 self.closed_early.append(clients_id(request))
 
     async def _deltas(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
-        if self.refuse is not None:
+        if self.refuse is not None and not self.refuse_after:
             yield RequestDelta(request.rid, [], self.refuse)
             return
         if self.mute:
@@ -117,6 +119,9 @@ class FakeClient:
             await asyncio.sleep(self.delay)
             if self.fail_after is not None and step >= self.fail_after:
                 raise EngineDeadError("engine core (pid 4242) was killed by SIGKILL")
+            if self.refuse is not None and step >= self.refuse_after:
+                yield RequestDelta(request.rid, [], self.refuse)
+                return
             step += 1
             ids: list[int] = []
             finish: dict[str, Any] | None = None

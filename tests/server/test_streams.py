@@ -201,3 +201,18 @@ def test_json_is_utf8():
     response = post(FakeClient("你好 🙂"), "/generate", {"text": "x"})
     assert "你好 🙂" in response.content.decode()
     assert json.loads(response.content)["text"] == "你好 🙂"
+
+
+def test_a_time_limit_ends_a_stream_with_an_error_event_and_a_batch_with_503():
+    client = FakeClient()
+    words = "the request ran for longer than --request-running-timeout (3 s); ask for fewer tokens"
+    client.refuse, client.refuse_after = {"type": "abort", "message": words, "status_code": 503}, 2
+    chunks = events(post(client, "/generate", {"text": "x", "stream": True}))
+    assert [len(chunk["output_ids"]) for chunk in chunks[:-1]] == [1, 2] and words in chunks[-1]["error"]["message"]
+    for path, body in (
+        ("/generate", {"text": ["x", "y"], "sampling_params": {"n": 2}}),
+        ("/v1/chat/completions", {**CHAT, "n": 2}),
+    ):
+        response = post(client, path, body)
+        assert response.status_code == 503 and words in response.json()["error"]["message"]
+        assert "retry-after" in response.headers and not client.running

@@ -1,0 +1,82 @@
+"""Time limits of requests: in the waiting queue (`--request-waiting-timeout`), and from the first step on
+(`--request-running-timeout`). SGLang has them as SGLANG_REQ_WAITING_TIMEOUT and SGLANG_REQ_RUNNING_TIMEOUT.
+
+A retracted request keeps the clock of its first step: while it waits again, the running limit applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import inf
+
+from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.types import FinishReason, Request
+
+LEAST_PAUSE = 0.01
+"""Seconds between two scans of the requests, at least."""
+
+
+class RequestTimeouts:
+    """Finds the requests over a limit.
+
+    A scan returns when the next request may be over its limit; until then a call costs one comparison. A request that
+    arrives, or has its first step, after a scan is over its limit no earlier than the shortest limit after that scan.
+    """
+
+    def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
+        """
+        Args:
+            clock: in seconds; the clock of `Request.queued_at` and `Request.first_scheduled`.
+        """
+        waiting, running = config.request_waiting_timeout, config.request_running_timeout
+        self._waiting = inf if waiting is None else waiting
+        self._running = inf if running is None else running
+        self._clock = clock
+        self._next_scan = 0.0
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, clock: Callable[[], float]) -> RequestTimeouts | None:
+        """None without limits."""
+        limits = (config.request_waiting_timeout, config.request_running_timeout)
+        return None if limits == (None, None) else cls(config, clock)
+
+    def overdue(self, live: Iterable[Request]) -> list[tuple[list[str], FinishReason]]:
+        """Requests over a limit that no abort has reached yet: (rids, reason) for each limit.
+
+        Args:
+            live: all requests of the scheduler, waiting and running.
+        """
+        now = self._clock()
+        if now < self._next_scan:
+            return []
+        waited: list[str] = []
+        ran: list[str] = []
+        earliest = now + min(self._waiting, self._running)
+        for request in live:
+            if request.to_abort is not None:
+                continue
+            begun = request.first_scheduled
+            deadline = request.queued_at + self._waiting if begun is None else begun + self._running
+            if deadline <= now:
+                (waited if begun is None else ran).append(request.rid)
+            else:
+                earliest = min(earliest, deadline)
+        self._next_scan = max(earliest, now + LEAST_PAUSE)
+        found = ((waited, _waited(self._waiting)), (ran, _ran(self._running)))
+        return [(rids, reason) for rids, reason in found if rids]
+
+
+def _waited(limit: float) -> FinishReason:
+    message = (
+        f"the request waited in the queue for longer than --request-waiting-timeout ({limit:g} s); send it again "
+        "later, or start the server with a higher limit"
+    )
+    return FinishReason("abort", message=message, status_code=503)
+
+
+def _ran(limit: float) -> FinishReason:
+    message = (
+        f"the request ran for longer than --request-running-timeout ({limit:g} s); ask for fewer tokens, or start "
+        "the server with a higher limit"
+    )
+    return FinishReason("abort", message=message, status_code=503)
