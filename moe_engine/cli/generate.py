@@ -58,7 +58,9 @@ def _chat_prompt(config: ResolvedConfig, prompt: str) -> list[int] | None:
     tokenizer = load_tokenizer(
         config.tokenizer_path, mode=flags.tokenizer_mode, trust_remote_code=flags.trust_remote_code
     )
-    template = load_chat_template(flags.chat_template, tokenizer.chat_template, tokenizer.special_tokens)
+    template = load_chat_template(
+        flags.chat_template, tokenizer.chat_template, tokenizer.special_tokens, tokenizer.folder
+    )
     if template is None:
         return None
     text = template.render([{"role": "user", "content": prompt}])

@@ -21,6 +21,7 @@ from moe_engine.errors import ConfigError, InputError
 from moe_engine.kv_connectors import connector_class
 from moe_engine.planning.resolve_storage import storage_problems
 from moe_engine.sampling_checks import parse_sampling
+from moe_engine.tokenizer.chat_messages import BUILT_IN_TEMPLATES
 
 # field -> least value
 LEAST = {
@@ -297,7 +298,9 @@ def _front_end(args: EngineArgs) -> Iterator[str]:
     except InputError as error:
         yield error.message
     template = model.chat_template
-    if template is not None and "{" not in template and not os.path.isfile(template):
+    built_in = template in BUILT_IN_TEMPLATES
+    if template is not None and not built_in and "{" not in template and not os.path.isfile(template):
         yield (
-            f"--chat-template {template:.200}: no such file; give a .jinja file (built-in names are not supported yet)"
+            f"--chat-template {template:.200}: no such file; give a .jinja file, or a built-in name: "
+            f"{', '.join(BUILT_IN_TEMPLATES)}"
         )

@@ -28,7 +28,8 @@ from moe_engine.server.responses_store import ResponseStore
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.state import ServerState
 from moe_engine.server.text_processes import TextProcesses, TextSpec
-from moe_engine.tokenizer.chat_template import ChatTemplate, load_chat_template
+from moe_engine.tokenizer.chat_messages import ChatEncoder
+from moe_engine.tokenizer.chat_template import load_chat_template
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -98,15 +99,17 @@ def _text_processes(state: ServerState) -> TextProcesses | None:
     return TextProcesses(TextSpec(source, state.chat_template, state.settings.without_keys(), state.client.info))
 
 
-def make_template(settings: ServerSettings, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """The chat template of the flags, else of the checkpoint; None without one, or without a tokenizer.
+def make_template(settings: ServerSettings, tokenizer: Tokenizer | None) -> ChatEncoder | None:
+    """The chat template of the flags, else of the checkpoint or its type; None without one, or without a tokenizer.
 
     Raises:
         ConfigError: it cannot be read.
     """
     if tokenizer is None:
         return None
-    return load_chat_template(settings.args.model.chat_template, tokenizer.chat_template, tokenizer.special_tokens)
+    return load_chat_template(
+        settings.args.model.chat_template, tokenizer.chat_template, tokenizer.special_tokens, tokenizer.folder
+    )
 
 
 def _open_tracing(state: ServerState) -> Tracing | None:

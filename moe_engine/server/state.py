@@ -15,7 +15,7 @@ from moe_engine.server.errors import ModelNotFoundError
 from moe_engine.server.logprob_json import TokenJson
 from moe_engine.server.responses_store import ResponseStore
 from moe_engine.server.settings import ServerSettings
-from moe_engine.tokenizer.chat_template import ChatTemplate
+from moe_engine.tokenizer.chat_messages import ChatEncoder
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
 
@@ -24,7 +24,7 @@ class ServerState:
     frontend: Frontend
     client: EngineClient
     settings: ServerSettings
-    chat_template: ChatTemplate | None
+    chat_template: ChatEncoder | None
     responses: ResponseStore | None = None
     """None in the processes of large bodies."""
     started_at: float = field(default_factory=time.time)

@@ -18,7 +18,7 @@ from moe_engine.processes.child import describe_exit
 from moe_engine.processes.watched_thread import start_watched
 from moe_engine.server.settings import ServerSettings
 from moe_engine.server.text_frames import HEADER, Kind, frame
-from moe_engine.tokenizer.chat_template import ChatTemplate
+from moe_engine.tokenizer.chat_messages import ChatEncoder
 from moe_engine.tokenizer.tokenizer import TokenizerSource
 
 MAX_PROCESSES = 2
@@ -29,7 +29,7 @@ class TextSpec:
     """Specification of a process: everything that body work depends on."""
 
     tokenizer: TokenizerSource | None
-    chat_template: ChatTemplate | None
+    chat_template: ChatEncoder | None
     settings: ServerSettings
     info: EngineInfo
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,16 @@ from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from moe_engine.errors import ConfigError, InputError
+from moe_engine.tokenizer.chat_messages import (
+    BUILT_IN_TEMPLATES,
+    DEEPSEEK_V32,
+    ChatEncoder,
+    map_arguments,
+    prepare_message,
+    refuse_reserved,
+)
+from moe_engine.tokenizer.deepseek_v32 import is_deepseek_v32, load_deepseek_v32
 
-_RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
 _LOOPS_OVER_CONTENT = re.compile(r"\{%-?\s*for\s[^%]*?\bin\s[^%]*?(\.content|\[['\"]content['\"]\])")
 
 
@@ -70,9 +78,7 @@ class ChatTemplate:
         Raises:
             InputError: the template rejects the conversation or cannot render it.
         """
-        if clash := _RESERVED & set(kwargs or {}):
-            where = f"chat_template_kwargs.{min(clash)}"
-            raise InputError(f"{where}: is set by the server; leave it out", field=where)
+        refuse_reserved(kwargs)
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         context = {
             **self._special_tokens,
@@ -101,13 +107,22 @@ class ChatTemplate:
 
 
 def load_chat_template(
-    chosen: str | None, own: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]
-) -> ChatTemplate | None:
-    """The template of `--chat-template` (a file, or Jinja source), else the checkpoint's own, else None.
+    chosen: str | None,
+    own: str | Mapping[str, str] | None,
+    special_tokens: Mapping[str, str],
+    folder: Path | None = None,
+) -> ChatEncoder | None:
+    """The template of `--chat-template` (a built-in name, a file, or Jinja source), else the checkpoint's own, else
+    the built-in one of the checkpoint's model type, else None.
+
+    Args:
+        folder: of the checkpoint's config.json, if there is one.
 
     Raises:
         ConfigError: names the flag and the problem.
     """
+    if chosen == DEEPSEEK_V32 or (chosen is None and not own and folder is not None and is_deepseek_v32(folder)):
+        return load_deepseek_v32(folder, special_tokens)
     if chosen is None:
         return ChatTemplate(own, special_tokens) if own else None
     if "{%" in chosen or "{{" in chosen:
@@ -115,7 +130,8 @@ def load_chat_template(
     path = Path(chosen)
     if not os.path.isfile(path):
         raise ConfigError(
-            f"--chat-template {chosen:.200}: no such file; give a .jinja file (built-in names are not available yet)"
+            f"--chat-template {chosen:.200}: no such file; give a .jinja file, or a built-in name: "
+            f"{', '.join(BUILT_IN_TEMPLATES)}"
         )
     try:
         text = path.read_text(encoding="utf-8")
@@ -131,23 +147,6 @@ def load_chat_template(
     return ChatTemplate(text, special_tokens)
 
 
-def prepare_message(message: Mapping[str, Any], *, keep_parts: bool) -> dict[str, Any]:
-    """Converts a message for templates: parts joined unless the template loops over them, arguments as objects."""
-    out = dict(message)
-    content = out.get("content")
-    if isinstance(content, list) and not keep_parts:
-        out["content"] = " ".join(part["text"] for part in content)
-    elif content is None and not out.get("tool_calls"):
-        out["content"] = ""
-    else:
-        out["content"] = content
-    if out.get("tool_calls"):
-        out["tool_calls"] = [_map_arguments(call, _arguments_object) for call in out["tool_calls"]]
-    else:
-        out.pop("tool_calls", None)
-    return out
-
-
 def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """OpenAI's "developer" role becomes "system": templates that do not know it would silently drop the message."""
     return {**message, "role": "system"} if message.get("role") == "developer" else message
@@ -156,22 +155,7 @@ def _as_system(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return message
-    return {**message, "tool_calls": [_map_arguments(call, _arguments_text) for call in message["tool_calls"]]}
-
-
-def _map_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    function["arguments"] = change(function.get("arguments"))
-    return {**call, "function": function}
-
-
-def _arguments_object(arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        try:
-            return json.loads(arguments) if arguments else {}
-        except ValueError:
-            return arguments
-    return arguments if arguments is not None else {}
+    return {**message, "tool_calls": [map_arguments(call, _arguments_text) for call in message["tool_calls"]]}
 
 
 def _arguments_text(arguments: Any) -> str:

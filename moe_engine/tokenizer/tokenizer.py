@@ -192,6 +192,14 @@ class Tokenizer:
         self._add_eos = bool(config.get("add_eos_token")) if explicit else None
 
     @property
+    def folder(self) -> Path | None:
+        """The checkpoint's folder on this machine; None for a hub name, or a tokenizer built from parts."""
+        path = None if self.source is None else Path(self.source.path)
+        if path is not None and path.is_file():
+            path = path.parent
+        return path if path is not None and path.is_dir() else None
+
+    @property
     def vocab_size(self) -> int:
         return self._backend.vocab_size
 

@@ -1,0 +1,69 @@
+"""Messages as chat templates and encoders read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from moe_engine.errors import InputError
+
+DEEPSEEK_V32 = "deepseek-v32"
+BUILT_IN_TEMPLATES = (DEEPSEEK_V32,)
+"""Names for `--chat-template`."""
+_RESERVED = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+
+
+class ChatEncoder(Protocol):
+    """Writes the prompt of a conversation: a Jinja template, or the encoder of a model that has none."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str: ...
+
+
+def refuse_reserved(kwargs: Mapping[str, Any] | None) -> None:
+    """
+    Raises:
+        InputError: a template argument that the server sets.
+    """
+    if clash := _RESERVED & set(kwargs or {}):
+        where = f"chat_template_kwargs.{min(clash)}"
+        raise InputError(f"{where}: is set by the server; leave it out", field=where)
+
+
+def prepare_message(message: Mapping[str, Any], *, keep_parts: bool) -> dict[str, Any]:
+    """Converts a message for templates: parts joined unless the template loops over them, arguments as objects."""
+    out = dict(message)
+    content = out.get("content")
+    if isinstance(content, list) and not keep_parts:
+        out["content"] = " ".join(part["text"] for part in content)
+    elif content is None and not out.get("tool_calls"):
+        out["content"] = ""
+    else:
+        out["content"] = content
+    if out.get("tool_calls"):
+        out["tool_calls"] = [map_arguments(call, _arguments_object) for call in out["tool_calls"]]
+    else:
+        out.pop("tool_calls", None)
+    return out
+
+
+def map_arguments(call: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    function["arguments"] = change(function.get("arguments"))
+    return {**call, "function": function}
+
+
+def _arguments_object(arguments: Any) -> Any:
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments) if arguments else {}
+        except ValueError:
+            return arguments
+    return arguments if arguments is not None else {}
