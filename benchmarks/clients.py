@@ -20,6 +20,8 @@ from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.datasets import BenchRequest
 
 REQUEST_TIMEOUT_SECONDS = 6 * 3600
+TIERS = ("device", "host", "storage")
+"""Of the KV cache, as ``cached_tokens_details`` names them."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,13 @@ async def ask_native(request: BenchRequest, options: CallOptions) -> Answer:
         meta = chunk.get("meta_info", {})
         answer.text = chunk.get("text") or answer.text
         answer.cached_tokens = meta.get("cached_tokens", 0)
+        tiers = meta.get("cached_tokens_details") or {}
+        answer.cached_by_tier = {name: tiers[name] for name in TIERS if isinstance(tiers.get(name), int)}
+        ids, total = chunk.get("output_ids") or [], meta.get("completion_tokens", 0)
+        if len(ids) >= total:
+            answer.output_ids = ids
+        else:  # --incremental-streaming-output: those of the chunk
+            answer.output_ids.extend(ids)
         answer.retractions = meta.get("num_retractions", 0)
         answer.prompt_len = meta.get("prompt_tokens", answer.prompt_len)
         answer.accept_length = meta.get("spec_accept_length", answer.accept_length)

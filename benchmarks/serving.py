@@ -8,6 +8,9 @@ limit. Options, table and JSON keys are those of ``python -m sglang.bench_servin
     moe-engine serve --port 30000 &
     python -m benchmarks.serving --port 30000 --dataset-name random --num-prompts 100 \\
         --random-input-len 64 --random-output-len 32 --request-rate 8 --goodput ttft:500 tpot:50
+
+`--dataset-name agentic` is a closed loop of sessions: the next turn follows the answer before it and a pause.
+`--max-concurrency` limits open sessions; several values measure a curve, with new text at each point.
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ import json
 import random
 import sys
 import time
-from collections.abc import AsyncIterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +31,16 @@ import httpx
 import uvloop
 
 from benchmarks import report
-from benchmarks.clients import BACKENDS, DEFAULT_PORTS, Answer, CallOptions
-from moe_engine.tuning import serving_report
+from benchmarks.agent_sessions import Replay, TokenText, workload_of
+from benchmarks.clients import BACKENDS, DEFAULT_PORTS, CallOptions
+from moe_engine.errors import ConfigError
+from moe_engine.tuning import agent_report, serving_report
+from moe_engine.tuning.answer import Answer
 from moe_engine.tuning.datasets import BenchRequest, Vocabulary, add_dataset_arguments, make_dataset
+from moe_engine.tuning.simulator.agents import add_agent_arguments
+from moe_engine.tuning.simulator.workload import Workload
 
+AGENTIC = "agentic"
 RECORDED_OPTIONS = (
     "tag", "backend", "dataset_name", "request_rate", "max_concurrency", "num_prompts", "seed", "sharegpt_output_len",
     "random_input_len", "random_output_len", "random_range_ratio",
@@ -49,12 +59,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--port", type=int, help="default: 30000 (8000 for vllm backends)")
     parser.add_argument("--model", help="name sent to the OpenAI endpoints (default: the server's model)")
     parser.add_argument("--tokenizer", help="checkpoint directory or tokenizer.json (default: the server's model path)")
-    add_dataset_arguments(parser)
+    add_dataset_arguments(parser, more_names=(AGENTIC,))
+    add_agent_arguments(parser)
     load = parser.add_argument_group("load")
     load.add_argument(
         "--request-rate", type=float, default=float("inf"), help="requests per second, Poisson; inf: all at once"
     )
-    load.add_argument("--max-concurrency", type=int, help="max concurrent requests")
+    load.add_argument(
+        "--max-concurrency",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="max concurrent requests; agentic: sessions, a curve",
+    )
     load.add_argument("--warmup-requests", type=int, default=1)
     load.add_argument("--flush-cache", action="store_true", help="empty the prefix cache after the warm-up")
     load.add_argument("--tokenize-prompt", action="store_true", help="send token ids even for text prompts")
@@ -71,10 +88,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     output.add_argument(
         "--output-details", action="store_true", help="also write every request's lengths, times and text"
     )
-    output.add_argument("--plot", metavar="FILE.png", help="draw the latency distributions")
+    output.add_argument("--plot", metavar="FILE.png", help="draw the latency distributions, or the curve")
     output.add_argument("--tag", help="tag in the result")
     output.add_argument("--disable-tqdm", action="store_true")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.concurrencies = args.max_concurrency or [None]
+    args.max_concurrency = args.concurrencies[0]
+    if len(args.concurrencies) > 1 and args.dataset_name != AGENTIC:
+        parser.error("--max-concurrency: several values need --dataset-name agentic")
+    if any(limit is not None and limit < 1 for limit in args.concurrencies):
+        parser.error("--max-concurrency must be at least 1")
+    if not args.request_rate > 0:
+        parser.error(f"--request-rate is {args.request_rate}; it must be above 0")
+    return args
 
 
 async def arrivals(requests: list[BenchRequest], rate: float, rng: random.Random) -> AsyncIterator[BenchRequest]:
@@ -155,12 +181,25 @@ async def _model_name(client: httpx.AsyncClient, base_url: str) -> str:
         return "default"
 
 
-def _prepare(args: argparse.Namespace, facts: dict[str, Any]) -> tuple[list[BenchRequest], Vocabulary]:
+@dataclass(frozen=True)
+class _Connection:
+    """A server, as the run found it."""
+
+    client: httpx.AsyncClient
+    facts: dict[str, Any]
+    vocabulary: Vocabulary
+    options: CallOptions
+
+
+def _vocabulary(args: argparse.Namespace, facts: dict[str, Any]) -> Vocabulary:
     model_info = facts.get("model_info") or {}
     path = args.tokenizer or model_info.get("tokenizer_path") or model_info.get("model_path")
     if not path:
         raise ValueError("the server does not report its tokenizer path; pass --tokenizer")
-    vocabulary = Vocabulary.from_path(path)
+    return Vocabulary.from_path(path)
+
+
+def _requests(args: argparse.Namespace, vocabulary: Vocabulary) -> list[BenchRequest]:
     requests = make_dataset(args, vocabulary)
     if args.tokenize_prompt:
         requests = [
@@ -169,17 +208,17 @@ def _prepare(args: argparse.Namespace, facts: dict[str, Any]) -> tuple[list[Benc
         ]
     if not requests:
         raise ValueError("the dataset has no request; see --num-prompts and the length limits")
-    return requests, vocabulary
+    return requests
 
 
-async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answer]]:
-    """A whole run: dataset, warm-up, load, metrics."""
+@asynccontextmanager
+async def _connection(args: argparse.Namespace) -> AsyncIterator[_Connection]:
     port = args.port or DEFAULT_PORTS.get(args.backend, 30000)
     base_url = (args.base_url or f"http://{args.host}:{port}").rstrip("/")
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     async with httpx.AsyncClient(timeout=60, headers=headers) as client:
         facts = await server_facts(client, base_url)
-        requests, vocabulary = _prepare(args, facts)
+        vocabulary = _vocabulary(args, facts)
         options = CallOptions(
             base_url=base_url,
             model=args.model or await _model_name(client, base_url),
@@ -190,27 +229,61 @@ async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answ
             decode=vocabulary.decode,
             headers=headers,
         )
-        await _warm_up(client, requests[0], options, args)
+        yield _Connection(client, facts, vocabulary, options)
+
+
+async def benchmark(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answer]]:
+    """A whole run: dataset, warm-up, load, metrics."""
+    async with _connection(args) as server:
+        requests = _requests(args, server.vocabulary)
+        await _warm_up(server.client, requests[0], server.options, args)
         answers, duration = await run_load(
             requests,
-            options,
+            server.options,
             backend=args.backend,
             request_rate=args.request_rate,
             max_concurrency=args.max_concurrency,
             seed=args.seed,
             show_progress=not args.disable_tqdm,
         )
-        accept_length = accept_length_of(await server_facts(client, base_url))
-    retokenized = sum(len(vocabulary.encode(answer.text)) for answer in answers if answer.success)
+        return await _values(args, server, answers, duration), answers
+
+
+async def _values(
+    args: argparse.Namespace, server: _Connection, answers: list[Answer], duration: float
+) -> dict[str, Any]:
     values = serving_report.figures(
         answers,
         duration,
         goodput=serving_report.parse_goodput(args.goodput),
-        retokenized=retokenized,
-        accept_length=accept_length,
+        retokenized=sum(len(server.vocabulary.encode(answer.text)) for answer in answers if answer.success),
+        accept_length=accept_length_of(await server_facts(server.client, server.options.base_url)),
     )
-    values["server_info"] = facts.get("server_info")
-    return values, answers
+    values["server_info"] = server.facts.get("server_info")
+    return values
+
+
+async def agent_benchmark(
+    args: argparse.Namespace, workload: Workload, concurrency: int | None
+) -> tuple[dict[str, Any], list[Answer]]:
+    """A run of sessions. Its text depends on `--seed` and concurrency, so that no point finds another one's KV."""
+    async with _connection(args) as server:
+        ask, vocabulary = BACKENDS[args.backend], server.vocabulary
+        warm_up = BenchRequest(vocabulary.plain_ids[:8], len(vocabulary.plain_ids[:8]), 8)
+        await _warm_up(server.client, warm_up, server.options, args)
+        replay = Replay(
+            workload,
+            lambda request: ask(request, server.options),
+            TokenText(vocabulary, f"{args.seed} {concurrency}"),
+            vocabulary.encode,
+            concurrency,
+        )
+        duration = await replay.run(show_progress=not args.disable_tqdm)
+        answers = [turn.answer for turn in replay.turns]
+        values = await _values(args, server, answers, duration)
+    by_kind = {kind: [t.answer for t in replay.turns if t.kind == kind] for kind in agent_report.KINDS}
+    sessions = len({turn.session for turn in replay.turns})
+    return values | agent_report.figures(by_kind, sessions, replay.abandoned), answers
 
 
 def run(args: argparse.Namespace) -> tuple[dict[str, Any], list[Answer]]:
@@ -241,20 +314,13 @@ def default_output_file(args: argparse.Namespace) -> str:
     return "_".join(parts) + ".jsonl"
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_arguments(argv)
-    try:
-        values, answers = run(args)
-    except (ValueError, FileNotFoundError, httpx.HTTPError) as error:
-        print(f"benchmarks.serving: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
-    rate = args.request_rate
-    print(
-        serving_report.result_table(
-            values, backend=args.backend, request_rate=rate, max_concurrency=args.max_concurrency
-        )
-    )
-    record = {key: getattr(args, key) for key in RECORDED_OPTIONS} | {"machine": report.machine()} | values
+def _write(args: argparse.Namespace, values: dict[str, Any], answers: list[Answer]) -> None:
+    """Appends the record of a run to the output file."""
+    record = {key: getattr(args, key) for key in RECORDED_OPTIONS} | {"machine": report.machine()}
+    if args.dataset_name == AGENTIC:
+        record |= {key: value for key, value in vars(args).items() if key.startswith("agent_")}
+        record["dataset_path"] = args.dataset_path
+    record |= values
     if args.output_details:
         record |= {
             "input_lens": [a.prompt_len for a in answers],
@@ -264,11 +330,43 @@ def main(argv: list[str] | None = None) -> int:
             "generated_texts": [a.text for a in answers],
             "errors": [a.error for a in answers],
         }
-    path = Path(args.output_file or default_output_file(args))
-    report.append_jsonl(path, record)
-    if args.plot:
-        serving_report.draw_chart(answers, args.plot, f"{args.backend}, {args.dataset_name}, {rate} requests/s")
-    failures = [answer for answer in answers if not answer.success]
+    report.append_jsonl(Path(args.output_file or default_output_file(args)), record)
+
+
+def _agent_points(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Answer]]]:
+    """A run for each concurrency. Raises ConfigError before the first request for what is wrong with the sessions."""
+    if args.apply_chat_template:
+        raise ConfigError("--apply-chat-template needs prompts of text; --dataset-name agentic has token ids")
+    workload = workload_of(args)
+    for index, concurrency in enumerate(args.concurrencies):
+        args.max_concurrency = concurrency
+        yield uvloop.run(agent_benchmark(args, workload if index == 0 else workload_of(args), concurrency))
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    agentic = args.dataset_name == AGENTIC
+    points: list[dict[str, Any]] = []
+    failures: list[Answer] = []
+    try:
+        for values, answers in _agent_points(args) if agentic else iter([run(args)]):
+            limit, rate = args.max_concurrency, args.request_rate
+            print(serving_report.result_table(values, backend=args.backend, request_rate=rate, max_concurrency=limit))
+            if agentic:
+                print(agent_report.table_rows(values))
+            _write(args, values, answers)
+            points.append(values | {"max_concurrency": limit})
+            failures += [answer for answer in answers if not answer.success]
+    except (ConfigError, ValueError, FileNotFoundError, httpx.HTTPError) as error:
+        print(f"benchmarks.serving: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    title = f"{args.backend}, {args.dataset_name}, {args.request_rate} requests/s"
+    if len(points) > 1:
+        print(agent_report.curve_table(points))
+        if args.plot:
+            agent_report.draw_curve(points, args.plot, title)
+    elif args.plot:
+        serving_report.draw_chart(answers, args.plot, title)
     if failures:
         print(f"{len(failures)} requests failed; the first: {failures[0].error}", file=sys.stderr)
     return 1 if failures else 0

@@ -144,10 +144,11 @@ OUTSIDE = {
     "rid_0", "rid_1", "extra_body", "proxy_buffering", "proxy_read_timeout", "client_max_body_size",
     "client_header_timeout", "client_body_timeout", "Authorization", "Origin", "Allow", "Upgrade", "KillWait",
     "SlurmdTimeout", "dump.pt", "heat_map.png", "imbalance.png", "serve.yaml",
-    "modules.json", "/cache", "/dev/shm",
+    "modules.json", "/cache", "/dev/shm", "/dev/gdrdrv", "/dev/infiniband", "mlx5_ib", "nvidia_peermem",
+    "gdrcopy_sanity", "MLX5_1.25", "PeerMappingOverride", "NET/IB", "NET/Socket", "libcudart.so.13",
     "benchmarks/results/<date>_<gpu>_gpu_suite.json",
 }  # fmt: skip
-"""Names of other programs, of HTTP and of files that users make."""
+"""Names of other programs, of drivers, of HTTP and of files that users make."""
 
 
 def spans(document: Path) -> Iterator[tuple[int, str]]:
@@ -380,11 +381,13 @@ def messages() -> str:
     return "\n".join(found)
 
 
-def test_messages_in_troubleshooting_exist_in_the_source():
+@pytest.mark.parametrize(("name", "least"), [("troubleshooting.md", 30), ("gpu_quickstart.md", 25)])
+def test_messages_in_tables_exist_in_the_source(name, least):
     """Each part of a quoted message between its ``...``, as the source has it."""
-    page = (ROOT / "docs/troubleshooting.md").read_text()
+    page = (ROOT / "docs" / name).read_text()
     quoted = [span for row in re.findall(r"^\| ([^|]+)\|", page, re.M) for span in SPAN.findall(row) if " " in span]
-    assert len(quoted) > 30
+    quoted = [span for span in quoted if not FLAG.match(span) or ":" in span]  # without flags and their values
+    assert len(quoted) > least
     parts = [
         part.strip(" ;,().?:") for message in quoted for part in message.split("...") if len(part.strip(" ;,():")) > 5
     ]

@@ -35,12 +35,13 @@ from moe_engine.tuning.planner.given_form import OURS, given_form
 from moe_engine.tuning.planner.memory import resolve_for
 from moe_engine.tuning.planner.predict import Predictor
 from moe_engine.tuning.simulator import report
-from moe_engine.tuning.simulator.agents import Agents, AgentShape
+from moe_engine.tuning.simulator.agents import add_agent_arguments, agents_of
 from moe_engine.tuning.simulator.arrivals import NAMES, arrival_times
 from moe_engine.tuning.simulator.expert_load import ExpertLoad, check_counts, zipf_counts
 from moe_engine.tuning.simulator.faults import Fault
 from moe_engine.tuning.simulator.fleet import Fleet, FleetSpec
 from moe_engine.tuning.simulator.replica import ReplicaSpec
+from moe_engine.tuning.simulator.sessions import Recorded
 from moe_engine.tuning.simulator.traces import read_trace
 from moe_engine.tuning.simulator.workload import Arrival, Fixed, Limited, Workload
 
@@ -125,16 +126,7 @@ def _own_parser() -> Parser:
         "--expert-zipf", type=float, metavar="S", help="with --hardware: expert i of a layer gets 1 / i**S, i drawn"
     )
     datasets.add_dataset_arguments(parser, default_name="random", more_names=OWN_NAMES)
-    agents = parser.add_argument_group("agentic dataset: sessions of several turns, with pauses for tools")
-    for option, default, text in (
-        ("--agent-turns", AgentShape.turns, "turns of a session"),
-        ("--agent-system-len", AgentShape.system_len, "tokens of a system prompt"),
-        ("--agent-input-len", AgentShape.input_len, "new tokens of a turn"),
-        ("--agent-output-len", AgentShape.output_len, "tokens of an answer"),
-        ("--agent-groups", AgentShape.groups, "different system prompts"),
-    ):
-        agents.add_argument(option, type=int, default=default, help=f"{text} (default: {default})")
-    agents.add_argument("--agent-pause", type=float, default=AgentShape.pause, help="mean seconds between turns")
+    add_agent_arguments(parser)
     load = parser.add_argument_group("load")
     load.add_argument(
         "--request-rate", type=float, default=math.inf, help="requests (sessions) per second; inf: at once"
@@ -255,14 +247,10 @@ def _workload(own: argparse.Namespace, config: ResolvedConfig) -> Workload:
     times = arrival_times(own.arrivals, own.request_rate, random.Random(own.seed), burstiness=own.burstiness)
     workload: Workload
     if own.dataset_name == "agentic":
-        shape = AgentShape(
-            own.agent_turns, own.agent_system_len, own.agent_input_len, own.agent_output_len, own.agent_pause,
-            own.agent_groups,
-        )  # fmt: skip
-        workload = Agents(shape, times, max(own.num_prompts // own.agent_turns, 1), own.seed)
+        workload = agents_of(own, times)
     elif own.dataset_name == "trace":
         arrivals = read_trace(own.dataset_path, own.num_prompts)
-        workload = Fixed(sorted(arrivals, key=lambda arrival: arrival.seconds), len(arrivals))
+        workload = Recorded(arrivals)
     else:
         workload = _dataset(own, config, times)
     return Limited(workload, own.max_concurrency) if own.max_concurrency else workload

@@ -22,7 +22,9 @@ from moe_engine.types import SpeculationConfig
 MAX_SIZES = ((20, 8, 8), (35, 48, 160), (60, 32, 160), (160, 256, 512))
 LARGEST = 512
 GRAPH_BYTES = 8 << 20
-"""Allowance for the driver's memory of one graph."""
+"""Allowance for the driver's memory of one graph with all layers of the model."""
+SMALL_GRAPH_BYTES = 2 << 20
+"""The same for the few layers of drafts: a page of device memory."""
 
 ASKED = "asked for"
 NO_LAUNCHES = "a CPU has no kernel launches to save"
@@ -189,21 +191,40 @@ def graph_sizes(largest: int, drafts: bool) -> set[int]:
 
 
 def graph_row(
-    graphs: GraphSettings, model: ModelConfig, dtype_bytes: int, groups: int, running: int, logits_rows: int
-) -> list[LedgerRow]:
+    graphs: GraphSettings, model: ModelConfig, dtype_bytes: int, groups: int, running: int, logits_rows: int,
+    uses_mtp: bool = False,
+) -> list[LedgerRow]:  # fmt: skip
     """Memory of CUDA graphs: activations and logits of the largest one, its static results, and the driver's memory.
 
     Args:
         groups: attention groups; each expert gets the tokens of all groups.
         running: max requests of a step, which may be less than the largest graph.
         logits_rows: max rows of logits at once; larger steps are captured without the LM head.
+        uses_mtp: the checkpoint's MTP layers draft. Then as `draft_setup.why_drafts_are_not_captured`, except
+            acceptance thresholds and the attention backend: where these refuse, fewer graphs are recorded.
     """
     if not graphs.sizes:
         return []
+    chains = uses_mtp and model.num_nextn_predict_layers == 1 and max(graphs.counts) > 1
     tokens = min(graphs.max_tokens, running * max(graphs.counts))
     heads = min(tokens, logits_rows)
     step = sizes.largest_step_activation_bytes(model, tokens * groups, dtype_bytes, num_logits=heads, expanded_tokens=0)
     results = tokens * model.hidden_size * dtype_bytes + heads * model.vocab_size * (4 + dtype_bytes)
     detail = f"{graphs.num_graphs} captured steps of up to {tokens} tokens, in one pool"
-    num = graphs.num_graphs + (len(graphs.sizes) if max(graphs.counts) > 1 else 0)  # steps without drafts: two forms
-    return [LedgerRow(GRAPHS_ROW, step + results + num * GRAPH_BYTES, detail)]
+    whole, small = recorded(graphs, chains)
+    if small:
+        detail += f": {whole} graphs of the model, {small} of drafts"
+    driver = whole * GRAPH_BYTES + small * SMALL_GRAPH_BYTES
+    return [LedgerRow(GRAPHS_ROW, step + results + driver, detail)]
+
+
+def recorded(graphs: GraphSettings, chains: bool) -> tuple[int, int]:
+    """(graphs of all layers, graphs of few layers) of the captured steps.
+
+    Args:
+        chains: steps with drafts are captured whole (`draft_graphs`): each step is the graphs draft, verify and
+            follow; a step without drafts is captured alone as well, for steps that the drafter does not follow.
+    """
+    if not chains:
+        return graphs.num_graphs, 0
+    return graphs.num_graphs + len(graphs.sizes) * graphs.counts.count(1), 2 * graphs.num_graphs

@@ -179,14 +179,12 @@ def size_memory(given: SizingInput) -> Sizing:
 
 def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     """Ledger rows of one rank, without KV."""
-    limits, model, topology = given.limits, given.model, given.parallel.topology
-    redundant = given.experts.num_redundant
-    weights = sizes.weight_bytes(
-        model, given.dtype_bytes, topology=topology, redundant_experts=redundant, format=given.weight_format
-    )
+    limits, model, topology, size = given.limits, given.model, given.parallel.topology, given.dtype_bytes
+    redundant, kept, graphs = given.experts.num_redundant, given.weight_format, given.graphs
+    weights = sizes.weight_bytes(model, size, topology=topology, redundant_experts=redundant, format=kept)
     detail = f"{_count(sizes.num_parameters(model))} parameters as {given.dtype}"
     if stored := model.weight_format.name:
-        detail += f", {stored} " + ("as stored" if given.weight_format.name else "dequantised while loading")
+        detail += f", {stored} " + ("as stored" if kept.name else "dequantised while loading")
     if topology.tp_size > 1:
         detail += f", one shard of {topology.tp_size}"
     if redundant:
@@ -199,7 +197,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     rows = [
         LedgerRow("weights", weights, detail),
         *_draft_rows(given),
-        *lora_rows(given.lora, model, topology, given.dtype_bytes, given.machine.device),
+        *lora_rows(given.lora, model, topology, size, given.machine.device),
         LedgerRow("activations", _step_bytes(given), f"a step of {limits.forward_tokens} tokens"),
         _logits_row(given),
         _table_row(given),
@@ -209,7 +207,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         *_attention_rows(given),
         *_exchange_rows(given),
         *graph_row(
-            given.graphs, given.local_model, given.dtype_bytes, topology.attn_dp_size, limits.running, given.logits_rows
+            graphs, given.local_model, size, topology.attn_dp_size, limits.running, given.logits_rows, given.uses_mtp
         ),
         *_expert_rows(given),
     ]

@@ -19,6 +19,10 @@ class Answer:
     itl: list[float] = field(default_factory=list)
     started: float = 0.0
     cached_tokens: int = 0
+    cached_by_tier: dict[str, int] = field(default_factory=dict)
+    """Of the prompt: ``device``, ``host``, ``storage``; empty if the server does not report tiers."""
+    output_ids: list[int] = field(default_factory=list)
+    """Empty if the server does not report them."""
     retractions: int = 0
     accept_length: float | None = None
 

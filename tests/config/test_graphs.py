@@ -12,7 +12,7 @@ from moe_engine.kernels import tables
 from moe_engine.kernels.device import Device, Need
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.resolve import ResolvedConfig, resolve
-from moe_engine.planning.resolve_graphs import graph_row, graph_sizes
+from moe_engine.planning.resolve_graphs import GRAPH_BYTES, SMALL_GRAPH_BYTES, graph_row, graph_sizes, recorded
 from moe_engine.step_settings import GraphSettings
 from tests.config.conftest import SMALL, machine
 
@@ -56,6 +56,21 @@ def test_the_ledger_counts_them(on_gpu) -> None:
     assert row.num_bytes > least and f"{with_graphs.graphs.num_graphs} captured steps" in row.detail
     assert without.graphs == GraphSettings() and all(row.name != "CUDA graphs" for row in without.ledger.rows)
     assert without.max_total_num_tokens > with_graphs.max_total_num_tokens
+
+
+@pytest.mark.parametrize(("mtp_layers", "small"), [(1, 2 * 3), (2, 0)])
+def test_the_ledger_counts_the_graphs_of_drafts(on_gpu, mtp_layers: int, small: int) -> None:
+    """A step with drafts is three graphs; with several MTP layers only its verification is captured."""
+    flags = {"speculative_algorithm": "NEXTN", "speculative_num_steps": 2, "speculative_eagle_topk": 1,
+             "speculative_num_draft_tokens": 3, "max_running_requests": 3}  # fmt: skip
+    config = on_gpu(config=SMALL | {"num_nextn_predict_layers": mtp_layers}, **flags)
+    assert config.graphs.counts == (1, 3) and config.graphs.sizes == (1, 2, 3)
+    (row,) = (row for row in config.ledger.rows if row.name == "CUDA graphs")
+    parts = recorded(config.graphs, chains=bool(small))
+    assert parts == ((9, 2 * small) if small else (6, 0))
+    assert ("9 graphs of the model, 12 of drafts" in row.detail) == bool(small)
+    (plain,) = graph_row(config.graphs, config.model, 2, 1, 3, 9)
+    assert row.num_bytes - plain.num_bytes == (3 * GRAPH_BYTES + 12 * SMALL_GRAPH_BYTES if small else 0)
 
 
 def test_large_graphs_have_no_logits(on_gpu) -> None:

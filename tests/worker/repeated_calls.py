@@ -23,13 +23,14 @@ class RepeatedCalls:
     """Implements `step_graphs.GraphBackend`."""
 
     def __init__(self) -> None:
-        self.num_replays = 0
+        self.num_replays = self.num_captured = 0
 
     def capture(self, run: Callable[[], None]) -> RepeatedCall:
         def replay() -> None:
             self.num_replays += 1
             run()
 
+        self.num_captured += 1
         return RepeatedCall(replay)
 
 

@@ -16,6 +16,7 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.parallel.topology import Topology
+from moe_engine.planning.resolve_graphs import recorded
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, SpeculationConfig, StepFacts, StepPlan
 from moe_engine.worker.batch.request_rows import RequestRows
@@ -86,7 +87,9 @@ def drafting(
     drafter.states = torch.zeros(rows.max_rows, 1)
     config = SpeculationConfig("nextn", depth, **more)
     runner.speculation = SpeculativeStep(config, drafter, rows, runner.builder, runner.sampler, pool, batches, stream)
-    assert capture_graphs(runner, settings, backend=RepeatedCalls()) == settings.num_graphs
+    backend = RepeatedCalls()
+    assert capture_graphs(runner, settings, backend=backend) == settings.num_graphs
+    assert backend.num_captured == sum(recorded(settings, chains=True))  # the ledger's count
     assert runner.drafted is not None
     for noted in (model.sizes, model.real, model.followed):
         noted.clear()

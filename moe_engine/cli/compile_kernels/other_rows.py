@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.protocol import AttentionCapabilities
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.backends import FAMILIES, Backends
+from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
+from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 
@@ -17,6 +20,7 @@ class NoAttention:
     """`MLABackend` and `GQABackend` whose results have the right shapes."""
 
     name = "none"
+    capabilities = AttentionCapabilities(windows=True)
 
     def plan(self, batch: AttentionBatch) -> None:
         return None
@@ -56,11 +60,27 @@ class NoSampling:
         return logits.new_empty(tokens.shape)
 
 
+class NoExperts(TorchExperts):
+    """`TorchExperts` without products: their loop reads the rows of each expert on the host, and results on the meta
+    device have no values."""
+
+    def run(self, batch: ExpertBatch, weights: ExpertWeights) -> Tensor:
+        return torch.empty_like(batch.x)
+
+    def run_routed(
+        self, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, weights: ExpertWeights, add: Tensor | None = None
+    ) -> Tensor:
+        return torch.empty_like(x)
+
+
 def build_triton(choices: tuple[Choice, ...]) -> Backends:
-    """The chosen backends; attention and sampling are replaced by stand-ins unless they are Triton's."""
+    """The chosen backends; attention and sampling are replaced by stand-ins unless they are Triton's, and experts if
+    they are torch's."""
     built: dict[str, Any] = {}
     for choice in choices:
-        if choice.row.name == "triton" or choice.family in ("ops", "linear", "experts"):
+        if (choice.family, choice.row.name) == ("experts", NoExperts.name):
+            built[choice.family] = NoExperts()
+        elif choice.row.name == "triton" or choice.family in ("ops", "linear", "experts"):
             built[choice.family] = choice.build()
     built.setdefault("attention", NoAttention())
     built.setdefault("sampling", NoSampling())

@@ -1,9 +1,10 @@
 """Recorded arrivals: a JSONL file of requests, or a trace in Mooncake's format.
 
 A line of Mooncake's has ``timestamp`` (milliseconds), ``input_length``, ``output_length`` and ``hash_ids``, one for
-each 512 tokens of the prompt: equal ids are equal text. A line of ours has ``arrival`` (seconds), ``input_len``,
-``output_len`` and, optionally, ``max_tokens`` and ``prefix_len`` with ``prefix_id``: requests with the same id share so
-many tokens.
+each 512 tokens of the prompt: equal ids are equal text; optionally ``session_id`` and, instead of ``timestamp`` behind
+its first turn, ``delay`` (milliseconds behind the answer before). A line of ours has ``arrival`` (seconds),
+``input_len``, ``output_len`` and, optionally, ``max_tokens`` and ``prefix_len`` with ``prefix_id``: requests with the
+same id share so many tokens.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ def read_trace(path: str, limit: int | None = None) -> list[Arrival]:
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
-            numbers = Numbers()
+            numbers, sessions = Numbers(), _Sessions()
             found = [
-                _arrival(path, number, line, numbers) for number, line in _lines(file, limit) if line and line != "[]"
+                _arrival(path, number, line, numbers, sessions)
+                for number, line in _lines(file, limit)
+                if line and line != "[]"
             ]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
@@ -54,7 +57,31 @@ def _lines(file: Any, limit: int | None) -> Iterator[tuple[int, str]]:
         yield number, line.strip()
 
 
-def _arrival(path: str, number: int, line: str, numbers: Numbers) -> Arrival:
+class _Sessions:
+    """The numbers of session ids, and the time of each one's last turn."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def place(self, entry: dict[str, Any], arrival: Arrival) -> Arrival:
+        """Gives the request of a line its session, pause, and, without one of its own, the time of the turn before."""
+        session = entry.get("session_id")
+        if session is not None and (isinstance(session, bool) or not isinstance(session, (int, str))):
+            raise ValueError("session_id must be a string or an integer")
+        before = self._seen.get(str(session)) if session is not None else None
+        if before is None and "timestamp" not in entry:
+            raise KeyError("timestamp")
+        if before is not None and "delay" in entry:
+            arrival.pause = _seconds(entry, "delay") / 1000
+        if before is not None and "timestamp" not in entry:
+            arrival.seconds = before[1] + (arrival.pause or 0.0)
+        if session is not None:
+            arrival.conversation = len(self._seen) if before is None else before[0]
+            self._seen[str(session)] = arrival.conversation, arrival.seconds
+        return arrival
+
+
+def _arrival(path: str, number: int, line: str, numbers: Numbers, sessions: _Sessions) -> Arrival:
     where = f"--dataset-path {path}, line {number}"
     try:
         entry = json.loads(line)
@@ -63,7 +90,9 @@ def _arrival(path: str, number: int, line: str, numbers: Numbers) -> Arrival:
     if not isinstance(entry, dict):
         raise ConfigError(f"{where}: must be an object with timestamp, input_length and output_length")
     try:
-        return _mooncake(entry, numbers) if "timestamp" in entry else _own(entry, numbers)
+        if "timestamp" in entry or "session_id" in entry:
+            return sessions.place(entry, _mooncake(entry, numbers))
+        return _own(entry, numbers)
     except KeyError as error:
         raise ConfigError(f"{where}: {error.args[0]} is missing") from None
     except (TypeError, ValueError) as error:
@@ -97,7 +126,8 @@ def _mooncake(entry: dict[str, Any], numbers: Numbers) -> Arrival:
         prompt += range(first, first + MOONCAKE_BLOCK)
     del prompt[length:]
     prompt += _unique(numbers, length - len(prompt))
-    return Arrival(_seconds(entry, "timestamp") / 1000, prompt, _count(entry, "output_length"))
+    seconds = _seconds(entry, "timestamp") / 1000 if "timestamp" in entry else 0.0
+    return Arrival(seconds, prompt, _count(entry, "output_length"))
 
 
 def _own(entry: dict[str, Any], numbers: Numbers) -> Arrival:

@@ -30,7 +30,8 @@ class Arrival:
     """A request. `seconds`: its arrival on the simulated clock; `output_len`: tokens of its answer.
 
     `max_tokens` is what the client allows (at least `output_len`; the scheduler sees this limit only). `answer_ids` is
-    the number of its first answer token, drawn by the simulation. `conversation` identifies the turns of a dialogue.
+    the number of its first answer token, drawn by the simulation. `conversation` identifies the turns of a dialogue, or
+    of a sub-agent within it. `pause`: seconds behind the answer before it; None: at `seconds`.
     """
 
     seconds: float
@@ -40,6 +41,8 @@ class Arrival:
     conversation: int = -1
     turn: int = 0
     answer_ids: int = 0
+    subagent: bool = False
+    pause: float | None = None
 
     def __post_init__(self) -> None:
         self.max_tokens = max(self.max_tokens, self.output_len)

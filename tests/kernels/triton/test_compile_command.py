@@ -9,11 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from moe_engine.cli.compile_kernels.exercise import exercise
+from moe_engine.cli.compile_kernels.other_rows import NoExperts, build_triton
 from moe_engine.cli.main import main
+from moe_engine.config.args import EngineArgs
+from moe_engine.kernels.experts.batch import ExpertBatch
+from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.triton import availability
-from moe_engine.kernels.warmup_sizes import ladder, step_sizes
+from moe_engine.kernels.warmup_sizes import StepSize, ladder, step_sizes
 from moe_engine.planning.hardware import GPUS
+from moe_engine.planning.prepare import prepare
 
 pytest.importorskip("triton", reason="needs triton")
 ROOT = Path(__file__).resolve().parents[3]
@@ -43,6 +50,29 @@ def test_a_launch_finds_everything_that_was_compiled_for_it(tmp_path):
     out, again = compile_into(tmp_path, *flags)
     assert f"{count} kernels" in out and f"{count} of them there already" in out
     assert len(again["kernels"]) == count
+
+
+def test_rows_in_plain_torch_need_no_compilation():
+    """Their expert loop counts rows on the host, which tensors without values do not allow."""
+    flags = {"max_running_requests": 2, "chunked_prefill_size": 4, "context_length": 32}
+    families = ("attention", "linear", "moe_runner", "ops", "sampling")
+    rows = {f"{family}_backend": "torch" for family in families}
+    config = prepare(EngineArgs.from_kwargs(device="cuda", **flags, **rows), GPUS["h200"].machine())
+    sizes = [StepSize(2, 1, 8), StepSize(0, 1, 0, 4, 8), StepSize(1, 1, 8, 3)]
+    assert list(exercise(config, build_triton(config.kernels.model.choices), sizes)) == sizes
+
+
+def test_torch_experts_of_other_ranks_tokens_need_no_compilation():
+    """Both layouts in which tokens of other ranks arrive."""
+    experts = NoExperts()
+    weights = experts.allocate(4, 16, 8, torch.bfloat16, "meta")
+    counts, offsets = (torch.empty(count, dtype=torch.int32, device="meta") for count in (4, 5))
+    padded = torch.empty(4, 3, 16, dtype=torch.bfloat16, device="meta")
+    for batch in (ExpertBatch("padded", padded, counts=counts), ExpertBatch("grouped", padded[0], offsets=offsets)):
+        out = experts.run(batch, weights)
+        assert (out.shape, out.dtype, out.device.type) == (batch.x.shape, torch.bfloat16, "meta")
+        with pytest.raises(RuntimeError, match="meta"):  # what the stand-in is for
+            TorchExperts().run(batch, weights)
 
 
 def test_flags_at_fault(capsys):
