@@ -66,7 +66,7 @@ def rows(times: Times) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantized", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="moe-engine bench quantized", description=__doc__.splitlines()[0])
     parser.add_argument("--model-path", help="an unquantized checkpoint; default: a random one of --shape")
     parser.add_argument("--shape", default="moe-390m", choices=tuple(SHAPES))
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"])
