@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_engine.config.flags import Parser
 from moe_engine.errors import ConfigError
@@ -26,7 +27,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     from moe_engine.models.quantized_checkpoint import Target, quantize_checkpoint
 
     total = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Quantizing", file=sys.stderr) as bar:
+    scale: dict[str, Any] = {"total": total, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    with tqdm(**scale, desc="Quantizing", file=sys.stderr, delay=0.5) as bar:  # refusals come before the bar
         quantize_checkpoint(source, output, Target(own.format, own.group_size), bar.update)
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     print(f"{output}: {size / 2**20:.1f} MiB, {size / max(total, 1):.1%} of {source}")

@@ -109,8 +109,9 @@ CASES = [
     "calibrate", "calibrate --output {files}/missing/x", "calibrate --output {files}/out --tp 3", "calibrate x",
     "simulate", "simulate --cost-file {files}/missing", "simulate --cost-file {files}/text",
     "simulate --cost-file {files}/text --num-prompts x", "simulate --cost-file {files}/folder", "simulate x",
-    "quantize", "quantize x", "quantize --model-path {files}/model-empty --output {files}/out --format unheard-of",
-    "quantize --model-path {files}/missing --output {files}/out --format fp8",
+    "quantize", "quantize --model-path {files}/missing --output {files}/out --format int4",
+    "quantize --model-path {files}/model-broken --output {files}/out --format int8",
+    "quantize --model-path {files}/model-empty --output {files}/out --format x", "quantize x",
     "router --workers 0", "router --router-program x -- --port 1", "router -- --unheard-of",
     "bench unheard-of", "unheard-of", "--unheard-of", "plan --json-model-override-args {deep}",
 ]  # fmt: skip

@@ -36,13 +36,16 @@ class Pair:
         self._stack.close()
 
     def rooms(self, count: int | None = None) -> dict[str, Any]:
-        rng = random.SystemRandom()
         if count is None:
-            return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.port, "bootstrap_room": rng.getrandbits(63)}
+            return {
+                "bootstrap_host": "127.0.0.1",
+                "bootstrap_port": self.port,
+                "bootstrap_room": random.getrandbits(63),
+            }
         return {
             "bootstrap_host": ["127.0.0.1"] * count,
             "bootstrap_port": [self.port] * count,
-            "bootstrap_room": [rng.getrandbits(63) for _ in range(count)],
+            "bootstrap_room": [random.getrandbits(63) for _ in range(count)],
         }
 
     def post(self, path: str, body: dict[str, Any], rooms: dict[str, Any] | None = None) -> httpx.Response:

@@ -48,7 +48,7 @@ def servers(tmp_path: Path) -> Iterator[list[ServerProcess]]:
 
 def hit_rate(url: str, num_sessions: int = 9, num_turns: int = 6) -> float:
     """Cached part of the prompts of sessions with fresh prefixes: they begin together, then take turns."""
-    rng = random.Random()
+    rng = random.Random(random.getrandbits(63))
     heads = [" ".join(str(rng.randrange(1000)) for _ in range(100)) for _ in range(num_sessions)]
     counts = [0, 0]
 

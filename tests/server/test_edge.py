@@ -45,6 +45,7 @@ def status(path, headers, method="GET", content=b"", **settings):
 def test_what_changes_the_engine():
     assert CHANGES == [
         "/abort_request",
+        "/clear_hicache_storage_backend",
         "/configure_logging",
         "/continue_generation",
         "/destroy_weights_update_group",

@@ -84,10 +84,7 @@ class DecodeAgent:
         self._peers: dict[str, Peer] = {}
         self._rooms: dict[int, Peer] = {}
         self._attempts = itertools.count(1)
-        self._inner = self._context.socket(zmq.PULL)
-        self._inner.bind("inproc://wake")
-        self._waker = self._context.socket(zmq.PUSH)
-        self._waker.connect("inproc://wake")
+        self._inner, self._waker = wire.wakeup(self._context)
         link.wake = lambda: self._waker.send(b"")
         self._closing = False
         self._thread = start_watched("KV transfers", self._run, lambda message: None)

@@ -66,10 +66,7 @@ class PrefillAgent:
         self._context = zmq.Context()
         self._socket = wire.router(self._context)
         self.address = bind(self._socket, address, keys, "--disaggregation-bootstrap-port")
-        self._inner = self._context.socket(zmq.PULL)
-        self._inner.bind("inproc://wake")
-        self._waker = self._context.socket(zmq.PUSH)
-        self._waker.connect("inproc://wake")
+        self._inner, self._waker = wire.wakeup(self._context)
         link.wake = lambda: self._waker.send(b"")
         self._closing = False
         self._thread = start_watched("KV transfers", self._run, lambda message: None)

@@ -47,6 +47,15 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     return socket
 
 
+def wakeup(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """(socket that an agent's thread polls, socket whose messages wake the thread), within the process."""
+    inner = context.socket(zmq.PULL)
+    inner.bind("inproc://wake")
+    waker = context.socket(zmq.PUSH)
+    waker.connect("inproc://wake")
+    return inner, waker
+
+
 def _unbounded(socket: zmq.Socket[bytes]) -> None:
     socket.set_hwm(0)  # the window of each transfer is the bound
     socket.setsockopt(zmq.LINGER, 200)

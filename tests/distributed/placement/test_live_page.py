@@ -21,9 +21,10 @@ const elements = {}, listeners = {}, pending = [];
 const context = { createImageData: (w, h) => ({ data: new Uint8ClampedArray(4 * w * h) }), fillRect() {},
                   putImageData(image) { elements.map.image = image; } };
 const make = id => ({ id, value: "0", style: {}, textContent: "", getContext: () => context,
-  addEventListener: (name, call) => { listeners[id] = call; },
+  addEventListener: (name, call) => { listeners[`${id} ${name}`] = call; },
+  append() {}, replaceChildren() {}, setAttribute() {},
   getBoundingClientRect: () => ({ left: 0, top: 0, width: 100, height: 100 }) });
-globalThis.document = { getElementById: id => elements[id] ??= make(id) };
+globalThis.document = { getElementById: id => elements[id] ??= make(id), createElement: make };
 globalThis.window = { innerHeight: 800 };
 globalThis.sessionStorage = { getItem: () => null, setItem() {} };
 globalThis.setTimeout = call => pending.push(call);
@@ -32,6 +33,8 @@ Date.now = () => 1000 * time;
 const answers = ANSWERS, asked = [];
 globalThis.fetch = async (url, options) => {
   asked.push(url);
+  const gain = { rows: [], ranks: [], planned: [] };
+  if (url === "experts/gain") return { ok: true, status: 200, json: async () => gain };
   const answer = answers.shift();
   if (typeof answer === "number") return { ok: false, status: answer };
   return { ok: true, status: 200, json: async () => answer };
@@ -42,14 +45,14 @@ DRIVE = """
   const seen = [];
   for (let i = 0; i < STEPS; i++) {
     await new Promise(done => setImmediate(done));
-    seen.push(Object.fromEntries(["state", "pass", "choices", "imbalance", "balance", "trouble"]
+    seen.push(Object.fromEntries(["state", "pass", "choices", "imbalance", "balance", "trouble", "empty-command"]
       .map(id => [id, String(elements[id].textContent)])));
     time += 31;
     elements.window.value = "30";
     pending.shift()();
   }
   await new Promise(done => setImmediate(done));
-  listeners.map({ target: elements.map, clientX: 99, clientY: 1 });
+  listeners["map pointermove"]({ target: elements.map, clientX: 99, clientY: 1 });
   console.log(JSON.stringify({ seen, asked, under: elements.under.textContent, width: elements.map.width,
                                height: elements.map.height, hidden: elements.ask.hidden }));
 })();
@@ -102,22 +105,25 @@ def test_the_page_shows_what_a_recorder_says(tmp_path):
     """The recorder's snapshots, as JSON, through the page."""
     config = RecorderConfig("stat", 3, 4, 4, tmp_path, top_k=2, ep_size=2, report_balancedness=True)
     recorder = ExpertRecorder(config)
-    answers: list[object] = [recorder.snapshot(), 401]
+    launch = {"model": "m", "ranks": 2, "nodes": 1, "redundant_experts": 0, "eplb": False, "version": "1"}
+    answers: list[object] = [{**recorder.snapshot(), "launch": launch}, 401]
     recorder.start()
     for number, chosen in enumerate(([[0, 1], [0, 2]], [[3, 0]])):
         recorder.begin_pass(number)
         recorder.on_select(1, torch.tensor(chosen))
         recorder.end_pass()
-        answers.append(recorder.snapshot())
+        answers.append({**recorder.snapshot(), "launch": launch})
     answers.append(500)
     code = STUBS.replace("ANSWERS", json.dumps(answers)) + script() + DRIVE.replace("STEPS", str(len(answers) - 1))
     found = json.loads(run(code))
     off, locked, first, second = found["seen"]
-    assert off["state"] == "off" and off["pass"] == "–" and "start_expert_distribution_record" in off["trouble"]
+    assert off["state"] == "off" and off["pass"] == "–" and "start_expert_distribution_record" in off["empty-command"]
     assert "API key" in locked["trouble"]
     assert first["state"] == "on" and first["pass"] == "0" and first["choices"] == "4" and first["imbalance"] == "2.00"
-    assert first["balance"].startswith("current 0.8") and "1000" in first["balance"]
+    assert first["balance"].startswith("last: 0.8") and "1000" in first["balance"]
     assert second["pass"] == "1" and second["choices"] == "2" and second["trouble"] == "", "the last 30 s alone"
-    assert found["asked"] == ["experts/data"] * len(answers)
-    assert found["under"] == "layer 1, expert 3: 1 tokens, 2.00 times the mean, 50.00 % of the layer"
+    assert [url for url in found["asked"] if url != "experts/gain"] == ["experts/data"] * len(answers)
+    assert "experts/gain" in found["asked"], "what EPLB would gain"
+    place = "on rank 1 with the experts in order"
+    assert found["under"] == f"layer 1, expert 3: 1 tokens, 2.00 times the mean, 50.00 % of the layer, {place}"
     assert (found["width"], found["height"], found["hidden"]) == (4, 1, True)
