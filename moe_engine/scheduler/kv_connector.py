@@ -1,7 +1,7 @@
 """Interface to KV outside the pool: host RAM, later remote engines. Names as in vLLM.
 
-The scheduler side, here, decides and keeps the books: it hands evicted blocks to the connector before their slots are
-reused, lets requests wait for KV (`Status.WAITING_FOR_KV`), and sends the copies with the plans (`StepPlan.kv_ops`).
+The scheduler side, here, decides and does the bookkeeping: it hands evicted blocks to the connector before their slots
+are reused, lets requests wait for KV (`Status.WAITING_FOR_KV`), and sends the copies in plans (`StepPlan.kv_ops`).
 The worker side (`worker.kv_cache.kv_copies`) runs the copies and reports finished loads: in a result
 (`StepResult.kv_done`), or to an idle core (`StepWorker.on_kv_done`). Without a connector a plan has no `kv_ops`, and no
 step runs any of this.

@@ -1,4 +1,4 @@
-"""Storage below the host-RAM tier (`--hicache-storage-backend`): the scheduler's books.
+"""Storage below the host-RAM tier (`--hicache-storage-backend`): the scheduler's bookkeeping.
 
 Nodes that the host tier has stored are backed up, a page at a time. For a waiting request whose prefix continues behind
 what device and host have, the storage is asked in two operations: how many of its pages are there, and to read them to

@@ -1,7 +1,7 @@
 """What the scheduler and the thread of KV transfers (`core.kv_transfer`) exchange.
 
 Commands go from the scheduler to the thread, reports come back; each in order. The scheduler's side (`PrefillTier`,
-`DecodeTier`) holds the books: places belong to a transfer from its command until its report.
+`DecodeTier`) does the bookkeeping: places belong to a transfer from its command until its report.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def sessions_of(shape: AgentShape, seed: int, order: random.Random, count: int =
 
 def test_sessions_depend_on_the_seed_alone():
     seed = random.getrandbits(32)
-    one, two, other = (sessions_of(SHAPE, s, random.Random()) for s in (seed, seed, seed + 1))
+    one, two, other = (sessions_of(SHAPE, s, random.Random(random.getrandbits(63))) for s in (seed, seed, seed + 1))
     assert one == two and one != other
     for arrivals in one.values():
         main = [arrival for arrival in arrivals if not arrival.subagent]
@@ -69,7 +69,7 @@ def test_subagents_begin_with_the_text_of_their_parent_or_the_system_prompt(shar
 @pytest.mark.parametrize("name", ["exponential", "lognormal"])
 def test_pauses_have_their_mean(name):
     shape = AgentShape(turns=400, system_len=0, input_len=1, output_len=1, pause=3.0, pause_distribution=name)
-    found = sessions_of(shape, random.getrandbits(32), random.Random(), count=6)
+    found = sessions_of(shape, random.getrandbits(32), random.Random(random.getrandbits(63)), count=6)
     pauses = [b.seconds - a.seconds - 1 for session in found.values() for a, b in pairwise(session)]
     assert sum(pauses) / len(pauses) == pytest.approx(3.0, rel=0.2)
     assert min(pauses) >= 0 and len(set(pauses)) > 2000

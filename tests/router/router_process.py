@@ -17,7 +17,7 @@ from tests.free_port import free_port
 START_SECONDS = 60
 
 needs_router = pytest.mark.skipif(
-    importlib.util.find_spec("sglang_router") is None, reason="needs sglang-router: pip install 'moe-engine[router]'"
+    importlib.util.find_spec("sglang_router") is None, reason="needs sglang-router: pip install '.[router]'"
 )
 
 

@@ -110,10 +110,10 @@ class StorageSimulation(TierSimulation):
     ) -> None:
         super().__init__(config, rng, **more)
         self.storage = FakeStorage(rng, faults, pages, config.page_size)
-        books = self.scheduler.kv_cache.storage
-        assert books is not None
-        self.books = books
-        books.clock = lambda: self.now
+        storage_tier = self.scheduler.kv_cache.storage
+        assert storage_tier is not None
+        self.storage_tier = storage_tier
+        storage_tier.clock = lambda: self.now
         inner = self.worker.copy
 
         def copy(plan: StepPlan) -> None:
@@ -156,5 +156,5 @@ class StorageSimulation(TierSimulation):
 
     def check_end(self) -> None:
         self.settle()
-        assert not self.books.num_open and not self.books.pinned and not self.books.held_pages()
+        assert not self.storage_tier.num_open and not self.storage_tier.pinned and not self.storage_tier.held_pages()
         super().check_end()

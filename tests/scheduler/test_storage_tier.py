@@ -183,7 +183,7 @@ def test_keys_name_everything_in_front_of_a_page() -> None:
 def test_new_weights_and_other_adapters_share_nothing() -> None:
     pages = served_before()
     sim = StorageSimulation(BASE, random.Random(1), Faults(), pages, overlap=True, late=0.5)
-    sim.books.renew("other weights")
+    sim.storage_tier.renew("other weights")
     for i, more in enumerate([{}, {"extra_key": "a"}]):
         request = make_request(str(i), [*PROMPT, 7], 4, ignore_eos=True, **more)
         sim.add(request)
