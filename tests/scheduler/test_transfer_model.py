@@ -120,7 +120,7 @@ def explore(digest: bytes, faults: int) -> tuple[int, set[State]]:
         world = todo.popleft()
         following = steps(world, digest)
         if not following:
-            assert world.receiver.state in (State.FILLED, State.FAILED), "the decode side waits for ever"
+            assert world.receiver.state in (State.FILLED, State.FAILED), "the transfer of the decode side does not end"
             assert world.used, "places are leaked"
             assert not world.prefill_alive or world.sender.state is State.ENDED, "the prefill side holds a transfer"
             ends.add(world.receiver.state)
