@@ -227,6 +227,12 @@ def _linear(prefix: str, rows: int, cols: int, bias: bool = False) -> Iterator[T
         yield TensorSpec(f"{prefix}.bias", (rows,), Kind.PLAIN)
 
 
+def added(config: ModelConfig, name: str) -> float:
+    """What is added to a stored tensor before it is used (`ModelConfig.norm_plus`)."""
+    is_norm = name.endswith("norm.weight") and ".linear_attn." not in name
+    return config.norm_plus if is_norm else 0.0
+
+
 def _norm(prefix: str, width: int) -> TensorSpec:
     return TensorSpec(f"{prefix}.weight", (width,), Kind.WIDE)
 
