@@ -39,7 +39,7 @@ def parse_qwen3_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     return replace(
         config,
         delta=delta,
-        state_groups=(StateGroup(states, delta.state_parts),) if states else (),
+        state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
         norm_plus=1.0,
         raw=fields.raw,
     )
