@@ -1,7 +1,8 @@
 """Layers with a state for each request: memory of the states, the flags that they exclude, and the flag that they set.
 
 A state is that of the request's last computed token. States at earlier tokens are kept in snapshots only, where the
-layers store them: without these no prefix is cached. Rejected drafts and KV outside the pool are not available.
+layers store them: without these no prefix is cached. A verification keeps a state for each draft position. KV outside
+the pool is not available.
 """
 
 from __future__ import annotations
@@ -41,14 +42,20 @@ def state_rows(given: StateInput) -> list[LedgerRow]:
         return []
     each, snapshots = sum(group.num_bytes(given.dtype) for group in model.state_groups), given.limits.num_snapshots
     running, layers = given.limits.running, len(model.state_layers)
-    kept = f", {snapshots} snapshots" if snapshots else ""
+    positions = running * given.limits.request_tokens if given.limits.drafts else 0
+    kept = f", {snapshots} snapshots" * bool(snapshots) + f", {positions} draft positions" * bool(positions)
     detail = f"{running} requests{kept} x {each} B in {layers} layers, and a row for padding"
-    return [LedgerRow(STATES_ROW, (running + PADDING_ROWS + snapshots) * each, detail)]
+    return [LedgerRow(STATES_ROW, (running + PADDING_ROWS + snapshots + positions) * each, detail)]
+
+
+def stores_any(model: ModelConfig) -> bool:
+    """Whether the layers can store the state after any token of a step."""
+    return all(group.stores_any for group in model.state_groups)
 
 
 def caches_prefixes(model: ModelConfig) -> bool:
     """Whether snapshots of the states can be kept for prefixes."""
-    return all(group.stores_any for group in model.state_groups) and not model.windows
+    return stores_any(model) and not model.windows
 
 
 def with_snapshots(limits: StepLimits, args: EngineArgs, model: ModelConfig, record: Record) -> StepLimits:
@@ -111,10 +118,10 @@ def _excluded(args: EngineArgs, model: ModelConfig) -> Iterator[str]:
     policy, algorithm = args.scheduling.schedule_policy, args.speculative.speculative_algorithm
     if policy in CACHE_AWARE_POLICIES and not caches_prefixes(model):
         yield f"--schedule-policy {policy}: orders by cached prefixes, and no prefix is cached; use fcfs"
-    if algorithm is not None:
+    if algorithm is not None and not stores_any(model):
         yield (
-            f"--speculative-algorithm {algorithm}: not available yet: rejected drafts cannot be taken out of a state; "
-            "leave it out"
+            f"--speculative-algorithm {algorithm}: not available: rejected drafts cannot be taken out of a state: the "
+            "layers do not store those of draft positions (StateGroup.stores_any); leave it out"
         )
     if args.memory.enable_hierarchical_cache:
         yield (

@@ -386,6 +386,8 @@ class ModelRunner:
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
             self._phase, model_began = RUNNING, time.perf_counter()
             hidden = self.model.forward(forward)  # [T, D]
+            if self.rows.states is not None:
+                self.rows.states.save_ends(plan)
             prompts = self._prompt_logprobs(plan, batch, hidden)
         sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
         drawn = self.sampling.run(

@@ -121,3 +121,9 @@ def test_snapshots_for_cached_prefixes(with_states) -> None:
     assert without.num_snapshots == 0 and any("--max-mamba-cache-size: no effect" in note for note in without.notes)
     with pytest.raises(ConfigError, match=r"--max-mamba-cache-size 7: 7 requests run.*give 8 or more"):
         with_states(CACHED, max_running_requests=7, max_mamba_cache_size=7)
+
+
+def test_drafts_have_a_state_for_each_position(with_states) -> None:
+    config = with_states(CACHED, max_running_requests=7, speculative_algorithm="NGRAM", speculative_num_steps=3)
+    assert config.ledger.bytes_of("request states") == (7 + 1 + 7 + 7 * 4) * 2 * BYTES
+    assert "28 draft positions" in explain_text(config)

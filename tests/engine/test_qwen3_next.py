@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from moe_engine.worker.batch.token_buffer import TokenBuffer
+from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.engine.test_states import check
 from tests.models.checkpoints import make_checkpoint
@@ -21,14 +23,33 @@ FLAGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InProcessEngine, torch.nn.Module]]:
+class KnownTexts:
+    """`Drafter.propose` of the texts of an earlier run, with wrong tokens among them."""
+
+    def __init__(self, history: TokenBuffer, texts: list[list[int]], rng: random.Random) -> None:
+        self.history, self.texts, self.rng = history, texts, rng
+
+    def propose(self, task: DraftTask) -> Drafts:
+        drafts = torch.full((len(task.rows), task.depth), -1)
+        for own, row, length in zip(drafts, task.rows.tolist(), task.lengths.tolist()):
+            text = self.history.tokens[row, : length + 1].tolist()
+            known = next((t[len(text) :] for t in self.texts if t[: len(text)] == text), [])[: task.depth]
+            known = [token if self.rng.random() < 0.7 else self.rng.randrange(VOCAB) for token in known]
+            own[: len(known)] = torch.tensor(known, dtype=torch.int64)
+        return Drafts(torch.cat((task.roots[:, None], drafts), 1))
+
+
+NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
+
+
+@pytest.fixture(scope="module", params=[{}, NGRAM], ids=["plain", "drafts"])
+def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InProcessEngine, torch.nn.Module]]:
     import transformers
 
     seed = random.randrange(2**31)
     print(f"seed of the checkpoint {seed}")
     path = make_checkpoint("qwen3_next", tmp_path_factory.mktemp("model"), seed)
-    engine = InProcessEngine(path, tmp_path_factory.mktemp("status") / "status", **FLAGS)
+    engine = InProcessEngine(path, tmp_path_factory.mktemp("status") / "status", **FLAGS | request.param)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     yield engine, model.eval()
     engine.close()
@@ -73,6 +94,29 @@ def test_answers_equal_transformers(served: Any, scheduling: dict[str, Any]) -> 
         got = answers[item.rid]
         if got.token_ids:
             check(model, item.prompt_ids, got.token_ids, [entry.logprob for entry in got.logprobs], item.rid)
+
+
+@pytest.mark.parametrize("scheduling", [{}, {"enable_mixed_chunk": True}], ids=str)
+def test_accepted_and_rejected_drafts(served: Any, scheduling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state after the last accepted draft is kept, also where none or all are accepted."""
+    engine, model = served
+    speculation = engine.worker.runner.speculation
+    if speculation is None:
+        pytest.skip("without drafts")
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    script = [item for item in make_script(random.Random(seed), 2 * ROWS) if item.aborted_at is None]
+    first = engine.run(script)
+    texts = [item.prompt_ids + first[item.rid].token_ids for item in script]
+    known = KnownTexts(engine.worker.runner.rows.history, texts, random.Random(seed))
+    monkeypatch.setattr(speculation.drafter, "propose", known.propose)
+    answers = engine.run(script, schedule_conservativeness=0.0, **scheduling)
+    drafts = engine.scheduler.stats().speculation
+    assert 20 < sum(drafts.accepted) < sum(drafts.proposed) - 20
+    for item in script:
+        got = answers[item.rid]
+        assert len(got.token_ids) == item.max_new_tokens
+        check(model, item.prompt_ids, got.token_ids, [entry.logprob for entry in got.logprobs], item.rid)
 
 
 def test_the_ledger_has_the_bytes_of_the_pools(served: Any) -> None:

@@ -165,11 +165,11 @@ class BatchBuilder:
                 host_ids=np.array(plan.input_ids, dtype=np.int64),
                 slots=np.array(plan.slots, dtype=np.int64),
                 sampled=ends[np.array(plan.samples, dtype=bool)] - 1,
-                stores=self._cuts(plan),
+                stores=self.cuts(plan),
             )
         )
 
-    def _cuts(self, plan: StepPlan) -> dict[int, list[tuple[int, int]]] | None:
+    def cuts(self, plan: StepPlan) -> dict[int, list[tuple[int, int]]] | None:
         """`RaggedTokens.stores` of the snapshots that a plan stores on the way; `StatePool.save_ends` stores those of
         the states after it."""
         if plan.state_ops is None or not plan.state_ops.cuts or self._rows.states is None:

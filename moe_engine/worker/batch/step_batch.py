@@ -94,5 +94,5 @@ class RaggedTokens:
     sampled: np.ndarray  # [S] int64: indices of the tokens whose logits are needed
     positions: np.ndarray | None = None  # [T] int64, if they differ from the columns of the slot table (draft trees)
     stores: Mapping[int, Sequence[tuple[int, int]]] | None = None
-    """By row: (tokens of its run, row in which the state after them is stored), besides the one after the last."""
+    """By row: (tokens of its run, row in which the state after them is stored); else its own after the last."""
     visible: np.ndarray | None = None  # [tokens of the decodes] int64, see PagedQueries

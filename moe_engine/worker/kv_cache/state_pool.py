@@ -2,13 +2,15 @@
 
 A state begins as zeros when a request takes its row, or as a copy of the snapshot behind its cached prefix. The row
 behind those of requests belongs to none: a kernel that pads its sequences reads and writes there. Snapshots follow, for
-prefixes in the radix cache; the scheduler assigns their slots (`scheduler/state_kv_cache.py`).
+prefixes in the radix cache; the scheduler assigns their slots (`scheduler/state_kv_cache.py`). Then come the states of
+draft positions: a verification stores the state after each token, and the one after the last accepted token is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,11 +20,12 @@ from moe_engine.worker.device_stream import DeviceStream
 
 
 class StatePool:
-    """`layers[i][part]` is `ForwardBatch.kv[i][part]`: [max_rows + 1 + num_snapshots, *shape].
+    """`layers[i][part]` is `ForwardBatch.kv[i][part]`: [rows, *shape], of requests, snapshots and draft positions.
 
     Args:
         groups: with the shapes of one rank.
         dtype: of the activations, for parts without a dtype of their own.
+        num_positions: max tokens of a request in a verification; 0: no drafts.
     """
 
     def __init__(
@@ -32,16 +35,20 @@ class StatePool:
         dtype: torch.dtype,
         stream: DeviceStream,
         num_snapshots: int = 0,
+        num_positions: int = 0,
     ) -> None:
         self.max_rows = max_rows
         self.first_snapshot = max_rows + 1
+        self._first_position = self.first_snapshot + num_snapshots
+        self._num_positions = num_positions
+        num_rows = self._first_position + max_rows * num_positions
         self._stream = stream
         self._parts: list[Tensor] = []  # of a group, [its layers, rows, *shape]: cleared and copied in one call
         self.layers: dict[int, tuple[Tensor, ...]] = {}
         for group in groups:
             parts = [
                 stream.lazy_zeros(
-                    (len(group.layers), max_rows + 1 + num_snapshots, *part.shape),
+                    (len(group.layers), num_rows, *part.shape),
                     dtype if part.dtype is None else getattr(torch, part.dtype),
                 )
                 for part in group.parts
@@ -76,6 +83,16 @@ class StatePool:
             return
         ends = {row: start + count for row, start, count in zip(plan.rows, plan.starts, plan.counts)}
         self.save([(row, snapshot) for row, length, snapshot in plan.state_ops.cuts if length == ends[row]])
+
+    def positions(self, rows: np.ndarray, count: int) -> np.ndarray:
+        """The places [R, count] of the states after each of `count` tokens of rows [R] in a verification."""
+        return (self._first_position + rows * self._num_positions)[:, None] + np.arange(count)
+
+    def accept(self, rows: Tensor, counts: Tensor) -> None:
+        """Of rows [D] int64 the state after their first counts[i] tokens of a verification is kept."""
+        sources = self._first_position + rows * self._num_positions + counts - 1
+        for part in self._parts:
+            part.index_copy_(1, rows, part.index_select(1, sources))
 
     def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         if not pairs:
