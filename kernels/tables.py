@@ -11,6 +11,7 @@ from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Row
 from moe_engine.kernels.triton.availability import why_not as triton_why_not
 from moe_engine.kernels.triton.availability import why_not_cache as triton_why_not_cache
+from moe_engine.kernels.triton.availability import why_not_index_heads as triton_why_not_index_heads
 from moe_engine.kernels.triton.availability import why_not_latent as triton_why_not_latent
 from moe_engine.kernels.vendors import availability as vendors
 
@@ -46,6 +47,11 @@ def _triton_with_cache(device: Device, need: Need) -> str | None:
 
 def _triton_latent(device: Device, need: Need) -> str | None:
     return _triton_with_cache(device, need) or triton_why_not_latent(device)
+
+
+def _triton_indexer(device: Device, need: Need) -> str | None:
+    reason = _triton_with_cache(device, need)
+    return reason or (None if need.index is None else triton_why_not_index_heads(need.index.width))
 
 
 def _triton_float32(device: Device, need: Need) -> str | None:
@@ -123,6 +129,15 @@ EXPERTS.append(
         _FIXED,
         biases=True,
         reads_fp8=_multiplies_fp8,
+    )
+)
+INDEXER.append(
+    Row(
+        "triton",
+        "moe_engine.kernels.indexer.triton_indexer:TritonIndexer",
+        20,
+        _triton_indexer,
+        why_not_captured=_uncaptured_indexer,
     )
 )
 LORA.append(Row("triton", "moe_engine.kernels.lora.triton_lora:TritonLora", 20, _triton))
