@@ -183,8 +183,8 @@ EXPERTS.append(
 )
 MLA += [
     Row(
-        "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, workspace=workspaces.flashmla,
-        why_not_captured=vendors.flash_mla_uncaptured, pages=(64,), lacks_expanded=True,
+        "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, ("index",), workspaces.flashmla,
+        vendors.flash_mla_uncaptured, pages=(64,), lacks_expanded=True, sparse=True,
     ),
     Row(
         "trtllm_mla", f"{_ATTENTION}.vendors.trtllm_mla:TrtllmMLA", 46, vendors.trtllm_mla,
