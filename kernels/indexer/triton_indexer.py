@@ -30,19 +30,22 @@ class IndexPlan:
 
     Attributes:
         request_of: [T] int32, request of each token.
+        longest: bound of the context lengths.
         records: by heads of the index queries, the records of `triton_scores` and the first token of each of them.
     """
 
     queries: PagedQueries
     request_of: Tensor
+    longest: int
     records: dict[int, tuple[Tensor, np.ndarray]]
 
     @classmethod
-    def of(cls, queries: PagedQueries) -> IndexPlan:
+    def of(cls, queries: PagedQueries, longest: int | None = None) -> IndexPlan:
         if queries.visible is not None:
             raise ValueError("the triton indexer is causal: a draft tree (visible) needs the torch row")
         numbers = np.repeat(np.arange(queries.num_requests), queries.query_lens).astype(np.int32)
-        return cls(queries, upload(numbers, queries.rows.device), {})
+        longest = max(queries.context_lens, default=0) if longest is None else longest
+        return cls(queries, upload(numbers, queries.rows.device), longest, {})
 
     def records_for(self, heads: int) -> tuple[Tensor, np.ndarray]:
         """Device records [N, 3], and the tokens before each of them [N + 1]."""
@@ -70,9 +73,17 @@ class TritonIndexer:
 
     def __init__(self, logits_bytes: int = LOGITS_BYTES) -> None:
         self._budget = logits_bytes // 4
+        self._heads: int | None = None  # of the last layer
 
     def plan(self, queries: PagedQueries) -> IndexPlan:
         return IndexPlan.of(queries)
+
+    def plan_in_place(self, queries: PagedQueries) -> IndexPlan | None:
+        if self._heads is None:
+            return None
+        plan = IndexPlan.of(queries, queries.slot_table.shape[1])
+        plan.records_for(self._heads)  # uploaded before the capture
+        return plan
 
     def write(self, keys: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:
         if cache.dtype == torch.uint8:
@@ -87,11 +98,12 @@ class TritonIndexer:
         if not len(q):
             return
         own = plan if isinstance(plan, IndexPlan) and plan.queries is queries else IndexPlan.of(queries)
+        self._heads = q.shape[1]
         q, weights = with_contiguous_rows(q), with_contiguous_rows(weights)
         if cache.dtype == torch.uint8:
             q, weights = triton_keys.quantize_queries(q, weights)
         records, starts = own.records_for(q.shape[1])
-        longest = max(queries.context_lens)
+        longest = own.longest
         most = max(self._budget // longest, tokens_of_a_record(q.shape[1]))  # query tokens scored at once
         begin = 0
         while begin < len(records):

@@ -22,7 +22,12 @@ LATENT, ROTARY = limits.FLASHMLA_LATENT, limits.FLASHMLA_ROTARY
 
 
 class _Lists:
-    """Plan of a selection: its schedule, which the first layer over records makes and the others share."""
+    """Plan of a selection, also a `RenewablePlan`: lists end with -1, so that nothing depends on their lengths.
+
+    `schedule` is made by the first layer over records, within the capture if there is one, and shared by the others.
+    """
+
+    on_device = True
 
     def __init__(self, selected: Selected) -> None:
         tokens, most = selected.slots.shape
@@ -31,6 +36,9 @@ class _Lists:
         if self._width != most:
             self._padded = selected.slots.new_full((tokens, self._width), -1)
         self.schedule: Any = None
+
+    def renew(self) -> None:
+        """The lists are read where they are."""
 
     def indices(self, selected: Selected) -> Tensor:
         """[T, 1, K] int32."""
@@ -67,4 +75,4 @@ def sparse_attention(library: Any) -> SparseAttention:
             out = out.squeeze(1)
         return out[:, :heads]
 
-    return SparseAttention(_Lists, run)
+    return SparseAttention(_Lists, run, _Lists)
