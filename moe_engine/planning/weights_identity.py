@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_engine.errors import ConfigError
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.storage.fingerprint import fingerprint_of
 
 

@@ -10,7 +10,7 @@ from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.core.kv_transfer.schema import cache_schema
 from moe_engine.core.kv_transfer.transports.protocol import TransportError
 from moe_engine.errors import ConfigError, EngineDeadError
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.addresses import LOOPBACK, network_address
 from moe_engine.processes.zmq_sockets import job_keys
 from moe_engine.scheduler.decode_tier import DecodeTier

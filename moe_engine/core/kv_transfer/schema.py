@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.weights_identity import weights_identity
 
 VERSION = 2
