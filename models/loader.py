@@ -13,11 +13,12 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import Backends
 from moe_engine.models import registry
 from moe_engine.models.batch import Model
+from moe_engine.models.checkpoint_files import read_checkpoint, read_nextn
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
-from moe_engine.models.weights import WeightSource, open_source
+from moe_engine.models.weights import ReadFiles, WeightSource, open_source
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.context import SINGLE, ParallelContext
 
@@ -86,8 +87,8 @@ def load_mtp(
         )
     with torch.no_grad():
         outside = partial(names_outside_mtp, config)
-        layer = config.num_layers if exported else None
-        reader = _open(path, config, dtype, device, load_format, progress, seed, outside, layer)
+        read = partial(read_nextn, layer=config.num_layers) if exported else read_checkpoint
+        reader = _open(path, config, dtype, device, load_format, progress, seed, outside, read)
         layers = MTPLayers(model, reader)
         reader.finish()
     return layers
@@ -137,7 +138,7 @@ def _open(
     progress: bool,
     seed: int,
     ignore: Ignore,
-    nextn_layer: int | None = None,
+    read: ReadFiles = read_checkpoint,
 ) -> WeightSource:
     device = torch.device(device)
     if isinstance(dtype, str):
@@ -146,5 +147,5 @@ def _open(
     if load_format == "dummy":
         options |= {"seed": seed}
     else:
-        options |= {"ignore": ignore, "progress": progress, "nextn_layer": nextn_layer}
+        options |= {"ignore": ignore, "progress": progress, "read": read}
     return open_source(load_format, path, **options)

@@ -10,7 +10,7 @@ VERSION = 1
 
 def cache_schema(config: ResolvedConfig) -> dict[str, str]:
     """Everything that determines the bytes of a token's KV, by name. Page sizes and pool sizes may differ."""
-    model, speculation = config.model, config.speculation
+    model, speculation, head = config.model, config.speculation, config.draft_head
     drafts = speculation.method if speculation is not None else "none"
     layers = model.num_layers - len(model.state_layers)
     return {
@@ -18,6 +18,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "architecture": model.architecture,
         "layers": str(layers),
         "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
+        "EAGLE head": "none" if head is None else f"{head.path}: {head.layer.attention.kv_parts(config.kv_cache_dtype)}",
         "cache": f"{model.attention.kind} {model.attention.kv_parts(config.kv_cache_dtype)}",
         "--kv-cache-dtype": config.kv_cache_dtype,
         "vocabulary": str(model.vocab_size),
