@@ -50,7 +50,8 @@ class HeadConfig:
         norms_residual: the residual stream starts with the normed state, not with the state itself.
         norms_states: each state has a norm before `fc`.
         norms_output: a draft step passes on its result after the final norm, not before it.
-        token_map: file of the frequent tokens (`token_map`) whose rows of the target's LM head are the head's; "": none.
+        token_map: file of the frequent tokens (`models.token_map`), the only ones that the head drafts, with their rows
+            of the target's LM head; "": none.
         num_mapped: number of these tokens.
     """
 

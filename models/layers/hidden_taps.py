@@ -8,7 +8,7 @@ Legend: T tokens, D hidden, K taps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -23,13 +23,21 @@ class HiddenTaps:
         after: the numbers of layers behind which the stream is copied, ascending; 0: the embedding.
 
     Attributes:
-        active: whether the next forward copies.
+        active: whether a forward copies.
     """
 
     def __init__(self, after: Sequence[int]) -> None:
         self._places = {count: place for place, count in enumerate(after)}
         self.active = False
         self._states: Tensor | None = None
+
+    def during(self, forward: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> Tensor:
+        """A forward with active taps; `take` has its states."""
+        self.active = True
+        try:
+            return forward(batch)
+        finally:
+            self.active = False
 
     def begin(self, residual: Tensor) -> None:
         """Starts a forward with this stream [T, D]."""

@@ -27,8 +27,9 @@ class SpeculativeArgs:
     speculative_algorithm: str | None = flag(
         None,
         "Speculative decoding: draft tokens and verify them in one step; the same answers in fewer steps. NEXTN (or "
-        "EAGLE): drafts of the checkpoint's own multi-token-prediction (MTP) layers; EAGLE, EAGLE3: of a head trained for "
-        "the model, in --speculative-draft-model-path; STANDALONE: of a small model with the same vocabulary; NGRAM: of earlier text that followed the same tokens, without a model. Left out: off.",
+        "EAGLE): drafts of the checkpoint's own multi-token-prediction (MTP) layers; EAGLE, EAGLE3: of the head in "
+        "--speculative-draft-model-path that was trained for the model; STANDALONE: of a small model with the same "
+        "vocabulary; NGRAM: of earlier text that followed the same tokens, without a model. Left out: off.",
         aliases=("--speculative-algo",),
         choices=("NEXTN", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"),
         unsupported=dict.fromkeys(("DFLASH", "DSPARK", "UNO"), "other drafters"),
@@ -37,8 +38,8 @@ class SpeculativeArgs:
     speculative_draft_model_path: str | None = flag(
         None,
         "Folder or hub id of the draft model. STANDALONE needs one: a small model with the same vocabulary. EAGLE and "
-        "EAGLE3: the head that was trained for the model. NEXTN uses the MTP layers of the model's own checkpoint (leave "
-        "it out), or an MTP layer exported on its own (SGLang's ...NextN checkpoints).",
+        "EAGLE3: the head that was trained for the model. NEXTN uses the MTP layers of the model's own checkpoint "
+        "(leave it out), or an MTP layer exported on its own (SGLang's ...NextN checkpoints).",
         aliases=("--speculative-draft-model",),
         metavar="PATH",
     )

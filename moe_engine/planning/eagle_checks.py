@@ -28,9 +28,7 @@ def refuse_token_map(args: EngineArgs, method: str) -> None:
         )
 
 
-def check_head(
-    args: EngineArgs, model: ModelConfig, head: HeadConfig | None, context_len: int, record: Record
-) -> None:
+def check_head(args: EngineArgs, model: ModelConfig, head: HeadConfig | None, context_len: int, record: Record) -> None:
     """Raises ConfigError: there is no head, or it was made for another model; both are named."""
     algorithm = args.speculative.speculative_algorithm
     if head is None:
@@ -56,8 +54,8 @@ def check_head(
             )
     if layer.hidden_size != model.hidden_size:
         raise ConfigError(
-            f"{PATH} {head.path}: hidden_size is {layer.hidden_size}, and the embedding of {model.source}, which the head "
-            f"reads, has {model.hidden_size}"
+            f"{PATH} {head.path}: hidden_size is {layer.hidden_size}, and the embedding of {model.source}, which the "
+            f"head reads, has {model.hidden_size}"
         )
     if head.layer.max_position_embeddings < context_len:
         record.remark(

@@ -16,6 +16,7 @@ from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.models.tensors import has_mtp_names
+from moe_engine.models.widths import local_heads
 from moe_engine.planning.eagle_checks import algorithm_of, check_head, refuse_token_map
 from moe_engine.planning.resolution_log import Record
 from moe_engine.types import SpeculationConfig
@@ -36,14 +37,18 @@ NGRAM_WINDOW = ("speculative_ngram_min_match_window_size", "speculative_ngram_ma
 class DraftModel:
     """The draft model of --speculative-draft-model-path: its local folder and its config.json.
 
-    is_nextn: it is an MTP layer exported on its own, and `config` that of a model with this layer alone. `head`: it is an
-    EAGLE head, and `config` that of its layer.
+    is_nextn: it is an MTP layer exported on its own, and `config` that of a model with this layer alone. `head`: it is
+    an EAGLE head, and `config` that of its layer.
     """
 
     path: str
     config: ModelConfig
     is_nextn: bool = False
     head: HeadConfig | None = None
+
+    def local(self, attn_tp_size: int) -> ModelConfig:
+        """Its config on one rank. Ranks share the attention heads of an EAGLE head; each runs a whole draft model."""
+        return self.config if self.head is None else local_heads(self.config, attn_tp_size)
 
 
 def resolve_speculation(
@@ -163,9 +168,9 @@ def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -
     asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
     if not model.num_nextn_predict_layers:
         raise ConfigError(
-            f"{asked}: {model.source} has no multi-token-prediction layers (num_nextn_predict_layers is 0); give "
-            "an EAGLE head in --speculative-draft-model-path, or use NGRAM, which needs no weights, or STANDALONE with a "
-            "draft model"
+            f"{asked}: {model.source} has no multi-token-prediction layers (num_nextn_predict_layers is 0); "
+            "give an EAGLE head in --speculative-draft-model-path, or use NGRAM, which needs no weights, or STANDALONE "
+            "with a draft model"
         )
     if draft is not None and not draft.is_nextn:
         raise ConfigError(

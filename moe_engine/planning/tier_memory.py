@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.machine import Machine
 

@@ -269,7 +269,11 @@ def _prepare(
         max_positions=rows.width,
     )
     loaded = time.perf_counter()
-    pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), rows, stream)
+    head = options.draft_head
+    pool = _make_pools(
+        options, local, dtype, num_mtp_layers(config, speculation),
+        None if head is None else local_config(head.layer, parallel), rows, stream,
+    )  # fmt: skip
     form = form_policy(
         config.attention,
         deterministic=options.enable_deterministic_inference,
@@ -317,6 +321,7 @@ def _make_pools(
     local: ModelConfig,
     dtype: torch.dtype,
     num_mtp: int,
+    head: ModelConfig | None,
     rows: RequestRows,
     stream: DeviceStream,
 ) -> KVPool:
@@ -324,7 +329,7 @@ def _make_pools(
     if local.state_groups:
         rows.states = StatePool(local.state_groups, options.max_rows, dtype, stream)
     pool = KVPool(
-        kv_spec(local, options.kv_dtype, num_mtp), options.num_slots, options.kernels.page_size, stream,
+        kv_spec(local, options.kv_dtype, num_mtp, head), options.num_slots, options.kernels.page_size, stream,
         windowed=local.windowed_layers if options.num_window_slots else (), num_window_slots=options.num_window_slots,
         states=rows.states,
     )  # fmt: skip

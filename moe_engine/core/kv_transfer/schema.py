@@ -18,7 +18,9 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "architecture": model.architecture,
         "layers": str(layers),
         "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
-        "EAGLE head": "none" if head is None else f"{head.path}: {head.layer.attention.kv_parts(config.kv_cache_dtype)}",
+        "EAGLE head": "none"
+        if head is None
+        else f"{head.path}: {head.layer.attention.kv_parts(config.kv_cache_dtype)}",
         "cache": f"{model.attention.kind} {model.attention.kv_parts(config.kv_cache_dtype)}",
         "--kv-cache-dtype": config.kv_cache_dtype,
         "vocabulary": str(model.vocab_size),
