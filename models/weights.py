@@ -39,8 +39,11 @@ FILE_FORMATS = ("auto", "safetensors", "pt", "layered")
 class WeightSource(Protocol):
     """Source of a layer's weights. `shape` is the full tensor's, as expected in the checkpoint.
 
-    `format`: of the matrices of linear layers and experts.
+    `format`: of the matrices of linear layers and experts. `made_up`: the values are no weights, but show where
+    elements lie; nothing may be added to them.
     """
+
+    made_up: bool
 
     dtype: torch.dtype
     device: torch.device
@@ -110,6 +113,8 @@ class WeightReader:
     Raises:
         CheckpointError: with file and tensor, expected and actual value, and the fix.
     """
+
+    made_up = False
 
     def __init__(
         self,
