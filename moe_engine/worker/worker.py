@@ -269,11 +269,7 @@ def _prepare(
         max_positions=rows.width,
     )
     loaded = time.perf_counter()
-    head = options.draft_head
-    pool = _make_pools(
-        options, local, dtype, num_mtp_layers(config, speculation),
-        None if head is None else local_config(head.layer, parallel), rows, stream,
-    )  # fmt: skip
+    pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), rows, stream, parallel)
     form = form_policy(
         config.attention,
         deterministic=options.enable_deterministic_inference,
@@ -321,13 +317,14 @@ def _make_pools(
     local: ModelConfig,
     dtype: torch.dtype,
     num_mtp: int,
-    head: ModelConfig | None,
     rows: RequestRows,
     stream: DeviceStream,
+    parallel: ParallelContext,
 ) -> KVPool:
     """The KV pool of this rank's part of the model, with tables of windows and states of requests, which `rows` own."""
     if local.state_groups:
         rows.states = StatePool(local.state_groups, options.max_rows, dtype, stream)
+    head = None if options.draft_head is None else local_config(options.draft_head.layer, parallel)
     pool = KVPool(
         kv_spec(local, options.kv_dtype, num_mtp, head), options.num_slots, options.kernels.page_size, stream,
         windowed=local.windowed_layers if options.num_window_slots else (), num_window_slots=options.num_window_slots,

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.explain import explain_json
