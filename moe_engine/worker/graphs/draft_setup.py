@@ -6,7 +6,6 @@ from moe_engine.kernels.attention.protocol import InPlacePlanner
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.choice import chain_kernels
 from moe_engine.kernels.speculation.protocol import SimulatedAcceptance
-from moe_engine.models.mtp import MTPLayers
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
 from moe_engine.worker.graphs.draft_graphs import DraftParts
@@ -30,7 +29,7 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     drafter = step.drafter
     if not isinstance(drafter, MTPDrafter):
         return f"{step.config.method} drafts: the host computes which tokens the drafter has not seen"
-    if not isinstance(drafter.layers, MTPLayers):
+    if drafter.attention is not runner.attention:
         return "an EAGLE head: its attention has a plan of its own"
     if drafter.layers.num_layers > 1:
         return "several MTP layers: each runs over another number of earlier tokens"

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.draft_layers import DraftLayers
 from moe_engine.models.layers.sparse_chunks import SharedSelection
@@ -74,6 +75,11 @@ class MTPDrafter:
     def kv(self) -> Sequence[Any]:
         """The KV cache of every layer, the target's and the MTP layers'."""
         return self._batches.kv
+
+    @property
+    def attention(self) -> MLABackend | GQABackend:
+        """Attention backend of the layers: the target's, or that of an EAGLE head."""
+        return self._batches.attention
 
     def enter(self, new: NewRow) -> None:
         self._num_cached[new.row] = len(new.slots)
