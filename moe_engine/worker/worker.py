@@ -43,8 +43,9 @@ from moe_engine.worker.kv_cache.make_copies import make_copies
 from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.kv_cache.storage_io import Reporter
 from moe_engine.worker.lora_adapters import LoraAdapters
-from moe_engine.worker.model_runner import ModelRunner, PendingResult
+from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.options import WorkerOptions
+from moe_engine.worker.pending_step import PendingResult
 from moe_engine.worker.pooling import PoolingRunner
 from moe_engine.worker.rank_methods import NO_ARGS, rank_methods, run_method
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
