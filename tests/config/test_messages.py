@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.errors import CheckpointError, ConfigError, NotAvailableYet
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.remarks import DEPENDENTS, unread_variables
 from tests.config.conftest import SMALL, machine
@@ -97,7 +97,15 @@ def test_a_start_notes_the_variables(model_dir, monkeypatch):
 # -- refusals
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.Q4_K_M.gguf", "model.pt"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_damaged_files_of_torch_save_are_named(model_dir, name):
+    folder: Path = model_dir()
+    (folder / name).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=f"{name}: not a ZIP archive: truncated, or saved before torch 1.6"):
+        prepare(EngineArgs.from_kwargs(model_path=str(folder)), machine())
+
+
+@pytest.mark.parametrize("name", ["model.Q4_K_M.gguf", "weights.npz"])
 def test_weights_of_another_format_are_named(model_dir, name):
     folder: Path = model_dir()
     (folder / name).write_bytes(b"x")
