@@ -166,17 +166,17 @@ def _check_drafter(
 
 def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -> None:
     asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
+    if draft is not None and not draft.is_nextn:
+        raise ConfigError(
+            f"--speculative-draft-model-path {draft.path}: a complete model; {asked} drafts with the model's own MTP "
+            "layers (leave the path out), with an MTP layer exported on its own (...NextN in architectures) or with an "
+            "EAGLE head; use --speculative-algorithm STANDALONE for a complete draft model"
+        )
     if not model.num_nextn_predict_layers:
         raise ConfigError(
             f"{asked}: {model.source} has no multi-token-prediction layers (num_nextn_predict_layers is 0); "
             "give an EAGLE head in --speculative-draft-model-path, or use NGRAM, which needs no weights, or STANDALONE "
             "with a draft model"
-        )
-    if draft is not None and not draft.is_nextn:
-        raise ConfigError(
-            f"--speculative-draft-model-path {draft.path}: a complete model; {asked} drafts with the model's own MTP "
-            "layers (leave the path out) or with an MTP layer exported on its own (...NextN in architectures); use "
-            "--speculative-algorithm STANDALONE for a complete draft model"
         )
     if model.stored_layers != model.num_layers and args.model.load_format != "dummy":
         raise ConfigError(

@@ -126,7 +126,7 @@ def test_the_drafter_is_named_as_it_was_typed(resolved, model_dir, algorithm):
     with pytest.raises(ConfigError) as refusal:
         resolved(LLAMA, speculative_algorithm=algorithm)
     text = str(refusal.value)
-    assert f"--speculative-algorithm {algorithm.upper()}:" in text and "EAGLE heads" in text and "NGRAM" in text
+    assert f"--speculative-algorithm {algorithm.upper()}:" in text and "EAGLE head" in text and "NGRAM" in text
     with pytest.raises(ConfigError, match=f"--speculative-algorithm {algorithm.upper()} with --attn-dp-size 2"):
         resolved({**EIGHT, "num_nextn_predict_layers": 2}, speculative_algorithm=algorithm, tp_size=2, attn_dp_size=2)
 
@@ -135,7 +135,9 @@ def test_a_separate_head_for_a_model_without_mtp_layers(model_dir):
     head = model_dir(LLAMA, name="head")
     target = model_dir(LLAMA, name="target")
     flags = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(head), "load_format": "dummy"}
-    with pytest.raises(ConfigError, match=r"--speculative-algorithm EAGLE: .*EAGLE heads .*not supported yet"):
+    with pytest.raises(
+        ConfigError, match=r"a complete model; --speculative-algorithm EAGLE .* or with an EAGLE head; use"
+    ):
         prepare(EngineArgs.from_kwargs(model_path=str(target), **flags), machine())
 
 
