@@ -8,8 +8,8 @@ from moe_engine.storage.fingerprint import fingerprint_of
 
 
 def weights_identity(config: ResolvedConfig) -> str:
-    """Equal for equal checkpoints, wherever their files are: `fingerprint_of`. With MTP layers of another checkpoint or an
-    EAGLE head its fingerprint too, because their KV is computed with them.
+    """Equal for equal checkpoints, wherever their files are: `fingerprint_of`. With MTP layers of another checkpoint or
+    an EAGLE head its fingerprint too, because their KV is computed with them.
 
     Raises:
         ConfigError: the checkpoint cannot be read.
