@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from moe_engine.kernels.decoder.drafting import RowTables, StepDraws, VerifiedChains
-from moe_engine.models.mtp import MTPLayers, FusedStepCall
+from moe_engine.models.mtp import FusedStepCall, MTPLayers
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.sampling.sampler import Sampler
 from moe_engine.worker.speculation.mtp import MAX_FUSED_ROWS, MTPDrafter
