@@ -18,7 +18,7 @@ from torch import Tensor
 from triton import next_power_of_2
 
 from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights, StateRuns
-from moe_engine.kernels.delta.reference import LENGTH_EPS, delta_rule, gates, split_heads
+from moe_engine.kernels.delta.reference import LENGTH_EPS, delta_rule, gates, row_of, split_heads, store_row
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
 
@@ -146,9 +146,9 @@ class TritonDelta:
         self, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: StateRuns, shape: DeltaShape
     ) -> Tensor:
         qkvz, ba = (with_contiguous_rows(x) for x in inputs)
-        num, kind = runs.num_tokens, {"dtype": qkvz.dtype, "device": qkvz.device}
-        taken = torch.empty(num, shape.key_heads, shape.mixed, **kind)
-        out = torch.empty(num, shape.value_heads, shape.value, **kind)
+        num = runs.num_tokens
+        taken = qkvz.new_empty(num, shape.key_heads, shape.mixed)
+        out = qkvz.new_empty(num, shape.value_heads, shape.value)
         if not num:
             return out.flatten(1)
         blocks, stride = triton.cdiv(shape.mixed, _CHANNELS), stride_of(qkvz, 0)
@@ -183,13 +183,13 @@ def _long_runs(
         if count > SHORT:
             q, k, v = split_heads(taken[own], shape)
             decay, beta = gates(ba[own], weights, shape)
-            state, first = memory[runs.reads[index]], 0
+            state, first = row_of(memory, runs.reads, index), 0
             for last in dict.fromkeys((*stored, count)):
                 part = slice(first, last)
                 found, state = delta_rule(q[part], k[part], v[part], decay[part], beta[part], state)
                 out[begin + first : begin + last] = found.to(out.dtype)
                 if last in stored:
-                    memory[runs.rows[begin + last - 1]] = state
+                    store_row(memory, runs.rows, begin + last - 1, state)
                 first = last
         begin += count
 
