@@ -14,18 +14,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from moe_engine.server.start_queue import StartQueue
 
 MAX_HEAD_BYTES = 2**16
 HEAD_SECONDS = 60.0
 """Time limit for a complete request head, from the connection or from the head's first byte."""
 
 PRIVATE = frozenset(
-    {"_unset_keepalive_if_required", "cycle", "headers", "logger", "loop", "parser", "scope", "send_400_response"}
+    {
+        "_start_asgi_task",
+        "_unset_keepalive_if_required",
+        "cycle",
+        "headers",
+        "logger",
+        "loop",
+        "parser",
+        "scope",
+        "send_400_response",
+    }
     | {"transport", "on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete"}
 )
 """Attributes of `HttpToolsProtocol` used by `Connection` beyond `asyncio.Protocol`."""
@@ -38,6 +52,10 @@ EXCHANGE = "moe_engine.exchange"
 """Key of the `Exchange` in a request's scope."""
 
 _FRAMING = (b"content-length", b"transfer-encoding")
+
+
+_QUEUES: WeakKeyDictionary[asyncio.AbstractEventLoop, StartQueue] = WeakKeyDictionary()
+"""Of each loop with connections."""
 
 
 class Exchange:
@@ -116,6 +134,12 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = 0
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        queue = _QUEUES.get(self.loop)
+        if queue is None:
+            queue = _QUEUES[self.loop] = StartQueue()
+        queue.add(partial(super()._start_asgi_task, cycle, app))
 
     def on_headers_complete(self) -> None:
         self._head_ended()
