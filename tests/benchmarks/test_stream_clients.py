@@ -16,7 +16,7 @@ from tests.server.harness import real_server
 def test_every_stream_is_counted(slow):
     client = FakeClient(max_total_num_tokens=100_000, context_len=4096, max_req_input_len=4000)
     client.script = lambda _: [7, 8, 9]
-    prompts = many_streams.prompts(random.Random(), 20)
+    prompts = many_streams.prompts(random.Random(random.getrandbits(64)), 20)
     prompts = [[token % client.info.vocab_size for token in prompt] for prompt in prompts]
     with real_server(client) as address:
         port = int(address.rpartition(":")[2])
