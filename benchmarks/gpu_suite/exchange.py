@@ -39,9 +39,8 @@ class Load:
 
     @property
     def regions(self) -> Regions:
-        pairs, capacity = self.tokens * self.top_k, self.tokens * self.num_ranks
         item = self.dtype.itemsize
-        return Regions(self.num_ranks, self.num_local, pairs, capacity, self.hidden, item, self.fp8)
+        return Regions(self.num_ranks, self.num_local, self.tokens, self.top_k, self.hidden, item, self.fp8)
 
 
 V3_EP8 = Load(8, 32, 8, 7168, 128, torch.bfloat16, fp8=False)
@@ -100,13 +99,12 @@ class RanksHere:
         def run(name: str, launch: Callable[[int, SymmMemExchange], Any]) -> Any:
             return on_phase(name, lambda: of_each(launch)) if on_phase else of_each(launch)
 
-        run("notify", lambda r, own: own.notify(self.ids[r], number))
-        run("send", lambda r, own: own.send(self.x[r], self.ids[r], number))
+        run("send", lambda r, own: own.send(self.x[r], self.ids[r], self.weights[r], number))
         arrivals = run("receive", lambda r, own: own.receive(number))
         self.counts = [arrival.counts.clone() for arrival in arrivals]
         rows = of_each(lambda r, own: self._experts(r, arrivals[r]))
         run("combine_send", lambda r, own: own.combine_send(rows[r], number))
-        return self._stacked(run("sum", lambda r, own: own.sum(self.weights[r], self._load.dtype, number)))
+        return self._stacked(run("sum", lambda r, own: own.sum(self._load.tokens, self._load.dtype, number)))
 
     def run_beside(self, number: int) -> Tensor:
         """`run` with one stream per rank, whole dispatches and combines: kernels wait for each other.
@@ -118,8 +116,8 @@ class RanksHere:
         torch.cuda.synchronize()
         for r, (own, stream) in enumerate(zip(self._ranks, self._streams)):
             with torch.cuda.stream(stream):
-                rows = self._experts(r, own.dispatch(self.x[r], self.ids[r], number))
-                out.append(own.combine(rows, self.weights[r], number))
+                rows = self._experts(r, own.dispatch(self.x[r], self.ids[r], self.weights[r], number))
+                out.append(own.combine(rows, self._load.tokens, number))
         torch.cuda.synchronize()
         return self._stacked(out)
 
