@@ -1,4 +1,4 @@
-"""A barrier between all programs of a launch, for kernels whose second half reads what other programs wrote in the first.
+"""A barrier between all programs of a launch, for kernels that read what other programs wrote before it.
 
 All programs must be resident at once: launch with ``launch_cooperative_grid=True`` and at most `resident_programs`
 programs. CUDA refuses a cooperative launch that does not fit, so no program waits for one that cannot start.

@@ -2,7 +2,8 @@
 or of several in this process.
 
 Every program is a thread, of which one runs at a time. Where a kernel reads the clock or pauses, as all waits do,
-another one continues, drawn at random: programs start and interleave in any order. All programs of a launch are resident.
+another one continues, drawn at random: programs start and interleave in any order. All programs of a launch are
+resident.
 """
 
 from __future__ import annotations

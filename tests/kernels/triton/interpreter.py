@@ -2,8 +2,9 @@
 
 The interpreter of Triton 3.6 to 3.9 keeps bf16 and FP8 as bare integers. Casts to bf16 truncate, casts to e4m3 lose a
 carry out of the mantissa, and products of bf16 matrices multiply the integers. GPUs round to nearest even and multiply
-numbers, and so do kernels that are held against float64 here. GPUs have a clock and can pause, too, which is the only assembly
-that our kernels contain. The interpreter of 3.6 also takes arrays of one element for indices, which numpy no longer does.
+numbers, and so do kernels that are held against float64 here. GPUs have a clock and can pause, too, which is the only
+assembly that our kernels contain. The interpreter of 3.6 also takes arrays of one element for indices, which numpy no
+longer does.
 
 The interpreter spends most of its time on bookkeeping. Three patches halve that time: numpy types and shapes are
 cached, and integer sums are checked for overflow only by `make test-exhaustive`.
