@@ -42,8 +42,8 @@ def send_kernel(
     TOP_K: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, NUM_LOCAL: tl.constexpr,
     RANKS: tl.constexpr, LANES: tl.constexpr, FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Program t sends token t of x [T, WIDTH]; targets [T, R]: 1 if the rank has a choice of the token. With FP8 the row
-    is quantized on its way; CARRIES: x is bytes of e4m3 values, with scales x_scales [WIDTH / 128, T].
+    """Program t sends token t of x [T, WIDTH]; targets [T, R]: 1 if the rank has a choice of the token. With FP8 the
+    row is quantized on its way; CARRIES: x is bytes of e4m3 values, with scales x_scales [WIDTH / 128, T].
 
     Begins the slot's next epoch. Raises no flag after a timeout. Grid (max(T, 1),).
     """
@@ -114,8 +114,8 @@ def receive_kernel(
     WIDEN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rows of each expert: out [El, C, WIDTH] and counts_out [El]; positions [R * M, K]: the row of each choice, -1: of
-    another rank, -2: one of more than C rows. FP8: the rows are e4m3, with out_scales [El, C, WIDTH / 128], or, with COLUMNS,
-    [El, WIDTH / 128, scale_stride], the order in which DeepGEMM reads them. WIDEN: out is dequantized.
+    another rank, -2: one of more than C rows. FP8: the rows are e4m3, with out_scales [El, C, WIDTH / 128], or, with
+    COLUMNS, [El, WIDTH / 128, scale_stride], the order in which DeepGEMM reads them. WIDEN: out is dequantized.
 
     partial: int32 [N, LOCAL], scratch. After a timeout all counts are 0. Cooperative, grid (N,).
     """
@@ -257,5 +257,7 @@ def _cases_of(shape: CompiledShape) -> list[AotCase]:
         names = [argument for argument in kernel.arg_names if argument not in constants]
         signature = {argument: arguments[argument] for argument in names}
         options = COOPERATIVE if kernel is receive_kernel else {}
-        found.append(AotCase(f"peer_{name}_{shape.name}", kernel, signature, constants, TILES.row_warps, 3, False, options))
+        found.append(
+            AotCase(f"peer_{name}_{shape.name}", kernel, signature, constants, TILES.row_warps, 3, False, options)
+        )
     return found
