@@ -25,11 +25,12 @@ _ABSENT = 132
 @lru_cache
 def resident_programs(device: torch.device) -> int:
     """Programs that run at once whatever their size: one per SM; 1 for devices that run them one after another."""
-    if device.type == "meta":  # ahead-of-time compilation
+    if device == torch.device("meta"):  # ahead-of-time compilation
         return _ABSENT
-    if device.type != "cuda":
+    try:
+        return torch.get_device_module(device).get_device_properties(device).multi_processor_count
+    except (AttributeError, RuntimeError):
         return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def barrier_state(device: torch.device) -> Tensor:
