@@ -44,12 +44,16 @@ def exchange_rows(
 
 def _on_device(plan: ParallelPlan, model: ModelConfig, dtype_bytes: int, per_rank: int, decoded: int) -> LedgerRow:
     """Low-latency buffers have room for every rank's tokens at every expert, twice; FP8 tokens are stored as received
-    and widened."""
+    and widened. `symm_mem` has one row of a token beside them for its way here and one for its result's way back, and
+    stores FP8 rows of experts in one form: either size is at most that of a row."""
     assert plan.dispatch is not None and model.moe is not None
     topology, rows = plan.topology, 0
     if "low_latency" in plan.dispatch.modes.values():
-        rows = 2 * topology.tp_size * decoded * (model.moe.num_experts // topology.ep_size)
-        if plan.dispatch_fp8:
+        arriving = 2 * topology.tp_size * decoded
+        rows = arriving * (model.moe.num_experts // topology.ep_size)
+        if plan.dispatch.row.name == "symm_mem":
+            rows += 2 * arriving
+        elif plan.dispatch_fp8:
             rows += rows // dtype_bytes
     rows += 2 * topology.tp_size * per_rank
     num_bytes = rows * model.hidden_size * dtype_bytes
