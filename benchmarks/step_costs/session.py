@@ -25,8 +25,8 @@ SPARE = 16
 class Case:
     """What is computed. `config`: config.json, whole. vendors: whether vendor libraries are installed.
 
-    dispatch: backend of expert parallelism. mtp: draft tokens of a decode step; 0: none. prefill: tokens of a prompt; None: a decode step of `batch` requests
-    after `context` tokens.
+    dispatch: backend of expert parallelism. mtp: draft tokens of a decode step; 0: none. prefill: tokens of a prompt;
+    None: a decode step of `batch` requests after `context` tokens.
     """
 
     model: str
