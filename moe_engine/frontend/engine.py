@@ -94,7 +94,8 @@ class Engine:
         self._end = weakref.finalize(self, _end, self._cores, self._loop, self._pid)
 
     async def _open(self, tokenizer: Tokenizer | None) -> Frontend:
-        client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method)
+        by_room = self.config.args.disaggregation.disaggregation_mode == "prefill"
+        client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method, by_room=by_room)
         # No batch size limits: the caller's own process pays for the memory.
         settings = dataclasses.replace(frontend_settings(self.config), max_sequences=None, max_prompt_tokens=None)
         return Frontend(client, tokenizer, settings)
