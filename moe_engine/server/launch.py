@@ -7,6 +7,7 @@ HTTP stack and the tokenizer.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import shlex
@@ -25,8 +26,8 @@ from moe_engine.planning import explain
 from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import place_in_cluster, prepare
-from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.planning.resolve_parallel import NodeRankError
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.server.listen import bind, url_host
 from moe_engine.server.tls import check_certificate
 from moe_engine.tuning.doctor.memory_costs import LedgerCosts
@@ -147,6 +148,8 @@ async def _serve(
     samples.add_done_callback(partial(_report_failure, "/doctor failed: it takes no samples any more"))
 
     async def ready(host: str, port: int) -> None:
+        gc.collect()
+        gc.freeze()  # a full collection would look through tokenizer and modules, while tokens wait
         logger.info("%s", logs.READY_LINE)
         _announce(config, host, port, time.monotonic() - began)
 
