@@ -161,12 +161,17 @@ class ForkServer:
                 stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True, env=self._environ | SET_BY_SERVER,
             )  # fmt: skip
 
-    def run(self, command: list[str], folder: Path, timeout_s: float) -> tuple[int, str, str]:
+    def run(self, command: list[str], folder: Path, timeout_s: float, **environ: str) -> tuple[int, str, str]:
         """``python -m`` command in a forked process: return code, standard output and error. It is killed when the
-        time is over. `folder`: of the files with its output."""
+        time is over.
+
+        Args:
+            folder: of the files with its output.
+            environ: further variables. Those that imports read come too late.
+        """
         paths = folder / "stdout", folder / "stderr"
         with open(paths[0], "wb") as out, open(paths[1], "wb") as err:
-            process = ForkedProcess(self.address, command, (out.fileno(), err.fileno()), dict(self._environ))
+            process = ForkedProcess(self.address, command, (out.fileno(), err.fileno()), self._environ | environ)
         try:
             code = process.wait(timeout_s)
         finally:

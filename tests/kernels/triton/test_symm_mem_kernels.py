@@ -1,16 +1,14 @@
-"""Kernels that write to peers: all ranks in this process phase by phase, and outside the interpreter. Over processes
+"""Kernels that write to peers: all ranks in this process, phase by phase. Over processes
 that wait for each other they are tested in tests/distributed/dispatch/test_symm_mem.py."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from benchmarks.gpu_suite.exchange import Load, RanksHere, error_of
-from tests.kernels.triton.test_aot import outside
 
 SMALL = Load(num_ranks=3, num_local=2, top_k=3, hidden=128, tokens=4, dtype=torch.float32, fp8=False)
 
@@ -34,11 +32,3 @@ def test_what_the_gpu_suite_runs(load, bound):
         chosen = torch.bincount(ranks.ids.flatten(), minlength=6)
         assert torch.cat(ranks.counts).tolist() == chosen.tolist()
     assert not ranks.lost.any()
-
-
-def test_the_size_of_a_launch_does_not_choose_the_kernel(tmp_path):
-    """One kernel of each for any number of tokens and any offsets, and it is the one compiled ahead of time."""
-    done = outside("tests.kernels.triton.outside_symm_mem", str(tmp_path), cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    num_cases, launched, num_cached = json.loads(done.stdout)
-    assert len(launched) == num_cached == num_cases == 9
