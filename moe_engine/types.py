@@ -105,9 +105,10 @@ class SamplingParams:
 class SpeculationConfig:
     """Speculative decoding, resolved. Legend: the root of a draft tree is the last token; its other nodes are drafts.
 
-    `method` names the drafter: ``nextn`` (the checkpoint's own MTP layers), ``standalone`` (a small model of the same
-    vocabulary) or ``ngram`` (prompt lookup, no weights). `num_steps` is the depth of the tree, `topk` its width (1: a
-    chain), `num_draft_tokens` its nodes with the root, so a chain has `num_steps` + 1; `auto_depth`: each step has a
+    `method` names the drafter: ``nextn`` (the checkpoint's own MTP layers), ``eagle`` (an EAGLE head), ``standalone``
+    (a small model of the same vocabulary) or ``ngram`` (prompt lookup, no weights). `num_steps` is the depth of the
+    tree, `topk` its width (1: a chain), `num_draft_tokens` its nodes with the root, so a chain has `num_steps` + 1;
+    `auto_depth`: each step has a
     depth of 0 to `num_steps`. Thresholds below 1 accept more than the target's own choice (SGLang's lossy acceptance);
     1 is lossless. `simulated_accept_length`: drafts are accepted at random.
     """
@@ -130,6 +131,11 @@ class SpeculationConfig:
             object.__setattr__(self, "num_draft_tokens", nodes)
 
     @property
+    def follows(self) -> bool:
+        """Whether the drafter reads the target's hidden states, and runs a draft extend behind each step."""
+        return self.method in ("nextn", "eagle")
+
+    @property
     def has_thresholds(self) -> bool:
         """Whether drafts other than the target's own choice may be accepted."""
         return self.accept_threshold_single < 1 or self.accept_threshold_acc < 1
@@ -144,33 +150,6 @@ class SpeculationConfig:
     def num_slots(self, depth: int) -> int:
         """KV slots that one request needs in such a step: the larger of the tree and the drafter's candidates."""
         return max(self.num_nodes(depth), max(depth - 1, 0) * self.topk + 1)
-
-
-PAD_TOKENS = 8
-"""Positions a row may exceed the context length by: an overlapped decode whose result is dropped."""
-
-
-def row_width(context_len: int, num_drafts: int = 0) -> int:
-    """Columns of the worker's per-row tables, indexed by token position.
-
-    Args:
-        num_drafts: KV slots of one step's drafts; two steps can be in flight.
-    """
-    return -(-(context_len + PAD_TOKENS + 2 * num_drafts) // 16) * 16
-
-
-def window_request_pages(window: int, page_size: int, draft_slots: int = 0) -> int:
-    """Most pages of a window pool that a request needs, without those of its prompt in a step: its window and the slots
-    of two steps' drafts, rounded to pages at both ends; a page that left the window is held back until the step in
-    flight ends."""
-    return -(-(window + 2 * draft_slots) // page_size) + 3
-
-
-def window_pool_tokens(window: int, page_size: int, max_rows: int, step_tokens: int, draft_slots: int = 0) -> int:
-    """Tokens of a window pool with room for `max_rows` requests: prompts of the step to plan and of the step in flight
-    are added."""
-    each = window_request_pages(window, page_size, draft_slots)
-    return max_rows * each * page_size + 3 * -(-step_tokens // page_size) * page_size
 
 
 class Status(enum.IntEnum):

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +17,10 @@ from moe_engine.kernels.decoder.drafting import VerifiedChains
 from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.types import FinishReason, PackedLogprobs, Speculation, StepPlan, StepResult
+from moe_engine.types import Speculation, StepPlan, StepResult
 from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
@@ -33,8 +33,9 @@ from moe_engine.worker.hidden_states import PendingHidden, pending_hidden
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool
 from moe_engine.worker.lora_adapters import LoraAdapters
+from moe_engine.worker.pending_step import PendingResult, PendingStep
 from moe_engine.worker.sampling.logits_passes import UNBOUNDED, LogitsPasses
-from moe_engine.worker.sampling.logprobs import PendingLogprobs, PendingPrompt, prompt_logprobs
+from moe_engine.worker.sampling.logprobs import PendingPrompt, prompt_logprobs
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.sampling.step_sampling import Passes, StepSampling
 from moe_engine.worker.speculation.drafted_step import DraftedStep
@@ -44,59 +45,12 @@ from moe_engine.worker.speculation.step import SpeculativeStep
 RUNNING = "running the model"
 
 
-class PendingResult(Protocol):
-    """A launched step. `take` waits for its result; `ready`: whether `take` returns at once."""
-
-    @property
-    def ready(self) -> bool: ...
-
-    def take(self) -> StepResult: ...
-
-
-@dataclass
-class PendingStep:
-    """A step without drafts, implements `PendingResult`."""
-
-    number: int
-    rows: list[int]
-    tokens: HostCopy
-    logprobs: list[PendingLogprobs] = field(default_factory=list)
-    prompts: list[PendingPrompt] = field(default_factory=list)
-    seconds: float = 0.0
-    cuda_graph: bool = False
-    errors: dict[int, FinishReason] | None = None
-    hidden: PendingHidden | None = None
-    clock: StepClock | None = None
-    """Measures `seconds` on the device."""
-
-    @property
-    def ready(self) -> bool:
-        return self.tokens.ready
-
-    def take(self) -> StepResult:
-        tokens = [[token] for token in self.tokens.wait()[0].tolist()]
-        if self.clock is not None:
-            self.seconds = sum(self.clock.seconds())
-        logprobs: list[PackedLogprobs | None] | None = None
-        if self.logprobs:
-            logprobs = [None] * len(tokens)
-            for piece in self.logprobs:
-                for place, packed in zip(piece.places, piece.take()):
-                    logprobs[place] = packed
-        prompts = {pending.row: pending.take() for pending in self.prompts} or None
-        return StepResult(
-            self.number, self.rows, tokens, logprobs, prompts, self.seconds,
-            cuda_graph=self.cuda_graph, errors=self.errors,
-            vectors=None if self.hidden is None else self.hidden.take(),
-        )  # fmt: skip
-
-
 class ModelRunner:
     """Executes plans with one model and one KV pool. May change the model's logits in place.
 
     `speculation` is set after construction, as it shares parts with the runner; without it no plan may speculate.
     `graphs` is set after CUDA graphs are captured; without it every step runs kernel by kernel. So is `drafted`, if
-    whole steps with drafts are captured.
+    whole steps with drafts are captured. `taps`: the model's hidden states that an EAGLE-3 head reads.
 
     Args:
         window: sliding window of the model's first cache group.
@@ -131,6 +85,7 @@ class ModelRunner:
         self.lora: LoraAdapters | None = None
         self.graphs: StepGraphs | None = None
         self.drafted: DraftedStep | None = None
+        self.taps: HiddenTaps | None = None
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         rows.edits.custom.group = parallel.attn_tp
         self._phase = "idle"
@@ -365,6 +320,7 @@ class ModelRunner:
         if drafted_shape is not None and self.drafted is not None:
             return self._launch_drafted(self.drafted, plan, drafted_shape, [(i, whole.rows[i]) for i in left_out])
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
+        taps = self.taps if speculation.follow else None
         drafted = time.perf_counter()
         if plan.masked:
             step.report_drafts(plan, verification)
@@ -380,7 +336,7 @@ class ModelRunner:
             self._phase = "planning attention"
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
             self._phase, model_began = RUNNING, time.perf_counter()
-            hidden = self.model.forward(forward)  # [T, D]
+            hidden = self.model.forward(forward) if taps is None else taps.during(self.model.forward, forward)
             prompts = self._prompt_logprobs(plan, batch, hidden)
         sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
         drawn = self.sampling.run(
@@ -396,7 +352,8 @@ class ModelRunner:
         follow_began = time.perf_counter()
         if speculation.follow:
             self._phase = "draft extend"
-            step.update_cache(plan, batch, forward, hidden, verification, accepted)
+            seen = hidden if taps is None else taps.take()
+            step.update_cache(plan, batch, forward, seen, verification, accepted)
         ended = time.perf_counter()
         plan_rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
         model_seconds = self._logits_ended - model_began

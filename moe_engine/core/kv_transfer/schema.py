@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.planning.weights_identity import weights_identity
 
-VERSION = 1
+VERSION = 2
 """Of the messages, and of what a row of KV is."""
 
 
 def cache_schema(config: ResolvedConfig) -> dict[str, str]:
-    """Everything that determines the bytes of a token's KV, by name. Page sizes and pool sizes may differ."""
-    model, speculation = config.model, config.speculation
+    """Everything that determines the bytes of a token's KV, by name. Page sizes and pool sizes may differ.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read.
+    """
+    model, speculation, head = config.model, config.speculation, config.draft_head
     drafts = speculation.method if speculation is not None else "none"
     layers = model.num_layers - len(model.state_layers)
     return {
@@ -18,9 +23,12 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "architecture": model.architecture,
         "layers": str(layers),
         "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
+        "EAGLE head": "none" if head is None else str(head.layer.attention.kv_parts(config.kv_cache_dtype)),
         "cache": f"{model.attention.kind} {model.attention.kv_parts(config.kv_cache_dtype)}",
         "--kv-cache-dtype": config.kv_cache_dtype,
         "vocabulary": str(model.vocab_size),
+        "weights": weights_identity(config),
+        "--disaggregation-transfer-backend": config.args.disaggregation.disaggregation_transfer_backend,
         "--quantization": str(model.quantization) if hasattr(model, "quantization") else "",
     }
 

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.protocol import InPlacePlanner, RenewablePlan
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.renewable import InPlacePlanner, RenewablePlan
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.protocol import ChainBuffers, ChainKernels, SimulatedAcceptance
 from moe_engine.models.batch import ForwardBatch, Model
@@ -144,7 +144,7 @@ class _ShapeRun:
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     def verify(self) -> None:
-        self._parts.outputs.store(self._parts.model.forward(self._verified), self._verified.sizes)
+        self._parts.outputs.run(self._verified)
 
     def follow(self) -> None:
         parts, chain = self._parts, self.chain

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_engine.kernels.attention.protocol import InPlacePlanner
+from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.choice import chain_kernels
 from moe_engine.kernels.speculation.protocol import SimulatedAcceptance
@@ -29,6 +29,8 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     drafter = step.drafter
     if not isinstance(drafter, MTPDrafter):
         return f"{step.config.method} drafts: the host computes which tokens the drafter has not seen"
+    if drafter.attention is not runner.attention:
+        return "an EAGLE head: its attention has a plan of its own"
     if drafter.layers.num_layers > 1:
         return "several MTP layers: each runs over another number of earlier tokens"
     if runner.rows.windows is not None or runner.window is not None:

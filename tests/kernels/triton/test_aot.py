@@ -95,7 +95,7 @@ def test_warm_up_reaches_every_kernel_of_a_plan(compiling, tmp_path):
     for name, (count, names, missing, missing_without) in json.loads(out).items():
         assert count > 20 and missing == [], name
         attention = {"paged_kernel"} if name == "qwen3" else {"latent_kernel", "expanded_kernel"}
-        assert attention | {"rms_norm_kernel", "router_select_kernel", "draw_kernel"} <= set(names), name
+        assert attention | {"rms_norm_kernel", "draw_kernel"} <= set(names), name
         assert "router_logits_kernel" in missing_without, name
 
 
@@ -128,7 +128,7 @@ def test_a_launch_finds_everything_that_was_compiled_for_it(compiling, tmp_path)
         index = json.loads((tmp_path / "kernels" / "moe-engine-kernels.json").read_text())
         found.append((out, index["kernels"]))
     names = {kernel["name"] for kernel in index["kernels"]}
-    assert {"rms_norm_kernel", "router_select_kernel", "one_shot_kernel", "place_kernel", "absorb_kernel"} <= names
+    assert {"rms_norm_kernel", "route_kernel", "one_shot_kernel", "absorb_kernel"} <= names
     assert index["about"]["tp_size"] == 2 and index["about"]["arch"] == 90
     if version() >= (3, 9):  # an older compiler spills 8 bytes in place_kernel
         assert all(kernel["spill_bytes"] == 0 for kernel in index["kernels"])
