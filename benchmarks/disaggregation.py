@@ -53,10 +53,14 @@ class Pair:
         )
 
 
-def first_token(url: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Seconds to the first token, and the last event."""
+def first_token(client: httpx.Client, url: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Seconds to the first token, and the last event.
+
+    Args:
+        client: has been made before, which takes longer than a request.
+    """
     began, first, last = time.perf_counter(), 0.0, ""
-    with httpx.stream("POST", url + "/generate", json=body | {"stream": True}, timeout=600) as answer:
+    with client.stream("POST", url + "/generate", json=body | {"stream": True}) as answer:
         if answer.status_code != 200:
             raise RuntimeError(f"{url}: {answer.read().decode()}")
         for line in answer.iter_lines():
@@ -65,11 +69,7 @@ def first_token(url: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     return first, json.loads(last)
 
 
-def run_one(server: ServerProcess, body: dict[str, Any]) -> float:
-    return first_token(server.base_url, body)[0]
-
-
-def run_pair(pair: Pair, body: dict[str, Any], rng: random.Random) -> float:
+def run_pair(client: httpx.Client, pair: Pair, body: dict[str, Any], rng: random.Random) -> float:
     """As a router: the same request to both servers at the same time.
 
     Raises:
@@ -77,11 +77,9 @@ def run_pair(pair: Pair, body: dict[str, Any], rng: random.Random) -> float:
     """
     room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.bootstrap, "bootstrap_room": rng.getrandbits(62)}
     whole = body | room
-    beside = threading.Thread(
-        target=lambda: httpx.post(pair.prefill.base_url + "/generate", json=whole, timeout=600), daemon=True
-    )
+    beside = threading.Thread(target=lambda: client.post(pair.prefill.base_url + "/generate", json=whole), daemon=True)
     beside.start()
-    seconds, answer = first_token(pair.decode.base_url, whole)
+    seconds, answer = first_token(client, pair.decode.base_url, whole)
     beside.join()
     if answer["meta_info"]["cached_tokens"] < len(body["input_ids"]) * 0.9:
         raise RuntimeError(f"the KV did not arrive:\n{pair.decode.tail()}")
@@ -101,6 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     rng, rounds = random.Random(), []
     with ExitStack() as stack:
+        client = stack.enter_context(httpx.Client(timeout=600))
         single = stack.enter_context(ServerProcess(flags))
         single.wait_ready()
         pairs: dict[str, Pair] = {}
@@ -115,7 +114,10 @@ def main(argv: list[str] | None = None) -> int:
                     "input_ids": rng.choices(vocabulary, k=own.input_len),
                     "sampling_params": {"temperature": 0, "max_new_tokens": own.output_len, "ignore_eos": True},
                 }
-                found[name] = run_one(single, body) if name == "one" else run_pair(pairs[name], body, rng)
+                if name == "one":
+                    found[name] = first_token(client, single.base_url, body)[0]
+                else:
+                    found[name] = run_pair(client, pairs[name], body, rng)
             if number:  # the first round warms up
                 rounds.append(found)
                 print(json.dumps({name: round(seconds, 3) for name, seconds in found.items()}), flush=True)
