@@ -298,5 +298,5 @@ def limits(a: Any, s: Setting) -> Cost:
 
 @cost_of("draw_kernel")
 def draw(a: Any, s: Setting) -> Cost:
-    """Of greedy rows: what the limits say."""
+    """Of greedy rows: the limits."""
     return Cost(size(a.best_in, a.limit_in, a.last_in, a.total_in), size(a.tokens))

@@ -15,7 +15,7 @@ from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.planning import validate as contradictions
+from moe_engine.planning import validate
 from moe_engine.planning.ledger import MemoryLedger
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Decision
@@ -93,6 +93,11 @@ class ResolvedConfig:
         return self.ledger.num_tokens
 
     @property
+    def num_snapshots(self) -> int:
+        """Snapshots of states in the prefix cache; 0: a model without states, or no prefix cache."""
+        return self.limits.num_snapshots
+
+    @property
     def num_window_slots(self) -> int:
         """Tokens of the pool of windowed layers; 0: their KV is not bounded by their window."""
         return self.ledger.num_window_slots
@@ -151,7 +156,7 @@ class ResolvedConfig:
         if self.speculation is not None:
             values.update(speculative_values(self.speculation))
         for name in SECRETS:
-            values[name] = contradictions.HIDDEN if values[name] else None
+            values[name] = validate.HIDDEN if values[name] else None
         return values
 
     def select(self, options: type[T], **own: Any) -> T:

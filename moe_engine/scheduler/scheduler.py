@@ -6,7 +6,7 @@ token is still on the device, requests known to end by length are left out, and 
 not reallocated.
 
 Prefill has precedence: a plan has only prompts while some can be admitted (`--enable-mixed-chunk`: both), but after
-`max_consecutive_prefills` such plans the running requests get a decode step.
+`max_consecutive_prefills` such plans, or one that took all waiting prompts, the running requests get a decode step.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ class Scheduler:
         if self._connector is not None:
             kv_ops = [record.kv_ops for record in records if record.kv_ops is not None]
             self._connector.steps_failed(kv_ops, self.kv_cache.step)
+        self.kv_cache.steps_failed(number)
         cause = records[0].alone
         suspects, events, num_retracted = roll_back(self.table, records, now)
         self.totals.retractions += num_retracted
@@ -211,7 +212,7 @@ class Scheduler:
         if not draft.rows:
             return None
         self._suspect_turn = True
-        self.backoff.count_plan(draft.num_decodes)
+        self.backoff.count_plan(draft.num_decodes, bool(table.queue) or table.chunked is not None)
         return self._launch(draft, batch, num_before)
 
     def _schedule_alone(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
@@ -230,7 +231,7 @@ class Scheduler:
                     self._prefills.add(draft, batch)
             if draft.rows:
                 self._suspect_turn = False
-                self.backoff.count_plan(draft.num_decodes)
+                self.backoff.count_plan(draft.num_decodes, bool(table.queue) or table.chunked is not None)
                 return self._launch(draft, batch, num_before, suspect)
         return None
 
@@ -244,14 +245,15 @@ class Scheduler:
 
     def _is_decode_turn(self) -> bool:
         most = self.table.settings.max_consecutive_prefills
-        return self.backoff.prefills_in_a_row >= most and bool(self._decodes.candidates())
+        return self.backoff.is_decode_turn(most) and bool(self._decodes.candidates())
 
     def _launch(self, draft: PlanDraft, batch: PrefillBatch, num_before: int, alone: Request | None = None) -> StepPlan:
         table, kv_cache = self.table, self.kv_cache
         kv_cache.step += 1
         follow = self.speculator is not None and self._follows(draft, batch)
         kv_ops = self._connector.build_connector_meta() if self._connector is not None else None
-        more = kv_ops, kv_cache.take_window_pages(), table.take_lora_loads()
+        state_ops = kv_cache.take_state_ops(batch.jobs, zip(draft.sampled[: draft.num_decodes], draft.starts))
+        more = kv_ops, kv_cache.take_window_pages(), table.take_lora_loads(), state_ops
         plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, *more)
         table.row_writes, table.finished_rows, record.alone = [], [], alone
         self._in_flight.append(record)
