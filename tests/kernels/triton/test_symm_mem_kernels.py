@@ -1,9 +1,8 @@
-"""Kernels that write to peers: all ranks in this process phase by phase, and outside the interpreter. Over processes
+"""Kernels that write to peers: all ranks in this process, phase by phase. Over processes
 that wait for each other they are tested in tests/distributed/dispatch/test_symm_mem.py."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from benchmarks.gpu_suite.exchange import Load, RanksHere, error_of
 from moe_engine.kernels.symm_mem.regions import ALIGNMENT
 from tests.kernels.triton import beside
-from tests.kernels.triton.test_aot import outside
 
 exchange = pytest.importorskip("moe_engine.kernels.symm_mem.exchange", reason="needs triton")
 
@@ -97,11 +95,3 @@ def test_a_rank_that_never_comes_is_named(monkeypatch):
     assert ranks.lost.tolist() == [0, 1, 0]
     returned = [own[ALIGNMENT : 2 * ALIGNMENT].view(torch.int64) for own in ranks.memory]
     assert not torch.cat(returned).any(), "results of a failed dispatch were announced"
-
-
-def test_the_size_of_a_launch_does_not_choose_the_kernel(tmp_path):
-    """One kernel of each for any number of tokens and any offsets, and it is the one compiled ahead of time."""
-    done = outside("tests.kernels.triton.outside_symm_mem", str(tmp_path), cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    num_cases, launched, num_cached = json.loads(done.stdout)
-    assert len(launched) == num_cached == num_cases == 8
