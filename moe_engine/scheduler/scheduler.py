@@ -397,7 +397,7 @@ class Scheduler:
         kv_ops = self._connector.build_connector_meta() if self._connector is not None else None
         more = kv_ops, kv_cache.take_window_pages(), table.take_lora_loads()
         plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, *more)
-        table.row_writes, table.finished_rows, record.alone = [], [], alone
+        table.row_writes, table.finished_rows, record.alone, record.launched = [], [], alone, self._clock()
         self._in_flight.append(record)
         if self.keeps_facts:
             self.last_facts = plan_facts(plan, draft, batch, num_before, table)
