@@ -24,7 +24,7 @@ from benchmarks.step_work import MachineLimits, ModelWork
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.planning.prepare import prepare
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning.datasets import Vocabulary
 from moe_engine.tuning.stats import median
 

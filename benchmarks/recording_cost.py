@@ -22,7 +22,7 @@ from benchmarks import checkpoints, report
 from benchmarks.step_driver import BatchDriver, create_worker
 from moe_engine.config.args import EngineArgs
 from moe_engine.planning.prepare import prepare
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning.stats import median
 
 TARGETS = {"off": 0.01, "on": 0.05}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.types import NewRow, SamplingParams, StepPlan
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from moe_engine.kernels.registry import Choice, Row, select
 
 if TYPE_CHECKING:  # the protocols import torch; selection does not need it
     from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
+    from moe_engine.kernels.delta.protocol import DeltaKernel
     from moe_engine.kernels.experts.protocol import ExpertsKernel
     from moe_engine.kernels.indexer.protocol import IndexerKernel
     from moe_engine.kernels.linear.protocol import LinearKernel
@@ -36,6 +37,8 @@ class Backends:
     """Shared experts may lie behind the routed ones (--disable-shared-experts-fusion: they may not)."""
     indexer: IndexerKernel | None = None
     """Of a model with sparse attention."""
+    delta: DeltaKernel | None = None
+    """Of a model with gated delta nets."""
 
 
 FAMILIES = ("ops", "linear", "experts", "attention", "sampling")
@@ -43,8 +46,8 @@ FAMILIES = ("ops", "linear", "experts", "attention", "sampling")
 
 
 def families_of(need: Need) -> tuple[str, ...]:
-    """The families that a model needs: with sparse attention an indexer too."""
-    return FAMILIES if need.index is None else (*FAMILIES, "indexer")
+    """The families that a model needs: with sparse attention an indexer too, with gated delta nets their rule."""
+    return (*FAMILIES, *(("indexer",) if need.index is not None else ()), *(("delta",) if need.delta else ()))
 
 
 @dataclass(frozen=True)

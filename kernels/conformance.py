@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
     from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
     from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
+    from moe_engine.kernels.delta.cpu import CpuDelta
+    from moe_engine.kernels.delta.protocol import DeltaKernel
+    from moe_engine.kernels.delta.reference import TorchDelta
     from moe_engine.kernels.experts.cpu import CpuExperts
     from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
     from moe_engine.kernels.experts.protocol import ExpertsKernel
@@ -61,4 +64,5 @@ if TYPE_CHECKING:
     SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]
     PERMUTATION: list[Permutation] = [TorchPermutation(), CpuPermutation(), TritonPermutation()]
     INDEXER: list[IndexerKernel] = [TorchIndexer(), CpuIndexer()]
+    DELTA: list[DeltaKernel] = [TorchDelta(), CpuDelta()]
     LORA: list[LoraKernel] = [TorchLora(), CpuLora(), TritonLora()]

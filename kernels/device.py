@@ -53,7 +53,7 @@ class Need:
     `widths` None: not known yet; no backend is refused for them. `deterministic`: results must be batch-invariant, bit
     for bit. `moe`: the model has MoE layers. `windows`: requests may exceed the sliding window of some layers. `sinks`:
     attention has sinks. `biases`: routed experts have biases and a clamped activation. `index`: the model's indexer, if
-    it has sparse attention.
+    it has sparse attention. `delta`: layers with a gated delta rule.
     """
 
     dtype: str
@@ -67,6 +67,7 @@ class Need:
     index: IndexWidths | None = None
     sinks: bool = False
     biases: bool = False
+    delta: bool = False
 
 
 @lru_cache

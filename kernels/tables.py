@@ -61,6 +61,10 @@ def _uncaptured_indexer(device: Device, need: Need) -> str | None:
     return "sparse attention has another plan when a context exceeds the indexer's top-k"
 
 
+def _uncaptured_delta(device: Device, need: Need) -> str | None:
+    return "the torch row of the delta rule reads the lengths of runs on the host"
+
+
 def _rows(
     family: str, torch_class: str, cpu_class: str, why_not: WhyNot = _cpu, torch_why_not: WhyNot = _torch,
     torch_uncaptured: WhyNot | None = None, codes: bool = False, **has: Any,
@@ -88,6 +92,7 @@ GQA = _rows("attention", "TorchGQA", "CpuGQA", torch_uncaptured=_uncaptured_torc
 SAMPLING = _rows("sampling", "TorchSampling", "CpuSampling", _cpu_float32, _always)
 PERMUTATION = _rows("permutation", "TorchPermutation", "CpuPermutation")
 LORA = _rows("lora", "TorchLora", "CpuLora")
+DELTA = _rows("delta", "TorchDelta", "CpuDelta", torch_uncaptured=_uncaptured_delta)
 
 _FIXED = ("deterministic",)
 
@@ -205,5 +210,6 @@ FAMILIES: dict[str, list[Row]] = {
     "permutation": PERMUTATION,
     "lora": LORA,
     "indexer": INDEXER,
+    "delta": DELTA,
 }
 """Every family; attention is one per kind."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.queries import AttentionBatch
+from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.lora.protocol import AdapterTokens
 from moe_engine.parallel.step_sizes import StepSizes
 
@@ -73,6 +74,11 @@ class ForwardBatch:
         """Tokens of each sequence in this step, as `state_rows`: a decode has 1, a prompt those of its chunk."""
         groups = (self.attention.decode, self.attention.prefill)
         return [count for queries in groups if queries is not None for count in queries.query_lens]
+
+    @cached_property
+    def state_runs(self) -> StateRuns:
+        """Where the step's sequences read and store states, for kernels."""
+        return StateRuns.plain(self.sequence_lens, self.state_rows)
 
     def state(self, layer: int, part: int = 0) -> Tensor:
         """A part of the state of each sequence before this step's tokens, [R, *shape], new memory; zeros for a sequence

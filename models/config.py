@@ -107,7 +107,9 @@ class MLAConfig:
 @dataclass(frozen=True)
 class GQAConfig:
     """Grouped-query attention. `qk_norm`: q and k are normed before the rotation, each head (``head``, Qwen3) or all
-    heads together (``projection``, MiniMax-M2). `sinks`: each head has a logit without a value (gpt-oss)."""
+    heads together (``projection``, MiniMax-M2). `sinks`: each head has a logit without a value (gpt-oss).
+    `output_gate`: q_proj has a gate behind each head's query, whose sigmoid multiplies the head's result (Qwen3-Next).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -116,6 +118,7 @@ class GQAConfig:
     o_bias: bool = False
     qk_norm: str = ""
     sinks: bool = False
+    output_gate: bool = False
 
     kind = "gqa"
 
@@ -174,7 +177,8 @@ class MoEConfig:
     """Routed experts and their router; the fields from `score` on are those of `kernels.ops.protocol.RouterSpec`.
 
     `shared_width` is the width of the MLP of all shared experts together (0: none). `biased`: experts have biases and
-    the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`.
+    the activation of `kernels.experts.batch.ExpertBiases`, with `alpha` and `limit`. `shared_gate`: the shared expert
+    is multiplied by the sigmoid of a projection of its input.
     """
 
     num_experts: int
@@ -192,6 +196,30 @@ class MoEConfig:
     biased: bool = False
     alpha: float = 0.0
     limit: float = 0.0
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """Gated delta net (Qwen3-Next): key and value heads, their widths, taps of the convolution."""
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    taps: int
+
+    @property
+    def shared(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def state_parts(self) -> tuple[StatePart, StatePart]:
+        """The convolution's last inputs, by key head, and the memory of each value head."""
+        mixed = 2 * self.key + self.shared * self.value
+        tail = StatePart((self.key_heads, self.taps - 1, mixed), sharded=0)
+        return tail, StatePart((self.value_heads, self.key, self.value), "float32", sharded=0)
 
 
 @dataclass(frozen=True)
@@ -247,6 +275,10 @@ class ModelConfig:
     """Sliding window of each layer, see `CacheGroup.window`; (): no layer has one."""
     state_groups: tuple[StateGroup, ...] = ()
     """Layers with a state for each request. All other layers have KV and belong to `cache_groups`."""
+    delta: DeltaConfig | None = None
+    """Of the layers with a state, if they are gated delta nets."""
+    norm_plus: float = 0.0
+    """Added to the stored weights of norms, except those of gated delta nets (Qwen3-Next: 1)."""
     file_layers: int | None = None
     """Number of layers in config.json, if overridden (--json-model-override-args)."""
     pooling: PoolingConfig | None = None

@@ -41,4 +41,5 @@ def need_of_model(
         index=index_widths(model),
         sinks=isinstance(model.attention, GQAConfig) and model.attention.sinks,
         biases=model.moe is not None and model.moe.biased,
+        delta=model.delta is not None,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,8 @@ class ReceivedWeights(WeightReader):
 class FilledWeights:
     """`WeightSource` of made-up values, in the forms of `structure`."""
 
+    made_up = True
+
     def __init__(self, structure: WeightSource, fill: Fill) -> None:
         self.dtype, self.device, self.format = structure.dtype, structure.device, structure.format
         if derived_codes(self.format) is not None:
@@ -155,8 +158,9 @@ def code_source(structure: WeightSource, wanted: str, num_rows: int, digit: int,
         rows = rows[rows < num_rows]
         numbers = rows
         if len(shape) > 1:
-            columns = torch.arange(shape[1])[cut.cols if cut.cols is not None else slice(None)]
-            numbers = rows.unsqueeze(1) * shape[1] + columns
+            width = prod(shape[1:])
+            columns = torch.arange(width)[cut.cols if cut.cols is not None else slice(None)]
+            numbers = (rows.unsqueeze(1) * width + columns).view(len(rows), *out.shape[1:])
         codes = torch.div(numbers, base**digit, rounding_mode="floor") % base + 1
         out[: len(rows)].copy_(codes.to(torch.float32))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from moe_engine.kernels.quantization.codes import GroupCodes
-from moe_engine.models.config import MLAConfig, ModelConfig
+from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.formats.online import derived_codes
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
@@ -99,7 +99,8 @@ def _weight_bytes(
     for spec in model_tensors(config, include_mtp):
         held = _held_elements(config, spec, topology, redundant_experts)
         if spec.kind is Kind.WIDE:
-            wide += spec.num_elements if not spec.name.endswith(BIASES) else held
+            sharded = spec.name.endswith(BIASES) or ".linear_attn." in spec.name
+            wide += held if sharded else spec.num_elements
         elif spec.name.endswith(_KV_B):
             plain += held if derived else 2 * held
             kept += _absorbed_bytes(config, held, derived) if derived else 0
@@ -140,8 +141,10 @@ def _parts(config: ModelConfig, name: str, topology: Topology) -> int:
         return topology.attn_tp_size
     if name == "lm_head.weight":
         return topology.attn_tp_size if topology.enable_dp_lm_head else topology.tp_size
-    if ".shared_experts." in name:
-        return 1 if topology.travels else topology.tp_size
+    if ".shared_expert" in name:
+        return 1 if topology.travels or ".shared_expert_gate." in name else topology.tp_size
+    if ".linear_attn." in name:
+        return 1 if name.endswith(".norm.weight") else topology.attn_tp_size
     if ".self_attn." in name:
         return _attention_parts(config, name, topology.attn_tp_size)
     return topology.tp_size if ".mlp." in name and topology.cuts_dense else 1
@@ -185,11 +188,20 @@ def sampling_bytes(vocab_size: int, num_rows: int, scratch: int, context_len: in
 
 def _attention_bytes(config: ModelConfig, num_tokens: int, dtype_bytes: int, expanded_tokens: int | None) -> int:
     a = config.attention
-    if a.kind == "gqa":
-        width = (2 * a.num_heads + 2 * a.num_kv_heads) * a.head_dim  # type: ignore[union-attr]
-        return num_tokens * width * dtype_bytes
+    if isinstance(a, GQAConfig):
+        width = (2 * a.num_heads + 2 * a.num_kv_heads + (2 * a.num_heads if a.output_gate else 0)) * a.head_dim
+        return max(num_tokens * width * dtype_bytes, _delta_bytes(config.delta, num_tokens, dtype_bytes))
     dense = _mla_bytes(a, num_tokens, dtype_bytes, expanded_tokens)  # type: ignore[arg-type]
     return dense + _indexer_bytes(config, num_tokens, dtype_bytes)
+
+
+def _delta_bytes(d: DeltaConfig | None, num_tokens: int, dtype_bytes: int) -> int:
+    """Projections, the convolution's result, float32 copies of q, k and v for each value head, and the result."""
+    if d is None:
+        return 0
+    projected = 2 * (d.key_heads * d.key + d.value_heads * d.value)
+    wide = d.value_heads * (2 * d.key + 2 * d.value)
+    return num_tokens * (2 * projected * dtype_bytes + 4 * (projected + wide))
 
 
 def _mla_bytes(a: MLAConfig, num_tokens: int, dtype_bytes: int, expanded_tokens: int | None) -> int:

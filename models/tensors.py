@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from moe_engine.models.config import GQAConfig, MLAConfig, ModelConfig
+from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -67,8 +67,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Tensor names of a family's MoE block: of an expert's projections, and of the router's weight and bias, which are
-    relative to the block."""
+    """Tensor names of a family's MoE block: of an expert's projections, and, relative to the block, of the router's
+    weight and bias, the shared experts and their gate."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -76,6 +76,8 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate.weight"
     router_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate.weight"
 
 
 _W = ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_correction_bias")
@@ -83,6 +85,7 @@ _EXPERT_NAMES = {
     "MixtralForCausalLM": _W,
     "MiniMaxM2ForCausalLM": _W,
     "GptOssForCausalLM": ExpertNames(router="router.weight", router_bias="router.bias"),
+    "Qwen3NextForCausalLM": ExpertNames(shared="shared_expert"),
 }
 """By architecture; others use the default."""
 
@@ -133,6 +136,9 @@ def mtp_tensors(config: ModelConfig) -> Iterator[TensorSpec]:
 def attention_tensors(config: ModelConfig, layer: int | None = None) -> Iterator[TensorSpec]:
     """Projections, biases and inner norms of one attention layer."""
     attention, hidden = config.attention, config.hidden_size
+    if config.delta is not None and layer in config.state_layers:
+        yield from (spec.within("linear_attn") for spec in _delta(config.delta, hidden))
+        return
     found = _mla(attention, hidden) if attention.kind == "mla" else _gqa(attention, hidden)  # type: ignore[arg-type]
     yield from (spec.within("self_attn") for spec in found)
     if isinstance(attention, MLAConfig) and attention.indexer is not None and layer not in attention.shared_layers:
@@ -146,6 +152,17 @@ def _indexer(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
     yield _norm("k_norm", a.index_width)
     yield TensorSpec("k_norm.bias", (a.index_width,), Kind.WIDE)
     yield TensorSpec("weights_proj.weight", (a.indexer.num_heads, hidden), Kind.WIDE)
+
+
+def _delta(d: DeltaConfig, hidden: int) -> Iterator[TensorSpec]:
+    keys, values = d.key_heads * d.key, d.value_heads * d.value
+    yield from _linear("in_proj_qkvz", 2 * (keys + values), hidden)
+    yield from _linear("in_proj_ba", 2 * d.value_heads, hidden)
+    yield TensorSpec("conv1d.weight", (2 * keys + values, 1, d.taps), Kind.WIDE)
+    for name in ("A_log", "dt_bias"):
+        yield TensorSpec(name, (d.value_heads,), Kind.WIDE)
+    yield _norm("norm", d.value)
+    yield from _linear("out_proj", hidden, values)
 
 
 def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
@@ -164,7 +181,7 @@ def _mla(a: MLAConfig, hidden: int) -> Iterator[TensorSpec]:
 
 def _gqa(a: GQAConfig, hidden: int) -> Iterator[TensorSpec]:
     query, key = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+    for name, rows in (("q_proj", 2 * query if a.output_gate else query), ("k_proj", key), ("v_proj", key)):
         yield from _linear(name, rows, hidden, a.qkv_bias)
     yield from _linear("o_proj", hidden, query, a.o_bias)
     if a.sinks:
@@ -194,7 +211,9 @@ def feed_forward_tensors(config: ModelConfig, is_moe: bool) -> Iterator[TensorSp
         yield TensorSpec(f"{names.block}.{GATE_UP_BIAS}", (moe.num_experts, 2 * moe.width), Kind.WIDE)
         yield TensorSpec(f"{names.block}.{DOWN_BIAS}", (moe.num_experts, hidden), Kind.WIDE)
     if moe.shared_width:
-        yield from _mlp(f"{names.block}.shared_experts", hidden, moe.shared_width)
+        yield from _mlp(f"{names.block}.{names.shared}", hidden, moe.shared_width)
+        if moe.shared_gate:
+            yield TensorSpec(f"{names.block}.{names.shared_gate}", (1, hidden), Kind.WIDE)
 
 
 def _mlp(prefix: str, hidden: int, width: int, bias: bool = False) -> Iterator[TensorSpec]:
@@ -206,6 +225,12 @@ def _linear(prefix: str, rows: int, cols: int, bias: bool = False) -> Iterator[T
     yield TensorSpec(f"{prefix}.weight", (rows, cols))
     if bias:
         yield TensorSpec(f"{prefix}.bias", (rows,), Kind.PLAIN)
+
+
+def added(config: ModelConfig, name: str) -> float:
+    """What is added to a stored tensor before it is used (`ModelConfig.norm_plus`)."""
+    is_norm = name.endswith("norm.weight") and ".linear_attn." not in name
+    return config.norm_plus if is_norm else 0.0
 
 
 def _norm(prefix: str, width: int) -> TensorSpec:
@@ -228,7 +253,10 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     return {
         name
         for name in names
-        if layer_index(name) in unread or name.endswith(_ROTARY) or (no_head and name.startswith("lm_head."))
+        if layer_index(name) in unread
+        or name.endswith(_ROTARY)
+        or (no_head and name.startswith("lm_head."))
+        or name.startswith("mtp.")
     }
 
 

@@ -30,8 +30,11 @@ from moe_engine.models.safetensors_file import SafetensorsFile
 class WeightSource(Protocol):
     """Source of a layer's weights. `shape` is the full tensor's, as expected in the checkpoint.
 
-    `format`: of the matrices of linear layers and experts.
+    `format`: of the matrices of linear layers and experts. `made_up`: the values are no weights, but show where
+    elements lie; nothing may be added to them.
     """
+
+    made_up: bool
 
     dtype: torch.dtype
     device: torch.device
@@ -101,6 +104,8 @@ class WeightReader:
     Raises:
         CheckpointError: with file and tensor, expected and actual value, and the fix.
     """
+
+    made_up = False
 
     def __init__(
         self,

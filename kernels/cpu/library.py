@@ -39,6 +39,7 @@ UNITS = (
     "layers",
     "permutation",
     "indexer",
+    "delta",
     "lora",
     "decoder",
     "drafts",
@@ -98,6 +99,7 @@ FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
     "moe_rows_permute": (None, [P, L, L, P, L, L, P]),
     "moe_rows_combine": (None, [N, P, L, P, L, P, L, P, L, P, L, L]),
     "moe_index_select": (None, [N, N, P, L, L, P, P, L, P, L, L, L, L, P, L]),
+    "moe_gated_delta": (None, [N, P, P, L, P, L, P, P]),
     "moe_lora": (None, [N, P, P, P, L, L, L, P, P, L, P, L, P, P]),
 }
 
@@ -123,6 +125,7 @@ class Library:
     moe_coded_bytes: Any
     moe_coded_pack: Any
     moe_rms_norm: Any
+    moe_gated_delta: Any
     moe_add_rms_norm: Any
     moe_silu_and_mul: Any
     moe_rotate: Any

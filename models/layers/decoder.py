@@ -100,7 +100,8 @@ class Decoder:
         return Head(self.config, reader, self.backends.linear, embedding, self.parallel)
 
     def make_norm(self, reader: WeightSource, prefix: str) -> RMSNorm:
-        return RMSNorm(self.backends.ops, reader, prefix, self.config.hidden_size, self.config.norm_eps)
+        config = self.config
+        return RMSNorm(self.backends.ops, reader, prefix, config.hidden_size, config.norm_eps, config.norm_plus)
 
     def make_layer(
         self, layer_index: int, reader: WeightSource, next_norm: RMSNorm, shared_out: bool = False
@@ -146,7 +147,8 @@ class Decoder:
         def attention(reader: WeightSource) -> Any:
             return self.make_attention(layer_index, reader, self.rotary)
 
-        yield Reloadable((f"{name}.self_attn.",), layer.attention, attention)
+        own = (f"{name}.self_attn.", f"{name}.linear_attn.")
+        yield Reloadable(own, layer.attention, attention)
         yield Reloadable((f"{post}.",), layer.post_norm, partial(self.make_norm, prefix=post))
         blocks = (f"{name}.mlp.", f"{name}.{block}.")
         yield Reloadable(blocks, layer.feed_forward, partial(self.make_feed_forward, layer_index))

@@ -74,11 +74,12 @@ class GQAttention:
         self._scale = gqa.head_dim**-0.5 * config.rope.softmax_factor
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
         query, key = whole.num_heads * gqa.head_dim, whole.num_kv_heads * gqa.head_dim
+        gated = 2 * query if gqa.output_gate else query
         share = Share.of(parallel.attn_tp)
         kv_share = heads_share(share, whole.num_kv_heads)
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
         self._qkv = load_linear(
-            backends.linear, reader, names, [query, key, key], config.hidden_size, gqa.qkv_bias,
+            backends.linear, reader, names, [gated, key, key], config.hidden_size, gqa.qkv_bias,
             [share, kv_share, kv_share],
         )  # fmt: skip
         o_proj, hidden = [f"{prefix}.o_proj"], [config.hidden_size]
@@ -97,8 +98,10 @@ class GQAttention:
                 self._ops, reader, prefix, (query, key), config.norm_eps, (share, kv_share), parallel.attn_tp
             )
         elif gqa.qk_norm:
-            self._q_norm = RMSNorm(self._ops, reader, f"{prefix}.q_norm", gqa.head_dim, config.norm_eps)
-            self._k_norm = RMSNorm(self._ops, reader, f"{prefix}.k_norm", gqa.head_dim, config.norm_eps)
+            self._q_norm, self._k_norm = (
+                RMSNorm(self._ops, reader, f"{prefix}.{name}", gqa.head_dim, config.norm_eps, config.norm_plus)
+                for name in ("q_norm", "k_norm")
+            )
 
     @property
     def inner_norms(self) -> list[RMSNorm]:

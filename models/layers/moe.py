@@ -31,6 +31,7 @@ from moe_engine.kernels.quantization.protocol import (
 from moe_engine.models.config import ModelConfig, MoEConfig
 from moe_engine.models.cut import Cut
 from moe_engine.models.layers.expert_biases import empty_biases, fill_biases
+from moe_engine.models.layers.gated_mlp import GatedMLP
 from moe_engine.models.layers.linear import Projection, empty_weight, format_for
 from moe_engine.models.layers.mlp import MLP
 from moe_engine.models.layers.overlap_stages import Stages, finish
@@ -108,7 +109,7 @@ class MoE:
         travels = parallel.dispatcher is not None
         self.tokens = TokenLayout.SHARE if travels else TokenLayout.ALL
         self._tables = parallel.experts
-        shared = f"{prefix}.shared_experts"
+        shared = f"{prefix}.{names.shared}"
         part, routed = Share.of(parallel.moe_tp), f"{prefix}.experts"
         self.stored = StoredExperts(backends.experts, routed, moe, hidden, names, part, shared)
         num_shared = self._num_fused(backends, parallel, reader)
@@ -117,10 +118,14 @@ class MoE:
         self.weights = self.stored.load(reader, [*held, *range(moe.num_experts, moe.num_experts + num_shared)])
         """Weights of the experts in this rank's slots."""
         self._routed = make_routed_experts(backends.experts, self.weights, parallel)
-        self._shared = None
+        self._shared: MLP | None = None
         if moe.shared_width and not num_shared:
             share = WHOLE if travels else Share.of(parallel.world)
-            self._shared = MLP(backends, reader, shared, hidden, moe.shared_width, share=share)
+            of_mlp = (backends, reader, shared, hidden, moe.shared_width)
+            if moe.shared_gate:
+                self._shared = GatedMLP(*of_mlp, gate=f"{prefix}.{names.shared_gate}", share=share)
+            else:
+                self._shared = MLP(*of_mlp, share=share)
         self._route = backends.ops.route
         self._routes = self._routes_of(backends.ops)
         self.fused = self._fuse(backends.experts, parallel)
@@ -135,7 +140,7 @@ class MoE:
         """Shared experts in slots of their own behind the routed ones: all of them, or 0."""
         able = backends.ops.capabilities.routes_shared and backends.experts.capabilities.takes_shared
         holds_all = parallel.dispatcher is None and parallel.experts is None and parallel.ep_size == 1
-        if not (able and holds_all and backends.fuse_shared_experts):
+        if not (able and holds_all and backends.fuse_shared_experts) or self.stored.shared_gate:
             return 0
         return self.stored.num_fusible(reader)
 
@@ -153,7 +158,8 @@ class MoE:
             return None
         if self.weights.num_experts < self._spec.num_experts:
             return None
-        shared = None if self._shared is None else self._shared.weights
+        plain = self._shared is not None and not isinstance(self._shared, GatedMLP)
+        shared = self._shared.weights if self._shared is not None and plain else None
         return fuse(MoELayer(self._gate, self._bias, self._spec, self.weights, shared))
 
     def record(self, recorder: ExpertRecorder | None) -> None:
@@ -209,17 +215,23 @@ class MoE:
 
     def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
         if self.fused is not None and (self.adapters is None or not self.adapters.active):
-            ids = self.expert_ids_buffer(len(x))
-            if ids is None:
-                return self.fused.run(x)  # type: ignore[arg-type]  # `input_format` has no rows
-            out = self.fused.run(x, ids)  # type: ignore[arg-type]
-            self.record_expert_ids(ids)
-            return out
+            return self._forward_fused(x)  # type: ignore[arg-type]  # `input_format` has no rows
         if self._overlap is not None and self._overlap.shared_expert:
             return finish(self.stages(x, phase, real))
         weights, ids = self._choose(x, real, phase)
         shared = None if self._shared is None else self._shared.forward(x)
         return self._routed.run(as_format(x, self._routed.input_format), weights, ids, shared, phase)
+
+    def _forward_fused(self, x: Tensor) -> Tensor:
+        """One call; a shared expert with a gate is added to it."""
+        assert self.fused is not None
+        ids = self.expert_ids_buffer(len(x))
+        if ids is None:
+            out = self.fused.run(x)
+        else:
+            out = self.fused.run(x, ids)
+            self.record_expert_ids(ids)
+        return out.add_(self._shared.forward(x)) if isinstance(self._shared, GatedMLP) else out
 
     @property
     def leaves_rows(self) -> bool:
@@ -317,6 +329,7 @@ class StoredExperts:
             moe.num_experts, hidden, moe.width, moe.shared_width
         )  # fmt: skip
         self._width, self._cut = part.width(moe.width), part.cut(moe.width)
+        self.shared_gate = moe.shared_gate
 
     def num_fusible(self, reader: WeightSource) -> int:
         """Shared experts that `load` takes as experts E and on; 0: their width or storage differs from the routed

@@ -23,10 +23,12 @@ if TYPE_CHECKING:
 
 
 class RMSNorm:
-    """x * rsqrt(mean(x^2) + eps) * weight."""
+    """x * rsqrt(mean(x^2) + eps) * weight. plus: added to the stored weights."""
 
-    def __init__(self, ops: Ops, reader: WeightSource, prefix: str, width: int, eps: float) -> None:
+    def __init__(self, ops: Ops, reader: WeightSource, prefix: str, width: int, eps: float, plus: float = 0.0) -> None:
         self.weight = reader.tensor(prefix + ".weight", (width,), dtype=torch.float32)
+        if plus and not reader.made_up:
+            self.weight += plus
         self.eps = eps
         self._quantized_norms = ops.capabilities.quantized_norms
         self._rms_norm: Callable[..., Any] = ops.rms_norm

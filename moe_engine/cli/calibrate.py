@@ -20,7 +20,7 @@ from moe_engine.config.flags import Parser, parse_flags
 from moe_engine.errors import ConfigError, MoeEngineError
 from moe_engine.planning.ledger import WEIGHT_ROWS
 from moe_engine.planning.prepare import prepare
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning.calibration import Limits, Probes
 from moe_engine.tuning.costs.measured import CostFile
 from moe_engine.tuning.datasets import Vocabulary

@@ -12,7 +12,7 @@ from moe_engine.config.flags import parse_flags
 from moe_engine.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moe_engine.planning.resolve import ResolvedConfig
+    from moe_engine.planning.resolved_config import ResolvedConfig
 
 
 def main(argv: Sequence[str], prog: str) -> int:

@@ -197,7 +197,7 @@ def _one(
     if (ratio := slo.missed(prediction.ttft_s, prediction.itl_s, prediction.tpot_s)) > 1:
         print(f"note: --slo is missed by a factor of {ratio:.2f}", file=sys.stderr)
     refused = {candidate.text: room.refusal} if room.refusal else {}
-    return Found((Plan(candidate, prediction, room),), ((candidate, prediction),), refused, 1)
+    return Found((Plan(candidate, prediction, (room,)),), ((candidate, prediction),), refused, 1)
 
 
 class _Progress:

@@ -22,8 +22,8 @@ from moe_engine.models.config_fields import merge, read_json
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.checkpoint import locate
 from moe_engine.planning.prepare import prepare
-from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.planning.resolve_elastic import Coverage
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.scheduler_limits import scheduler_config
 from moe_engine.tuning import datasets, serving_report
 from moe_engine.tuning.costs.efficiency import load_efficiency

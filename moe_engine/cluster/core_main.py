@@ -27,7 +27,7 @@ from moe_engine.core.transport import ZmqTransport
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.executor.make_worker import make_worker
 from moe_engine.models import registry
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.child import read_spec
 from moe_engine.processes.zmq_sockets import connect
 

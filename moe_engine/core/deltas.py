@@ -2,8 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moe_engine.core import messages
 from moe_engine.scheduler.events import RequestEvent
+
+
+class DeltaSender:
+    """Sends the events of one attention group to the front end.
+
+    Args:
+        send: of the transport.
+        group: attention group of the core.
+    """
+
+    def __init__(self, send: Callable[[messages.Message], None], group: int) -> None:
+        self._send = send
+        self._group = group
+
+    def publish(self, events: list[RequestEvent]) -> None:
+        """Sends one message with all events, if there are any."""
+        if events:
+            self.send(deltas_of(events))
+
+    def send(self, deltas: list[messages.RequestDelta]) -> None:
+        self._send(messages.StepOutput(deltas=deltas, group=self._group))
 
 
 def deltas_of(events: list[RequestEvent]) -> list[messages.RequestDelta]:

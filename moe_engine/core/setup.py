@@ -22,7 +22,7 @@ from moe_engine.core.shared_status import SharedStatus
 from moe_engine.core.step_reporter import StepReporter
 from moe_engine.planning.ledger import GRAPHS_ROW
 from moe_engine.planning.machine import available_gb
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.scheduler_limits import scheduler_config
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.structured_output.backend import GrammarBackend, GrammarSettings

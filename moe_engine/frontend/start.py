@@ -14,8 +14,8 @@ from moe_engine.executor.sharded_worker import rank_group_options
 from moe_engine.frontend.client_api import EngineInfo
 from moe_engine.frontend.core_process import CoreProcess
 from moe_engine.frontend.frontend import FrontendSettings
-from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.planning.resolve_parallel import ParallelPlan
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.dist_secret import SECRET_VARIABLE
 from moe_engine.structured_output.backend import GrammarSettings
 from moe_engine.tokenizer.tokenizer import Tokenizer, load_tokenizer

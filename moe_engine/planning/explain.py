@@ -9,7 +9,7 @@ from moe_engine.config.args import PARTS
 from moe_engine.config.field import fields_of
 from moe_engine.config.flags import GROUPS
 from moe_engine.planning.ledger import gb
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from moe_engine.config.absent_flags import AbsentFlag, absent_flags, keyword_of
 from moe_engine.config.args import PARTS
 from moe_engine.config.field import fields_of
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 
 FACTS = ("speculation", "use_mla_backend")
 """Keys of `launch_flags` that are not flags."""

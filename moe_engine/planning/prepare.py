@@ -29,9 +29,10 @@ from moe_engine.planning.draft_model import load_draft, with_nextn
 from moe_engine.planning.machine import Machine, probe_machine
 from moe_engine.planning.quantization import with_quantization
 from moe_engine.planning.remarks import unread_variables
-from moe_engine.planning.resolve import ResolvedConfig, resolve
+from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolve_lora import read_adapters
 from moe_engine.planning.resolve_storage import storage_settings
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others
 

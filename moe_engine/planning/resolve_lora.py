@@ -223,7 +223,7 @@ def _local_shape(
     """N and K of a module on one rank."""
     attention = model.attention
     if target in FEED_FORWARD:
-        whole = topology.travels if ".shared_experts." in name else not topology.cuts_dense
+        whole = topology.travels if ".shared_expert" in name else not topology.cuts_dense
         ranks = 1 if whole else topology.tp_size
     elif target in ("q_a_proj", "kv_a_proj_with_mqa"):
         ranks = 1

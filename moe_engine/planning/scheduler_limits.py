@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_engine.config.kv_events import parse_kv_events
 from moe_engine.config.slo import parse_slo
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.scheduler.config import SchedulerConfig
 
 

@@ -16,7 +16,7 @@ from moe_engine.config.field import fields_of, option_of
 from moe_engine.errors import MoeEngineError
 from moe_engine.models.config import ModelConfig
 from moe_engine.planning.resolution_log import Decision
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 
 Resolve = Callable[[EngineArgs], ResolvedConfig]
 

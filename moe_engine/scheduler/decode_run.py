@@ -30,9 +30,9 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
         return 0
     if (
         scheduler._suspects
-        or scheduler._preempting
+        or scheduler._prefills.preempting
         or record.prefilled
-        or scheduler._to_cache
+        or scheduler._prefills.to_cache
         or kv_cache.window_room is not None
     ):
         return 0
@@ -40,7 +40,7 @@ def decode_run_limit(scheduler: Scheduler, remaining: Callable[[Request], int], 
         return 0
     limit = min(min(remaining(r), r.max_new_tokens - len(r.output_ids) - 1) for r in decodes) - 1
     if table.queue and not hold_prefill:
-        limit = min(limit, _steps_without_admission(scheduler))
+        limit = min(limit, scheduler.backoff.steps_left(table.num_released))
     page = kv_cache.page_size
     pages = (kv_cache.slots.num_free + kv_cache.tree.num_evictable) // page // len(decodes)
     return max(min(limit, pages * page - page + 1), 0)
@@ -69,14 +69,5 @@ def run_decodes(scheduler: Scheduler, steps: int, first_token: Callable[[Request
     record.number += steps
     kv_cache.step += steps
     scheduler.totals.generated_tokens += steps * len(decodes)
-    scheduler._decode_steps += steps
-    scheduler._prefills_in_a_row = 0
+    scheduler.backoff.count_decodes(steps)
     scheduler.ratio.decay(steps)
-
-
-def _steps_without_admission(scheduler: Scheduler) -> int:
-    """Decode steps until waiting requests are looked at again."""
-    until = scheduler._retry_at
-    if scheduler.table.num_released == scheduler._released_at_pause:
-        until = max(until, scheduler._paused_until)
-    return until - scheduler._decode_steps

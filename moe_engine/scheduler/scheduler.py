@@ -22,27 +22,27 @@ from typing import Final, Literal
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.scheduler import log_lines
-from moe_engine.scheduler.admission import Admission, Blocked, PrefillBatch
+from moe_engine.scheduler.admission import PrefillBatch
+from moe_engine.scheduler.admission_backoff import AdmissionBackoff
 from moe_engine.scheduler.autopilot import Autopilot
 from moe_engine.scheduler.config import SchedulerConfig
+from moe_engine.scheduler.decode_scheduling import DecodeScheduling
 from moe_engine.scheduler.events import PlanFacts, RequestEvent, SchedulerStats
 from moe_engine.scheduler.failed_step import resend, roll_back
 from moe_engine.scheduler.integrity import check_integrity
 from moe_engine.scheduler.plan_draft import PlanDraft, StepRecord
+from moe_engine.scheduler.prefill_scheduling import PrefillScheduling
 from moe_engine.scheduler.request_table import RequestTable
 from moe_engine.scheduler.results import read_result
-from moe_engine.scheduler.retraction import choose_preempted, choose_victims
 from moe_engine.scheduler.speculation import Speculator
 from moe_engine.scheduler.stats import Totals, plan_facts, snapshot
 from moe_engine.scheduler.suspects import Suspects
 from moe_engine.scheduler.token_ratio import NewTokenRatio
-from moe_engine.types import FinishReason, KVReport, Request, Status, StepPlan, StepResult
+from moe_engine.types import FinishReason, KVReport, Request, StepPlan, StepResult
 
 logger = logging.getLogger("moe_engine")
 
 ABORTED = FinishReason("abort", message="Aborted")
-RETRY_DECODE_STEPS = 10
-"""Decode steps after which admission blocked by memory is retried; it is retried earlier if memory is freed."""
 
 
 class NeedsResult(enum.Enum):
@@ -69,22 +69,14 @@ class Scheduler:
         self.totals = Totals()
         self._clock = clock
         self.autopilot = Autopilot(self.table, self.totals, clock()) if config.autopilot else None
-        table = self.table
-        self._admission = Admission(table.settings, self.kv_cache, table.queue, table.lora, table.sessions)
         self._in_flight: deque[StepRecord] = deque()
-        self._to_cache: list[Request] = []
-        self._prefills_in_a_row = 0
-        self._decode_steps = 0
-        self._retry_at = 0
-        """Admission is blocked by memory until this decode step, or until memory is freed."""
-        self._paused_until = 0
-        """Admission pauses after a retraction until this decode step, or until a row is released."""
-        self._released_at_pause = 0
-        self._preempting = False
-        """The next plan is prefill-only, so that it can preempt (mixed chunks plan decodes first)."""
         self._suspects = Suspects()
         self._suspect_turn = True
         """Steps of suspects alternate with steps of the other requests."""
+        self.backoff = AdmissionBackoff()
+        parts = self.table, self._suspects, self.ratio, self.backoff, self.totals
+        self._prefills = PrefillScheduling(*parts, clock)
+        self._decodes = DecodeScheduling(*parts, self.speculator, self.check_integrity)
 
     # -- add and abort
 
@@ -96,7 +88,7 @@ class Scheduler:
         """
         events = self.table.add(request, self._clock())
         if self.config.uses_priority:
-            self._retry_at = 0
+            self.backoff.retry_now()
         return self._suspects.without_probe(events)
 
     def abort(self, rids: Iterable[str], reason: FinishReason = ABORTED) -> list[RequestEvent]:
@@ -150,10 +142,9 @@ class Scheduler:
     def _drop_in_flight(self) -> None:
         """Drops steps in flight and planning pauses; skips a step number, as the worker refuses the next one."""
         self._in_flight.clear()
-        self._to_cache.clear()
+        self._prefills.drop()
         self.kv_cache.step += 1
-        self._retry_at = self._paused_until = 0
-        self._preempting = False
+        self.backoff.reset()
 
     @property
     def is_broken(self) -> bool:
@@ -194,7 +185,7 @@ class Scheduler:
         """
         if self._in_flight and self._in_flight[-1].alone is not None:
             return self._drain()  # a suspect's step must succeed before another is planned or its KV is cached
-        self._cache_prefills()
+        self._prefills.cache_prefills()
         if not self._suspects:
             plan = self._schedule(hold_prefill)
             if self._connector is not None and not isinstance(plan, StepPlan):
@@ -206,21 +197,21 @@ class Scheduler:
     def _schedule(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
         """A step of all requests except suspects."""
         table, draft, num_before = self.table, PlanDraft(), self.table.num_running
-        mixed = self.config.enable_mixed_chunk and not self._preempting
-        if mixed and table.decodes and not self._decode_into(draft):
+        mixed = self.config.enable_mixed_chunk and not self._prefills.preempting
+        if mixed and table.decodes and not self._decodes.add(draft, bool(self._in_flight)):
             return self._drain()
         skip = hold_prefill or (not mixed and self._is_decode_turn())
-        batch = PrefillBatch() if skip else self._build_prefill(draft.num_decode_tokens)
+        batch = PrefillBatch() if skip else self._prefills.build(draft.num_decode_tokens, bool(self._in_flight))
         if batch is None:
             return self._drain()
-        if not mixed and not batch.jobs and table.decodes and not self._decode_into(draft):
+        if not mixed and not batch.jobs and table.decodes and not self._decodes.add(draft, bool(self._in_flight)):
             return self._drain()
         if batch.jobs:
-            self._prefill_into(draft, batch)
+            self._prefills.add(draft, batch)
         if not draft.rows:
             return None
         self._suspect_turn = True
-        self._count_kind(draft)
+        self.backoff.count_plan(draft.num_decodes)
         return self._launch(draft, batch, num_before)
 
     def _schedule_alone(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
@@ -231,24 +222,17 @@ class Scheduler:
                 return self._drain()
             draft, batch, num_before = PlanDraft(), PrefillBatch(), table.num_running
             if suspect in table.decodes:
-                self._decode_into(draft, suspect)
+                self._decodes.add(draft, False, suspect)
             else:
-                batch = self._admit(0, True, partial(operator.is_, suspect))
+                batch = self._prefills.admit(0, True, partial(operator.is_, suspect))
                 suspects.no_room = not batch.jobs
                 if batch.jobs:
-                    self._prefill_into(draft, batch)
+                    self._prefills.add(draft, batch)
             if draft.rows:
                 self._suspect_turn = False
-                self._count_kind(draft)
+                self.backoff.count_plan(draft.num_decodes)
                 return self._launch(draft, batch, num_before, suspect)
         return None
-
-    def _count_kind(self, draft: PlanDraft) -> None:
-        if draft.num_decodes:
-            self._decode_steps += 1
-            self._prefills_in_a_row = 0
-        else:
-            self._prefills_in_a_row += 1
 
     def empty_plan(self) -> StepPlan:
         """A plan of an idle batch, for a DP group that joins a step of others. Its empty result goes to `update`."""
@@ -259,136 +243,8 @@ class Scheduler:
         return NeedsResult.NEEDS_RESULT
 
     def _is_decode_turn(self) -> bool:
-        return bool(self._decodable()) and self._prefills_in_a_row >= self.table.settings.max_consecutive_prefills
-
-    def _decodable(self, alone: Request | None = None) -> list[Request]:
-        """Requests that decode in a step of this suspect, or in a step without suspects."""
-        decodes = self.table.decodes
-        if alone is not None:
-            return [alone] if alone in decodes else []
-        return [r for r in decodes if r not in self._suspects] if self._suspects else decodes
-
-    def _cache_prefills(self) -> None:
-        """Puts the prefills of the last plan into the radix cache: later steps run after it."""
-        for request in self._to_cache:
-            if request.row >= 0:
-                write = self.kv_cache.cache_unfinished(request)
-                if write is not None:
-                    self.table.row_writes.append(write)
-        self._to_cache.clear()
-
-    def _decode_into(self, draft: PlanDraft, alone: Request | None = None) -> bool:
-        """Adds decodes of all running requests, or of one suspect. False if that must wait for the step in flight."""
-        table = self.table
-        some_end = self._add_decodes(draft, self._decodable(alone))
-        if some_end is not None:
-            self.ratio.decay()
-        elif self._in_flight or (self._connector is not None and self._connector.num_loading):
-            return False
-        else:
-            self._retract()
-            some_end = self._add_decodes(draft, self._decodable(alone))
-        if some_end:
-            table.decodes = [r for r in table.decodes if len(r.output_ids) + r.num_in_flight < r.max_new_tokens]
-        return True
-
-    def _add_decodes(self, draft: PlanDraft, requests: list[Request]) -> bool | None:
-        """None if there is no room; else whether some of the requests need no further step."""
-        if not requests:
-            return False
-        if self.speculator is not None:
-            return self.speculator.decode_into(draft, requests, self.table, self.kv_cache)
-        if self.table.jumps:
-            return self.table.jumps.decode_into(draft, requests, self.kv_cache)
-        if not self.kv_cache.make_room(self.kv_cache.decode_need(requests)):
-            return None
-        return draft.add_decodes(requests, self.kv_cache)
-
-    def _retract(self) -> None:
-        """Retracts requests to make room for the decodes. No step is in flight."""
-        table, kv_cache, old = self.table, self.kv_cache, self.ratio.value
-        victims = choose_victims(table.in_rows(), self.config, kv_cache)
-        if victims:
-            table.retract(victims)
-            self.totals.retractions += len(victims)
-            self.ratio.after_retraction(table.decodes)
-            self._paused_until = self._decode_steps + self.config.retract_decode_steps
-            self._released_at_pause = table.num_released
-            logger.info(log_lines.retract_line(len(victims), old, self.ratio.value))
-        need = kv_cache.decode_need(table.decodes)
-        if kv_cache.make_room(need):
-            return
-        found = self.check_integrity()
-        if not kv_cache.make_room(need):
-            raise MoeEngineError(
-                f"the KV pool of {kv_cache.slots.num_slots} tokens has no room for {need} more although only "
-                f"{len(table.decodes)} requests run; findings: {found or 'none'}"
-            )
-
-    def _build_prefill(self, num_mixed: int) -> PrefillBatch | None:
-        """The next prefill batch, perhaps empty. None: a preemption has to wait for the step in flight."""
-        table = self.table
-        may_admit = bool(table.queue)
-        if may_admit and table.num_running:
-            paused = self._decode_steps < self._paused_until and table.num_released == self._released_at_pause
-            may_admit = self._decode_steps >= self._retry_at and not paused
-        may_join = self._suspects.is_free if self._suspects else None
-        if may_join is not None:
-            if table.chunked is not None and not may_join(table.chunked.request):
-                return PrefillBatch()  # at most one chunked prompt at a time
-            may_admit &= not self._suspects.blocks_admission(table)
-        if table.chunked is None and not may_admit:
-            return PrefillBatch()
-        batch = self._admit(num_mixed, may_admit, may_join)
-        if not num_mixed:
-            self._preempting = False
-        if batch.blocked is not Blocked.ROWS and batch.blocked is not Blocked.TOKENS:
-            return batch
-        entry = batch.blocked_entry
-        if batch.jobs or entry is None:  # admitted requests reserve less from the next step on: retry then
-            return batch
-        self._retry_at = self._decode_steps + RETRY_DECODE_STEPS
-        if not self.config.uses_priority:
-            return batch
-        need = self.config.ceil_page(len(entry.tokens)) + self.config.page_size
-        victims = choose_preempted(table.in_rows(), entry.request, self.config, self.kv_cache, need)
-        if not victims:
-            return batch
-        if num_mixed or self._in_flight:  # decodes are planned already, or in flight: preempt in the next call
-            self._preempting = True
-            self._retry_at = 0
-            return batch if num_mixed else None
-        table.retract(victims)
-        self.totals.preemptions += len(victims)
-        return self._admit(num_mixed, may_admit, may_join)
-
-    def _admit(
-        self, num_mixed: int, may_admit: bool, may_join: Callable[[Request], bool] | None = None
-    ) -> PrefillBatch:
-        table, ratio = self.table, self.ratio.value
-        running = table.num_running
-        return self._admission.build(ratio, table.decodes, running, table.chunked, num_mixed, may_admit, may_join)
-
-    def _prefill_into(self, draft: PlanDraft, batch: PrefillBatch) -> None:
-        now = self._clock()
-        table = self.table
-        table.chunked = None
-        for job in batch.jobs:
-            request = job.entry.request
-            if job.is_new:
-                request.status = Status.RUNNING
-                request.followed = True
-                if request.first_scheduled is None:
-                    request.first_scheduled = now
-                    self.kv_cache.note_hit(request, job.start)
-                    self.totals.cached_tokens += job.start
-                    self.totals.prompt_tokens += len(request.prompt_ids)
-            if not job.is_last:
-                table.chunked = job.entry
-            if draft.add_prefill(job):
-                table.decodes.append(request)
-            self._to_cache.append(request)
-        self.totals.hit_rate = batch.cached_tokens / (batch.cached_tokens + batch.num_tokens)
+        most = self.table.settings.max_consecutive_prefills
+        return self.backoff.prefills_in_a_row >= most and bool(self._decodes.candidates())
 
     def _launch(self, draft: PlanDraft, batch: PrefillBatch, num_before: int, alone: Request | None = None) -> StepPlan:
         table, kv_cache = self.table, self.kv_cache
@@ -423,7 +279,7 @@ class Scheduler:
             raise MoeEngineError(f"got the result of step {result.number}, but the oldest step in flight is {oldest}")
         record = self._in_flight.popleft()
         if self.kv_cache.retire(result.number):
-            self._retry_at = 0
+            self.backoff.retry_now()
         if result.kv_done:
             self.kv_arrived(result.kv_done)
         released, now = self.table.num_released, self._clock()
@@ -439,17 +295,17 @@ class Scheduler:
         if record.alone is not None:
             self._suspects.passed(record.alone)
         if self.autopilot is not None:
-            blocked = self._admission.blocked is Blocked.TOKENS
-            self.autopilot.after_step(events, now, self._decode_steps, blocked, bool(record.prefilled))
+            blocked, steps = self._prefills.is_out_of_memory, self.backoff.decode_steps
+            self.autopilot.after_step(events, now, steps, blocked, bool(record.prefilled))
         if self.table.num_released != released:
-            self._retry_at = 0
+            self.backoff.retry_now()
             self._reset_if_idle()
         return self._suspects.without_probe(events)
 
     def kv_arrived(self, kv_done: Sequence[int], reports: Sequence[KVReport] = ()) -> None:
         """The worker has completed these loads; progress of the storage, the least of all ranks."""
         self.kv_cache.kv_arrived(kv_done, reports)
-        self._retry_at = 0
+        self.backoff.retry_now()
         self._reset_if_idle()
 
     # -- state
@@ -483,7 +339,7 @@ class Scheduler:
         if not self.is_idle():
             return
         self.ratio.reset()
-        self._retry_at = self._paused_until = 0
+        self.backoff.reset()
         if not self.kv_cache.is_released:
             self.check_integrity()
 

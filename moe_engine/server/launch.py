@@ -25,8 +25,8 @@ from moe_engine.planning import explain
 from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import place_in_cluster, prepare
-from moe_engine.planning.resolve import ResolvedConfig
 from moe_engine.planning.resolve_parallel import NodeRankError
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.server.listen import bind, url_host
 from moe_engine.server.tls import check_certificate
 from moe_engine.tuning.doctor.memory_costs import LedgerCosts

@@ -14,7 +14,8 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.kernels.device import cpu_device
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.machine import Machine
-from moe_engine.planning.resolve import ResolvedConfig, resolve
+from moe_engine.planning.resolve import resolve
+from moe_engine.planning.resolved_config import ResolvedConfig
 
 GB = 1 << 30
 

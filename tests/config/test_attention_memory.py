@@ -20,8 +20,9 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
 from moe_engine.planning.explain import explain_text
 from moe_engine.planning.prepare import prepare
-from moe_engine.planning.resolve import ResolvedConfig, resolve
+from moe_engine.planning.resolve import resolve
 from moe_engine.planning.resolve_speculation import DraftModel
+from moe_engine.planning.resolved_config import ResolvedConfig
 from tests.config.conftest import SMALL, V3, machine
 from tests.config.test_speculation import LLAMA
 

@@ -21,7 +21,8 @@ from moe_engine.frontend.client_api import kernel_flags
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.launch_flags import FACTS, launch_flags
 from moe_engine.planning.machine import Machine
-from moe_engine.planning.resolve import ResolvedConfig, resolve
+from moe_engine.planning.resolve import resolve
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.worker.worker import WorkerInfo
 from tests.config.conftest import V3, machine
 from tests.config.sglang_flags import MACHINE, SERVER_ARGS

@@ -11,7 +11,7 @@ import pytest
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.planning.prepare import prepare
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from tests.models.checkpoints import make_checkpoint
 from tests.models.lora import make_adapter
 

@@ -58,7 +58,7 @@ class Answer:
 
 
 class ScriptedPort:
-    """A `core.loop.Port`: hands out messages by turn, gathers the answers, ends the loop when all have ended."""
+    """A `CoreTransport`: hands out messages by turn, gathers the answers, ends the loop when all have ended."""
 
     def __init__(self, script: list[Scripted]) -> None:
         self._script = script

@@ -13,7 +13,13 @@ from tests.models.family_parity import run_family
 @pytest.mark.usefixtures("forked_processes")
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("qwen3_moe", "chunked"), ("minimax_m2", "chunked"), ("gpt_oss", "chunked"), ("glm4_moe", "MTP drafts")],
+    [
+        ("qwen3_moe", "chunked"),
+        ("minimax_m2", "chunked"),
+        ("gpt_oss", "chunked"),
+        ("glm4_moe", "MTP drafts"),
+        ("qwen3_next", "chunked"),
+    ],
 )
 def test_tokens_equal_transformers(kind: str, form: str, tmp_path: Path) -> None:
     seed = random.randrange(2**31)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_engine.core import loop
+from moe_engine.core import request_receiver
 from moe_engine.core.bad_words import BadWords
 from moe_engine.structured_output.mask_batch import FilledAtOnce
 from tests.engine.harness import Answer, InProcessEngine, Scripted
@@ -131,7 +131,7 @@ def check_masked(engine: InProcessEngine, item: Scripted, answer: Answer, limit:
 def test_masks_of_every_position(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     found_in_text = engine.config.speculation is not None and engine.config.speculation.method == "ngram"
     limit = 4 if found_in_text else VOCAB_SIZE  # so that drafts of all kinds are accepted
-    monkeypatch.setattr(loop, "BadWords", partial(HistoryMasks, limit=limit))
+    monkeypatch.setattr(request_receiver, "BadWords", partial(HistoryMasks, limit=limit))
     script = make_script(random.randrange(1 << 30), masked=2)
     for item in script:
         item.max_new_tokens += 10
@@ -156,7 +156,7 @@ def test_masks_of_every_position(engine: InProcessEngine, monkeypatch: pytest.Mo
 
 
 def test_retracted_requests_keep_their_masks(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "BadWords", HistoryMasks)
+    monkeypatch.setattr(request_receiver, "BadWords", HistoryMasks)
     script = make_script(random.randrange(1 << 30), masked=1)
     found = engine.run(
         script, num_slots=160, schedule_conservativeness=0.0, clip_max_new_tokens=2, retract_decode_steps=1
@@ -181,7 +181,7 @@ def test_masks_that_raise_end_only_their_request(engine: InProcessEngine, monkey
     expected = engine.run([replace(item, resolved={}) for item in script])
     failing, empty = (Failing, 3, 500, "RuntimeError: third token"), (Empty, 0, 400, "bad_words: no token of the")
     for masks, count, status, words in (failing, empty):
-        monkeypatch.setattr(loop, "BadWords", masks)
+        monkeypatch.setattr(request_receiver, "BadWords", masks)
         found = engine.run(script)
         for item in script:
             answer = found[item.rid]
@@ -196,7 +196,7 @@ def test_masks_that_raise_end_only_their_request(engine: InProcessEngine, monkey
 
 
 def test_a_failed_step_before_a_launched_one(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "BadWords", HistoryMasks)
+    monkeypatch.setattr(request_receiver, "BadWords", HistoryMasks)
     script = make_script(random.randrange(1 << 30), masked=1, count=3)
     for item in script:
         item.arrives, item.max_new_tokens = 0, 12

@@ -32,6 +32,7 @@ KINDS = (
     "minimax_m2",
     "glm4_moe",
     "gpt_oss",
+    "qwen3_next",
 )
 SPARSE_KINDS = ("deepseek_v32", "glm_moe_dsa")
 """With sparse attention: contexts exceed `index_topk`."""
@@ -178,6 +179,13 @@ _FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
             | {"original_max_position_embeddings": 64}
         },
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {**_GQA, "head_dim": 24, "partial_rotary_factor": 0.5, "num_experts": 8, "num_experts_per_tok": 3}
+        | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "norm_topk_prob": True}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+        | {"linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "full_attention_interval": 2},
+    ),
     "mixtral": ("Mixtral", {**_GQA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
 }
 
@@ -261,7 +269,12 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name:
-            tensor.data = 1 + 0.2 * torch.randn_like(tensor)
+            stored_less = family == "Qwen3Next" and "linear_attn" not in name  # weights less 1
+            tensor.data = (0.0 if stored_less else 1.0) + 0.2 * torch.randn_like(tensor)
+        elif name.endswith("A_log"):
+            tensor.data = torch.empty_like(tensor).uniform_(0.02, 1.0).log()
+        elif name.endswith("conv1d.weight"):
+            tensor.data = 0.5 * torch.randn_like(tensor)
         elif name.endswith("e_score_correction_bias"):
             tensor.data = 0.1 * torch.randn_like(tensor)
         elif name.endswith((".bias", "_bias")):

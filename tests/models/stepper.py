@@ -17,13 +17,18 @@ from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model
 from moe_engine.models.needs import index_widths
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.startup.kernel_choice import build_backends
 
 
 def make_backends(config: ModelConfig, row: str = "torch", dtype: str = "float32", page_size: int = 1) -> Backends:
     """The given row of every family. Raises ValueError where it cannot run here."""
-    need = Need(dtype=dtype, attention=config.attention.kind, page_size=page_size, index=index_widths(config))
-    asked = dict.fromkeys(("attention", "experts", "linear", "ops", "indexer"), row)
+    need = Need(
+        dtype=dtype, attention=config.attention.kind, page_size=page_size, index=index_widths(config),
+        delta=config.delta is not None,
+    )  # fmt: skip
+    asked = dict.fromkeys(("attention", "experts", "linear", "ops", "indexer", "delta"), row)
     return build_backends(plan_kernels(cpu_device(), need, asked))
 
 
@@ -70,6 +75,8 @@ class Stepper:
         self.row_of = torch.randperm(max_rows, generator=generator).tolist()
         self.num_slots = num_pages * page_size
         self.kv = make_kv(config, self.num_slots, dtype, device)
+        states = StatePool(config.state_groups, max_rows, dtype, DeviceStream(device)).layers
+        self.kv = [states.get(layer, cache) for layer, cache in enumerate(self.kv)]
         self.lengths = [0] * max_rows
 
     def step(self, chunks: list[Chunk]) -> list[Tensor]:

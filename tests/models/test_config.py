@@ -178,6 +178,34 @@ def test_minimax_m2(tmp_path: Path) -> None:
     assert config.moe is not None and config.moe.renormalize and config.moe.scale == 1.0 and config.moe.has_bias
 
 
+QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+    "intermediate_size": 5120, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
+    "partial_rotary_factor": 0.25, "num_experts": 512, "num_experts_per_tok": 10, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128, "rope_theta": 10000000, "max_position_embeddings": 262144, "vocab_size": 151936,
+    "eos_token_id": 151645, "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_qwen3_next(tmp_path: Path) -> None:
+    config = parse(tmp_path, QWEN3_NEXT)
+    assert sizes.num_parameters(config) == pytest.approx(79.67e9, rel=1e-3)
+    assert num_active_parameters(config) == pytest.approx(3.6e9, rel=2e-2)
+    assert config.rope.width == 64 and config.kv_bytes_per_token("bfloat16") == 12 * 2 * 2 * 256 * 2
+    (group,) = config.state_groups
+    assert group.layers == tuple(i for i in range(48) if i % 4 != 3) and config.cache_groups[0].layers[:2] == (3, 7)
+    assert group.num_bytes("bfloat16") == 36 * (32 * 128 * 128 * 4 + (2 * 2048 + 4096) * 3 * 2)
+    for wrong, message in (
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads 24 is not a multiple"),
+        ({"layer_types": ["mamba"] * 48}, "layer_types needs 48 of linear_attention, full_attention"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            parse(tmp_path, QWEN3_NEXT | wrong)
+
+
 GLM_45: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 5120,
     "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 92, "num_attention_heads": 96,

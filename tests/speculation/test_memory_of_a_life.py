@@ -9,7 +9,7 @@ import pytest
 
 from moe_engine.kernels.sampling import reference
 from moe_engine.models import sizes
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.worker.sampling import logits_processors as logit_edits
 from moe_engine.worker.sampling import penalties
 from moe_engine.worker.sampling.logits_passes import LogitsPasses

@@ -15,7 +15,7 @@ from moe_engine.planning.hardware import GPU, GPUS
 
 if TYPE_CHECKING:
     from moe_engine.kernels.triton.aot import AotReport
-    from moe_engine.planning.resolve import ResolvedConfig
+    from moe_engine.planning.resolved_config import ResolvedConfig
 
 EPILOG = """\
 examples:

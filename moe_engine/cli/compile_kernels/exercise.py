@@ -24,7 +24,7 @@ from moe_engine.models.loader import load_model
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import ParallelContext, with_all_reduce
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 
 META = torch.device("meta")
 SLOTS = 4096

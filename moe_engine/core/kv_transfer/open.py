@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.core.kv_transfer.schema import cache_schema
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.processes.zmq_sockets import job_keys
 from moe_engine.scheduler.decode_tier import DecodeTier
 from moe_engine.scheduler.scheduler import Scheduler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_engine.planning.resolve import ResolvedConfig
+from moe_engine.planning.resolved_config import ResolvedConfig
 
 VERSION = 1
 """Of the messages, and of what a row of KV is."""

@@ -23,6 +23,7 @@ class Candidate:
         kv: ``bf16`` or ``fp8``. chunk: prompt tokens of a step of one attention group.
         rows: running requests of one attention group. drafts: MTP depth.
         model_path: as in the command.
+        mode: of --disaggregation-mode: ``prefill`` or ``decode``; empty: the engine does both.
     """
 
     form: Form
@@ -32,6 +33,22 @@ class Candidate:
     rows: int
     drafts: int = 0
     model_path: str = "MODEL"
+    mode: str = ""
+
+    @property
+    def sides(self) -> tuple[Candidate, ...]:
+        """The kinds of engines."""
+        return (self,)
+
+    @property
+    def decode(self) -> Candidate:
+        """The engines that decode."""
+        return self
+
+    @property
+    def form_key(self) -> tuple[int, ...]:
+        """Candidates with one key are variants of one form."""
+        return self.form.ranks, self.form.attn_dp, self.form.ep
 
     @property
     def gpus(self) -> int:
@@ -58,7 +75,9 @@ class Candidate:
             found |= {"ep_num_redundant_experts": form.redundant, "enable_eplb": True}
         if form.overlap:
             found |= {"enable_two_batch_overlap": True}
-        if self.replicas > 1 and nodes == 1 and (local := cluster.gpu.gpus_per_node // form.ranks) > 1:
+        if self.mode:
+            found |= {"disaggregation_mode": self.mode}
+        elif self.replicas > 1 and nodes == 1 and (local := cluster.gpu.gpus_per_node // form.ranks) > 1:
             found |= {"dp_size": min(self.replicas, local)}
         if nodes > 1:
             found |= {"nnodes": nodes, "dist_init_addr": LEADER}

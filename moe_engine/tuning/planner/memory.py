@@ -10,7 +10,8 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.errors import MoeEngineError
 from moe_engine.models.config import ModelConfig
 from moe_engine.planning.ledger import MemoryLedger, gb
-from moe_engine.planning.resolve import ResolvedConfig, resolve
+from moe_engine.planning.resolve import resolve
+from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.tuning.costs.form import KV_BYTES, WEIGHT_BYTES, precision_of
 from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.hardware.table import Cluster

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moe_engine.errors import ConfigError
-from moe_engine.tuning.planner.candidate import Candidate
-from moe_engine.tuning.planner.predict import Prediction
+from moe_engine.tuning.planner.search import Point
 
 SUFFIXES = (".svg", ".png")
 
@@ -24,7 +23,7 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot {path}: matplotlib is not installed; pip install matplotlib") from None
 
 
-def plot_front(front: Sequence[tuple[Candidate, Prediction]], title: str, path: Path) -> None:
+def plot_front(front: Sequence[Point], title: str, path: Path) -> None:
     """Writes the picture; each form of parallelism has its own marker colour."""
     from matplotlib.figure import Figure
 
@@ -33,8 +32,8 @@ def plot_front(front: Sequence[tuple[Candidate, Prediction]], title: str, path: 
     users = [1 / prediction.tpot_s for _, prediction in front]
     axes.plot(users, [prediction.output_per_gpu for _, prediction in front], color="0.75", zorder=1)
     forms: dict[str, list[tuple[float, float]]] = {}
-    for candidate, prediction in front:
-        forms.setdefault(candidate.text, []).append((1 / prediction.tpot_s, prediction.output_per_gpu))
+    for setup, prediction in front:
+        forms.setdefault(setup.text, []).append((1 / prediction.tpot_s, prediction.output_per_gpu))
     for name, points in forms.items():
         axes.scatter([x for x, _ in points], [y for _, y in points], label=name, s=18, zorder=2)
     axes.set(xlabel="output tok/s of a user", ylabel="output tok/s of a GPU", title=title, xscale="log", yscale="log")

@@ -12,6 +12,7 @@ from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import Candidate
+from moe_engine.tuning.planner.forms import depths
 from moe_engine.tuning.planner.steady import Load, Steady, steady_state
 
 TAIL = 4.6
@@ -73,6 +74,11 @@ class Predictor:
         """Mean accepted draft tokens of a step."""
         return sum(self.acceptance**place for place in range(1, drafts + 1))
 
+    @property
+    def depths(self) -> range:
+        """MTP depths of the model that may pay."""
+        return depths(self.facts)
+
     def predict(self, candidate: Candidate, load: Load) -> Prediction:
         form = candidate.form
         cost, late = self.cost(form, candidate.kv)
@@ -99,12 +105,12 @@ def _prediction(state: Steady, candidate: Candidate, load: Load, accepted: float
         output_per_s=output,
         input_per_s=output * load.computed / load.output,
         gpus=candidate.gpus,
-        decode_binds=_shares(state.decode_parts),
-        prompt_binds=_shares(state.prompt_parts),
+        decode_binds=shares(state.decode_parts),
+        prompt_binds=shares(state.prompt_parts),
     )
 
 
-def _shares(parts: Mapping[str, float]) -> dict[str, float]:
+def shares(parts: Mapping[str, float]) -> dict[str, float]:
     """Largest first."""
     total = sum(parts.values()) or 1.0
     return dict(sorted(((name, value / total) for name, value in parts.items()), key=lambda pair: -pair[1]))

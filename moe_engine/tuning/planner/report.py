@@ -7,18 +7,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moe_engine.tuning.hardware.table import Cluster
-from moe_engine.tuning.planner.candidate import launches, sbatch_command, serve_command
+from moe_engine.tuning.planner.candidate import Candidate, launches, sbatch_command, serve_command
+from moe_engine.tuning.planner.memory import Room
 from moe_engine.tuning.planner.predict import NAMES, Prediction
 from moe_engine.tuning.planner.search import Found, Plan
 
 SHOWN_REFUSALS = 6
+ROUTER = (
+    "python -m sglang_router.launch_router --pd-disaggregation --prefill http://PREFILL:30000 8998 "
+    "--decode http://DECODE:30000"
+)
+"""In front of prefill and decode engines."""
 
 
 def text_of(found: Found, cluster: Cluster) -> str:
     """The best plans, then the forms that do not fit."""
     lines: list[str] = []
     for place, plan in enumerate(found.plans, 1):
-        lines += [f"{place}. {plan.candidate.text}", *(f"   {line}" for line in _plan_lines(plan, cluster)), ""]
+        lines += [f"{place}. {plan.setup.text}", *(f"   {line}" for line in _plan_lines(plan, cluster)), ""]
     if found.refused:
         lines.append(f"do not fit ({len(found.refused)} forms):")
         for name, why in list(found.refused.items())[:SHOWN_REFUSALS]:
@@ -28,22 +34,24 @@ def text_of(found: Found, cluster: Cluster) -> str:
 
 
 def _plan_lines(plan: Plan, cluster: Cluster) -> Iterator[str]:
-    candidate, prediction = plan.candidate, plan.prediction
+    setup, prediction = plan.setup, plan.prediction
     yield (
         f"{prediction.output_per_gpu:,.0f} output tok/s a GPU, {prediction.output_per_s:,.0f} in all "
-        f"(and {prediction.input_per_s:,.0f} prompt tok/s), {candidate.concurrency} requests at once"
+        f"(and {prediction.input_per_s:,.0f} prompt tok/s), {setup.concurrency} requests at once"
     )
     ttft, itl = f"{_ms(prediction.ttft_s)} median, {_ms(prediction.ttft_p99_s)} p99", _ms(prediction.itl_s)
     yield f"TTFT {ttft}; bound by {binds(prediction.prompt_binds)}"
     yield f"ITL {itl} median, {_ms(prediction.itl_p99_s)} p99; bound by {binds(prediction.decode_binds)}"
-    if plan.room.ledger is None:  # this engine does not start it
-        return
-    yield "memory of the fullest rank:"
-    yield from (f"  {line}" for line in plan.room.ledger.lines())
-    flags = plan.room.flags
-    count = launches(candidate.replicas, flags)
-    yield (f"{count} x: " if count > 1 else "") + serve_command(flags)
-    yield sbatch_command(flags, cluster)
+    for engine, room in zip(setup.sides, plan.rooms):
+        if room.ledger is None:  # this engine does not start it
+            continue
+        yield f"memory of the fullest rank{f' of a {engine.mode} engine' if engine.mode else ''}:"
+        yield from (f"  {line}" for line in room.ledger.lines())
+        count = launches(engine.replicas, room.flags)
+        yield (f"{count} x: " if count > 1 else "") + serve_command(room.flags)
+        yield sbatch_command(room.flags, cluster)
+    if len(setup.sides) > 1:
+        yield f"{ROUTER}  (a --prefill and a --decode for each engine)"
 
 
 def binds(shares: Mapping[str, float]) -> str:
@@ -60,8 +68,8 @@ def json_of(found: Found, cluster: Cluster) -> dict[str, Any]:
     return {
         "plans": [plan_json(plan, cluster) for plan in found.plans],
         "pareto": [
-            {"form": candidate.text, "concurrency": candidate.concurrency, "predicted": predicted_json(prediction)}
-            for candidate, prediction in found.front
+            {"form": setup.text, "concurrency": setup.concurrency, "predicted": predicted_json(prediction)}
+            for setup, prediction in found.front
         ],
         "refused": found.refused,
         "configurations": found.tried,
@@ -69,18 +77,22 @@ def json_of(found: Found, cluster: Cluster) -> dict[str, Any]:
 
 
 def plan_json(plan: Plan, cluster: Cluster) -> dict[str, Any]:
-    """One plan; with its command and memory if this engine serves the model."""
-    candidate, prediction, ledger = plan.candidate, plan.prediction, plan.room.ledger
-    values: dict[str, Any] = {
-        "form": dataclasses.asdict(candidate.form) | {"replicas": candidate.replicas},
-        "concurrency": candidate.concurrency,
-        "predicted": predicted_json(prediction),
-    }
-    if ledger is not None:
-        flags = plan.room.flags
+    """One plan; with its commands and memory if this engine serves the model. Separate engines are under ``prefill``
+    and ``decode``."""
+    engines = [_engine_json(engine, room, cluster) for engine, room in zip(plan.setup.sides, plan.rooms)]
+    values = {"concurrency": plan.setup.concurrency, "predicted": predicted_json(plan.prediction)}
+    if len(engines) == 1:
+        return engines[0] | values
+    return {side.mode: engine for side, engine in zip(plan.setup.sides, engines)} | values | {"router": ROUTER}
+
+
+def _engine_json(engine: Candidate, room: Room, cluster: Cluster) -> dict[str, Any]:
+    values: dict[str, Any] = {"form": dataclasses.asdict(engine.form) | {"replicas": engine.replicas}}
+    if room.ledger is not None:
+        flags, ledger = room.flags, room.ledger
         values["flags"] = dict(flags)
         values["command"], values["sbatch"] = serve_command(flags), sbatch_command(flags, cluster)
-        values["launches"] = launches(candidate.replicas, flags)
+        values["launches"] = launches(engine.replicas, flags)
         values["memory"] = {
             "rows": [dataclasses.asdict(row) for row in ledger.all_rows()],
             "total_bytes": ledger.total_bytes,

@@ -1,4 +1,4 @@
-"""The search: every form of parallelism that divides the GPUs, with the sizes and options that may pay."""
+"""The search over forms of parallelism, their options and sizes, and over prefill and decode on separate engines."""
 
 from __future__ import annotations
 
@@ -8,30 +8,25 @@ from dataclasses import dataclass, replace
 from moe_engine.config.slo import Slo
 from moe_engine.errors import ConfigError
 from moe_engine.tuning.costs.form import Form
-from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.planner.candidate import Candidate
+from moe_engine.tuning.planner.disaggregated import Disaggregated, DisaggregatedSearch
+from moe_engine.tuning.planner.forms import CHUNKS, ROWS, forms, options
 from moe_engine.tuning.planner.memory import Room, RoomOf
 from moe_engine.tuning.planner.predict import Prediction, Predictor
 from moe_engine.tuning.planner.workload import Workload
 
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-CHUNKS = (2048, 8192)
-BALANCED_FROM = 16
-"""Ranks from which redundant experts are tried: fewer ranks hold enough experts to balance."""
-
-MOST_DRAFTS = 3
-"""TensorRT-LLM's optimum for DeepSeek-R1 at batch 1 (tech blog 1)."""
-
 Progress = Callable[[str], None]
+Setup = Candidate | Disaggregated
+Point = tuple[Setup, Prediction]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A candidate that fits, with its prediction."""
+    """A setup that fits, with its prediction and the room of each kind of engine."""
 
-    candidate: Candidate
+    setup: Setup
     prediction: Prediction
-    room: Room
+    rooms: tuple[Room, ...]
 
 
 @dataclass(frozen=True)
@@ -39,48 +34,9 @@ class Found:
     """Best plans, one a form; the Pareto front; refused forms by name with the sum of their memory."""
 
     plans: tuple[Plan, ...]
-    front: tuple[tuple[Candidate, Prediction], ...]
+    front: tuple[Point, ...]
     refused: dict[str, str]
     tried: int
-
-
-def forms(facts: ModelFacts, gpus: int, kept: Callable[[Form], bool]) -> Iterator[tuple[Form, int]]:
-    """Forms of a replica, with the number of replicas; all GPUs are used."""
-    for ranks in (size for size in range(1, gpus + 1) if gpus % size == 0 and not size & (size - 1)):
-        for dp in (size for size in range(1, ranks + 1) if ranks % size == 0 and not size & (size - 1)):
-            if facts.num_heads % (ranks // dp) or (1 < dp < ranks and ranks // dp > 8):
-                continue
-            for form in _experts(facts, ranks, dp):
-                if kept(form):
-                    yield form, gpus // ranks
-
-
-def _experts(facts: ModelFacts, ranks: int, dp: int) -> Iterator[Form]:
-    if not facts.num_experts:
-        yield Form(ranks, dp)
-        return
-    if dp == 1:
-        yield Form(ranks)
-        if ranks > 1 and facts.num_experts % ranks == 0:
-            yield Form(ranks, ep=ranks)
-        return
-    if facts.num_experts % ranks == 0:
-        yield Form(ranks, dp, ranks, travels=True, dense_whole=True)
-        yield Form(ranks, dp, ranks)
-
-
-def options(facts: ModelFacts, form: Form, kv: Sequence[str], model_path: str, replicas: int) -> Iterator[Candidate]:
-    """Everything but the number of requests."""
-    variants = [form]
-    if form.travels:
-        variants.append(replace(form, overlap=True))
-    if form.travels and form.ranks >= BALANCED_FROM:
-        variants += [replace(variant, redundant=form.ranks) for variant in list(variants)]
-    for variant in variants:
-        for dtype in kv:
-            for chunk in CHUNKS:
-                for drafts in range(min(1, facts.mtp_layers) * MOST_DRAFTS + 1):
-                    yield Candidate(variant, replicas, dtype, chunk, 1, drafts, model_path)
 
 
 class Search:
@@ -110,7 +66,7 @@ class Search:
     def run(self, gpus: int, model_path: str, top: int) -> Found:
         """Raises ConfigError: nothing fits, or nothing meets the objective."""
         facts, refused, tried = self.predictor.facts, dict[str, str](), 0
-        points: list[tuple[Candidate, Prediction]] = []
+        points: list[Point] = []
         all_forms = list(forms(facts, gpus, self.kept))
         for done, (form, replicas) in enumerate(all_forms):
             self.progress(f"{done}/{len(all_forms)} forms, {tried} configurations")
@@ -123,6 +79,11 @@ class Search:
                     tried += 1
                     chosen = candidate.with_rows(rows)
                     points.append((chosen, self.predictor.predict(chosen, self.load)))
+        if self.concurrency is None:
+            self.progress(f"prefill and decode on separate engines, {tried} configurations")
+            apart = DisaggregatedSearch(self.predictor, self.memory, self.load, self.kv, self.kept)
+            points += apart.run(gpus, model_path, refused)
+            tried = len(points)
         if not points:
             raise ConfigError(_nothing_fits(refused, gpus, self.predictor.cluster.gpu_key))
         met = [(c, p) for c, p in points if self._ratio(p) <= 1]
@@ -146,26 +107,28 @@ class Search:
             return
         yield from (rows for rows in ROWS if rows <= fit)
 
-    def _best(self, met: list[tuple[Candidate, Prediction]], top: int, refused: dict[str, str]) -> tuple[Plan, ...]:
-        """The best of each form whose exact launch fits."""
+    def _best(self, met: list[Point], top: int, refused: dict[str, str]) -> tuple[Plan, ...]:
+        """The best of each form whose exact launches fit."""
         plans: list[Plan] = []
-        taken: set[tuple[int, int, int]] = set()
-        fits: dict[Candidate, float] = {}  # rows of a candidate's options that fit, as far as known
-        for candidate, prediction in sorted(met, key=lambda pair: -pair[1].output_per_gpu):
-            key, variant = (candidate.form.ranks, candidate.form.attn_dp, candidate.form.ep), candidate.with_rows(0)
-            if key in taken or candidate.rows > fits.get(variant, candidate.rows):
+        taken: set[tuple[int, ...]] = set()
+        fits: dict[Candidate, float] = {}  # rows of an engine's options that fit, as far as known
+        for setup, prediction in sorted(met, key=lambda point: -point[1].output_per_gpu):
+            engine = setup.decode
+            variant = engine.with_rows(0)
+            if setup.form_key in taken or engine.rows > fits.get(variant, engine.rows):
                 continue
-            room = self.memory.of(candidate)
-            if room.refusal:
-                refused.setdefault(candidate.text, room.refusal)
-                fits[variant] = candidate.rows / 2
+            rooms = tuple(self.memory.of(side) for side in setup.sides)
+            refusals = [(side.text, room.refusal) for side, room in zip(setup.sides, rooms) if room.refusal]
+            if refusals:
+                refused.setdefault(*refusals[0])
+                fits[variant] = engine.rows / 2
                 continue
-            rows = min(room.tokens / self.load.held, room.running)
-            if rows < candidate.rows:
+            rows = min(rooms[-1].tokens / self.load.held, rooms[-1].running)
+            if rows < engine.rows:
                 fits[variant] = rows
                 continue
-            plans.append(Plan(candidate, prediction, room))
-            taken.add(key)
+            plans.append(Plan(setup, prediction, rooms))
+            taken.add(setup.form_key)
             if len(plans) == top:
                 break
         if not plans:
@@ -175,7 +138,7 @@ class Search:
     def _ratio(self, prediction: Prediction) -> float:
         return self.slo.missed(prediction.ttft_s, prediction.itl_s, prediction.tpot_s)
 
-    def _missed(self, points: list[tuple[Candidate, Prediction]]) -> str:
+    def _missed(self, points: list[Point]) -> str:
         candidate, nearest = min(points, key=lambda pair: self._ratio(pair[1]))
         return (
             f"--slo: no configuration of {candidate.gpus} GPUs meets it; ask for no less than the nearest, "
@@ -184,12 +147,12 @@ class Search:
         )
 
 
-def pareto(points: Sequence[tuple[Candidate, Prediction]]) -> list[tuple[Candidate, Prediction]]:
+def pareto(points: Sequence[Point]) -> list[Point]:
     """Points that no other exceeds in tokens a second of a GPU and of a user, by falling tokens of a user."""
-    front: list[tuple[Candidate, Prediction]] = []
-    for candidate, prediction in sorted(points, key=lambda pair: (pair[1].tpot_s, -pair[1].output_per_gpu)):
+    front: list[Point] = []
+    for setup, prediction in sorted(points, key=lambda point: (point[1].tpot_s, -point[1].output_per_gpu)):
         if not front or prediction.output_per_gpu > front[-1][1].output_per_gpu:
-            front.append((candidate, prediction))
+            front.append((setup, prediction))
     return front
 
 

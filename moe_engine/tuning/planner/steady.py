@@ -20,7 +20,8 @@ never."""
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of a workload: mean computed prompt tokens (prefix hits left out), prompt tokens and output tokens."""
+    """Requests of a workload: mean computed prompt tokens (prefix hits left out; 0: another engine computes them),
+    prompt tokens and output tokens."""
 
     computed: float
     prompt: float
@@ -101,7 +102,8 @@ def _prompt(
     decode_s: float,
 ) -> tuple[float, Mapping[str, float]]:  # fmt: skip
     """Seconds that one prompt adds to the steps in which it is computed beside the decodes, and their resources."""
-    left, before, seconds = max(1, round(load.computed)), round(load.prompt - load.computed), 0.0
+    left = max(1, round(load.computed)) if load.computed else 0
+    before, seconds = round(load.prompt - load.computed), 0.0
     parts: dict[str, float] = {}
     while left > 0:
         tokens = min(left, chunk)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.backends import Backends, KernelPlan
+from moe_engine.kernels.backends import FAMILIES, Backends, KernelPlan
 from moe_engine.kernels.registry import Choice
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ FAILED = "failed to load"
 
 
 def build_backends(plan: KernelPlan) -> Backends:
-    """Builds ops, linear, experts, attention and sampling, and the indexer of a model with sparse attention.
+    """Builds ops, linear, experts, attention and sampling, and the kernels that only some models need.
 
     Raises:
         ConfigError: a named backend fails to load, or no other row can replace one.
@@ -32,8 +32,9 @@ def build_backends(plan: KernelPlan) -> Backends:
     built = [_build(choice, plan) for choice in plan.choices]
     choices = tuple(choice for _, choice in built)
     _log_reasons(choices, FAILED)
-    ops, linear, experts, attention, sampling, *indexer = (kernel for kernel, _ in built)
-    return Backends(ops, linear, experts, attention, sampling, choices, indexer=next(iter(indexer), None))
+    ops, linear, experts, attention, sampling, *_ = (kernel for kernel, _ in built)
+    more = {choice.family: kernel for kernel, choice in built[len(FAMILIES) :]}
+    return Backends(ops, linear, experts, attention, sampling, choices, **more)
 
 
 def _is_fallback(plan: KernelPlan, choice: Choice) -> bool:

@@ -33,6 +33,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "minimax_m2": {"num_hidden_layers": 2},  # norms over the heads of all ranks; two KV heads, repeated on four ranks
     "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
     "glm4_moe": {"num_hidden_layers": 2, "num_mtp_layers": 1},
+    "qwen3_next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},  # states
     "glm_moe_dsa": {"num_mtp_layers": 1},  # contexts beyond the top-k, layers that share a selection
 }
 Checkpoint = Callable[[str], Path]
@@ -147,7 +148,9 @@ def test_gqa_with_mtp(world: World, alone: Any, checkpoint: Checkpoint) -> None:
     run_all(world, alone, [Case(path, t, "cpu", mtp=True) for key, t in topologies(world).items() if key in some])
 
 
-@pytest.mark.parametrize("name", ["deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v2_lite", "deepseek_v3-fp8", "qwen3_moe", "minimax_m2", "gpt_oss", "qwen3_next"]
+)
 def test_mixtures(world: World, alone: Any, checkpoint: Checkpoint, name: str) -> None:
     """On the C++ kernels, if they run here: their code of experts and layers is different."""
     some = ("tp", "ep", "dp", "dp-ep-all_to_all", "tp2-ep2", "dp2", "dp2-ep-allgather", "ep-all_to_all")

@@ -1,0 +1,1 @@
+"""Gated delta rule: linear attention with a state for each request."""

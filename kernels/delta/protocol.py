@@ -1,0 +1,119 @@
+"""Gated delta net without its projections: causal convolution, gated delta rule, gated norm.
+
+For a value head with its key head's q and k (after convolution and SiLU, each divided by its length), in float32:
+
+    S <- exp(g) S;   S <- S + k (beta (v - k S));   o = q S / sqrt(Dk)
+    g = -exp(a_log) softplus(a + dt_bias);   beta = sigmoid(b)
+    out = weight * (o / rms(o)) * silu(z)
+
+Legend: T tokens, R runs, Hk key heads, r value heads of a key head, Hv = Hk r, Dk, Dv head widths, C = 2 Dk + r Dv
+channels that the convolution reads for a key head, K taps. Source: Gated DeltaNet, arXiv 2412.06464.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """Heads of one rank."""
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    taps: int
+
+    @property
+    def shared(self) -> int:
+        """Value heads of a key head: r."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def mixed(self) -> int:
+        """Channels of a key head that the convolution reads: C."""
+        return 2 * self.key + self.shared * self.value
+
+    @property
+    def projected(self) -> int:
+        """Channels of a key head in `DeltaInputs.qkvz`."""
+        return self.mixed + self.shared * self.value
+
+
+class DeltaInputs(NamedTuple):
+    """A step's projections. Of a key head q [Dk], k [Dk], v [r Dv] and z [r Dv] are adjacent, and b [r] and a [r]."""
+
+    qkvz: Tensor  # [T, Hk (C + r Dv)]
+    ba: Tensor  # [T, 2 Hv]
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """All float32."""
+
+    conv: Tensor  # [Hk, K, C]
+    a_log: Tensor  # [Hv]
+    dt_bias: Tensor  # [Hv]
+    norm: Tensor  # [Dv]
+    eps: float
+
+
+class DeltaStates(NamedTuple):
+    """State tensors of a layer; a row is the state of a request, a snapshot or a draft position."""
+
+    tail: Tensor  # [rows, Hk, K - 1, C], the last inputs of the convolution, in the activation dtype
+    memory: Tensor  # [rows, Hv, Dk, Dv] float32
+
+
+@dataclass(frozen=True)
+class StateRuns:
+    """The runs of adjacent tokens of a step, in order: where each reads its state, and where states are stored.
+
+    `stored[i]` are the counts of tokens of run i after which its state is stored, ascending. A row that a run reads may
+    be stored by the same run only. All runs of decodes have one token.
+    """
+
+    lens: Sequence[int]
+    starts: Tensor  # [R + 1] int32: first token of each run, then T
+    reads: Tensor  # [R] int64: rows
+    stored: Sequence[Sequence[int]]
+    rows: Tensor  # [T] int64: the row in which the state after a token is stored, -1: in none
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.shape[0]
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """Whether each run has one token, whose state is stored."""
+        return self.num_tokens == len(self.lens) and all(self.stored)
+
+    @classmethod
+    def plain(cls, lens: Sequence[int], rows: Tensor) -> StateRuns:
+        """Each run reads the state in its row, and stores the state after its last token there."""
+        starts = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        if all(count == 1 for count in lens):
+            return cls(lens, starts.to(rows.device), rows, [(1,)] * len(lens), rows)
+        at = torch.full((int(starts[-1]),), -1, dtype=torch.int64, device=rows.device)
+        starts = starts.to(rows.device)
+        at[starts[1:].long() - 1] = rows
+        return cls(lens, starts, rows, [(count,) for count in lens], at)
+
+
+class DeltaKernel(Protocol):
+    """A row of the family."""
+
+    name: str
+
+    def run(
+        self, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: StateRuns, shape: DeltaShape
+    ) -> Tensor:
+        """[T, Hv Dv], in the activation dtype; stores states in `states`. The result of a run does not depend on the
+        other runs of the step."""

@@ -1,0 +1,148 @@
+"""The gated delta net in plain torch: one step for decodes, chunks of 64 tokens for prompts.
+
+Legend: as in `protocol`; R runs of one token, n tokens of a run, c tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights, StateRuns
+
+CHUNK = 64
+LENGTH_EPS = 1e-6
+"""Added to the squared length of q and k."""
+
+
+class TorchDelta:
+    """`DeltaKernel` for any device."""
+
+    name = "torch"
+
+    def run(
+        self, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: StateRuns, shape: DeltaShape
+    ) -> Tensor:
+        heads = inputs.qkvz.view(-1, shape.key_heads, shape.projected)
+        mixed, z = heads[..., : shape.mixed], heads[..., shape.mixed :]
+        decay, beta = gates(inputs.ba, weights, shape)
+        if runs.is_decode:
+            out = self._decode(mixed, decay, beta, weights, states, runs, shape)
+        else:
+            out = self._runs(mixed, decay, beta, weights, states, runs, shape)
+        z = z.reshape(-1, shape.value_heads, shape.value)
+        return gated_norm(out.to(z.dtype), z, weights).flatten(1)
+
+    def _decode(
+        self,
+        mixed: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        weights: DeltaWeights,
+        states: DeltaStates,
+        runs: StateRuns,
+        shape: DeltaShape,
+    ) -> Tensor:
+        """mixed [R, Hk, C], decay and beta [R, Hv] -> [R, Hv, Dv] float32."""
+        window = torch.cat((states.tail.index_select(0, runs.reads), mixed.unsqueeze(2)), 2)  # [R, Hk, K, C]
+        states.tail.index_copy_(0, runs.rows, window[:, :, 1:])
+        taken = (window * weights.conv).sum(2)
+        q, k, v = split_heads(functional.silu(taken).to(mixed.dtype), shape)  # [R, Hv, *]
+        memory = states.memory.index_select(0, runs.reads).mul_(decay.exp()[..., None, None])
+        change = (v - (k.unsqueeze(-2) @ memory).squeeze(-2)) * beta.unsqueeze(-1)  # [R, Hv, Dv]
+        memory.addcmul_(k.unsqueeze(-1), change.unsqueeze(-2))
+        states.memory.index_copy_(0, runs.rows, memory)
+        return (q.unsqueeze(-2) @ memory).squeeze(-2)
+
+    def _runs(
+        self,
+        mixed: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        weights: DeltaWeights,
+        states: DeltaStates,
+        runs: StateRuns,
+        shape: DeltaShape,
+    ) -> Tensor:
+        """As `_decode`, of T tokens, run after run, each in parts that end where a state is stored."""
+        out = mixed.new_empty((len(mixed), shape.value_heads, shape.value), dtype=torch.float32)
+        begin = 0
+        for index, (count, stored) in enumerate(zip(runs.lens, runs.stored)):
+            own = slice(begin, begin + count)
+            text = torch.cat((states.tail[runs.reads[index]], mixed[own].transpose(0, 1)), 1)  # [Hk, K-1+n, C]
+            taken = convolve(text, weights.conv).transpose(0, 1)  # [n, Hk, C]
+            q, k, v = split_heads(functional.silu(taken).to(mixed.dtype), shape)
+            memory = states.memory[runs.reads[index]]
+            first = 0
+            for last in dict.fromkeys((*stored, count)):
+                part, piece = slice(begin + first, begin + last), slice(first, last)
+                out[part], memory = delta_rule(q[piece], k[piece], v[piece], decay[part], beta[part], memory)
+                if last in stored:
+                    row = runs.rows[begin + last - 1]
+                    states.memory[row] = memory
+                    states.tail[row] = text[:, last : last + shape.taps - 1]
+                first = last
+            begin += count
+        return out
+
+
+def gates(ba: Tensor, weights: DeltaWeights, shape: DeltaShape) -> tuple[Tensor, Tensor]:
+    """ba [T, 2 Hv] -> log decay g and beta, [T, Hv] float32."""
+    b, a = ba.view(-1, shape.key_heads, 2, shape.shared).unbind(2)
+    decay = functional.softplus(a.flatten(1).float() + weights.dt_bias).mul_(-weights.a_log.exp())
+    return decay, b.flatten(1).sigmoid().float()
+
+
+def convolve(text: Tensor, taps: Tensor) -> Tensor:
+    """text [Hk, K-1+n, C], taps [Hk, K, C] -> [Hk, n, C] float32."""
+    last = text.shape[1] - taps.shape[1] + 1
+    out = text[:, :last] * taps[:, :1]
+    for tap in range(1, taps.shape[1]):
+        out += text[:, tap : tap + last] * taps[:, tap : tap + 1]
+    return out
+
+
+def split_heads(taken: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
+    """taken [T, Hk, C] -> q (scaled), k [T, Hv, Dk], v [T, Hv, Dv], float32."""
+    q, k, v = taken.float().split((shape.key, shape.key, shape.shared * shape.value), -1)
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + LENGTH_EPS) for x in (q, k))
+    q = q * shape.key**-0.5
+    q, k = (x.repeat_interleave(shape.shared, 1) for x in (q, k))
+    return q, k, v.reshape(-1, shape.value_heads, shape.value)
+
+
+def gated_norm(x: Tensor, z: Tensor, weights: DeltaWeights) -> Tensor:
+    """x, z [T, Hv, Dv] -> [T, Hv, Dv] in z's dtype."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + weights.eps)
+    return (weights.norm * normed.to(z.dtype) * functional.silu(z.float())).to(z.dtype)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """n tokens behind a state. q, k [n, Hv, Dk], v [n, Hv, Dv], decay (log) and beta [n, Hv], memory [Hv, Dk, Dv],
+    float32 -> [n, Hv, Dv], the state after them."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    decay, beta = decay.t(), beta.t()
+    pieces = []
+    for begin in range(0, q.shape[1], CHUNK):
+        own = slice(begin, begin + CHUNK)
+        piece, memory = _chunk(q[:, own], k[:, own], v[:, own], decay[:, own], beta[:, own], memory)
+        pieces.append(piece)
+    return torch.cat(pieces, 1).transpose(0, 1), memory
+
+
+def _chunk(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """One chunk, q, k [Hv, c, Dk], v [Hv, c, Dv], decay, beta [Hv, c]: the changes u of all tokens solve
+    (1 + A) u = beta (v - exp(G) k S), where A[i, j] = beta_i exp(G_i - G_j) k_i.k_j for j < i, and G sums the decay."""
+    total = decay.cumsum(-1)  # [Hv, c]
+    hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).triu(1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(hidden, float("-inf")).exp()  # [Hv, c, c]
+    system = (k * beta.unsqueeze(-1)) @ k.transpose(-1, -2) * between
+    known = k @ memory * total.exp().unsqueeze(-1)
+    change = torch.linalg.solve_triangular(
+        system, (v - known) * beta.unsqueeze(-1), upper=False, unitriangular=True
+    )  # [Hv, c, Dv]
+    out = q @ memory * total.exp().unsqueeze(-1) + (q @ k.transpose(-1, -2) * between) @ change
+    left = (total[:, -1:] - total).exp().unsqueeze(-1)
+    return out, memory * total[:, -1].exp()[:, None, None] + (k * left).transpose(-1, -2) @ change

@@ -1,0 +1,41 @@
+"""A shared expert with a gate (Qwen3-Next): sigmoid(x . gate) * mlp(x).
+
+Legend: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.quantization.protocol import (
+    UNQUANTIZED,
+    Activation,
+    ActivationFormat,
+    as_format,
+    common_format,
+    unquantized,
+)
+from moe_engine.models.layers.mlp import MLP
+from moe_engine.models.weights import WeightSource
+from moe_engine.parallel.dispatch.protocol import Phase
+
+
+class GatedMLP(MLP):
+    """x [T, D] -> [T, D]. Arguments as of `MLP`; gate: name of the gate's tensor [1, D]."""
+
+    def __init__(
+        self, backends: Backends, reader: WeightSource, prefix: str, hidden: int, width: int, gate: str, **more: Any
+    ) -> None:
+        super().__init__(backends, reader, prefix, hidden, width, **more)
+        self._inner_format = self.input_format
+        self._gate = reader.tensor(gate, (1, hidden), dtype=torch.float32).to(reader.dtype)
+        self.input_format: ActivationFormat = common_format(UNQUANTIZED, self._inner_format)
+
+    def forward(self, x: Activation, phase: Phase = "prefill", real: Tensor | None = None) -> Tensor:
+        gate = functional.linear(unquantized(x), self._gate).sigmoid_()  # [T, 1]
+        return super().forward(as_format(x, self._inner_format), phase, real).mul_(gate)

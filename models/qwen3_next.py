@@ -1,0 +1,22 @@
+"""Qwen3-Next: gated delta nets, and gated attention in every fourth layer, with mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_engine.kernels.ops.protocol import RotaryTable
+from moe_engine.models.dense import DenseModel
+from moe_engine.models.layers.gated_delta_net import GatedDeltaNet
+from moe_engine.models.layers.gated_gqa import GatedGQAttention
+from moe_engine.models.weights import WeightSource
+
+
+class Qwen3NextModel(DenseModel):
+    """`Model` of the family. `batch.kv[layer]` is (keys, values), or of a gated delta net its state tensors."""
+
+    has_mtp = False
+
+    def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
+        if layer_index in self.config.state_layers:
+            return GatedDeltaNet(self.config, layer_index, reader, self.backends, self.parallel)
+        return GatedGQAttention(self.config, layer_index, reader, self.backends, self.parallel, rotary)

@@ -1,0 +1,159 @@
+"""Ledger rows of one rank beside KV: weights, activations, logits, tables, workspaces, exchange, drafts, experts."""
+
+from __future__ import annotations
+
+from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRATCH_BYTES
+from moe_engine.models import sizes
+from moe_engine.planning.attention_memory import draft_workspace_rows, workspace_rows
+from moe_engine.planning.dispatch_memory import exchange_rows
+from moe_engine.planning.ledger import DRAFT_WEIGHTS, LedgerRow, gb, slot_table_bytes
+from moe_engine.planning.resolve_graphs import graph_row
+from moe_engine.planning.resolve_lora import lora_rows
+from moe_engine.planning.sizing_input import SizingInput
+from moe_engine.planning.state_memory import state_rows
+from moe_engine.planning.window_memory import window_rows
+
+PROCESS_BYTES = 768 << 20
+"""Two Python processes with their libraries, one of them with torch."""
+
+WORKSPACE_BYTES = 64 << 20
+"""Scratch memory of kernels over all threads."""
+
+
+def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
+    """Ledger rows of one rank, without KV."""
+    limits, model, topology, size = given.limits, given.model, given.parallel.topology, given.dtype_bytes
+    redundant, kept, graphs = given.experts.num_redundant, given.weight_format, given.graphs
+    weights = sizes.weight_bytes(model, size, topology=topology, redundant_experts=redundant, format=kept)
+    detail = f"{_count(sizes.num_parameters(model))} parameters as {given.dtype}"
+    if stored := model.weight_format.name:
+        detail += f", {stored} " + ("as stored" if kept.name else "dequantised while loading")
+    if topology.tp_size > 1:
+        detail += f", one shard of {topology.tp_size}"
+    if redundant:
+        detail += f", with {redundant} redundant experts"
+    if given.checkpoint is not None:
+        extra = max(0, given.checkpoint.num_elements - sizes.num_parameters(model)) * given.dtype_bytes
+        weights += extra // topology.tp_size
+        files = "1 file" if given.checkpoint.num_files == 1 else f"{given.checkpoint.num_files} files"
+        detail += f", {gb(given.checkpoint.stored_bytes)} in {files}"
+    rows = [
+        LedgerRow("weights", weights, detail),
+        *_draft_rows(given),
+        *lora_rows(given.lora, model, topology, size, given.machine.device),
+        LedgerRow("activations", _step_bytes(given), f"a step of {limits.forward_tokens} tokens"),
+        _logits_row(given),
+        _table_row(given),
+        *window_rows(given),
+        *state_rows(given),
+        LedgerRow("kernel workspace", WORKSPACE_BYTES, "scratch memory of all threads"),
+        *_attention_rows(given),
+        *_exchange_rows(given),
+        *graph_row(
+            graphs, given.local_model, size, topology.attn_dp_size, limits.running, given.logits_rows, given.uses_mtp
+        ),
+        *_expert_rows(given),
+    ]
+    if given.machine.device == "cpu":
+        rows.append(LedgerRow("processes", PROCESS_BYTES, "front end and engine core with their libraries"))
+    return tuple(rows)
+
+
+def _logits_row(given: SizingInput) -> LedgerRow:
+    """The row of logits. A step with more rows computes and samples them in several passes."""
+    count, vocab, most = given.logits_rows, given.model.vocab_size, given.limits.num_logits
+    scratch = HOST_SCRATCH_BYTES if given.machine.device == "cpu" else DEVICE_SCRATCH_BYTES
+    detail = f"{count} rows of {vocab}" + (f" at once, of up to {most}" if most > count else "")
+    num_bytes = sizes.sampling_bytes(vocab, count, scratch, given.limits.context_len)
+    return LedgerRow("logits and sampling", num_bytes, detail)
+
+
+def _attention_rows(given: SizingInput) -> list[LedgerRow]:
+    """Workspace of the attention backend, if it is significant."""
+    limits, graphs = given.limits, given.graphs.up_to(given.limits.running)
+    sizes = limits.running, limits.tokens_each, limits.row_width, given.page_size
+    kernels = given.kernels
+    rows = workspace_rows(kernels.model.row("attention"), given.local_model, graphs, *sizes, given.kv_dtype)
+    if given.draft is not None and kernels.draft is not None:
+        rows += draft_workspace_rows(kernels.draft.row("attention"), given.draft, *sizes)
+    return rows
+
+
+def _expert_rows(given: SizingInput) -> list[LedgerRow]:
+    """Device memory of expert recording and of EPLB's expert transfers."""
+    settings, model = given.experts, given.model
+    if model.moe is None:
+        return []
+    rows = []
+    if settings.recorder_mode in ("stat", "stat_approx") and settings.buffer_size != -1:
+        detail = f"{settings.buffer_size} passes x {model.num_layers} layers x {model.moe.num_experts} experts"
+        counts = settings.buffer_size * model.num_layers * model.moe.num_experts
+        rows.append(LedgerRow("recorded experts", 4 * counts, detail))
+    if settings.recorder_mode is not None:  # each token's experts, their indices into the counts, and the increments
+        tokens = given.limits.num_tokens * given.parallel.topology.attn_dp_size
+        detail = f"{tokens} tokens x {model.num_layers} layers x {model.moe.top_k} experts"
+        rows.append(LedgerRow("experts of a pass", 3 * 4 * tokens * model.num_layers * model.moe.top_k, detail))
+    if settings.rebalance is not None:
+        expert = 3 * model.hidden_size * model.moe.width // given.parallel.topology.moe_tp_size * given.dtype_bytes
+        count = settings.rebalance.layers_at_once
+        rows.append(LedgerRow("experts in transit", count * expert, f"{count} spare slot" + "s" * (count > 1)))
+    return rows
+
+
+def _table_row(given: SizingInput) -> LedgerRow:
+    """The row of the slot table (block table): the KV slot of each position of each running request. With drafts also
+    the token ids, and positions for drafts."""
+    limits = given.limits
+    detail = f"{limits.running} requests x {limits.context_len} positions"
+    tables = ["slots"] + ["window slots"] * bool(given.num_window_slots) + ["tokens"] * given.drafts
+    if len(tables) > 1:
+        detail += f", {' and '.join(tables)}"
+    return LedgerRow("slot tables", len(tables) * slot_table_bytes(limits.running, limits.row_width), detail)
+
+
+def _exchange_rows(given: SizingInput) -> list[LedgerRow]:
+    return exchange_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, given.limits)
+
+
+def _draft_rows(given: SizingInput) -> list[LedgerRow]:
+    """Memory of the drafter: weights, and the model's hidden states that the MTP layers start from. MTP layers share
+    embedding and LM head with the model."""
+    model, size, topology = given.model, given.dtype_bytes, given.parallel.topology
+    if given.uses_mtp:
+        layers = model.num_nextn_predict_layers
+        extra = sizes.weight_bytes(model, size, True, topology, format=given.weight_format)
+        extra -= sizes.weight_bytes(model, size, topology=topology, format=given.weight_format)
+        count = _count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
+        detail = f"{layers} MTP layer{'s' * (layers > 1)}, {count} parameters; embedding and head are the model's"
+        # of each row's last token; for several layers also of earlier tokens, and a copy of those during an update
+        states = given.limits.running * (2 * layers - 1)
+        kept = LedgerRow("draft states", states * model.hidden_size * size, f"{states} states of running requests")
+        return [LedgerRow(DRAFT_WEIGHTS, extra, detail), kept]
+    if given.uses_ngrams:
+        if given.machine.device == "cpu":
+            texts, width = given.limits.running, given.limits.context_len
+            num_bytes = width * (texts * sizes.NGRAM_INDEX_BYTES + sizes.NGRAM_HOST_BYTES)
+            return [LedgerRow("n-gram search", num_bytes, f"{texts} texts x {width} positions, sorted by token")]
+        places = sizes.NGRAM_PLACES
+        num_bytes = places * sizes.NGRAM_PLACE_BYTES
+        return [LedgerRow("n-gram search", num_bytes, f"{places} positions of texts compared at once")]
+    if given.draft is not None:
+        detail = f"{_count(sizes.num_parameters(given.draft))} parameters of {given.draft.architecture}"
+        return [LedgerRow(DRAFT_WEIGHTS, sizes.weight_bytes(given.draft, size), detail)]
+    return []
+
+
+def _step_bytes(given: SizingInput) -> int:
+    """Activations of the largest step. A draft model runs when the model's activations are freed; its draft extend may
+    cover the tokens of several steps. MTP layers read the model's hidden states."""
+    limits, size = given.limits, given.dtype_bytes
+    tokens = limits.forward_tokens * given.parallel.topology.attn_dp_size
+    step = sizes.largest_step_activation_bytes(given.local_model, tokens, size)
+    if given.draft is not None:
+        unseen = min(sizes.DRAFT_CATCH_UP, limits.running * limits.context_len)
+        step = max(step, sizes.largest_step_activation_bytes(given.draft, max(tokens, unseen), size))
+    return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.1f} M"

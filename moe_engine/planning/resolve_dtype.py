@@ -1,0 +1,47 @@
+"""Resolves --dtype, --kv-cache-dtype and the name of the weight format."""
+
+from __future__ import annotations
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.errors import ConfigError
+from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
+from moe_engine.models.config import ModelConfig, activation_dtype
+from moe_engine.planning.machine import Machine
+from moe_engine.planning.resolution_log import Record
+
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def resolve_dtype(args: EngineArgs, model: ModelConfig, machine: Machine, record: Record) -> str:
+    _note_quantization(args, model, record)
+    asked = args.model.dtype
+    dtype = activation_dtype(model, asked, machine.device)
+    if asked != "auto":
+        return dtype
+    if dtype == "float16" and machine.device == "cpu":
+        return record.note("dtype", "bfloat16", "the checkpoint is float16, and CPU kernels compute in bfloat16")
+    if stored := model.weight_format.name:
+        return record.note("dtype", dtype, f"compute type of {stored} weights")
+    return record.note("dtype", dtype, f"the checkpoint is {model.checkpoint_dtype}")
+
+
+def resolve_kv_dtype(args: EngineArgs, dtype: str, record: Record) -> str:
+    asked = args.memory.kv_cache_dtype
+    if asked == "auto":
+        return record.note("kv_cache_dtype", dtype, "that of the activations")
+    if is_fp8(asked):
+        if asked == E5M2:
+            record.remark(f"--kv-cache-dtype {asked} has two mantissa bits; {E4M3} has three")
+        return asked
+    if asked != dtype:
+        raise ConfigError(
+            f"--kv-cache-dtype {asked} with activations in {dtype} (--dtype {args.model.dtype}): attention needs the "
+            f"same type for both; drop --kv-cache-dtype, or use --dtype {asked}"
+        )
+    return asked
+
+
+def _note_quantization(args: EngineArgs, model: ModelConfig, record: Record) -> None:
+    asked, found = args.model.quantization or args.model.torchao_config, model.weight_format.name
+    if not asked and found:
+        record.note("quantization", found, "from config.json")

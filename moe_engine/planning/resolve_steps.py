@@ -1,0 +1,161 @@
+"""Resolves the steps of one rank: kernel rows, limits, captured steps, and the KV cache that fits beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from moe_engine.config.args import EngineArgs
+from moe_engine.kernels.backends import LaunchKernels
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.widths import local_heads
+from moe_engine.parallel.expert_settings import ExpertSettings
+from moe_engine.planning.checkpoint import CheckpointFacts
+from moe_engine.planning.machine import Machine
+from moe_engine.planning.resolution_log import Record
+from moe_engine.planning.resolve_compile import compiled_rows
+from moe_engine.planning.resolve_dtype import DTYPE_BYTES
+from moe_engine.planning.resolve_graphs import note_graphs, resolve_graphs, why_not_captured
+from moe_engine.planning.resolve_kernels import asked_backends, resolve_kernels
+from moe_engine.planning.resolve_limits import resolve_limits
+from moe_engine.planning.resolve_parallel import ParallelPlan, with_dispatch_dtype
+from moe_engine.planning.sizing import Sizing, size_memory
+from moe_engine.planning.sizing_input import SizingInput
+from moe_engine.planning.step_limits import StepLimits
+from moe_engine.step_settings import GraphSettings, LoraSettings
+from moe_engine.types import SpeculationConfig
+
+
+@dataclass(frozen=True)
+class ResolvedSteps:
+    """`parallel` with the dispatch dtype that the kernels take, `graphs` bounded by the number of requests."""
+
+    kernels: LaunchKernels
+    parallel: ParallelPlan
+    limits: StepLimits
+    graphs: GraphSettings
+    sizing: Sizing
+
+
+def resolve_steps(
+    args: EngineArgs,
+    model: ModelConfig,
+    part: Machine,
+    dtype: str,
+    kv_dtype: str,
+    context_len: int,
+    checkpoint: CheckpointFacts | None,
+    speculation: SpeculationConfig | None,
+    draft: ModelConfig | None,
+    parallel: ParallelPlan,
+    experts: ExpertSettings,
+    lora: LoraSettings | None,
+    record: Record,
+) -> ResolvedSteps:
+    """
+    Args:
+        part: one rank's share of the machine.
+        draft: the draft model, if there is one.
+
+    Raises:
+        ConfigError: a kernel row that cannot run, or too little memory (with flags that fit).
+    """
+    asked = asked_backends(args) | compiled_rows(args, model, parallel, part.device, record)
+    local = local_heads(model, parallel.topology.attn_tp_size)
+    why = why_not_captured(args, part, parallel, experts, model)
+    kernels = resolve_kernels(args, asked, part, local, draft, dtype, kv_dtype, why, record)
+    parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
+    page, size = kernels.page_size, DTYPE_BYTES[dtype]
+    limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
+    graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, record)
+    sizing = _size(args, model, part, kernels, limits, checkpoint, speculation, draft, parallel, experts, graphs, lora)
+    return ResolvedSteps(kernels, parallel, limits, _note_sizes(args, sizing, graphs, part, limits, record), sizing)
+
+
+def own_part(machine: Machine, parallel: ParallelPlan) -> Machine:
+    """One rank's share of the machine. Each rank has its own GPU; ranks share a host's memory and cores."""
+    ranks = parallel.ranks_per_node
+    cores = max(1, machine.cores // ranks)
+    if machine.device != "cpu" or ranks == 1:
+        return dataclasses.replace(machine, cores=cores)
+    return dataclasses.replace(
+        machine,
+        total_bytes=machine.total_bytes // ranks,
+        available_bytes=machine.available_bytes // ranks,
+        cores=cores,
+        source=f"{machine.source}, shared by {ranks} ranks",
+    )
+
+
+def cores_reason(parallel: ParallelPlan) -> str:
+    ranks = parallel.ranks_per_node
+    return "physical cores this process may use" + (f", shared by {ranks} ranks" if ranks > 1 else "")
+
+
+def _size(
+    args: EngineArgs,
+    model: ModelConfig,
+    machine: Machine,
+    kernels: LaunchKernels,
+    limits: StepLimits,
+    checkpoint: CheckpointFacts | None,
+    speculation: SpeculationConfig | None,
+    draft: ModelConfig | None,
+    parallel: ParallelPlan,
+    experts: ExpertSettings,
+    graphs: GraphSettings,
+    lora: LoraSettings | None,
+) -> Sizing:
+    memory, need = args.memory, kernels.model.need
+    return size_memory(
+        SizingInput(
+            model=model,
+            machine=machine,
+            dtype=need.dtype,
+            dtype_bytes=DTYPE_BYTES[need.dtype],
+            kv_dtype=need.kv_dtype,
+            kernels=kernels,
+            limits=limits,
+            mem_fraction=memory.mem_fraction_static,
+            max_total_tokens=memory.max_total_tokens,
+            running_is_auto=memory.max_running_requests is None,
+            checkpoint=checkpoint,
+            uses_mtp=speculation is not None and speculation.method == "nextn",
+            draft=draft,
+            parallel=parallel,
+            experts=experts,
+            graphs=graphs,
+            lora=lora,
+            tier_ratio=memory.hicache_ratio if memory.enable_hierarchical_cache else 0.0,
+            tier_bytes=memory.hicache_size * 10**9 if memory.enable_hierarchical_cache else 0,
+            swa_ratio=0.0 if memory.disable_hybrid_swa_memory else memory.swa_full_tokens_ratio,
+        )
+    )
+
+
+def _note_sizes(
+    args: EngineArgs, sizing: Sizing, graphs: GraphSettings, machine: Machine, limits: StepLimits, record: Record
+) -> GraphSettings:
+    """Logs the sizes that follow from memory. Returns the captured steps, bounded by the number of requests."""
+    if args.memory.max_total_tokens is None:
+        record.note("max_total_tokens", sizing.ledger.num_tokens, sizing.tokens_reason)
+    asked = args.memory.max_running_requests
+    if asked != sizing.max_running_requests:
+        reason = sizing.running_reason if asked is None else f"{asked} shared by the attention groups"
+        record.note("max_running_requests", sizing.max_running_requests, reason)
+    if args.memory.mem_fraction_static is None:
+        record.note("mem_fraction_static", sizing.mem_fraction_static, sizing.fraction_reason)
+    captured = graphs.up_to(sizing.max_running_requests)
+    note_graphs(args, captured, machine, limits, sizing.max_running_requests, record)
+    return captured
+
+
+def size_remarks(context_len: int, sizing: Sizing) -> list[str]:
+    tokens = sizing.ledger.num_tokens
+    remarks = [sizing.window_remark] if sizing.window_remark else []
+    if tokens >= context_len:
+        return remarks
+    return [
+        *remarks,
+        f"the KV cache holds {tokens} tokens: requests are limited to that, below the context length {context_len}",
+    ]

@@ -1,0 +1,95 @@
+"""What the memory ledger depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe_engine.kernels.backends import LaunchKernels
+from moe_engine.models import sizes
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.formats.table import kept_format
+from moe_engine.models.widths import local_heads
+from moe_engine.parallel.expert_settings import ExpertSettings
+from moe_engine.planning.checkpoint import CheckpointFacts
+from moe_engine.planning.machine import Machine
+from moe_engine.planning.resolve_parallel import SINGLE_PROCESS, ParallelPlan
+from moe_engine.planning.step_limits import StepLimits
+from moe_engine.planning.window_memory import window_bytes_per_token
+from moe_engine.step_settings import GraphSettings, LoraSettings
+
+MIN_USEFUL_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class SizingInput:
+    """Everything the ledger depends on; `mem_fraction` and `max_total_tokens` None mean auto.
+
+    `uses_mtp`: the checkpoint's MTP layers draft; `draft`: the draft model. Either holds KV for the same slots.
+    """
+
+    model: ModelConfig
+    machine: Machine
+    dtype: str
+    dtype_bytes: int
+    kv_dtype: str
+    kernels: LaunchKernels
+    limits: StepLimits
+    mem_fraction: float | None
+    max_total_tokens: int | None
+    running_is_auto: bool
+    checkpoint: CheckpointFacts | None = None
+    uses_mtp: bool = False
+    draft: ModelConfig | None = None
+    parallel: ParallelPlan = SINGLE_PROCESS
+    experts: ExpertSettings = field(default_factory=ExpertSettings)
+    graphs: GraphSettings = field(default_factory=GraphSettings)
+    tier_ratio: float = 0.0
+    """Tokens of the host-RAM tier over those of the KV cache, unless `tier_bytes` is its size; both 0: no tier."""
+    tier_bytes: int = 0
+    swa_ratio: float = 0.8
+    """Slots of windowed layers over those of the others where memory is scarce; 0: no pool of their own."""
+    num_window_slots: int = 0
+    """Tokens of the pool of windowed layers; 0: they have none of their own."""
+    lora: LoraSettings | None = None
+
+    @property
+    def page_size(self) -> int:
+        return self.kernels.page_size
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of a token on one rank, without those of windowed layers that have a pool of their own."""
+        drafted = self.draft.kv_bytes_per_token(self.kv_dtype) if self.draft is not None else 0
+        windowed = window_bytes_per_token(self) if self.num_window_slots else 0
+        return self.local_model.kv_bytes_per_token(self.kv_dtype, self.uses_mtp) + drafted - windowed
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """The format in which the device's kernels hold the weights."""
+        return kept_format(self.model.weight_format, self.machine.device, self.kernels.model.codes)
+
+    @property
+    def local_model(self) -> ModelConfig:
+        """The model with the attention heads of one rank."""
+        return local_heads(self.model, self.parallel.topology.attn_tp_size)
+
+    @property
+    def uses_ngrams(self) -> bool:
+        """Drafts come from neither MTP layers nor a draft model."""
+        return self.drafts and not self.uses_mtp and self.draft is None
+
+    @property
+    def drafts(self) -> bool:
+        return self.limits.drafts
+
+    @property
+    def logits_rows(self) -> int:
+        """Max rows of logits at once."""
+        return sizes.logits_rows(self.model.vocab_size, self.limits.num_logits)
+
+    @property
+    def min_tokens(self) -> int:
+        """Least KV slots of a useful engine."""
+        wanted = self.max_total_tokens or min(self.limits.context_len, MIN_USEFUL_TOKENS)
+        return -(-wanted // self.page_size) * self.page_size

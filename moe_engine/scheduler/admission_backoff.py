@@ -1,0 +1,64 @@
+"""Backoff of admission: decode steps for which waiting requests are not examined.
+
+Admission stops for `RETRY_DECODE_STEPS` when memory is short, and for `retract_decode_steps` after a retraction. Freed
+memory ends the first, a released row the second.
+"""
+
+from __future__ import annotations
+
+RETRY_DECODE_STEPS = 10
+"""Decode steps after which admission blocked by memory is retried; it is retried earlier if memory is freed."""
+
+
+class AdmissionBackoff:
+    """Counts decode steps; times of the backoff are numbers of decode steps."""
+
+    def __init__(self) -> None:
+        self.decode_steps = 0
+        self.prefills_in_a_row = 0
+        """Plans without decodes since the last plan with some."""
+        self._retry_at = 0
+        self._retracted_until = 0
+        self._released_before = 0
+        """Rows released before the last retraction."""
+
+    def count_plan(self, num_decodes: int) -> None:
+        if num_decodes:
+            self.decode_steps += 1
+            self.prefills_in_a_row = 0
+        else:
+            self.prefills_in_a_row += 1
+
+    def count_decodes(self, steps: int) -> None:
+        self.decode_steps += steps
+        self.prefills_in_a_row = 0
+
+    def may_admit(self, num_released: int) -> bool:
+        """Whether waiting requests are examined.
+
+        Args:
+            num_released: rows released since the start.
+        """
+        return self.steps_left(num_released) <= 0
+
+    def steps_left(self, num_released: int) -> int:
+        """Decode steps until waiting requests are examined again; 0 or less: now."""
+        until = self._retry_at
+        if num_released == self._released_before:
+            until = max(until, self._retracted_until)
+        return until - self.decode_steps
+
+    def out_of_memory(self) -> None:
+        """Admission was blocked by memory."""
+        self._retry_at = self.decode_steps + RETRY_DECODE_STEPS
+
+    def retry_now(self) -> None:
+        """Memory may have been freed, or a more urgent request has arrived."""
+        self._retry_at = 0
+
+    def after_retraction(self, steps: int, num_released: int) -> None:
+        self._retracted_until = self.decode_steps + steps
+        self._released_before = num_released
+
+    def reset(self) -> None:
+        self._retry_at = self._retracted_until = 0

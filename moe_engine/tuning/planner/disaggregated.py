@@ -1,0 +1,242 @@
+"""Prefill and decode on separate engines: the rate of each side, and the numbers of engines that balance them.
+
+Prefill engines compute prompts and nothing else; the KV of a chunk moves while the next chunk is computed, so that a
+request waits for the transfer of its last chunk only. Decode engines see no prompts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moe_engine.tuning.costs.form import KV_BYTES, Form
+from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
+from moe_engine.tuning.planner.candidate import Candidate
+from moe_engine.tuning.planner.forms import CHUNKS, ROWS, forms, variants
+from moe_engine.tuning.planner.memory import RoomOf
+from moe_engine.tuning.planner.predict import TAIL, Prediction, Predictor, shares
+from moe_engine.tuning.planner.steady import Load, Steady, steady_state
+
+BUSY = 0.85
+"""Share of the time in which prefill engines compute: above it, prompts wait longer than they take."""
+PREFILL_CHUNKS = (*CHUNKS, 16384)
+PREFILL_ROWS = 32
+"""Requests of an attention group of a prefill engine: those that are computed, and those whose KV is under way."""
+
+
+@dataclass(frozen=True)
+class Disaggregated:
+    """Prefill engines beside decode engines. `replicas` of each side is its number of engines."""
+
+    prefill: Candidate
+    decode: Candidate
+
+    @property
+    def sides(self) -> tuple[Candidate, Candidate]:
+        return self.prefill, self.decode
+
+    @property
+    def gpus(self) -> int:
+        return self.prefill.gpus + self.decode.gpus
+
+    @property
+    def concurrency(self) -> int:
+        """Requests that decode at once."""
+        return self.decode.concurrency
+
+    @property
+    def form_key(self) -> tuple[int, ...]:
+        """Setups with one key are variants of one form."""
+        return *self.prefill.form_key, *self.decode.form_key
+
+    @property
+    def text(self) -> str:
+        return f"prefill {self.prefill.text} | decode {self.decode.text}"
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillSide:
+    """A prefill engine.
+
+    Attributes:
+        seconds: of a prompt in an idle engine. per_s: prompts a second of a busy engine.
+        transfer_s: of the KV of the last chunk. parts: seconds by resource.
+    """
+
+    candidate: Candidate
+    seconds: float
+    per_s: float
+    transfer_s: float
+    parts: Mapping[str, float]
+
+    @property
+    def per_gpu(self) -> float:
+        return self.per_s / self.candidate.form.ranks
+
+
+class DisaggregatedSearch:
+    """Setups of separate engines, with their predictions.
+
+    Args:
+        kept: forms that the user's flags allow.
+    """
+
+    def __init__(
+        self, predictor: Predictor, memory: RoomOf, load: Load, kv: Sequence[str], kept: Callable[[Form], bool]
+    ) -> None:
+        self._predictor, self._memory, self._load, self._kv, self._kept = predictor, memory, load, kv, kept
+
+    def run(self, gpus: int, model_path: str, refused: dict[str, str]) -> Iterator[tuple[Disaggregated, Prediction]]:
+        """All setups of at most `gpus` GPUs whose sides fit. The first refusal is added to `refused`."""
+        for dtype in self._kv:
+            prefills = self._prefills(gpus, dtype, model_path, refused)
+            for decode, room_tokens in self._decodes(gpus, dtype, model_path) if prefills else ():
+                for rows in ROWS:
+                    if rows * self._load.held > room_tokens:
+                        break
+                    engine = decode.with_rows(rows)
+                    state = self._decode(engine)
+                    for prefill in prefills:
+                        if point := self._balanced(prefill, engine, state, gpus):
+                            yield point
+
+    def _prefills(self, gpus: int, kv: str, model_path: str, refused: dict[str, str]) -> list[PrefillSide]:
+        """The engines that no other exceeds in prompts a second of a GPU and in the seconds of a prompt."""
+        sides = [
+            self._prefill(Candidate(variant, 1, kv, chunk, PREFILL_ROWS, 0, model_path, "prefill"))
+            for size in self._sizes(gpus)
+            for form in self._forms(size)
+            if self._fits(form, kv, model_path, refused)
+            for variant in variants(form)
+            for chunk in PREFILL_CHUNKS
+        ]
+        found: list[PrefillSide] = []
+        for side in sorted(sides, key=lambda side: (side.seconds, -side.per_gpu)):
+            if not found or side.per_gpu > found[-1].per_gpu:
+                found.append(side)
+        return found
+
+    def _fits(self, form: Form, kv: str, model_path: str, refused: dict[str, str]) -> bool:
+        room = self._memory.of(Candidate(form, 1, kv, CHUNKS[0], 8, 0, model_path, "prefill"))
+        if room.refusal:
+            refused.setdefault("prefill and decode on separate engines", room.refusal)
+        return not room.refusal and room.tokens >= self._load.prompt
+
+    def _prefill(self, candidate: Candidate) -> PrefillSide:
+        """The rate of one engine whose groups all compute full chunks."""
+        cost, late = self._predictor.cost(candidate.form, candidate.kv)
+        load, groups = self._load, candidate.form.attn_dp
+        computed = max(1, round(load.computed))
+        before = round(load.prompt) - computed
+        prompts = max(1, candidate.chunk // computed)
+        alone, _ = _chunks(cost, computed, before, candidate.chunk, 1, groups)
+        full, parts = _chunks(cost, computed, before, candidate.chunk, prompts, groups)
+        last = (computed - 1) % candidate.chunk + 1
+        width = sum(
+            each.layers * each.kv_width / min(candidate.form.attn_tp, each.kv_heads)
+            for each in self._predictor.facts.attention
+        )
+        moved = last * width * KV_BYTES[candidate.kv] / self._predictor.cluster.link.bytes_per_s
+        return PrefillSide(candidate, late * alone, prompts * groups / (late * full), moved, parts)
+
+    def _decodes(self, gpus: int, kv: str, model_path: str) -> Iterator[tuple[Candidate, float]]:
+        """Decode engines with the KV slots of an attention group."""
+        depths = self._predictor.depths
+        for form in (form for size in self._sizes(gpus) for form in self._forms(size)):
+            plain = Candidate(form, 1, kv, CHUNKS[0], 8, 0, model_path, "decode")
+            for drafts in depths:
+                room = self._memory.of(replace(plain, drafts=min(1, drafts)))
+                if room.refusal:
+                    break
+                for variant in variants(form):
+                    yield replace(plain, form=variant, drafts=drafts), room.tokens
+
+    def _sizes(self, gpus: int) -> Iterator[int]:
+        """Ranks of an engine that leave a GPU to the other side."""
+        size = 1
+        while size < gpus:
+            yield size
+            size *= 2
+
+    def _forms(self, size: int) -> Iterator[Form]:
+        return (form for form, _ in forms(self._predictor.facts, size, self._kept) if form.ranks == size)
+
+    def _decode(self, engine: Candidate) -> Steady:
+        cost, _ = self._predictor.cost(engine.form, engine.kv)
+        load, accepted = replace(self._load, computed=0.0), self._predictor.accepted(engine.drafts)
+        rows, share = engine.rows * engine.form.attn_dp, self._predictor.share
+        return steady_state(cost, engine.form, load, rows, share, engine.chunk, engine.drafts, accepted)
+
+    def _balanced(
+        self, prefill: PrefillSide, decode: Candidate, state: Steady, gpus: int
+    ) -> tuple[Disaggregated, Prediction] | None:
+        """The numbers of engines with the most requests a second."""
+        load = self._load
+        decodes_per_s = state.output_per_s / load.output
+        numbers = engine_counts(
+            prefill.candidate.form.ranks, decode.form.ranks, BUSY * prefill.per_s, decodes_per_s, gpus
+        )
+        if numbers is None:
+            return None
+        engines, rate = numbers
+        busy = rate / (engines[0] * prefill.per_s)
+        waiting = busy / (2 * (1 - busy)) / prefill.per_s
+        delays = prefill.seconds, waiting, prefill.transfer_s, 0.5 * state.step_s
+        ttft = self._predictor.share.request_ms * 1e-3 + sum(delays)
+        setup = Disaggregated(
+            replace(prefill.candidate, replicas=engines[0], drafts=decode.drafts), replace(decode, replicas=engines[1])
+        )
+        prediction = Prediction(
+            ttft_s=ttft,
+            ttft_p99_s=ttft + (TAIL - 1) * waiting,
+            tpot_s=state.tpot_s,
+            itl_s=state.tpot_s,
+            itl_p99_s=state.step_s,
+            output_per_s=rate * load.output,
+            input_per_s=rate * load.computed,
+            gpus=gpus,
+            decode_binds=shares(state.decode_parts),
+            prompt_binds=shares(prefill.parts),
+        )
+        return setup, prediction
+
+
+def engine_counts(
+    prefill_ranks: int, decode_ranks: int, prefill_rate: float, decode_rate: float, gpus: int
+) -> tuple[tuple[int, int], float] | None:
+    """Numbers of prefill and decode engines on `gpus` GPUs with the highest common rate, and that rate.
+
+    Rates are requests a second of an engine. Of equal rates the fewest decode engines win. None: one of each does not
+    fit.
+    """
+    most = (gpus - prefill_ranks) // decode_ranks
+    if most < 1:
+        return None
+
+    def prefills(decodes: int) -> int:
+        return (gpus - decodes * decode_ranks) // prefill_ranks
+
+    def rate(decodes: int) -> float:
+        return min(prefills(decodes) * prefill_rate, decodes * decode_rate)
+
+    # One more decode engine adds to its side and takes from the other: the optimum is where the sides cross.
+    below = bisect_left(range(1, most + 1), True, key=lambda d: d * decode_rate > prefills(d) * prefill_rate)
+    best = max((d for d in (below, below + 1) if 1 <= d <= most), key=rate)
+    return (prefills(best), best), rate(best)
+
+
+def _chunks(
+    cost: StepCostModel, computed: int, before: int, chunk: int, prompts: int, groups: int
+) -> tuple[float, Mapping[str, float]]:
+    """Seconds of `prompts` prompts of each group at once, chunk by chunk, and their resources."""
+    seconds, parts = 0.0, dict[str, float]()
+    while computed > 0:
+        tokens = min(computed, chunk)
+        pairs = tokens * before + tokens * (tokens + 1) // 2
+        step = cost.step(StepShape(0, 0, 0, prompts * tokens, prompts * pairs, prompts * tokens * groups))
+        seconds += step.seconds
+        for name, value in step.by_resource.items():
+            parts[name] = parts.get(name, 0.0) + value
+        computed, before = computed - tokens, before + tokens
+    return seconds, parts

@@ -1,0 +1,131 @@
+"""The gated delta net of every row that runs on a CPU against its recurrence in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moe_engine.kernels import tables
+from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights, StateRuns
+from moe_engine.kernels.registry import Choice
+from tests.models.rows import cpu_rows_of
+
+ROWS = [row.name for row in cpu_rows_of(tables.DELTA)]
+SHAPES = (DeltaShape(2, 4, 8, 12, 4), DeltaShape(1, 3, 16, 80, 2), DeltaShape(3, 3, 24, 32, 3))
+
+
+def draw(shape: DeltaShape, tokens: int, num_rows: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    inputs = DeltaInputs(
+        torch.randn(tokens, shape.key_heads * shape.projected).to(dtype),
+        torch.randn(tokens, 2 * shape.value_heads).to(dtype),
+    )
+    weights = DeltaWeights(
+        torch.randn(shape.key_heads, shape.taps, shape.mixed),
+        torch.empty(shape.value_heads).uniform_(0.01, 2).log(),
+        torch.randn(shape.value_heads),
+        1 + 0.2 * torch.randn(shape.value),
+        1e-6,
+    )
+    states = DeltaStates(
+        torch.randn(num_rows, shape.key_heads, shape.taps - 1, shape.mixed).to(dtype),
+        torch.randn(num_rows, shape.value_heads, shape.key, shape.value),
+    )
+    return inputs, weights, states
+
+
+def wide(part: Any) -> Any:
+    return type(part)(*(x.double() for x in part))
+
+
+def recurrence(
+    inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: StateRuns, shape: DeltaShape
+) -> Tensor:
+    """Token by token, head by head, in float64; stores states."""
+    out = []
+    conv, a_log, dt_bias, norm = (getattr(weights, name).double() for name in ("conv", "a_log", "dt_bias", "norm"))
+    for i, count in enumerate(runs.lens):
+        begin, row = int(runs.starts[i]), int(runs.reads[i])
+        tail, memory = states.tail[row].clone(), states.memory[row].clone()
+        for t in range(begin, begin + count):
+            heads = inputs.qkvz[t].view(shape.key_heads, shape.projected)
+            text = torch.cat((tail, heads[:, None, : shape.mixed]), 1)  # [Hk, K, C]
+            tail = text[:, 1:]
+            taken = torch.nn.functional.silu((text * conv).sum(1))
+            token = []
+            for h in range(shape.value_heads):
+                head, place = divmod(h, shape.shared)
+                q, k, values = taken[head].split((shape.key, shape.key, shape.shared * shape.value))
+                v = values[place * shape.value : (place + 1) * shape.value]
+                z = heads[head, shape.mixed :][place * shape.value : (place + 1) * shape.value]
+                q, k = (x / (x.square().sum() + 1e-6).sqrt() for x in (q, k))
+                b, a = inputs.ba[t].view(shape.key_heads, 2, shape.shared)[head, :, place]
+                keep = (-a_log[h].exp() * torch.nn.functional.softplus(a + dt_bias[h])).exp()
+                state = keep * memory[h]
+                memory[h] = state + torch.outer(k, b.sigmoid() * (v - k @ state))
+                found = q @ memory[h] / math.sqrt(shape.key)
+                found = norm * found / (found.square().mean() + weights.eps).sqrt()
+                token.append(found * torch.nn.functional.silu(z))
+            out.append(torch.cat(token))
+            if (row := int(runs.rows[t])) >= 0:
+                states.tail[row], states.memory[row] = tail, memory
+    return torch.stack(out)
+
+
+def kernel(name: str) -> Any:
+    row = next(row for row in tables.DELTA if row.name == name)
+    (row,) = (row for row in tables.DELTA if row.name == name)
+    return Choice("delta", row, "").build()
+
+
+def compare(name: str, shape: DeltaShape, runs: StateRuns, num_rows: int, dtype: torch.dtype, bound: float) -> None:
+    inputs, weights, states = draw(shape, runs.num_tokens, num_rows, dtype)
+    expected = wide(states)
+    wanted = recurrence(wide(inputs), weights, expected, runs, shape)
+    got = kernel(name).run(inputs, weights, states, runs, shape)
+    assert got.dtype == dtype
+    for found, right in ((got, wanted), (states.tail, expected.tail), (states.memory, expected.memory)):
+        assert torch.linalg.vector_norm(found.double() - right) <= bound * torch.linalg.vector_norm(right)
+
+
+def runs_with_stores() -> tuple[StateRuns, int]:
+    """A prompt whose state is stored in other rows on its way, a decode, and drafts of which each stores its state."""
+    lens, reads, stored = [150, 1, 4], [3, 0, 5], [(40, 64, 150), (1,), (1, 2, 3, 4)]
+    rows = torch.full((sum(lens),), -1, dtype=torch.int64)
+    starts = torch.tensor([0, 150, 151, 155], dtype=torch.int32)
+    for offset, row in ((39, 7), (63, 8), (149, 3), (150, 0), (151, 9), (152, 10), (153, 11), (154, 12)):
+        rows[offset] = row
+    return StateRuns(lens, starts, torch.tensor(reads), stored, rows), 13
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_prompts_and_stores(name: str, shape: DeltaShape) -> None:
+    compare(name, shape, *runs_with_stores(), torch.float32, 2e-5)
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decodes(name: str, dtype: torch.dtype) -> None:
+    runs = StateRuns.plain([1, 1, 1], torch.tensor([4, 0, 2]))
+    assert runs.is_decode
+    compare(name, SHAPES[0], runs, 5, dtype, 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_run_does_not_depend_on_others_or_on_its_cut(name: str) -> None:
+    shape = SHAPES[0]
+    inputs, weights, states = draw(shape, 90, 4, torch.float32)
+    whole = DeltaStates(*(x.clone() for x in states))
+    together = kernel(name).run(inputs, weights, whole, StateRuns.plain([70, 20], torch.tensor([2, 0])), shape)
+    pieces = []
+    for begin, end, row in ((0, 33, 2), (33, 34, 2), (34, 70, 2), (70, 90, 0)):
+        part = DeltaInputs(*(x[begin:end] for x in inputs))
+        runs = StateRuns.plain([end - begin], torch.tensor([row]))
+        pieces.append(kernel(name).run(part, weights, states, runs, shape))
+    torch.testing.assert_close(torch.cat(pieces), together, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(states.memory, whole.memory, rtol=1e-4, atol=1e-5)
+    assert torch.equal(states.tail, whole.tail)
