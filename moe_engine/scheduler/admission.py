@@ -26,7 +26,7 @@ from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 from moe_engine.types import Request, Status
 
 _UNLIMITED = 1 << 60
-MAX_HELD = 64
+MAX_HELD = 8
 """Requests that are examined in a step although held sessions leave no room; of the others, only those that return."""
 SHARED_TOKENS = 32
 """Prompts that share this many uncached tokens are not prefilled in the same batch: the second waits a step."""
@@ -246,7 +246,7 @@ class Admission:
         left = config.ceil_page(len(entry.tokens) - entry.matched(kv_cache.tree).length)
         total = left + expected_growth(request, config.clip_max_new_tokens) + config.page_size
         alone = not num_running and not batch.jobs
-        if not alone and not budget.has_room(total) or self._must_leave(entry, total, budget, alone):
+        if (not alone and not budget.has_room(total)) or self._must_leave(entry, total, budget, alone):
             return False  # `_admit` refuses it for the same reason
         if storage is not None:
             if storage.must_wait(entry):

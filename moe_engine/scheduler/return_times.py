@@ -10,7 +10,8 @@ of giving up has
     horizon = P * seconds to compute a token * (1 - elasticity in room) / (elasticity in room),
 
 a "five-minute rule" (Gray and Putzolu, SIGMOD 1987) with measured prices: where the engine idles for want of room, KV
-is given up soon, and where computing is the limit it is kept. The expectation is over the pauses that were seen and the share of requests that never returned.
+is given up soon, and where computing is the limit it is kept. The expectation is over the pauses that were seen and the
+share of requests that never returned.
 """
 
 from __future__ import annotations

@@ -225,8 +225,10 @@ class SessionHold:
                 self._held += size
             elif session.entry is not None:
                 displaced.append((session, size))
-        turns = num_running + len(holds)
-        self._reserve = max(self._growth_reserve(horizon), growth * turns + self._output * num_running)
+        self._reserve = 0.0
+        turns = len(holds) + (num_running if self.returns.value(0.0) > 0 else 0)  # running sessions will be held
+        if turns:
+            self._reserve = max(self._growth_reserve(horizon), growth * turns + self._output * num_running)
         before = int(self._held + growth * turns)
         for session, size in displaced:  # they come before requests of which nothing is cached
             assert session.entry is not None
@@ -250,7 +252,7 @@ class SessionHold:
 
     def must_wait(self, entry: Waiting, total: int, room: float) -> bool:
         """Whether a request that takes `total` of `room` tokens waits because sessions would lose their KV."""
-        if not self._held or entry.request.retractions:
+        if not (self._held or self._reserve) or entry.request.retractions:
             return False
         before = self._before.get(entry)
         missing = total + (self._held + self._reserve if before is None else before) - (room + self._below)
