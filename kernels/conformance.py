@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from moe_engine.kernels.indexer.cpu import CpuIndexer
     from moe_engine.kernels.indexer.protocol import IndexerKernel
     from moe_engine.kernels.indexer.reference import TorchIndexer
+    from moe_engine.kernels.indexer.triton_indexer import TritonIndexer
     from moe_engine.kernels.linear.cpu import CpuLinear
     from moe_engine.kernels.linear.deep_gemm import DeepGemmLinear
     from moe_engine.kernels.linear.protocol import LinearKernel
@@ -63,6 +64,6 @@ if TYPE_CHECKING:
     OPS: list[Ops] = [TorchOps(), CpuOps(), TritonOps()]
     SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]
     PERMUTATION: list[Permutation] = [TorchPermutation(), CpuPermutation(), TritonPermutation()]
-    INDEXER: list[IndexerKernel] = [TorchIndexer(), CpuIndexer()]
+    INDEXER: list[IndexerKernel] = [TorchIndexer(), CpuIndexer(), TritonIndexer()]
     DELTA: list[DeltaKernel] = [TorchDelta(), CpuDelta()]
     LORA: list[LoraKernel] = [TorchLora(), CpuLora(), TritonLora()]

@@ -11,6 +11,7 @@ from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.registry import Row
 from moe_engine.kernels.triton.availability import why_not as triton_why_not
 from moe_engine.kernels.triton.availability import why_not_cache as triton_why_not_cache
+from moe_engine.kernels.triton.availability import why_not_index_heads as triton_why_not_index_heads
 from moe_engine.kernels.triton.availability import why_not_latent as triton_why_not_latent
 from moe_engine.kernels.vendors import availability as vendors
 
@@ -48,6 +49,11 @@ def _triton_latent(device: Device, need: Need) -> str | None:
     return _triton_with_cache(device, need) or triton_why_not_latent(device)
 
 
+def _triton_indexer(device: Device, need: Need) -> str | None:
+    reason = _triton_with_cache(device, need)
+    return reason or (None if need.index is None else triton_why_not_index_heads(need.index.width))
+
+
 def _triton_float32(device: Device, need: Need) -> str | None:
     """Logits are float32 in every model."""
     return triton_why_not(device, "float32")
@@ -58,7 +64,7 @@ def _uncaptured_torch(device: Device, need: Need) -> str | None:
 
 
 def _uncaptured_indexer(device: Device, need: Need) -> str | None:
-    return "sparse attention has another plan when a context exceeds the indexer's top-k"
+    return "the torch row of the indexer loops over requests on the host"
 
 
 def _uncaptured_delta(device: Device, need: Need) -> str | None:
@@ -130,6 +136,14 @@ EXPERTS.append(
         reads_fp8=_multiplies_fp8,
     )
 )
+INDEXER.append(
+    Row(
+        "triton",
+        "moe_engine.kernels.indexer.triton_indexer:TritonIndexer",
+        20,
+        _triton_indexer,
+    )
+)
 LORA.append(Row("triton", "moe_engine.kernels.lora.triton_lora:TritonLora", 20, _triton))
 SAMPLING.append(Row("triton", "moe_engine.kernels.sampling.triton_sampling:TritonSampling", 20, _triton_float32))
 
@@ -173,8 +187,8 @@ EXPERTS.append(
 )
 MLA += [
     Row(
-        "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, workspace=workspaces.flashmla,
-        why_not_captured=vendors.flash_mla_uncaptured, pages=(64,), lacks_expanded=True,
+        "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, ("index",), workspaces.flashmla,
+        vendors.flash_mla_uncaptured, pages=(64,), lacks_expanded=True, sparse=True,
     ),
     Row(
         "trtllm_mla", f"{_ATTENTION}.vendors.trtllm_mla:TrtllmMLA", 46, vendors.trtllm_mla,

@@ -146,33 +146,6 @@ class SpeculationConfig:
         return max(self.num_nodes(depth), max(depth - 1, 0) * self.topk + 1)
 
 
-PAD_TOKENS = 8
-"""Positions a row may exceed the context length by: an overlapped decode whose result is dropped."""
-
-
-def row_width(context_len: int, num_drafts: int = 0) -> int:
-    """Columns of the worker's per-row tables, indexed by token position.
-
-    Args:
-        num_drafts: KV slots of one step's drafts; two steps can be in flight.
-    """
-    return -(-(context_len + PAD_TOKENS + 2 * num_drafts) // 16) * 16
-
-
-def window_request_pages(window: int, page_size: int, draft_slots: int = 0) -> int:
-    """Most pages of a window pool that a request needs, without those of its prompt in a step: its window and the slots
-    of two steps' drafts, rounded to pages at both ends; a page that left the window is held back until the step in
-    flight ends."""
-    return -(-(window + 2 * draft_slots) // page_size) + 3
-
-
-def window_pool_tokens(window: int, page_size: int, max_rows: int, step_tokens: int, draft_slots: int = 0) -> int:
-    """Tokens of a window pool with room for `max_rows` requests: prompts of the step to plan and of the step in flight
-    are added."""
-    each = window_request_pages(window, page_size, draft_slots)
-    return max_rows * each * page_size + 3 * -(-step_tokens // page_size) * page_size
-
-
 class Status(enum.IntEnum):
     WAITING = 0
     RUNNING = 1

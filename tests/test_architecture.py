@@ -23,8 +23,8 @@ MAX_LINES = 500
 MAX_FUNCTION_LINES = 80
 
 FACTS = {
-    "errors", "kv_ops", "types", "step_settings", "token_masks", "sampling_checks", "custom_logit_processor",
-    "validation",
+    "errors", "kv_ops", "row_sizes", "types", "step_settings", "token_masks", "sampling_checks",
+    "custom_logit_processor", "validation",
 }  # fmt: skip
 BASE = FACTS | {"structured_output", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
@@ -33,6 +33,7 @@ PLAN = {"config", "planning", "tokenizer"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "kv_ops": set(),
+    "row_sizes": set(),
     "types": {"errors", "kv_ops", "structured_output"},
     "step_settings": set(),
     "token_masks": {"errors", "types"},
@@ -69,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 NO_TORCH_FILES = (
     "step_settings",
     "kv_ops",
+    "row_sizes",
     "types",
     "token_masks",
     "custom_logit_processor",

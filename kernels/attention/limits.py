@@ -61,6 +61,11 @@ def flashmla_records(heads: int) -> str | None:
     return f"FlashMLA reads FP8 records for at most {most} query heads, not {heads}" if heads > most else None
 
 
+def flashmla_record_heads(heads: int) -> int:
+    """Query heads of the kernel that runs `heads`: the others are padding."""
+    return next(count for count in FLASHMLA_RECORD_HEADS if heads <= count)
+
+
 def trtllm_absorbed(latent: int, rotary: int, heads: int) -> str | None:
     if (latent, rotary) not in TRTLLM_WIDTHS:
         known = " or ".join(f"{c}+{p}" for c, p in TRTLLM_WIDTHS)

@@ -13,24 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor
 
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.attention.selected import SparseAttention
 
 if TYPE_CHECKING:
     from moe_engine.kernels.decoder.calls import DecoderCalls
-
-
-class RenewablePlan(Protocol):
-    """A plan at fixed addresses, so that captured launches (a CUDA graph) can run with the plan of another step."""
-
-    on_device: bool
-    """Launches read the lengths on the device: `renew` needs upper bounds in `context_lens`, and what it writes serves
-    all plans of the backend for as many requests."""
-
-    def renew(self) -> None:
-        """Replans for the queries' current `context_lens`, in stream order; no host wait."""
-
-
-InPlacePlanner = Callable[[AttentionBatch], RenewablePlan | None]
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.queries import PagedQueries
+from moe_engine.kernels.attention.renewable import RenewablePlan
+from moe_engine.kernels.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,19 @@ class Selected:
 
         The counts of a draft tree are read from the device.
         """
-        counts = num_visible(queries)
-        counts = [min(count, top_k) for count in counts]
+        counts = [min(count, top_k) for count in num_visible(queries)]
+        return cls._of(queries, counts, max(counts, default=0))
+
+    @classmethod
+    def of_width(cls, queries: PagedQueries, top_k: int) -> Selected:
+        """`empty`, with room for the top-k of every token: the memory of steps whose contexts differ."""
+        return cls._of(queries, [min(count, top_k) for count in num_visible(queries)], top_k)
+
+    @classmethod
+    def _of(cls, queries: PagedQueries, counts: list[int], width: int) -> Selected:
         device = queries.rows.device
-        slots = torch.empty((len(counts), max(counts, default=0)), dtype=torch.int32, device=device)
-        return cls(slots, counts, torch.tensor(counts, dtype=torch.int32, device=device))
+        slots = torch.empty((len(counts), width), dtype=torch.int32, device=device)
+        return cls(slots, counts, upload(np.asarray(counts, dtype=np.int32), device))
 
     def queries(self) -> PagedQueries:
         """Each query token as a request of its own, whose context is what it selected."""
@@ -69,3 +80,7 @@ class SparseAttention:
     run: Callable[[Tensor, Tensor, Selected, float, Any, int], Tensor]
     """(q, cache, selected, scale, plan, value_width) -> `MLABackend.absorbed` of q [T, H, C+P] over the selected rows
     of the cache: [T, H, C]."""
+
+    plan_in_place: Callable[[Selected], RenewablePlan | None] | None = None
+    """`plan` at fixed addresses, for captured launches (`AttentionCapabilities.plan_in_place`): `selected` has room for
+    all counts, its lists and tensors are overwritten at later steps, and `renew` follows them."""

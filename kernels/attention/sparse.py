@@ -5,6 +5,7 @@ Legend: T query tokens, H heads, C kv_lora_rank, P rotary width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -14,16 +15,32 @@ from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
 
 
+@dataclass(frozen=True)
+class OwnRequests:
+    """Query tokens as requests of their own, and the backend's plan of these; a `RenewablePlan` if that is one."""
+
+    queries: PagedQueries
+    own: Any
+    on_device = False
+
+    def renew(self) -> None:
+        self.own.renew()
+
+
 def over_absorbed(backend: MLABackend) -> SparseAttention:
     """Sparse attention by a backend's `absorbed`: each query token as a request of its own, on pages of one token. A
     token's result has the bits of `absorbed` over the same tokens, if the backend is batch-invariant."""
 
-    def plan(selected: Selected) -> tuple[PagedQueries, Any]:
+    def plan(selected: Selected) -> OwnRequests:
         queries = selected.queries()
-        return queries, backend.plan(AttentionBatch(queries, None))
+        return OwnRequests(queries, backend.plan(AttentionBatch(queries, None)))
 
-    def run(q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: Any, value_width: int) -> Tensor:
-        queries, own = plan
-        return backend.absorbed(q, cache, queries, scale, own, value_width)
+    def plan_in_place(selected: Selected) -> OwnRequests | None:
+        queries, planner = selected.queries(), backend.capabilities.plan_in_place
+        own = None if planner is None else planner(AttentionBatch(queries, None))
+        return None if own is None else OwnRequests(queries, own)
 
-    return SparseAttention(plan, run)
+    def run(q: Tensor, cache: Tensor, selected: Selected, scale: float, plan: OwnRequests, value_width: int) -> Tensor:
+        return backend.absorbed(q, cache, plan.queries, scale, plan.own, value_width)
+
+    return SparseAttention(plan, run, plan_in_place)

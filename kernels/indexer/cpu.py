@@ -31,6 +31,9 @@ class CpuIndexer:
     def plan(self, queries: PagedQueries) -> Plan:
         return Plan.of(AttentionBatch(queries, None))
 
+    def plan_in_place(self, queries: PagedQueries) -> None:
+        return None
+
     def write(self, keys: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:
         index_keys.write(keys, slots, cache)
 

@@ -28,6 +28,9 @@ class TorchIndexer:
     def plan(self, queries: PagedQueries) -> Any:
         return None
 
+    def plan_in_place(self, queries: PagedQueries) -> None:
+        return None
+
     def write(self, keys: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:
         index_keys.write(keys, slots, cache)
 

@@ -45,6 +45,11 @@ def version() -> tuple[int, int]:
         return 0, 0
 
 
+def why_not_index_heads(width: int) -> str | None:
+    """The reason Triton rows do not support an indexer's heads of that width, or None."""
+    return None if width >= 16 else f"index heads of {width} channels (a matrix product needs 16)"
+
+
 def why_not_latent(device: Device) -> str | None:
     """The reason Triton's MLA is unavailable, or None: before 3.9 the compiler needs 273 KiB of shared memory for its
     128-row tile on sm_100, where the limit per block is 227."""

@@ -14,6 +14,7 @@ from typing import Any
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, MLABackend
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.indexer.in_place import SelectionInPlace
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.models.layers import mla_chunks
 from moe_engine.models.layers.mla_chunks import AttentionChunk
@@ -30,10 +31,13 @@ def cut(
 ) -> list[AttentionChunk]:
     """The chunks of a step, in token order. Arguments as in `mla_chunks.cut`; `limits` are its two maxima.
 
-    A decode group with one request beyond the top-k is one sparse chunk: a token that sees no more than the top-k
-    selects all that it sees. Of a prefill group each request has its own form.
+    A captured decode is one sparse chunk, and so is a decode group with one request beyond the top-k: a token that sees
+    no more than the top-k selects all that it sees. Of a prefill group each request has its own form.
     """
     decode, prefill = batch.decode, batch.prefill
+    if isinstance(plan, SelectionInPlace) and decode is not None:
+        tokens = slice(0, decode.num_tokens)
+        return [AttentionChunk(tokens, decode, plan.attention, True, selected=plan.selected, index_plan=plan.index)]
     if not any(_exceeds(queries, top_k) for queries in (decode, prefill)):
         return mla_chunks.cut(batch, backend, plan, *limits, capabilities)
     chunks: list[AttentionChunk] = []

@@ -25,6 +25,16 @@ class DisaggregationArgs:
     )
     disaggregation_transfer_backend: str = flag(
         "tcp",
-        "Transport of the KV. tcp: ZeroMQ over TCP, through host memory. The others are not available yet.",
-        choices=("tcp", "mooncake", "nixl", "ascend", "mori", "fake"),
+        "Transport of the KV, the same on both sides. tcp: over ZeroMQ. shm: shared memory of one machine. nixl: NIXL "
+        "with UCX. mooncake: Mooncake's transfer engine, over RDMA where there is some, else TCP; mooncake_tcp: TCP.",
+        choices=("tcp", "shm", "nixl", "mooncake", "mooncake_tcp", "ascend", "mori", "fake"),
     )
+
+
+TRANSPORT_LIBRARIES = {
+    "nixl": ("nixl", "nixl"),
+    "mooncake": ("mooncake", "mooncake"),
+    "mooncake_tcp": ("mooncake", "mooncake"),
+}
+"""Transport -> (module, extra of pyproject.toml)."""
+REFUSED_TRANSPORTS = ("ascend", "mori", "fake")

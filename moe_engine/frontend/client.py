@@ -27,6 +27,7 @@ from moe_engine.frontend.client_api import (
     NO_ARGS,
     CallArgs,
     CallError,
+    DirectReader,
     EngineInfo,
     GroupAnswers,
     Health,
@@ -108,13 +109,13 @@ class CoreClient:
 
     # -- requests
 
-    async def stream(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
+    async def stream(self, request: AddRequest, direct: DirectReader | None = None) -> AsyncIterator[RequestDelta]:
         if request.rid in self._inboxes:
             raise ValueError(f"request id {request.rid!r} is in use")
         number = self._choose(request)
         if len(self._endpoints) > 1:
             request.routed_dp_rank = number  # for the response's meta_info
-        inbox = self._inboxes[request.rid] = Inbox(request, number, self._router.loads[number])
+        inbox = self._inboxes[request.rid] = Inbox(request, number, self._router.loads[number], direct)
         finished = False
         try:
             self._endpoints[number].send(request)

@@ -116,13 +116,21 @@ def values_of(groups: Sequence[GroupAnswers], method: str) -> list[Any]:
     return [value for group in groups for value in group.values]
 
 
+DirectReader = Callable[[RequestDelta], bool]
+"""Takes a delta on arrival, without waking the reader's task; False: the delta is for the task."""
+
+
 class EngineClient(Protocol):
     info: EngineInfo
 
-    def stream(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
+    def stream(self, request: AddRequest, direct: DirectReader | None = None) -> AsyncIterator[RequestDelta]:
         """Submits a request and yields its deltas, merged if the reader is slow, until one has `finish`.
 
         Closing the iterator early (client disconnected, stop string found) aborts the request.
+
+        Args:
+            direct: offered each plain delta (tokens and nothing else) that arrives while the reader waits for it.
+                It must not raise.
 
         Raises:
             EngineDeadError: as soon as the engine is dead.

@@ -9,15 +9,16 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from moe_engine.core.messages import RequestDelta
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
-from moe_engine.frontend.client_api import EngineClient
+from moe_engine.frontend.chunks import Chunks
+from moe_engine.frontend.client_api import DirectReader, EngineClient
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.frontend.prepare import BURST, FormatOf, FrontendSettings, Job, Preparer, ReadRequest
+from moe_engine.frontend.sequence import COLLECTED, Lane, Observer, Sequence, direct_reader, feed, sequences_of
 from moe_engine.frontend.served_adapters import ServedAdapters
 from moe_engine.frontend.served_weights import ServedWeights
 from moe_engine.frontend.sessions import Sessions
@@ -25,17 +26,6 @@ from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import FinishReason
 
 __all__ = ["Frontend", "FrontendSettings", "GenerateInput", "Job", "Observer"]
-
-SHARED_PROMPT_TOKENS = 32
-"""With n > 1, prompts of at least this length are computed once: other copies wait for the first one's first token."""
-
-
-class Observer(Protocol):
-    """Receives the events of each sequence (metrics, request log)."""
-
-    def received(self, generation: Generation) -> None: ...
-    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None: ...
-    def finished(self, generation: Generation) -> None: ...
 
 
 def released_message(parts: Collection[str]) -> str:
@@ -69,7 +59,7 @@ class Frontend:
         """See `frontend.pausing`."""
         self.released: set[str] = set()
         """Parts whose memory is given back, see `frontend.memory_release`. No request begins meanwhile."""
-        self._live: dict[str, _Sequence] = {}
+        self._live: dict[str, Sequence] = {}
         """By the client's id, from the start of the request until the sequence has ended here."""
         self.adapters = ServedAdapters(client, self.settings.lora)
         self.sessions = Sessions(None if tokenizer is None else tokenizer.bos_id)
@@ -100,29 +90,23 @@ class Frontend:
 
     async def chunks(self, job: Job) -> AsyncGenerator[dict[str, Any]]:
         """`stream` of a prepared request."""
-        incremental = self.settings.incremental_streaming_output
-        begun: set[int] = set()
+        chunk_of = Chunks(job, self.settings.incremental_streaming_output)
         async with aclosing(self.pieces(job)) as pieces:
             async for piece in pieces:
-                generation = piece.generation
-                if incremental:
-                    chunk = generation.output_of(piece, with_prompt=generation.index not in begun)
-                    begun.add(generation.index)
-                else:
-                    chunk = generation.output()
-                if job.is_list:
-                    chunk["index"] = generation.index
-                yield chunk
+                yield chunk_of(piece)
 
     async def collect(self, job: Job) -> list[Generation]:
         """Runs a prepared request to its end."""
-        async with aclosing(self.pieces(job)) as pieces:
+        async with aclosing(self.pieces(job, COLLECTED)) as pieces:
             async for _ in pieces:
                 pass
         return job.generations
 
-    async def pieces(self, job: Job) -> AsyncGenerator[Piece]:
+    async def pieces(self, job: Job, lane: Lane | None = None) -> AsyncGenerator[Piece]:
         """New pieces of all sequences of a request, in order of arrival.
+
+        Args:
+            lane: gets the pieces that it is ready for; the others are yielded. Pieces of one sequence keep their order.
 
         Raises:
             InputError: one of its ids belongs to a running request.
@@ -132,15 +116,15 @@ class Frontend:
                 if (adapter := adapters.get(generation.lora)) is not None:
                     generation.request.lora_id, generation.request.lora_pinned = adapter.id, adapter.pinned
                     generation.request.lora_key = adapter.key
-            async with aclosing(self._pieces(job)) as pieces:
+            async with aclosing(self._pieces(job, lane)) as pieces:
                 async for piece in pieces:
                     yield piece
 
-    async def _pieces(self, job: Job) -> AsyncGenerator[Piece]:
+    async def _pieces(self, job: Job, lane: Lane | None) -> AsyncGenerator[Piece]:
         sequences = self._enter(job)
         held = await self._hold_weights(job, sequences)
         try:
-            parts = self._run(sequences[0]) if len(sequences) == 1 else self._run_all(sequences)
+            parts = self._run(sequences[0], lane) if len(sequences) == 1 else self._run_all(sequences, lane)
             async with aclosing(parts) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -150,7 +134,7 @@ class Frontend:
             for sequence in sequences:
                 self._leave(sequence)
 
-    async def _hold_weights(self, job: Job, sequences: list[_Sequence]) -> bool:
+    async def _hold_weights(self, job: Job, sequences: list[Sequence]) -> bool:
         """Waits while the weights are replaced: all sequences of a job have answers of the same ones. False: all
         sequences were aborted meanwhile, and none will be sent."""
         try:
@@ -163,13 +147,14 @@ class Frontend:
             generation.weight_version = self.weights.version
         return held
 
-    async def _run_all(self, sequences: list[_Sequence]) -> AsyncGenerator[Piece]:
+    async def _run_all(self, sequences: list[Sequence], lane: Lane | None) -> AsyncGenerator[Piece]:
+        lane = lane if lane is COLLECTED else None  # pieces before it may still be in the queue
         queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(len(sequences))
         tasks: list[asyncio.Task[None]] = []
         remaining = len(sequences)
         try:
             for sequence in sequences:
-                tasks.append(asyncio.create_task(self._pump(sequence, queue)))
+                tasks.append(asyncio.create_task(self._pump(sequence, queue, lane)))
                 if len(tasks) % BURST == 0:
                     await asyncio.sleep(0)
             while remaining:
@@ -199,7 +184,7 @@ class Frontend:
         """Aborts every request whose client id starts with `rid`, or all."""
         self._abort([s for s in self._live.values() if all or (rid and s.generation.rid.startswith(rid))], reason)
 
-    def _abort(self, chosen: list[_Sequence], reason: str) -> None:
+    def _abort(self, chosen: list[Sequence], reason: str) -> None:
         for sequence in chosen:
             sequence.aborted = sequence.aborted or reason
             sequence.go.set()
@@ -228,31 +213,29 @@ class Frontend:
 
     # -- one sequence
 
-    async def _pump(self, sequence: _Sequence, queue: asyncio.Queue[Any]) -> None:
+    async def _pump(self, sequence: Sequence, queue: asyncio.Queue[Any], lane: Lane | None) -> None:
         """Waits while the queue is full; deltas that arrive meanwhile are merged before any work is done on them."""
         try:
-            async with aclosing(self._run(sequence)) as pieces:
+            async with aclosing(self._run(sequence, lane)) as pieces:
                 async for piece in pieces:
                     await queue.put(piece)
             await queue.put(None)
         except Exception as exc:
             await queue.put(exc)
 
-    async def _run(self, sequence: _Sequence) -> AsyncGenerator[Piece]:
+    async def _run(self, sequence: Sequence, lane: Lane | None) -> AsyncGenerator[Piece]:
         await sequence.go.wait()
         generation = sequence.generation
         observer = self.observer if generation.observed else None
         if observer is not None:
             observer.received(generation)
         try:
-            async with aclosing(self._deltas(sequence)) as deltas:
+            async with aclosing(self._deltas(sequence, direct_reader(sequence, observer, lane))) as deltas:
                 async for delta in deltas:
-                    before, last = len(generation.output_ids), generation.last_token_at
-                    generation.feed(delta)
-                    if generation.output_ids or generation.finish:
-                        sequence.let_followers_go()
-                    if observer is not None and len(generation.output_ids) > before:
-                        _observe(observer, generation, len(generation.output_ids) - before, last)
+                    if sequence.failed is not None:
+                        raise sequence.failed
+                    if generation.finish is None:  # else a stop string ended it in the lane
+                        feed(sequence, delta, observer)
                     _raise_if_refused(generation)
                     if generation.finish is not None:
                         break
@@ -270,14 +253,14 @@ class Frontend:
             if observer is not None:
                 observer.finished(generation)
 
-    def _deltas(self, sequence: _Sequence) -> AsyncGenerator[RequestDelta]:
+    def _deltas(self, sequence: Sequence, direct: DirectReader | None) -> AsyncGenerator[RequestDelta]:
         request = sequence.generation.request
         if sequence.aborted is not None:  # before it was sent to the engine
             return _only(RequestDelta(request.rid, [], FinishReason("abort", message=sequence.aborted).to_dict()))
         sequence.is_sent = True
-        return _closable(self.client.stream(request))
+        return _closable(self.client.stream(request, direct))
 
-    def _enter(self, job: Job) -> list[_Sequence]:
+    def _enter(self, job: Job) -> list[Sequence]:
         """The sequences of a job; registers their ids."""
         if self.released:
             raise InputError(released_message(self.released), status=503)
@@ -286,7 +269,7 @@ class Frontend:
                 raise InputError(
                     f"rid: a request with id {generation.rid!r} is still running; use another id", field="rid"
                 )
-        sequences = _sequences(job.generations)
+        sequences = sequences_of(job.generations)
         self._live.update((sequence.generation.rid, sequence) for sequence in sequences)
         try:
             for generation in job.generations:
@@ -306,7 +289,7 @@ class Frontend:
         replaced = self.sessions.begin(generation)
         self._abort([self._live[rid] for rid in replaced if rid in self._live], "Replaced by a request of its session")
 
-    def _leave(self, sequence: _Sequence) -> None:
+    def _leave(self, sequence: Sequence) -> None:
         """Unregisters its id. Safe to call twice."""
         if sequence.generation.turn is not None:
             self.sessions.end(sequence.generation)
@@ -316,47 +299,6 @@ class Frontend:
 
 async def _only(delta: RequestDelta) -> AsyncGenerator[RequestDelta]:
     yield delta
-
-
-def _observe(observer: Observer, generation: Generation, count: int, last: float | None) -> None:
-    assert generation.last_token_at is not None
-    since = generation.received_at if last is None else last
-    observer.tokens(generation, count, generation.last_token_at - since, first=last is None)
-
-
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    """A sequence of a started request.
-
-    `go` is set when it may be sent to the engine, or when it was aborted before. Copies of a long prompt are the
-    `followers` of the first copy, which computes the prompt for all.
-    """
-
-    generation: Generation
-    go: asyncio.Event = field(default_factory=asyncio.Event)
-    followers: list[_Sequence] = field(default_factory=list)
-    is_sent: bool = False
-    aborted: str | None = None
-    """Reason of an abort."""
-
-    def let_followers_go(self) -> None:
-        for follower in self.followers:
-            follower.go.set()
-        self.followers = []
-
-
-def _sequences(generations: list[Generation]) -> list[_Sequence]:
-    leaders: dict[int, _Sequence] = {}
-    sequences = []
-    for g in generations:
-        sequence = _Sequence(g)
-        leader = leaders.setdefault(g.prompt_index, sequence)
-        if leader is not sequence and len(g.prompt_ids) >= SHARED_PROMPT_TOKENS:
-            leader.followers.append(sequence)
-        else:
-            sequence.go.set()
-        sequences.append(sequence)
-    return sequences
 
 
 def _closable(iterator: AsyncIterator[Any]) -> AsyncGenerator[Any]:

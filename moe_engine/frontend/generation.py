@@ -173,7 +173,8 @@ class Generation:
 
     def _note(self, text: str, ids: list[int], logprobs: Columns, finish: dict[str, Any] | None) -> None:
         if self._piece is None:
-            self._piece = Piece(self, "", [], [], None)
+            self._piece = Piece(self, text, list(ids), logprobs, finish)
+            return
         self._piece.text += text
         self._piece.token_ids += ids
         extend(self._piece.logprobs, logprobs)

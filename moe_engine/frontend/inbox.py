@@ -7,6 +7,7 @@ from collections import deque
 
 from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.errors import EngineDeadError
+from moe_engine.frontend.client_api import DirectReader
 from moe_engine.frontend.dp_routing import Load
 from moe_engine.types import PackedLogprobs
 
@@ -28,7 +29,7 @@ class Inbox:
         ended: the scheduler has ended the request.
     """
 
-    def __init__(self, request: AddRequest, endpoint: int, load: Load) -> None:
+    def __init__(self, request: AddRequest, endpoint: int, load: Load, direct: DirectReader | None = None) -> None:
         self.request = request
         self.generated_ids: list[int] = []
         self.cached_tokens = 0
@@ -38,6 +39,9 @@ class Inbox:
         self._parts: deque[_Part] = deque()
         self._error: str | None = None
         self._event = asyncio.Event()
+        self._direct = direct
+        self._is_awaited = False
+        """The reader has read everything and waits: a plain delta may go to `direct`."""
         self._num_tokens = len(request.prompt_ids)
         self.enter(endpoint, load)
 
@@ -68,6 +72,9 @@ class Inbox:
         if self.left:
             return
         self.generated_ids += delta.token_ids
+        direct = self._direct if self._is_awaited and not self._parts else None
+        if direct is not None and is_plain(delta) and direct(delta):
+            return
         if delta.prompt_logprobs is not None:
             self._parts.extend(_prompt_parts(delta, self._limit))
         if not (self._parts and self._parts[-1].take(delta, self._limit)):
@@ -83,13 +90,22 @@ class Inbox:
         """The next part; waits for one. Yields to other tasks between two parts."""
         if self._parts:
             await asyncio.sleep(0)
-        await self._event.wait()
+        self._is_awaited = True
+        try:
+            await self._event.wait()
+        finally:
+            self._is_awaited = False
         if not self._parts:
             raise EngineDeadError(self._error or "the engine is dead")
         part = self._parts.popleft()
         if not self._parts and self._error is None:
             self._event.clear()
         return part.merged()
+
+
+def is_plain(delta: RequestDelta) -> bool:
+    """Whether it has tokens and nothing else."""
+    return delta.finish is None and delta.logprobs is None and delta.prompt_logprobs is None and delta.vector is None
 
 
 class _Part:

@@ -11,7 +11,7 @@ from itertools import chain, pairwise
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.config.buckets import token_buckets
-from moe_engine.config.disaggregation import OFF
+from moe_engine.config.disaggregation import OFF, REFUSED_TRANSPORTS, TRANSPORT_LIBRARIES
 from moe_engine.config.field import option_of
 from moe_engine.config.kv_events import parse_kv_events
 from moe_engine.config.scheduling import CACHE_AWARE_POLICIES
@@ -148,8 +148,14 @@ def _transfers(args: EngineArgs) -> Iterator[str]:
     if args.memory.kv_connector != "host":
         yield f"--disaggregation-mode {mode} is a KV connector of its own; drop --kv-connector"
     backend = args.disaggregation.disaggregation_transfer_backend
-    if backend != "tcp":
-        yield f"--disaggregation-transfer-backend {backend}: not supported yet; leave it out or use tcp"
+    if backend in REFUSED_TRANSPORTS:
+        yield f"--disaggregation-transfer-backend {backend}: not supported; use tcp, shm, nixl or mooncake"
+    module, extra = TRANSPORT_LIBRARIES.get(backend, ("moe_engine", ""))
+    if not _installed(module):
+        yield (
+            f"--disaggregation-transfer-backend {backend}: {module} is not installed; pip install '.[{extra}]', or "
+            "use tcp"
+        )
     if not 0 < args.disaggregation.disaggregation_bootstrap_port < 1 << 16:
         yield f"--disaggregation-bootstrap-port {args.disaggregation.disaggregation_bootstrap_port}: 1 to 65535"
 

@@ -7,7 +7,7 @@ from typing import Protocol
 from moe_engine.models.config import ModelConfig
 from moe_engine.planning.ledger import SLOT_TOKEN_BYTES, WINDOWS_ROW, LedgerRow, slot_table_bytes
 from moe_engine.planning.step_limits import StepLimits
-from moe_engine.types import window_pool_tokens
+from moe_engine.row_sizes import window_pool_tokens
 
 INDEXED_WINDOWS = 16
 """Where all layers have windows, tokens without KV have a number in the radix cache only: at most as many as the pool

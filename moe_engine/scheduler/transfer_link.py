@@ -39,6 +39,8 @@ class TransferLink:
     commands: deque[Command] = field(default_factory=deque)
     reports: deque[Command] = field(default_factory=deque)
     wake: Callable[[], None] = lambda: None
+    broken: str = ""
+    """Why the thread has ended unexpectedly: no report will come any more."""
 
     def command(self, *values: Any) -> None:
         self.commands.append(values)

@@ -156,8 +156,8 @@ class Sending:
             self._end(reason)
 
     def _meet(self) -> list[Message]:
-        if self.digest is None or self.wanted is None:
-            return []
+        if self.state is not State.MEETING or self.digest is None or self.wanted is None:
+            return []  # the peer may be lost already
         digest, self.sent, self.limit = self.wanted
         if digest != self.digest:
             return self.fail(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 
-from moe_engine.frontend.frontend import Job
-from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.server.anthropic_prompt import NAMES, chat_request
 from moe_engine.server.anthropic_types import AnthropicUsage, CountRequest, MessagesRequest, OutputBlock, TokenCount
 from moe_engine.server.bodies import Plan
-from moe_engine.server.errors import anthropic_body
+from moe_engine.server.errors import anthropic_body, stream_error
+from moe_engine.server.event_stream import EventStream
 from moe_engine.server.field_names import named
-from moe_engine.server.http_io import EventStream, cancel_on_disconnect, decode_body, encode_json, json_response
+from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_json, json_response
 from moe_engine.server.openai_chat import ChatApi
 from moe_engine.server.openai_choice import ChoiceParser
 from moe_engine.server.openai_common import matched_stop
@@ -44,7 +43,7 @@ class AnthropicApi:
             job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
         parser = ChoiceParser(parsers)
         if req.stream:
-            return EventStream(self._events(job, model, parser), anthropic_body, last=b"")
+            return EventStream(self._state.frontend, job, _Events(model, parser), anthropic_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         g = job.generations[0]
         content = [_block(part) for part in parts_of(parser, g.text)]
@@ -70,26 +69,41 @@ class AnthropicApi:
         count: TokenCount = {"input_tokens": sum(len(ids) for _, ids in tokenizer.encode_parts([prompt], False))}
         yield encode_json(count)
 
-    async def _events(self, job: Job, model: str, parser: ChoiceParser) -> AsyncGenerator[bytes]:
-        parts = OutputParts()
-        async with aclosing(self._state.frontend.pieces(job)) as pieces:
-            started = False
-            async for piece in pieces:
-                g = piece.generation
-                if not started:
-                    started = True
-                    empty = _message(g, model, [], (None, None), {**_usage(g), "output_tokens": 0})
-                    yield _event("message_start", message=empty)
-                deltas = parser.push(piece.text) + (parser.finish() if piece.finish is not None else [])
-                for change in parts.push(deltas):
-                    yield _change(*change)
-                if piece.finish is not None:
-                    for change in parts.close():
-                        yield _change(*change)
-                    reason, sequence = _stop(parser.finish_reason(piece.finish), g)
-                    delta = {"stop_reason": reason, "stop_sequence": sequence}
-                    yield _event("message_delta", delta=delta, usage=_usage(g))
-                    yield _event("message_stop")
+
+class _Events:
+    """Events of a stream."""
+
+    def __init__(self, model: str, parser: ChoiceParser) -> None:
+        self._model = model
+        self._parser = parser
+        self._parts = OutputParts()
+        self._started = False
+
+    def of(self, piece: Piece) -> bytes:
+        return b"".join(self._of(piece))
+
+    def _of(self, piece: Piece) -> Iterator[bytes]:
+        g, parser = piece.generation, self._parser
+        if not self._started:
+            self._started = True
+            empty = _message(g, self._model, [], (None, None), {**_usage(g), "output_tokens": 0})
+            yield _event("message_start", message=empty)
+        deltas = parser.push(piece.text) + (parser.finish() if piece.finish is not None else [])
+        for change in self._parts.push(deltas):
+            yield _change(*change)
+        if piece.finish is not None:
+            for change in self._parts.close():
+                yield _change(*change)
+            reason, sequence = _stop(parser.finish_reason(piece.finish), g)
+            delta = {"stop_reason": reason, "stop_sequence": sequence}
+            yield _event("message_delta", delta=delta, usage=_usage(g))
+            yield _event("message_stop")
+
+    def end(self) -> bytes:
+        return b""
+
+    def failed(self, error: Exception) -> bytes:
+        return stream_error(error, anthropic_body)
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine
+from contextlib import aclosing, suppress
 from functools import cache
 from typing import Any, TypeVar
 
@@ -16,13 +16,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from moe_engine.errors import InputError
-from moe_engine.server.errors import ClientDisconnectedError, ErrorFormat, error_response, problem_of, stream_error
+from moe_engine.server.errors import ClientDisconnectedError
+from moe_engine.server.http_protocol import EXCHANGE, Exchange
 from moe_engine.validation import check_unicode_within, checked
 
 T = TypeVar("T")
 
 encode_json = msgspec.json.Encoder().encode
-DONE = b"data: [DONE]\n\n"
 SMALL_BODY_BYTES = 2**16
 NAMES_BODY_BYTES = 2**25
 WEIGHTS_BODY_BYTES = 2**31
@@ -32,11 +32,6 @@ BODY_PAUSE_SECONDS = 60.0
 
 def json_response(value: Any, status: int = 200) -> Response:
     return Response(encode_json(value), status, media_type="application/json")
-
-
-def sse(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + encode_json(value) + b"\n\n"
 
 
 class Body:
@@ -54,12 +49,20 @@ class Body:
         if declared.isdigit() and int(declared) > limit:
             raise _too_large(limit)
         self._limit = limit
-        self._stream = request.stream()
+        self._request = request
+        self._stream: AsyncIterator[bytes] | None = None
         self._size = 0
         self.is_complete = False
 
     async def read(self, enough: int) -> bytes:
         """The whole body, or its beginning once it exceeds `enough` bytes. Raises like the class."""
+        exchange: Exchange | None = self._request.scope.get(EXCHANGE)
+        whole = None if exchange is None else exchange.whole_body()
+        if whole is not None:
+            self.is_complete = True
+            if len(whole) > self._limit:
+                raise _too_large(self._limit)
+            return whole
         parts: list[bytes] = []
         while self._size <= enough and (part := await self._next()) is not None:
             parts.append(part)
@@ -71,6 +74,8 @@ class Body:
             yield part
 
     async def _next(self) -> bytes | None:
+        if self._stream is None:
+            self._stream = self._request.stream()
         try:
             async with asyncio.timeout(BODY_PAUSE_SECONDS):
                 part = await anext(self._stream, None)
@@ -187,8 +192,39 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
     Raises:
         ClientDisconnectedError: the client disconnected.
     """
+    exchange: Exchange | None = request.scope.get(EXCHANGE)
+    if exchange is not None:
+        return await _cancel_when_lost(exchange, work)
+    return await _cancel_on_message(request.receive, work)
+
+
+async def _cancel_when_lost(exchange: Exchange, work: Awaitable[T]) -> T:
+    """Without a task of its own: this one is cancelled."""
+    if exchange.is_lost:
+        if isinstance(work, Coroutine):
+            work.close()  # never started
+        raise ClientDisconnectedError
+    task, lost = asyncio.current_task(), False
+    assert task is not None
+
+    def cancel() -> None:
+        nonlocal lost
+        lost = True
+        task.cancel()
+
+    try:
+        with exchange.when_lost(cancel):
+            return await work
+    except asyncio.CancelledError:
+        if lost and not task.uncancel():
+            raise ClientDisconnectedError from None
+        raise
+
+
+async def _cancel_on_message(receive: Receive, work: Awaitable[T]) -> T:
+    """The same by ASGI's message, for other servers."""
     task = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_disconnected(request.receive))
+    disconnect = asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -200,27 +236,30 @@ async def cancel_on_disconnect(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, disconnect, return_exceptions=True)
 
 
-class PartsResponse(Response):
-    """A response in parts. If the client disconnects, the generator is closed at once."""
+class StreamedResponse(Response):
+    """Base of responses in parts, which `_pump` sends. If the client disconnects, it is cancelled at once."""
+
+    def __init__(self, headers: dict[str, str] | None = None) -> None:
+        super().__init__(headers=headers)
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # a failure is raised, which closes the connection: the response must not look complete
+        with suppress(ClientDisconnectedError):
+            await cancel_on_disconnect(Request(scope, receive), self._pump(scope, receive, send))
+
+    async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class PartsResponse(StreamedResponse):
+    """The parts of a generator, which is closed at once if the client disconnects."""
 
     media_type = "application/json"
 
-    def __init__(self, parts: AsyncGenerator[bytes], headers: dict[str, str] | None = None) -> None:
-        super().__init__(headers=headers)
-        del self.headers["content-length"]
+    def __init__(self, parts: AsyncGenerator[bytes]) -> None:
+        super().__init__()
         self._parts = parts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.ensure_future(self._pump(scope, receive, send))
-        disconnect = asyncio.ensure_future(_disconnected(receive))
-        try:
-            await asyncio.wait({pump, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            pump.cancel()
-            disconnect.cancel()
-            await asyncio.gather(pump, disconnect, return_exceptions=True)
-        if not pump.cancelled():
-            pump.result()  # raises after a failure, which closes the connection: the response must not look complete
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._parts) as parts:
@@ -228,36 +267,6 @@ class PartsResponse(Response):
             async for part in parts:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class EventStream(PartsResponse):
-    """A stream of server-sent events, ended by `last`.
-
-    The status line waits for the first event, so that a request the engine refuses gets a proper HTTP error.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes], shape: ErrorFormat, last: bytes = DONE) -> None:
-        super().__init__(events, {"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self._shape = shape
-        self._last = last
-
-    async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._parts) as events:
-            try:
-                first = await anext(events, b"")
-            except Exception as exc:
-                await error_response(problem_of(exc), self._shape)(scope, receive, send)
-                return
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": first, "more_body": True})
-            try:
-                async for event in events:
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-            except Exception as exc:
-                await send({"type": "http.response.body", "body": stream_error(exc, self._shape), "more_body": True})
-            await send({"type": "http.response.body", "body": self._last, "more_body": False})
 
 
 def plain_floats(value: Any) -> Any:

@@ -12,6 +12,8 @@ lists the attributes used, pyproject.toml bounds uvicorn's version, and a test c
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any
 
@@ -23,12 +25,71 @@ HEAD_SECONDS = 60.0
 """Time limit for a complete request head, from the connection or from the head's first byte."""
 
 PRIVATE = frozenset(
-    {"_unset_keepalive_if_required", "cycle", "headers", "logger", "loop", "parser", "send_400_response", "transport"}
-    | {"on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete"}
+    {"_unset_keepalive_if_required", "cycle", "headers", "logger", "loop", "parser", "scope", "send_400_response"}
+    | {"transport", "on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete"}
 )
-"""Attributes of `HttpToolsProtocol` used by `Connection` beyond `asyncio.Protocol`; of `cycle`: `more_body`."""
+"""Attributes of `HttpToolsProtocol` used by `Connection` beyond `asyncio.Protocol`."""
+CYCLE = frozenset(
+    {"body", "chunked_encoding", "disconnected", "flow", "more_body", "response_complete", "response_started"}
+    | {"transport", "waiting_for_100_continue"}
+)
+"""Attributes of its `cycle` used here; of the cycle's `flow`: `write_paused`."""
+EXCHANGE = "moe_engine.exchange"
+"""Key of the `Exchange` in a request's scope."""
 
 _FRAMING = (b"content-length", b"transfer-encoding")
+
+
+class Exchange:
+    """One request of a connection and its response, without ASGI's coroutines and tasks.
+
+    Parts of the response may be written outside the request's task, which sends head and end. `is_open` is false before
+    and after, and while the client reads too slowly.
+    """
+
+    __slots__ = ("_connection", "_cycle")
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._cycle: Any = connection.cycle
+
+    def whole_body(self) -> bytes | None:
+        """The request's body if all of it has arrived and none was read. Once: it counts as read."""
+        cycle = self._cycle
+        if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        return body
+
+    def is_open(self) -> bool:
+        cycle = self._cycle
+        return (
+            cycle.response_started
+            and not cycle.flow.write_paused
+            and not cycle.response_complete
+            and not cycle.disconnected
+        )
+
+    def write(self, data: bytes) -> None:
+        """Sends a part that is not empty. Call only while `is_open`."""
+        cycle = self._cycle
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if cycle.chunked_encoding else data)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the client has disconnected."""
+        return self._connection.when_lost is None
+
+    @contextmanager
+    def when_lost(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Calls `callback` if the client disconnects while the block runs."""
+        waiting = self._connection.when_lost
+        assert waiting is not None
+        waiting.add(callback)
+        try:
+            yield
+        finally:
+            waiting.discard(callback)
 
 
 class Connection(HttpToolsProtocol):
@@ -37,14 +98,20 @@ class Connection(HttpToolsProtocol):
     _head_bytes: int | None = 0
     """Bytes of an incomplete head; None during a body or a response."""
     _head_timer: asyncio.TimerHandle | None = None
+    when_lost: set[Callable[[], object]] | None = None
+    """Called when the connection is lost; None from then on."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)  # type: ignore[arg-type]
+        self.when_lost = set()
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_ended()
         super().connection_lost(exc)
+        waiting, self.when_lost = self.when_lost or set(), None
+        for callback in tuple(waiting):
+            callback()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -53,6 +120,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_ended()
         super().on_headers_complete()
+        scope: Any = self.scope
+        scope[EXCHANGE] = Exchange(self)
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()

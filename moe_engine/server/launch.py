@@ -7,6 +7,7 @@ HTTP stack and the tokenizer.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import shlex
@@ -147,6 +148,8 @@ async def _serve(
     samples.add_done_callback(partial(_report_failure, "/doctor failed: it takes no samples any more"))
 
     async def ready(host: str, port: int) -> None:
+        gc.collect()
+        gc.freeze()  # a full collection would look through tokenizer and modules, while tokens wait
         logger.info("%s", logs.READY_LINE)
         _announce(config, host, port, time.monotonic() - began)
 

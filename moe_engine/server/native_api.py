@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import Request, Response
 from msgspec.structs import asdict
 
 from moe_engine.errors import InputError
-from moe_engine.frontend.frontend import Job
+from moe_engine.frontend.chunks import Chunks
 from moe_engine.frontend.generate_input import GenerateInput, GenerateRequest, check_token_ids
+from moe_engine.frontend.generation import Piece
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import native_body
+from moe_engine.server.event_stream import DONE, DataEvents, EventStream, sse
 from moe_engine.server.http_io import (
-    EventStream,
     cancel_on_disconnect,
     decode_body,
     decode_body_and_rest,
@@ -25,7 +25,6 @@ from moe_engine.server.http_io import (
     json_response,
     read_query,
     read_small,
-    sse,
 )
 from moe_engine.server.native_types import AbortRequest, DetokenizeRequest, FlushQuery, Texts, TokenizeRequest
 from moe_engine.server.openai_messages import render_prompt
@@ -33,6 +32,18 @@ from moe_engine.server.state import ServerState
 from moe_engine.validation import refuse_unavailable
 
 FLUSH_POLL_SECONDS = 0.1
+
+
+class _Events(DataEvents):
+    def __init__(self, chunk_of: Chunks) -> None:
+        super().__init__(native_body)
+        self._chunk_of = chunk_of
+
+    def of(self, piece: Piece) -> bytes:
+        return sse(self._chunk_of(piece))
+
+    def end(self) -> bytes:
+        return DONE
 
 
 class NativeApi:
@@ -44,7 +55,8 @@ class NativeApi:
         plan = await self._state.bodies.plan(request, "generate")
         job = await self._state.frontend.begin(plan.read, self._state.token_json.native)
         if job.stream:
-            return EventStream(self._events(job), native_body)
+            events = _Events(Chunks(job, self._state.frontend.settings.incremental_streaming_output))
+            return EventStream(self._state.frontend, job, events, native_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         outputs = [generation.output() for generation in job.generations]
         return json_response(outputs if job.is_list else outputs[0])
@@ -53,11 +65,6 @@ class NativeApi:
         request = decode_body(body, GenerateRequest)
         refuse_unavailable(request)
         return Plan(self._state.frontend.read(GenerateInput(**asdict(request))))
-
-    async def _events(self, job: Job) -> AsyncGenerator[bytes]:
-        async with aclosing(self._state.frontend.chunks(job)) as chunks:
-            async for chunk in chunks:
-                yield sse(chunk)
 
     async def abort_request(self, request: Request) -> Response:
         """Aborts requests."""

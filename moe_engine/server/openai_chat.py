@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +13,13 @@ from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import check_kind
 from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.generate_input import GenerateInput
-from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.frontend.logprob_format import Columns
 from moe_engine.sampling_checks import constrained
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
-from moe_engine.server.http_io import EventStream, cancel_on_disconnect, decode_body_and_rest, json_response, sse
+from moe_engine.server.event_stream import DONE, DataEvents, EventStream, sse
+from moe_engine.server.http_io import cancel_on_disconnect, decode_body_and_rest, encode_json, json_response
 from moe_engine.server.openai_answers import Usage
 from moe_engine.server.openai_choice import ChoiceParser, Enforced, ParserOptions, parser_options
 from moe_engine.server.openai_common import last_hidden_state, matched_stop, usage_of
@@ -32,6 +32,9 @@ from moe_engine.tokenizer.reasoning import free_reasoning
 from moe_engine.tokenizer.tool_calls import TOOL_FORMATS
 from moe_engine.tokenizer.tool_calls.counted_ids import num_calls
 
+PLAIN_END = b',"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
+"""Of an event with nothing but a delta."""
+
 
 class ChatApi:
     def __init__(self, state: ServerState) -> None:
@@ -43,7 +46,8 @@ class ChatApi:
         req, model, parsers = plan.options
         job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
         if req.stream:
-            return EventStream(self._events(req, job, model, parsers), openai_body)
+            events = _Events(req, job, model, parsers, lambda generations: self._usage(generations, parsers))
+            return EventStream(self._state.frontend, job, events, openai_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model, parsers))
 
@@ -134,48 +138,68 @@ class ChatApi:
             "metadata": {"weight_version": job.generations[0].weight_version},
         }
 
-    async def _events(self, req: ChatRequest, job: Job, model: str, parsers: ParserOptions) -> AsyncGenerator[bytes]:
-        head = {
+
+class _Events(DataEvents):
+    """Events of a stream. Most have nothing but a delta, and the JSON around it is made once."""
+
+    def __init__(
+        self, req: ChatRequest, job: Job, model: str, parsers: ParserOptions, usage: Callable[[list[Generation]], Usage]
+    ) -> None:
+        super().__init__(openai_body)
+        self._job = job
+        self._parsers = parsers
+        self._usage = usage
+        self._head: dict[str, Any] = {
             "id": job.generations[0].rid,
             "object": "chat.completion.chunk",
             "created": int(time.time()),
             "model": model,
         }
         options = req.stream_options
-        continuous = bool(options and options.continuous_usage_stats)
+        self._continuous = bool(options and options.continuous_usage_stats)
+        self._with_usage = bool(options and options.include_usage)
+        self._head_json = b"data: " + encode_json(self._head)[:-1]
+        self._choices: dict[int, tuple[ChoiceParser, bytes]] = {}
+        """By index of the sequence: its parser, and a plain event up to its delta."""
 
-        def event(
-            g: Generation, delta: dict[str, Any], finish: str | None = None, entries: Columns | None = None
-        ) -> bytes:
-            choice = {
-                "index": g.index,
-                "delta": delta,
-                "logprobs": g.logprob_fields(entries) if entries else None,
-                "finish_reason": finish,
-                "matched_stop": matched_stop(g.finish) if finish else None,
-            }
-            chunk = {**head, "choices": [choice]}
-            if continuous:
-                chunk["usage"] = self._usage([g], parsers)
-            return sse(chunk)
+    def of(self, piece: Piece) -> bytes:
+        g, entries, finish = piece.generation, piece.logprobs, piece.finish
+        found, events = self._choices.get(g.index), b""
+        if found is None:
+            before = self._head_json + b',"choices":[{"index":%d,"delta":' % g.index
+            found = self._choices[g.index] = ChoiceParser(self._parsers), before
+            events = self._event(g, {"role": "assistant", "content": ""})
+        parser, before = found
+        deltas = parser.push(piece.text)
+        if finish is not None:
+            deltas += parser.finish()
+        elif not (entries or self._continuous):
+            for delta in deltas:
+                events += before + encode_json(delta) + PLAIN_END
+            return events
+        if entries and not deltas:
+            deltas = [{"content": ""}]
+        for delta in deltas:
+            events += self._event(g, delta, entries=entries)
+            entries = []
+        return events if finish is None else events + self._event(g, {}, parser.finish_reason(finish))
 
-        choices: dict[int, ChoiceParser] = {}
-        async with aclosing(self._state.frontend.pieces(job)) as pieces:
-            async for piece in pieces:
-                g, entries = piece.generation, piece.logprobs
-                if g.index not in choices:
-                    choices[g.index] = ChoiceParser(parsers)
-                    yield event(g, {"role": "assistant", "content": ""})
-                parser = choices[g.index]
-                deltas = parser.push(piece.text)
-                if piece.finish is not None:
-                    deltas += parser.finish()
-                if entries and not deltas:
-                    deltas = [{"content": ""}]
-                for delta in deltas:
-                    yield event(g, delta, entries=entries)
-                    entries = []
-                if piece.finish is not None:
-                    yield event(g, {}, parser.finish_reason(piece.finish))
-        if options is not None and options.include_usage:
-            yield sse({**head, "choices": [], "usage": self._usage(job.generations, parsers)})
+    def end(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        return sse({**self._head, "choices": [], "usage": self._usage(self._job.generations)}) + DONE
+
+    def _event(
+        self, g: Generation, delta: dict[str, Any], finish: str | None = None, entries: Columns | None = None
+    ) -> bytes:
+        choice = {
+            "index": g.index,
+            "delta": delta,
+            "logprobs": g.logprob_fields(entries) if entries else None,
+            "finish_reason": finish,
+            "matched_stop": matched_stop(g.finish) if finish else None,
+        }
+        chunk = {**self._head, "choices": [choice]}
+        if self._continuous:
+            chunk["usage"] = self._usage([g])
+        return sse(chunk)

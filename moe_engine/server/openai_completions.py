@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -13,17 +11,21 @@ from fastapi import Request, Response
 from moe_engine.errors import InputError
 from moe_engine.frontend.frontend import Job
 from moe_engine.frontend.generate_input import GenerateInput
-from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.frontend.logprob_format import Columns, joined
 from moe_engine.frontend.prepare import FormatOf
 from moe_engine.server.best_of import RankedLogprobs, best
 from moe_engine.server.bodies import Plan
 from moe_engine.server.errors import openai_body
-from moe_engine.server.http_io import EventStream, cancel_on_disconnect, decode_body, json_response, sse
+from moe_engine.server.event_stream import DONE, DataEvents, EventStream, sse
+from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_json, json_response
 from moe_engine.server.openai_common import last_hidden_state, matched_stop, usage_of
 from moe_engine.server.openai_types import DEFAULT_MAX_TOKENS, CompletionRequest, generate_input, response_fields
 from moe_engine.server.state import ServerState
 from moe_engine.tokenizer.fill_in_middle import fill_in_middle
+
+PLAIN_END = b',"logprobs":null,"finish_reason":null,"matched_stop":null}]}\n\n'
+"""Of an event with nothing but a text."""
 
 
 class CompletionsApi:
@@ -36,7 +38,8 @@ class CompletionsApi:
         req, model = plan.options
         job = await self._state.frontend.begin(plan.read, self._format(req))
         if req.stream:
-            return EventStream(self._events(req, job, model), openai_body)
+            events = _Events(req, job, self._head(job, model), cache_report=self._state.flags.enable_cache_report)
+            return EventStream(self._state.frontend, job, events, openai_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         return json_response(self._answer(req, job, model))
 
@@ -84,15 +87,6 @@ class CompletionsApi:
         whole = [fill_in_middle(tokenizer, prompt, req.suffix or "", form) for prompt in prompts]
         return whole[0] if isinstance(req.prompt, str) else whole
 
-    def _choice(self, g: Generation, text: str, entries: Columns, finish: dict[str, Any] | None) -> dict[str, Any]:
-        return {
-            "index": g.index,
-            "text": text,
-            "logprobs": g.logprob_fields(entries) or None,
-            "finish_reason": finish["type"] if finish else None,
-            "matched_stop": matched_stop(finish),
-        }
-
     def _head(self, job: Job, model: str) -> dict[str, Any]:
         return {"id": job.generations[0].rid, "object": "text_completion", "created": int(time.time()), "model": model}
 
@@ -103,7 +97,7 @@ class CompletionsApi:
             text, entries = g.text, g.output_logprobs
             if req.echo:
                 text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
-            choices.append(self._choice(g, text, entries, g.finish) | last_hidden_state(g))
+            choices.append(_choice(g, text, entries, g.finish) | last_hidden_state(g))
         usage = usage_of(job.generations, cache_report=self._state.flags.enable_cache_report)
         return self._head(job, model) | {
             "choices": choices,
@@ -111,27 +105,53 @@ class CompletionsApi:
             "metadata": {"weight_version": job.generations[0].weight_version},
         }
 
-    async def _events(self, req: CompletionRequest, job: Job, model: str) -> AsyncGenerator[bytes]:
-        head = self._head(job, model)
-        report = self._state.flags.enable_cache_report
+
+class _Events(DataEvents):
+    """Events of a stream. Most have nothing but a text, and the JSON around it is made once."""
+
+    def __init__(self, req: CompletionRequest, job: Job, head: dict[str, Any], *, cache_report: bool) -> None:
+        super().__init__(openai_body)
+        self._job = job
+        self._head = head
+        self._cache_report = cache_report
+        self._echo = req.echo
         options = req.stream_options
-        continuous = options is not None and options.continuous_usage_stats
-        begun: set[int] = set()
-        async with aclosing(self._state.frontend.pieces(job)) as pieces:
-            async for piece in pieces:
-                g, text, entries = piece.generation, piece.text, piece.logprobs
-                if g.index not in begun:
-                    begun.add(g.index)
-                    if req.echo:
-                        text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
-                if not (text or piece.finish or entries):
-                    continue
-                chunk = head | {"choices": [self._choice(g, text, entries, piece.finish)]}
-                if continuous:
-                    chunk["usage"] = usage_of([g], cache_report=report)
-                yield sse(chunk)
-        if options is not None and options.include_usage:
-            yield sse(head | {"choices": [], "usage": usage_of(job.generations, cache_report=report)})
+        self._continuous = bool(options and options.continuous_usage_stats)
+        self._with_usage = bool(options and options.include_usage)
+        self._head_json = b"data: " + encode_json(head)[:-1]
+        self._before: dict[int, bytes] = {}
+        """By index of the sequence: a plain event up to its text."""
+
+    def of(self, piece: Piece) -> bytes:
+        g, text, entries = piece.generation, piece.text, piece.logprobs
+        if g.index not in self._before:
+            self._before[g.index] = self._head_json + b',"choices":[{"index":%d,"text":' % g.index
+            if self._echo:
+                text, entries = (g.prompt_text or "") + text, joined(g.prompt_logprobs, entries)
+        if not (text or piece.finish or entries):
+            return b""
+        if not (entries or piece.finish or self._continuous):
+            return self._before[g.index] + encode_json(text) + PLAIN_END
+        chunk = self._head | {"choices": [_choice(g, text, entries, piece.finish)]}
+        if self._continuous:
+            chunk["usage"] = usage_of([g], cache_report=self._cache_report)
+        return sse(chunk)
+
+    def end(self) -> bytes:
+        if not self._with_usage:
+            return DONE
+        usage = usage_of(self._job.generations, cache_report=self._cache_report)
+        return sse(self._head | {"choices": [], "usage": usage}) + DONE
+
+
+def _choice(g: Generation, text: str, entries: Columns, finish: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "index": g.index,
+        "text": text,
+        "logprobs": g.logprob_fields(entries) or None,
+        "finish_reason": finish["type"] if finish else None,
+        "matched_stop": matched_stop(finish),
+    }
 
 
 def _num_generated(req: CompletionRequest) -> int:

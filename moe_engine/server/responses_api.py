@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from fastapi import Request, Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import check_kind
-from moe_engine.frontend.frontend import Job
-from moe_engine.frontend.generation import Generation
+from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.server.bodies import PROCESS_BYTES, Plan
 from moe_engine.server.errors import openai_body, problem_of
+from moe_engine.server.event_stream import EventStream
 from moe_engine.server.field_names import named
-from moe_engine.server.http_io import EventStream, cancel_on_disconnect, decode_body, encode_json, json_response
+from moe_engine.server.http_io import cancel_on_disconnect, decode_body, encode_json, json_response
 from moe_engine.server.openai_chat import ChatApi
 from moe_engine.server.openai_choice import ChoiceParser, ParserOptions
 from moe_engine.server.output_parts import Change, OutputParts, Part, parts_of
@@ -57,7 +56,7 @@ class ResponsesApi:
             job = await self._state.frontend.begin(plan.read, self._state.token_json.chat)
         answer = _Answer(job.generations[0], asked, model, parsers)
         if asked.stream:
-            return EventStream(self._events(job, answer), openai_body, last=b"")
+            return EventStream(self._state.frontend, job, _Events(answer, self._keep), openai_body)
         await cancel_on_disconnect(request, self._state.frontend.collect(job))
         response = answer.ended([_item(answer.id, part) for part in parts_of(answer.parser, job.generations[0].text)])
         self._keep(answer, response)
@@ -103,37 +102,46 @@ class ResponsesApi:
         answer: DeletedResponse = {"id": name, "object": "response.deleted", "deleted": True}
         return json_response(answer)
 
-    # -- stream
 
-    async def _events(self, job: Job, answer: _Answer) -> AsyncGenerator[bytes]:
-        """Events of the parts, between those of the whole response. A failure after the first event ends the stream by
-        `response.failed`; one before it is an HTTP error."""
-        stream, parts, begun = _Stream(answer.id), OutputParts(), False
-        try:
-            async with aclosing(self._state.frontend.pieces(job)) as pieces:
-                async for piece in pieces:
-                    if not begun:
-                        begun = True
-                        for name in ("created", "in_progress"):
-                            yield stream.event(f"response.{name}", response=answer.response("in_progress", []))
-                    deltas = answer.parser.push(piece.text)
-                    ends = piece.finish is not None
-                    for change in parts.push(deltas + (answer.parser.finish() if ends else [])):
-                        for event in stream.events(*change):
-                            yield event
-                    if ends:
-                        for change in parts.close():
-                            for event in stream.events(*change):
-                                yield event
-        except Exception as exc:
-            if not begun:
-                raise
-            output = [_item(answer.id, part) for part in parts.parts]
-            yield stream.event("response.failed", response=answer.failed(output, problem_of(exc).message))
-            return
-        response = answer.ended([_item(answer.id, part) for part in parts.parts])
-        self._keep(answer, response)
-        yield stream.event(f"response.{response['status']}", response=response)
+class _Events:
+    """Events of the parts, between those of the whole response. A failure after the first event ends the stream by
+    `response.failed`; one before it is an HTTP error."""
+
+    def __init__(self, answer: _Answer, keep: Callable[[_Answer, ResponseObject], None]) -> None:
+        self._answer = answer
+        self._keep = keep
+        self._stream = _Stream(answer.id)
+        self._parts = OutputParts()
+        self._begun = False
+
+    def of(self, piece: Piece) -> bytes:
+        return b"".join(self._of(piece))
+
+    def _of(self, piece: Piece) -> Iterator[bytes]:
+        answer, stream = self._answer, self._stream
+        if not self._begun:
+            self._begun = True
+            for name in ("created", "in_progress"):
+                yield stream.event(f"response.{name}", response=answer.response("in_progress", []))
+        deltas = answer.parser.push(piece.text)
+        ends = piece.finish is not None
+        for change in self._parts.push(deltas + (answer.parser.finish() if ends else [])):
+            yield from stream.events(*change)
+        if ends:
+            for change in self._parts.close():
+                yield from stream.events(*change)
+
+    def end(self) -> bytes:
+        response = self._answer.ended(self._items())
+        self._keep(self._answer, response)
+        return self._stream.event(f"response.{response['status']}", response=response)
+
+    def failed(self, error: Exception) -> bytes:
+        response = self._answer.failed(self._items(), problem_of(error).message)
+        return self._stream.event("response.failed", response=response)
+
+    def _items(self) -> list[OutputItem]:
+        return [_item(self._answer.id, part) for part in self._parts.parts]
 
 
 class _Answer:

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
-from moe_engine.types import FinishReason, PackedLogprobs, Speculation, StepPlan, StepResult
+from moe_engine.types import Speculation, StepPlan, StepResult
 from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
@@ -33,8 +32,9 @@ from moe_engine.worker.hidden_states import PendingHidden, pending_hidden
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool
 from moe_engine.worker.lora_adapters import LoraAdapters
+from moe_engine.worker.pending_step import PendingResult, PendingStep
 from moe_engine.worker.sampling.logits_passes import UNBOUNDED, LogitsPasses
-from moe_engine.worker.sampling.logprobs import PendingLogprobs, PendingPrompt, prompt_logprobs
+from moe_engine.worker.sampling.logprobs import PendingPrompt, prompt_logprobs
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.sampling.step_sampling import Passes, StepSampling
 from moe_engine.worker.speculation.drafted_step import DraftedStep
@@ -42,53 +42,6 @@ from moe_engine.worker.speculation.pending import PendingSpeculation, StepSecond
 from moe_engine.worker.speculation.step import SpeculativeStep
 
 RUNNING = "running the model"
-
-
-class PendingResult(Protocol):
-    """A launched step. `take` waits for its result; `ready`: whether `take` returns at once."""
-
-    @property
-    def ready(self) -> bool: ...
-
-    def take(self) -> StepResult: ...
-
-
-@dataclass
-class PendingStep:
-    """A step without drafts, implements `PendingResult`."""
-
-    number: int
-    rows: list[int]
-    tokens: HostCopy
-    logprobs: list[PendingLogprobs] = field(default_factory=list)
-    prompts: list[PendingPrompt] = field(default_factory=list)
-    seconds: float = 0.0
-    cuda_graph: bool = False
-    errors: dict[int, FinishReason] | None = None
-    hidden: PendingHidden | None = None
-    clock: StepClock | None = None
-    """Measures `seconds` on the device."""
-
-    @property
-    def ready(self) -> bool:
-        return self.tokens.ready
-
-    def take(self) -> StepResult:
-        tokens = [[token] for token in self.tokens.wait()[0].tolist()]
-        if self.clock is not None:
-            self.seconds = sum(self.clock.seconds())
-        logprobs: list[PackedLogprobs | None] | None = None
-        if self.logprobs:
-            logprobs = [None] * len(tokens)
-            for piece in self.logprobs:
-                for place, packed in zip(piece.places, piece.take()):
-                    logprobs[place] = packed
-        prompts = {pending.row: pending.take() for pending in self.prompts} or None
-        return StepResult(
-            self.number, self.rows, tokens, logprobs, prompts, self.seconds,
-            cuda_graph=self.cuda_graph, errors=self.errors,
-            vectors=None if self.hidden is None else self.hidden.take(),
-        )  # fmt: skip
 
 
 class ModelRunner:

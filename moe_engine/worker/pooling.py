@@ -18,7 +18,8 @@ from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
-from moe_engine.worker.model_runner import ModelRunner, PendingResult
+from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.pending_step import PendingResult
 
 
 @dataclass

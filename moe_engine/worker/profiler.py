@@ -11,7 +11,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from moe_engine.errors import MoeEngineError
 from moe_engine.types import StepPlan
-from moe_engine.worker.model_runner import ModelRunner, PendingResult
+from moe_engine.worker.model_runner import ModelRunner
+from moe_engine.worker.pending_step import PendingResult
 
 logger = logging.getLogger("moe_engine")
 

@@ -20,6 +20,7 @@ import psutil
 import torch
 
 from moe_engine.kernels.backends import Backends, KernelPlan
+from moe_engine.kernels.indexer.in_place import decode_planner
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import Regions
 from moe_engine.kernels.triton import guard
@@ -43,8 +44,9 @@ from moe_engine.worker.kv_cache.make_copies import make_copies
 from moe_engine.worker.kv_cache.state_pool import StatePool
 from moe_engine.worker.kv_cache.storage_io import Reporter
 from moe_engine.worker.lora_adapters import LoraAdapters
-from moe_engine.worker.model_runner import ModelRunner, PendingResult
+from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.options import WorkerOptions
+from moe_engine.worker.pending_step import PendingResult
 from moe_engine.worker.pooling import PoolingRunner
 from moe_engine.worker.rank_methods import NO_ARGS, rank_methods, run_method
 from moe_engine.worker.sampling.logits_passes import LogitsPasses
@@ -294,7 +296,10 @@ def _prepare(
         draft_bytes = add_speculation(runner, speculation, options, draft_backends, progress)
     _warm(runner, backends, options)
     finish_regions(runner, regions)
-    num_graphs = capture_graphs(runner, options.graphs, progress=progress)
+    planner, index = None, options.kernels.model.need.index
+    if index is not None and backends.indexer is not None:
+        planner = decode_planner(backends.attention, backends.indexer, index)  # type: ignore[arg-type]
+    num_graphs = capture_graphs(runner, options.graphs, planner, progress=progress)
     experts = attach_experts(runner, config, options.experts, parallel, backends.experts, mtp_layers(runner))
     info = WorkerInfo(
         choices=backends.choices,

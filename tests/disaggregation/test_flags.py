@@ -11,13 +11,14 @@ from moe_engine.core.kv_transfer.schema import difference
 from moe_engine.errors import ConfigError, InputError
 from moe_engine.frontend.disaggregated import apply_mode
 from moe_engine.frontend.generate_input import GenerateInput, split_prompts
+from moe_engine.planning import validate
 from moe_engine.planning.validate import check
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        "--tp-size 2", "--dp-size 2", "--disable-radix-cache", "--disaggregation-transfer-backend nixl",
+        "--tp-size 2", "--dp-size 2", "--disable-radix-cache", "--disaggregation-transfer-backend mori",
         "--kv-connector a:B", "--disaggregation-bootstrap-port 0",
     ],
 )  # fmt: skip
@@ -25,6 +26,16 @@ from moe_engine.planning.validate import check
 def test_flags_are_refused(words: str, mode: str) -> None:
     with pytest.raises(ConfigError, match=words.split()[0]):
         check(EngineArgs.from_cli(["--disaggregation-mode", mode, *words.split()]))
+
+
+@pytest.mark.parametrize(("name", "extra"), [("nixl", "nixl"), ("mooncake", "mooncake"), ("mooncake_tcp", "mooncake")])
+def test_absent_libraries_are_named(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", name]
+    monkeypatch.setattr(validate, "_installed", lambda module: module != extra)
+    with pytest.raises(ConfigError, match=re.escape(f"{name}: {extra} is not installed; pip install '.[{extra}]'")):
+        check(EngineArgs.from_cli(words))
+    monkeypatch.setattr(validate, "_installed", lambda module: True)
+    check(EngineArgs.from_cli(words))
 
 
 def test_fields_are_checked() -> None:

@@ -9,42 +9,35 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_engine.errors import ConfigError, InputError
+from moe_engine.errors import ConfigError
 from moe_engine.scheduler import SchedulerConfig
 from moe_engine.scheduler.radix_cache import RadixCache
-from moe_engine.types import SpeculationConfig, Status, StepPlan
+from moe_engine.types import Request, SpeculationConfig, Status, StepPlan
 from tests.examples import examples
 from tests.scheduler.simulator import Simulation, make_request, random_request
 from tests.scheduler.test_simulation import configs
 from tests.scheduler.test_speculation import speculations
 from tests.scheduler.tier_simulator import TierSimulation
+from tests.scheduler.traces import play_arrivals, play_failures
 
 BASE = SchedulerConfig(num_slots=200, context_len=200, max_rows=4, chunked_prefill_size=64, host_tier_tokens=400)
 
 
 def play(sim: TierSimulation, rng: random.Random, num_requests: int, arrival: float, abort: float) -> None:
     """A trace of sessions: requests repeat or continue earlier prompts."""
-    added, prompts = 0, []
-    while added < num_requests:
-        while added < num_requests and rng.random() < arrival:
-            request = random_request(rng, f"{added}.", sim.config, max_prompt=100, max_new=40)
-            added += 1
-            if prompts and rng.random() < 0.6:
-                again = rng.choice(prompts)
-                request.prompt_ids = (again + request.prompt_ids)[: rng.randint(len(again), len(again) + 20)]
-                longest = min(sim.config.context_len, sim.config.num_slots)
-                request.prompt_ids = request.prompt_ids[: longest - request.max_new_tokens]
-            try:
-                sim.add(request)
-                prompts.append(request.prompt_ids)
-            except InputError as error:
-                del sim.outcomes[request.rid]
-                assert error.status in (400, 503)
-        if rng.random() < abort and sim.outcomes:
-            sim.abort(rng.choice(list(sim.outcomes)))
-        sim.turn()
-    sim.run_to_end(20_000)
-    sim.check_end()
+    prompts: list[list[int]] = []
+
+    def make(i: int) -> Request:
+        request = random_request(rng, f"{i}.", sim.config, max_prompt=100, max_new=40)
+        if prompts and rng.random() < 0.6:
+            again = rng.choice(prompts)
+            request.prompt_ids = (again + request.prompt_ids)[: rng.randint(len(again), len(again) + 20)]
+            longest = min(sim.config.context_len, sim.config.num_slots)
+            request.prompt_ids = request.prompt_ids[: longest - request.max_new_tokens]
+        prompts.append(request.prompt_ids)
+        return request
+
+    play_arrivals(sim, rng, make, num_requests, arrival, abort)
 
 
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
@@ -183,16 +176,4 @@ def test_the_tier_needs_the_radix_cache() -> None:
 def test_failed_steps_forget_what_they_stored(seed: int, overlap: bool, late: float) -> None:
     rng = random.Random(seed)
     sim = TierSimulation(BASE, rng, overlap=overlap, late=late)
-    prompts = [[rng.randrange(50) for _ in range(rng.randint(20, 120))] for _ in range(6)]
-    for i in range(40):
-        sim.add(make_request(str(i), rng.choice(prompts) + [rng.randrange(50)], rng.randint(1, 20)))
-        for _ in range(rng.randint(0, 8)):
-            if sim.worker.queue and rng.random() < 0.1:
-                failed = sim.worker.fail()
-                sim.take(sim.scheduler.step_failed(failed.number, "broken"))
-                assert sim.scheduler.check_integrity() == []
-            sim.turn()
-    sim.run_to_end()
-    for outcome in sim.outcomes.values():
-        assert outcome.reason is not None
-    sim.check_end()
+    play_failures(sim, rng, 40)

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_engine.errors import InputError
 from moe_engine.scheduler import POLICIES, SchedulerConfig
+from moe_engine.types import Request
 from tests.examples import examples
 from tests.scheduler.simulator import Simulation, random_request
+from tests.scheduler.traces import play_arrivals
 
 
 @st.composite
@@ -51,24 +52,15 @@ def play(
     sim: Simulation, rng: random.Random, num_requests: int, arrival: float, abort: float, long: bool = False
 ) -> None:
     """Runs a random trace, with random aborts at any time."""
-    added = 0
-    while added < num_requests:
-        while added < num_requests and rng.random() < arrival:
-            request = random_request(rng, f"{added}.", sim.config, max_prompt=40 if long else 100, max_new=60)
-            if long:
-                request.max_new_tokens = rng.randint(60, 120)
-                request.sampling = replace(request.sampling, min_new_tokens=request.max_new_tokens // 2)
-            added += 1
-            try:
-                sim.add(request)
-            except InputError as error:
-                del sim.outcomes[request.rid]
-                assert error.status in (400, 503)
-        if rng.random() < abort and sim.outcomes:
-            sim.abort(rng.choice(list(sim.outcomes)))
-        sim.turn()
-    sim.run_to_end(20_000)
-    sim.check_end()
+
+    def make(i: int) -> Request:
+        request = random_request(rng, f"{i}.", sim.config, max_prompt=40 if long else 100, max_new=60)
+        if long:
+            request.max_new_tokens = rng.randint(60, 120)
+            request.sampling = replace(request.sampling, min_new_tokens=request.max_new_tokens // 2)
+        return request
+
+    play_arrivals(sim, rng, make, num_requests, arrival, abort)
 
 
 @settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))

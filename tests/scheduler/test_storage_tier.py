@@ -20,6 +20,7 @@ from tests.scheduler.storage_simulator import Faults, StorageSimulation
 from tests.scheduler.test_host_tier import play
 from tests.scheduler.test_simulation import configs
 from tests.scheduler.test_speculation import speculations
+from tests.scheduler.traces import play_failures
 
 STORAGE = StorageSettings("fake", threshold=8)
 BASE = SchedulerConfig(
@@ -89,16 +90,7 @@ def test_drafts_are_stored_too(
 def test_failed_steps_store_nothing_wrong(seed: int, write: str, faults: Faults, late: float) -> None:
     rng, pages = random.Random(seed), dict[bytes, list[Any]]()
     sim = StorageSimulation(replace(BASE, hicache_write_policy=write), rng, faults, pages, overlap=True, late=late)
-    prompts = [[rng.randrange(50) for _ in range(rng.randint(20, 120))] for _ in range(6)]
-    for i in range(30):
-        sim.add(make_request(str(i), rng.choice(prompts) + [rng.randrange(50)], rng.randint(1, 20)))
-        for _ in range(rng.randint(0, 8)):
-            if sim.worker.queue and rng.random() < 0.1:
-                failed = sim.worker.fail()
-                sim.take(sim.scheduler.step_failed(failed.number, "broken"))
-                assert sim.scheduler.check_integrity() == []
-            sim.turn()
-    sim.check_end()
+    play_failures(sim, rng, 30)
     check_contents(sim)
 
 

@@ -67,7 +67,7 @@ def steps(world: World, digest: bytes) -> list[tuple[str, World]]:
         w.send("to_prefill", w.receiver.open())
         if not w.connected:
             w.receiver.lost("no connection")
-    if w := when("offer", not world.offered and alive and s.state is State.MEETING):
+    if w := when("offer", not world.offered and alive):
         w.offered = True
         w.send("to_decode", w.sender.offer(digest))
     if w := when("compute", world.offered and world.computed < TOKENS):

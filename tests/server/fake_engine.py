@@ -11,7 +11,8 @@ from typing import Any
 from moe_engine.core.messages import AddRequest, RequestDelta
 from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import EngineDeadError, InputError
-from moe_engine.frontend.client_api import NO_ARGS, CallArgs, EngineInfo, GroupAnswers, Health, values_of
+from moe_engine.frontend.client_api import NO_ARGS, CallArgs, DirectReader, EngineInfo, GroupAnswers, Health, values_of
+from moe_engine.frontend.inbox import is_plain
 from moe_engine.models.config import PoolingConfig
 from moe_engine.types import PackedLogprobs
 from tests.logprobs import Entry, pack
@@ -80,7 +81,7 @@ class FakeClient:
         self.idle = True
         self.board = Health(True, True, 7, 0.0, 0.0, 0, 0, 0)
 
-    async def stream(self, request: AddRequest) -> AsyncIterator[RequestDelta]:
+    async def stream(self, request: AddRequest, direct: DirectReader | None = None) -> AsyncIterator[RequestDelta]:
         if request.routed_dp_rank not in (None, 0):
             words = f"routed_dp_rank {request.routed_dp_rank}: this server has one data-parallel rank, 0"
             raise InputError(words, field="routed_dp_rank")
@@ -90,7 +91,8 @@ class FakeClient:
         try:
             async for delta in self._deltas(request):
                 finished = delta.finish is not None
-                yield delta
+                if direct is None or not (is_plain(delta) and direct(delta)):
+                    yield delta
         finally:
             self.running.discard(request.rid)
             if not finished:

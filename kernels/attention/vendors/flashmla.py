@@ -19,10 +19,11 @@ from moe_engine.kernels.attention.protocol import AttentionCapabilities, Context
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks
 from moe_engine.kernels.attention.vendors.flashmla_records import Chosen, ChosenInPlace
+from moe_engine.kernels.attention.vendors.flashmla_sparse import sparse_attention
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
 from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan, as_pages, gathered_slots, plan_of
 from moe_engine.kernels.attention.vendors.trees import Tree
-from moe_engine.kernels.device import probe
+from moe_engine.kernels.device import IndexWidths, probe
 from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, needs_no_arguments
 
 PAGE = 64
@@ -79,6 +80,7 @@ class FlashMLA(MergesChunks):
         module: the library; default: the installed one.
         expanded: backend of the expanded form (`Row.lacks_expanded`).
         major: compute capability of the GPU; default: of the current GPU.
+        index: the model's indexer: attention over selected tokens is needed.
 
     Raises:
         ImportError: the library is missing or lacks a required function.
@@ -86,8 +88,14 @@ class FlashMLA(MergesChunks):
 
     name = "flashmla"
 
-    def __init__(self, module: Any | None = None, expanded: MLABackend | None = None, major: int | None = None) -> None:
+    def __init__(
+        self, module: Any | None = None, expanded: MLABackend | None = None, major: int | None = None,
+        index: IndexWidths | None = None,
+    ) -> None:  # fmt: skip
         self._lib = FLASH_MLA.load() if module is None else FLASH_MLA.check(module)
+        if index is not None and not hasattr(self._lib, "flash_mla_sparse_fwd"):
+            raise ImportError(f"{self._lib.__name__} lacks flash_mla_sparse_fwd: too old ({FLASH_MLA.install})")
+        self._sparse = None if index is None else sparse_attention(self._lib)
         self._plans_itself = needs_no_arguments(self._lib.get_mla_metadata)
         self._prefill = expanded
         self._buffer = PageBuffer()
@@ -98,7 +106,7 @@ class FlashMLA(MergesChunks):
     @property
     def capabilities(self) -> AttentionCapabilities:
         chunks = ContextChunks(self.plan_chunk, self.expanded_chunk, self.merge_chunks)
-        return AttentionCapabilities(self.plan_in_place, chunks)
+        return AttentionCapabilities(self.plan_in_place, chunks, sparse=self._sparse)
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         return StepPlan(batch)  # the library builds schedules on the device, at a step's first layer
@@ -197,7 +205,7 @@ class FlashMLA(MergesChunks):
         reason = limits.flashmla_records(heads)
         if reason:
             raise ValueError(reason)
-        padded = self._heads = next(count for count in limits.FLASHMLA_RECORD_HEADS if heads <= count)
+        padded = self._heads = limits.flashmla_record_heads(heads)
         query = q.new_zeros(tokens, 1, padded, width)
         query[:, 0, :heads] = q
         pages = as_pages(cache, queries.page_size).unsqueeze(2)

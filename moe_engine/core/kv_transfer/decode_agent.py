@@ -1,4 +1,8 @@
-"""The thread of a decode server that receives KV into places of its tier."""
+"""The thread of a decode rank that receives KV into places of its tier.
+
+A room is a request's transfer. Each prefill rank that has a part of it is a leg, with a state machine of its own: one,
+unless the prefill server has more shares of the KV. The room is filled when all of its legs are.
+"""
 
 from __future__ import annotations
 
@@ -8,51 +12,67 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moe_engine.core.kv_transfer import wire
-from moe_engine.core.kv_transfer.rows import StagedRows
-from moe_engine.processes.watched_thread import start_watched
+from moe_engine.core.kv_transfer.layout import Layout, parts
+from moe_engine.core.kv_transfer.rows import RowPart, StagedRows
+from moe_engine.core.kv_transfer.thread import TransferThread
+from moe_engine.core.kv_transfer.transports.protocol import Memory, Transport, TransportError
+from moe_engine.core.kv_transfer.transports.table import open_transport
+from moe_engine.core.kv_transfer.windows import NUM_SLOTS
 from moe_engine.processes.zmq_sockets import HANDSHAKE_FAILED, SECRET_HINT, JobKeys, connect
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.transfer_state import Message, Receiving, State
 
-POLL_MS = 200
 CONNECT_SECONDS = 5.0
 logger = logging.getLogger("moe_engine")
 
 
 @dataclass
-class Transfer:
+class Leg:
+    peer: Peer
     state: Receiving
     attempt: int
+
+    @property
+    def is_over(self) -> bool:
+        return self.state.state is not State.RECEIVING
+
+
+@dataclass
+class Room:
     places: list[int]
+    begin: int
     began: float = field(default_factory=time.monotonic)
+    legs: list[Leg] = field(default_factory=list)
+    reason: str = ""
+    """Of the first leg that failed."""
 
 
 class Peer:
-    """A prefill server: its connection and the transfers from it. Dropped when the connection ends."""
+    """A prefill rank: its connection, and the memory that it writes to. Dropped when the connection ends."""
 
-    def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: JobKeys | None, schema: dict[str, str]
-    ) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: JobKeys | None) -> None:
         self.address = address
-        self.transfers: dict[int, Transfer] = {}
+        self.legs: dict[int, Leg] = {}
         self.heard = time.monotonic()
         self.is_welcome = False
+        self.part = RowPart()
+        self.memory: Memory | None = None
+        self.slot_bytes = 0
         self.socket = wire.dealer(context)
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self.monitor = self.socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | HANDSHAKE_FAILED
         )
         connect(self.socket, address, keys)
-        self.send(["hello", schema])
 
-    def send(self, message: list[object]) -> None:
+    def send(self, message: list[Any]) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the monitor reports the loss
             self.socket.send(wire.encode(message), flags=zmq.NOBLOCK)
 
@@ -62,11 +82,16 @@ class Peer:
         self.socket.close(linger=0)
 
 
-class DecodeAgent:
+class DecodeAgent(TransferThread):
     """
     Args:
         rows: the places of the tier.
+        transport: name of its row in `transports.table`; host: address of this rank for it.
+        layout, rank: this rank among those of its attention group.
         wake_core: ends a wait of the core's loop.
+
+    Raises:
+        TransportError: the transport does not start.
     """
 
     def __init__(
@@ -77,150 +102,195 @@ class DecodeAgent:
         default_port: int,
         keys: JobKeys | None,
         wake_core: Callable[[], None],
+        *,
+        transport: str = "tcp",
+        host: str = "127.0.0.1",
+        layout: Layout | None = None,
+        rank: int = 0,
     ) -> None:
-        self._link, self._rows, self._schema = link, rows, schema
-        self._default_port, self._keys, self._wake_core = default_port, keys, wake_core
-        self._context = zmq.Context()
+        super().__init__(link, wake_core)
+        self._rows, self._schema = rows, schema
+        self._layout, self._rank = layout or Layout(), rank
+        self._default_port, self._keys = default_port, keys
         self._peers: dict[str, Peer] = {}
-        self._rooms: dict[int, Peer] = {}
+        self._rooms: dict[int, Room] = {}
         self._attempts = itertools.count(1)
-        self._inner, self._waker = wire.wakeup(self._context)
-        link.wake = lambda: self._waker.send(b"")
-        self._closing = False
-        self._thread = start_watched("KV transfers", self._run, lambda message: None)
+        self._transport: Transport = open_transport(transport, host, lambda peer, frames: None)
+        self._beat_at = time.monotonic()
+        self._start()
 
-    def close(self) -> None:
-        self._closing = True
-        self._waker.send(b"")
-        self._thread.join(timeout=5)
+    def _is_busy(self) -> bool:
+        return False
 
-    def _run(self) -> None:
-        beat = time.monotonic()
-        try:
-            while not self._closing:
-                poller = zmq.Poller()
-                for socket in (self._inner, *(s for p in self._peers.values() for s in (p.socket, p.monitor))):
-                    poller.register(socket, zmq.POLLIN)
-                poller.poll(POLL_MS)
-                while self._inner.poll(0):
-                    self._inner.recv()
-                while self._link.commands:
-                    self._command(*self._link.commands.popleft())
-                for peer in list(self._peers.values()):
-                    self._serve(peer)
-                if time.monotonic() - beat > wire.BEAT_SECONDS:
-                    beat = time.monotonic()
-                    for peer in list(self._peers.values()):
-                        self._beat(peer, beat)
-        finally:
+    def _wait(self, milliseconds: int) -> None:
+        poller = zmq.Poller()
+        for socket in (self._inner, *(s for p in self._peers.values() for s in (p.socket, p.monitor))):
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(milliseconds)
+
+    def _turn(self) -> None:
+        while self._link.commands:
+            self._command(*self._link.commands.popleft())
+        for peer in list(self._peers.values()):
+            self._serve(peer)
+        now = time.monotonic()
+        if now - self._beat_at > wire.BEAT_SECONDS:
+            self._beat_at = now
             for peer in list(self._peers.values()):
-                self._lose(peer, "the decode server stops")
-            self._context.destroy(linger=200)
+                self._beat(peer, now)
+            self._check_deadlines(now)
 
-    def _command(self, name: str, room: int, *values: object) -> None:
+    def _leave(self) -> None:
+        for peer in list(self._peers.values()):
+            self._lose(peer, "the decode server stops")
+        self._transport.close()
+
+    # -- commands
+
+    def _command(self, name: str, number: int, *values: Any) -> None:
         if name == "want":
-            self._want(room, *values)  # type: ignore[arg-type]
-        elif (peer := self._rooms.get(room)) is not None:
-            transfer = peer.transfers[room]
-            self._send(peer, room, transfer, transfer.state.fail("the request ended"))
-            self._finish(peer, room, transfer)
+            self._want(number, *values)
+        elif (room := self._rooms.get(number)) is not None:
+            self._fail(number, room, "the request ended")
 
-    def _want(self, room: int, host: str, port: int, digest: bytes, begin: int, limit: int, places: list[int]) -> None:
+    def _want(
+        self, number: int, host: str, port: int, digest: bytes, begin: int, limit: int, places: list[int]
+    ) -> None:
         host = f"[{host}]" if ":" in host else host
         address = f"tcp://{host}:{port or self._default_port}"
+        room = Room(places, begin)
+        try:
+            peer = self._peer(address)
+        except zmq.ZMQError as error:
+            self._report("failed", number, f"{address}: {error}")
+            return
+        leg = Leg(peer, Receiving(digest, begin, limit), next(self._attempts))
+        self._send(number, leg, leg.state.open())
+        if places:
+            room.legs.append(leg)
+            peer.legs[number] = leg
+            self._rooms[number] = room
+        else:  # the prompt is cached here
+            self._send(number, leg, leg.state.fail("cached"))
+
+    def _peer(self, address: str) -> Peer:
         peer = self._peers.get(address)
         if peer is None:
-            try:
-                peer = self._peers[address] = Peer(self._context, address, self._keys, self._schema)
-            except zmq.ZMQError as error:
-                self._report("failed", room, f"{address}: {error}")
-                return
-        transfer = Transfer(Receiving(digest, begin, limit), next(self._attempts), places)
-        self._send(peer, room, transfer, transfer.state.open())
-        if places:
-            peer.transfers[room], self._rooms[room] = transfer, peer
-        else:  # the prompt is cached here
-            self._send(peer, room, transfer, transfer.state.fail("cached"))
+            peer = self._peers[address] = Peer(self._context, address, self._keys)
+            own = self._layout
+            peer.send(["hello", self._schema, [own.num_ranks, own.num_shares, own.num_heads], self._rank])
+        return peer
+
+    # -- messages
 
     def _serve(self, peer: Peer) -> None:
-        while peer.socket.poll(0):
+        while self._peers.get(peer.address) is peer and peer.socket.poll(0):
             frames = peer.socket.recv_multipart(copy=False)
             peer.heard = time.monotonic()
             try:
                 name, *values = wire.decode(bytes(frames[0].buffer))
-            except (msgspec.MsgspecError, ValueError):
-                continue
-            if name == "welcome":
-                peer.is_welcome = True
-            elif name == "refused":
-                self._lose(peer, f"{peer.address} refuses: {values[0]}")
-                return
-            elif name in ("data", "done", "nack"):
-                room, attempt, *rest = values
-                transfer = peer.transfers.get(room)
-                if transfer is not None and transfer.attempt == attempt:
-                    self._handle(peer, room, transfer, name, rest, frames[1].buffer if name == "data" else b"")
-        while peer.monitor.poll(0):
+                if name == "bytes":
+                    self._transport.receive(values, frames[1].buffer)
+                elif name == "welcome":
+                    self._welcome(peer, *values)
+                elif name == "refused":
+                    self._lose(peer, f"{peer.address} refuses: {values[0]}")
+                elif name in ("data", "done", "nack"):
+                    number, attempt, *rest = values
+                    leg = peer.legs.get(number)
+                    if leg is not None and leg.attempt == attempt:
+                        self._handle(number, leg, name, rest)
+            except TransportError as error:
+                logger.warning("%s: %s", peer.address, error)
+            except (msgspec.MsgspecError, ValueError, TypeError, IndexError) as error:
+                self._lose(peer, f"{peer.address}: not a message of a prefill server: {error}")
+        while self._peers.get(peer.address) is peer and peer.monitor.poll(0):
             event = recv_monitor_message(peer.monitor)["event"]
-            if event & HANDSHAKE_FAILED:
-                self._lose(peer, f"{peer.address}: handshake failed; {SECRET_HINT}")
-            else:
-                self._lose(peer, f"{peer.address}: no connection")
-            return
+            failed = f"handshake failed; {SECRET_HINT}" if event & HANDSHAKE_FAILED else "no connection"
+            self._lose(peer, f"{peer.address}: {failed}")
 
-    def _handle(
-        self, peer: Peer, room: int, transfer: Transfer, name: str, values: list[int], payload: bytes | memoryview
-    ) -> None:
-        state = transfer.state
+    def _welcome(self, peer: Peer, piece_tokens: int, rank: int, layout: list[int]) -> None:
+        """Answers with memory for the pieces."""
+        peer.is_welcome = True
+        peer.part = parts(self._rank, self._layout, rank, Layout(*layout))[1]
+        peer.slot_bytes = piece_tokens * peer.part.bytes_of(self._rows)
+        try:
+            peer.memory = self._transport.register(NUM_SLOTS * peer.slot_bytes)
+        except TransportError as error:
+            logger.error("%s", error)
+            self._lose(peer, str(error))
+            return
+        peer.send(["window", peer.memory.description, peer.slot_bytes])
+
+    def _handle(self, number: int, leg: Leg, name: str, values: list[Any]) -> None:
         if name == "data":
-            begin, end, expected = values
-            rows = np.frombuffer(bytearray(payload), np.uint8)
-            if rows.size != (end - begin) * self._rows.row_bytes or wire.checksum(rows) != expected:
-                answers = state.fail("the bytes of a piece have another size or checksum than the sender's")
-            else:
-                if state.accepts(begin, end):
-                    places = transfer.places[begin - state.begin : end - state.begin]
-                    self._rows.write(places, rows.reshape(end - begin, -1))
-                answers = state.handle(("data", begin, end))
+            answers = self._take(number, leg, *values)
         else:
-            answers = state.handle((name, *values))
-        self._send(peer, room, transfer, answers)
-        self._finish(peer, room, transfer)
+            answers = leg.state.handle((name, *values))
+        self._send(number, leg, answers)
+        self._finish(number, self._rooms[number])
 
-    def _finish(self, peer: Peer, room: int, transfer: Transfer) -> None:
-        state = transfer.state
-        if state.state is State.RECEIVING:
+    def _take(self, number: int, leg: Leg, begin: int, end: int, slot: int, expected: int) -> list[Message]:
+        """A piece has arrived in a slot."""
+        state, peer, room = leg.state, leg.peer, self._rooms[number]
+        if not state.accepts(begin, end) or peer.memory is None:
+            return state.handle(("data", begin, end))
+        size = (end - begin) * peer.part.bytes_of(self._rows)
+        first = slot * peer.slot_bytes
+        values = peer.memory.array[first : first + size]
+        if not 0 <= slot < NUM_SLOTS or size > peer.slot_bytes or wire.checksum(values) != expected:
+            return state.fail("the bytes of a piece have another size or checksum than the sender's")
+        peer.part.write(self._rows, room.places[begin - room.begin : end - room.begin], values)
+        return state.handle(("data", begin, end))
+
+    # -- ends
+
+    def _fail(self, number: int, room: Room, reason: str) -> None:
+        room.reason = room.reason or reason
+        for leg in room.legs:
+            self._send(number, leg, leg.state.fail(reason))
+        self._finish(number, room)
+
+    def _finish(self, number: int, room: Room) -> None:
+        """Reports the room once all of its legs are over; ends them if one has failed."""
+        failed = next((leg for leg in room.legs if leg.state.state is State.FAILED), None)
+        if failed is not None and not all(leg.is_over for leg in room.legs):
+            self._fail(number, room, failed.state.reason)
             return
-        del peer.transfers[room], self._rooms[room]
-        if state.state is State.FILLED:
-            self._report("filled", room, state.end)
+        if not all(leg.is_over for leg in room.legs):
+            return
+        del self._rooms[number]
+        for leg in room.legs:
+            leg.peer.legs.pop(number, None)
+        if failed is not None:
+            self._report("failed", number, room.reason or failed.state.reason)
         else:
-            self._report("failed", room, state.reason)
+            self._report("filled", number, min(leg.state.end for leg in room.legs))
 
-    def _send(self, peer: Peer, room: int, transfer: Transfer, messages: list[Message]) -> None:
+    def _send(self, number: int, leg: Leg, messages: list[Message]) -> None:
         for name, *values in messages:
-            peer.send([name, room, transfer.attempt, *values])
+            leg.peer.send([name, number, leg.attempt, *values])
 
     def _beat(self, peer: Peer, now: float) -> None:
         limit = wire.SILENCE_SECONDS if peer.is_welcome else CONNECT_SECONDS
         if now - peer.heard > limit:
             self._lose(peer, f"{peer.address}: no message for {limit:g} s")
-            return
-        peer.send(["beat"])
-        for room, transfer in list(peer.transfers.items()):
-            if now - transfer.began > wire.TRANSFER_SECONDS:
-                self._send(peer, room, transfer, transfer.state.fail("the deadline has passed"))
-                self._finish(peer, room, transfer)
+        else:
+            peer.send(["beat"])
+
+    def _check_deadlines(self, now: float) -> None:
+        for number, room in list(self._rooms.items()):
+            if now - room.began > wire.TRANSFER_SECONDS:
+                self._fail(number, room, "the deadline has passed")
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """The connection has ended: so do its transfers. The next request connects again."""
         if self._peers.get(peer.address) is peer:
             del self._peers[peer.address]
-        for room, transfer in list(peer.transfers.items()):
-            transfer.state.lost(reason)
-            self._finish(peer, room, transfer)
+        for number, leg in list(peer.legs.items()):
+            leg.state.lost(reason)
+            if number in self._rooms:
+                self._finish(number, self._rooms[number])
         peer.close()
-
-    def _report(self, *values: object) -> None:
-        self._link.reports.append(values)
-        self._wake_core()
+        if peer.memory is not None:
+            self._transport.release(peer.memory)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.core.kv_transfer.schema import cache_schema
+from moe_engine.core.kv_transfer.transports.protocol import TransportError
+from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.processes.addresses import LOOPBACK, network_address
 from moe_engine.processes.zmq_sockets import job_keys
 from moe_engine.scheduler.decode_tier import DecodeTier
 from moe_engine.scheduler.scheduler import Scheduler
@@ -35,13 +38,21 @@ def open_transfers(
     flags = config.args.disaggregation
     port = flags.disaggregation_bootstrap_port
     schema, keys = cache_schema(config), job_keys(config.parallel.secret)
-    if isinstance(tier, DecodeTier):
-        DecodeAgent(tier.link, copies, schema, port, keys, wake)
-    else:
-        PrefillAgent(tier.link, copies, schema, f"tcp://{_address(config)}:{port}", keys, wake)
+    more: dict[str, Any] = {"transport": flags.disaggregation_transfer_backend, "host": _reachable(config)}
+    try:
+        if isinstance(tier, DecodeTier):
+            DecodeAgent(tier.link, copies, schema, port, keys, wake, **more)
+        else:
+            PrefillAgent(tier.link, copies, schema, f"tcp://{_address(config)}:{port}", keys, wake, **more)
+    except TransportError as error:
+        raise ConfigError(
+            f"--disaggregation-transfer-backend {flags.disaggregation_transfer_backend}: {error}"
+        ) from error
 
     def both() -> None:
         check()
+        if tier.link.broken:
+            raise EngineDeadError(tier.link.broken)
         tier.exchange(scheduler.kv_cache.step)
 
     return both
@@ -51,3 +62,9 @@ def _address(config: ResolvedConfig) -> str:
     """Where the prefill server listens: as its HTTP server does."""
     host = config.server.host
     return "*" if host in ("0.0.0.0", "::") else host
+
+
+def _reachable(config: ResolvedConfig) -> str:
+    """This server's address for the transports of its peers."""
+    host = config.server.host
+    return (network_address() or LOOPBACK) if host in ("0.0.0.0", "::") else host

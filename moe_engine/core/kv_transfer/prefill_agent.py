@@ -1,4 +1,8 @@
-"""The thread of a prefill server that sends KV: reads staged places, answers decode servers."""
+"""The thread of a prefill rank that sends KV: reads staged places, writes them to decode ranks.
+
+A room is a request's transfer. Each decode rank that takes a part of it is a leg, with a state machine of its own; a
+prefill rank has several where the decode server has more ranks. Places are given back when all legs have read them.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +14,99 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
 
 from moe_engine.core.kv_transfer import wire
-from moe_engine.core.kv_transfer.rows import StagedRows
+from moe_engine.core.kv_transfer.layout import Layout, consumers_of, parts
+from moe_engine.core.kv_transfer.rows import RowPart, StagedRows
 from moe_engine.core.kv_transfer.schema import difference
-from moe_engine.processes.watched_thread import start_watched
+from moe_engine.core.kv_transfer.thread import TransferThread
+from moe_engine.core.kv_transfer.transports.protocol import Transport, TransportError, Write
+from moe_engine.core.kv_transfer.transports.table import open_transport
+from moe_engine.core.kv_transfer.windows import NUM_SLOTS, SendWindow
 from moe_engine.processes.zmq_sockets import JobKeys, bind
+from moe_engine.scheduler.prefill_tier import PIECE_TOKENS
 from moe_engine.scheduler.transfer_link import TransferLink
-from moe_engine.scheduler.transfer_state import Message, Sending, State
+from moe_engine.scheduler.transfer_state import WINDOW, Message, Sending, State
 
 logger = logging.getLogger("moe_engine")
 
-POLL_MS = 200
-STORE_POLL_MS = 1
+
+@dataclass
+class Consumer:
+    """A decode rank's connection. `rank` of `layout`. `window`: None until its memory is known."""
+
+    heard: float
+    layout: Layout = field(default_factory=Layout)
+    rank: int = 0
+    part: RowPart = field(default_factory=RowPart)
+    window: SendWindow | None = None
 
 
 @dataclass
-class Transfer:
-    """`pieces`: (end, places, number of their copies), not sent yet."""
+class Piece:
+    """Tokens before `end` in a slot of a leg. `write`: None once their notification was sent."""
 
+    end: int
+    slot: int
+    num_bytes: int
+    checksum: int
+    write: Write | None
+
+
+@dataclass
+class Leg:
+    """`pieces`: written and not acknowledged."""
+
+    peer: bytes
+    attempt: int
     state: Sending = field(default_factory=Sending)
+    pieces: deque[Piece] = field(default_factory=deque)
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.pieces) and self.pieces[-1].write is not None
+
+    @property
+    def may_read(self) -> bool:
+        return self.state.may_send and len(self.pieces) < WINDOW
+
+
+@dataclass
+class Room:
+    """`staged`: (end, places, number of their copies), not read yet. `over`: why the transfer has ended; the room stays
+    until all of its halves have arrived, so that a late one has its answer at once."""
+
+    digest: bytes | None = None
     began: float = field(default_factory=time.monotonic)
-    peer: bytes = b""
-    attempt: int = 0
-    pieces: deque[tuple[int, list[int], int]] = field(default_factory=deque)
+    num_legs: int = 0
+    legs: dict[bytes, Leg] = field(default_factory=dict)
+    num_wants: int = 0
+    staged: deque[tuple[int, list[int], int]] = field(default_factory=deque)
     all_staged: bool = False
     announced: bool = False
+    over: str | None = None
+
+    @property
+    def has_met(self) -> bool:
+        return self.digest is not None and 0 < self.num_legs <= self.num_wants
+
+    @property
+    def may_read(self) -> bool:
+        return self.over is None and bool(self.staged) and all(leg.may_read for leg in self.legs.values())
 
 
-class PrefillAgent:
+class PrefillAgent(TransferThread):
     """
     Args:
         rows: the places of the tier.
+        transport: name of its row in `transports.table`; host: address of this rank for it.
+        layout, rank: this rank among those of its attention group.
         wake_core: ends a wait of the core's loop.
 
     Raises:
         ConfigError: the port cannot be bound.
+        TransportError: the transport does not start.
     """
 
     def __init__(
@@ -58,48 +117,49 @@ class PrefillAgent:
         address: str,
         keys: JobKeys | None,
         wake_core: Callable[[], None],
+        *,
+        transport: str = "tcp",
+        host: str = "127.0.0.1",
+        layout: Layout | None = None,
+        rank: int = 0,
     ) -> None:
-        self._link, self._rows, self._schema = link, rows, schema
-        self._wake_core = wake_core
-        self._transfers: dict[int, Transfer] = {}
-        self._peers: dict[bytes, float] = {}
-        self._context = zmq.Context()
+        super().__init__(link, wake_core)
+        self._rows, self._schema = rows, schema
+        self._layout, self._rank = layout or Layout(), rank
+        self._rooms: dict[int, Room] = {}
+        self._peers: dict[bytes, Consumer] = {}
+        self._transport: Transport = open_transport(transport, host, self._deliver)
         self._socket = wire.router(self._context)
         self.address = bind(self._socket, address, keys, "--disaggregation-bootstrap-port")
-        self._inner, self._waker = wire.wakeup(self._context)
-        link.wake = lambda: self._waker.send(b"")
-        self._closing = False
-        self._thread = start_watched("KV transfers", self._run, lambda message: None)
+        self._beat_at = time.monotonic()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._inner, zmq.POLLIN)
+        self._start()
 
-    def close(self) -> None:
-        self._closing = True
-        self._waker.send(b"")
-        self._thread.join(timeout=5)
+    def _is_busy(self) -> bool:
+        return any(room.may_read or any(leg.writes for leg in room.legs.values()) for room in self._rooms.values())
 
-    def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._inner, zmq.POLLIN)
-        beat = time.monotonic()
-        try:
-            while not self._closing:
-                waits = any(t.pieces and t.state.may_send for t in self._transfers.values())
-                poller.poll(STORE_POLL_MS if waits else POLL_MS)
-                while self._inner.poll(0):
-                    self._inner.recv()
-                while self._socket.poll(0):
-                    self._receive()
-                while self._link.commands:
-                    self._command(*self._link.commands.popleft())
-                for room, transfer in list(self._transfers.items()):
-                    self._advance(room, transfer)
-                if time.monotonic() - beat > wire.BEAT_SECONDS:
-                    beat = time.monotonic()
-                    self._beat(beat)
-        finally:
-            for room, transfer in self._transfers.items():
-                self._send(room, transfer, transfer.state.fail("the prefill server stops"))
-            self._context.destroy(linger=500)
+    def _wait(self, milliseconds: int) -> None:
+        self._poller.poll(milliseconds)
+
+    def _turn(self) -> None:
+        while self._socket.poll(0):
+            self._receive()
+        while self._link.commands:
+            self._command(*self._link.commands.popleft())
+        for number, room in list(self._rooms.items()):
+            self._advance(number, room)
+        now = time.monotonic()
+        if now - self._beat_at > wire.BEAT_SECONDS:
+            self._beat_at = now
+            self._beat(now)
+
+    def _leave(self) -> None:
+        for number, room in self._rooms.items():
+            if room.over is None:
+                self._end(number, room, "the prefill server stops")
+        self._transport.close()
 
     # -- messages
 
@@ -107,76 +167,205 @@ class PrefillAgent:
         peer, *frames = self._socket.recv_multipart()
         try:
             name, *values = wire.decode(frames[0])
-        except (msgspec.MsgspecError, ValueError, IndexError):
-            return
-        self._peers[peer] = time.monotonic()
-        if name == "hello":
-            reason = difference(self._schema, values[0])
-            answer = ["refused", reason] if reason is not None else ["welcome"]
-            self._deliver(peer, [wire.encode(answer)])
-        elif name in ("want", "got", "cancel"):
-            room, attempt, *rest = values
-            self._handle(peer, room, attempt, (name, *rest))
-
-    def _handle(self, peer: bytes, room: int, attempt: int, message: Message) -> None:
-        transfer = self._transfers.get(room)
-        if message[0] == "want":
-            if transfer is None:
-                transfer = self._transfers[room] = Transfer()
-            if transfer.state.wanted is not None:
-                self._deliver(peer, [wire.encode(["nack", room, attempt, "another request has the same room"])])
+            if name == "hello":
+                self._peers[peer] = Consumer(0.0)
+            consumer = self._peers.get(peer)
+            if consumer is None:  # it was regarded as lost, and its transfers have ended here
+                self._tell(peer, ["refused", "the connection was silent for too long"])
                 return
-            transfer.peer, transfer.attempt = peer, attempt
-        if transfer is None or transfer.peer != peer or transfer.attempt != attempt:
-            return  # of an ended transfer
-        self._send(room, transfer, transfer.state.handle(message))
+            consumer.heard = time.monotonic()
+            if name == "hello":
+                self._welcome(peer, consumer, *values)
+            elif name == "window":
+                self._open(peer, consumer, *values)
+            elif name in ("want", "got", "cancel"):
+                number, attempt, *rest = values
+                self._handle(peer, consumer, number, attempt, (name, *rest))
+        except (msgspec.MsgspecError, ValueError, TypeError, IndexError) as error:
+            logger.warning("A message at --disaggregation-bootstrap-port is not of a decode server: %s", error)
 
-    def _command(self, name: str, room: int, *values: object) -> None:
-        transfer = self._transfers.get(room)
+    def _welcome(self, peer: bytes, consumer: Consumer, schema: dict[str, str], layout: list[int], rank: int) -> None:
+        reason = difference(self._schema, schema)
+        consumer.layout, consumer.rank = Layout(*layout), rank
+        if reason is not None:
+            self._tell(peer, ["refused", reason])
+            return
+        consumer.part = parts(rank, consumer.layout, self._rank, self._layout)[0]
+        own = self._layout
+        self._tell(peer, ["welcome", PIECE_TOKENS, self._rank, [own.num_ranks, own.num_shares, own.num_heads]])
+
+    def _open(self, peer: bytes, consumer: Consumer, description: bytes, slot_bytes: int) -> None:
+        """The decode rank's memory: `NUM_SLOTS` slots."""
+        expected = PIECE_TOKENS * consumer.part.bytes_of(self._rows)
+        if slot_bytes != expected:
+            self._tell(peer, ["refused", f"bytes of a piece: prefill server {expected}, decode server {slot_bytes}"])
+            return
+        try:
+            self._transport.open(peer, description)
+            memory = self._transport.register(NUM_SLOTS * slot_bytes)
+        except TransportError as error:
+            logger.error("%s", error)
+            self._tell(peer, ["refused", str(error)])
+            return
+        self._close_window(consumer)
+        consumer.window = SendWindow(memory, slot_bytes, NUM_SLOTS)
+
+    def _handle(self, peer: bytes, consumer: Consumer, number: int, attempt: int, message: Message) -> None:
+        room = self._rooms.get(number)
+        if message[0] == "want":
+            if room is None:
+                room = self._rooms[number] = Room()
+            if not self._join(peer, consumer, number, attempt, room):
+                return
+        leg = room.legs.get(peer) if room is not None else None
+        if room is None or leg is None or leg.attempt != attempt:
+            return  # of an ended transfer
+        self._send(number, leg, leg.state.handle(message))
+        if message[0] == "got" and leg.pieces:
+            self._give(consumer, leg.pieces.popleft())
+
+    def _join(self, peer: bytes, consumer: Consumer, number: int, attempt: int, room: Room) -> bool:
+        """A leg of a room that has no such one; else the peer gets a refusal."""
+        reason = room.over
+        if reason is not None:
+            room.num_wants += 1
+        elif peer in room.legs or room.has_met:
+            reason = "another request has the same room"
+        if reason is not None:
+            room.num_legs = room.num_legs or len(consumers_of(self._rank, consumer.layout, self._layout))
+            self._tell(peer, ["nack", number, attempt, reason or "the transfer has ended"])
+            return False
+        room.num_legs = len(consumers_of(self._rank, consumer.layout, self._layout))
+        room.num_wants += 1
+        leg = room.legs[peer] = Leg(peer, attempt)
+        if room.digest is not None:
+            leg.state.offer(room.digest)
+        return True
+
+    def _command(self, name: str, number: int, *values: Any) -> None:
+        room = self._rooms.get(number)
         if name == "offer":
-            if transfer is None:
-                transfer = self._transfers[room] = Transfer()
-            self._send(room, transfer, transfer.state.offer(values[0]))  # type: ignore[arg-type]
-        elif transfer is None:
+            if room is None:
+                room = self._rooms[number] = Room()
+            (room.digest,) = values
+            if room.over is not None:
+                self._report("ended", number, room.over)
+            for leg in room.legs.values():
+                self._send(number, leg, leg.state.offer(values[0]))
+        elif room is None or room.over is not None:
             return
         elif name == "send":
-            transfer.pieces.append(values)  # type: ignore[arg-type]
+            room.staged.append(values)  # type: ignore[arg-type]
         elif name == "done":
-            transfer.all_staged = True
+            room.all_staged = True
         else:
-            self._send(room, transfer, transfer.state.fail(str(values[0])))
+            self._end(number, room, str(values[0]))
 
     # -- transfers
 
-    def _advance(self, room: int, transfer: Transfer) -> None:
-        state = transfer.state
-        if state.state is State.SENDING and not transfer.announced:
-            transfer.announced = True
-            self._report("granted", room, state.sent, state.limit)
-        while transfer.pieces and state.may_send and transfer.pieces[0][2] <= self._rows.stored:
-            end, places, _ = transfer.pieces.popleft()
-            payload = self._rows.read(places)  # a copy: the places are free afterwards
-            self._send(room, transfer, state.data(end), payload)
-            self._report("sent", room, end)
-        if transfer.all_staged and not transfer.pieces:
-            self._send(room, transfer, state.done())
-        limit = wire.MEET_SECONDS if state.state is State.MEETING else wire.TRANSFER_SECONDS
-        if time.monotonic() - transfer.began > limit:
-            what = "a request" if state.digest is None else "the decode server's part"
-            reason = (
-                f"{what} did not arrive in {limit:g} s" if limit == wire.MEET_SECONDS else "the deadline has passed"
-            )
-            self._send(room, transfer, state.fail(reason))
-        if state.state is State.ENDED:
-            del self._transfers[room]
-            self._report("ended", room, state.reason)
+    def _advance(self, number: int, room: Room) -> None:
+        legs = list(room.legs.values())
+        if room.over is None and room.has_met and not room.announced:
+            self._announce(number, room, legs)
+        while room.may_read and room.staged[0][2] <= self._rows.stored and self._read(number, room, legs):
+            pass
+        for leg in legs:
+            self._notify(number, room, leg)
+        if room.over is None:
+            ended = [leg for leg in legs if leg.state.state is State.ENDED]
+            failed = next((leg.state.reason for leg in ended if leg.state.reason), "")
+            if failed or (room.has_met and len(ended) == room.num_legs):
+                self._end(number, room, failed)
+        self._check_deadline(number, room)
 
-    def _send(self, room: int, transfer: Transfer, messages: list[Message], payload: np.ndarray | None = None) -> None:
+    def _announce(self, number: int, room: Room, legs: list[Leg]) -> None:
+        if any(leg.state.state is not State.SENDING for leg in legs):
+            return
+        ranges = {(leg.state.sent, leg.state.limit) for leg in legs}
+        if len(ranges) > 1:
+            self._end(number, room, "the ranks of the decode server want different tokens")
+            return
+        room.announced = True
+        self._report("granted", number, *ranges.pop())
+
+    def _read(self, number: int, room: Room, legs: list[Leg]) -> bool:
+        """Reads the next piece for every leg, and begins its writes; False if a window is full."""
+        windows = [self._peers[leg.peer].window for leg in legs]
+        for window in windows:
+            if window is None or not window.has_room():
+                return False
+        end, places, _ = room.staged.popleft()
+        for leg, window in zip(legs, windows):
+            assert window is not None
+            part, slot = self._peers[leg.peer].part, window.free.pop()
+            size = len(places) * part.bytes_of(self._rows)
+            bytes_ = window.rows(slot, size)
+            part.read_into(self._rows, places, bytes_)
+            try:
+                write = window.write(self._transport, leg.peer, slot, size)
+            except TransportError as error:
+                window.free.append(slot)
+                self._send(number, leg, leg.state.fail(str(error)))
+                continue
+            leg.pieces.append(Piece(end, slot, size, wire.checksum(bytes_), write))
+        self._report("sent", number, end)  # read by all: the places are free
+        return True
+
+    def _notify(self, number: int, room: Room, leg: Leg) -> None:
+        """Sends the notifications of writes that have ended, in order."""
+        for piece in leg.pieces:
+            if piece.write is None:
+                continue
+            try:
+                if not piece.write.poll():
+                    return
+            except TransportError as error:
+                piece.write = None
+                self._send(number, leg, leg.state.fail(str(error)))
+                return
+            piece.write = None
+            if leg.state.state is not State.SENDING:
+                return
+            for name, begin, end in leg.state.data(piece.end):
+                self._tell(leg.peer, [name, number, leg.attempt, begin, end, piece.slot, piece.checksum])
+        if room.all_staged and not room.staged:
+            self._send(number, leg, leg.state.done())
+
+    def _check_deadline(self, number: int, room: Room) -> None:
+        age = time.monotonic() - room.began
+        if room.over is not None:
+            if room.has_met or age > 2 * wire.TRANSFER_SECONDS:
+                del self._rooms[number]
+        elif not room.has_met and age > wire.MEET_SECONDS:
+            what = "a request" if room.digest is None else "the decode server's part"
+            self._end(number, room, f"{what} did not arrive in {wire.MEET_SECONDS:g} s")
+        elif age > wire.TRANSFER_SECONDS:
+            self._end(number, room, "the deadline has passed")
+
+    def _end(self, number: int, room: Room, reason: str) -> None:
+        """Nothing of the transfer is held after this."""
+        room.over = reason
+        room.staged.clear()
+        for leg in room.legs.values():
+            self._send(number, leg, leg.state.fail(reason))
+            consumer = self._peers.get(leg.peer)
+            for piece in leg.pieces:
+                if consumer is not None:
+                    self._give(consumer, piece)
+        room.legs.clear()
+        if room.digest is not None:  # else its request has the answer when it arrives
+            self._report("ended", number, reason)
+
+    def _give(self, consumer: Consumer, piece: Piece) -> None:
+        if consumer.window is not None:
+            consumer.window.give(piece.slot, piece.write)
+
+    def _send(self, number: int, leg: Leg, messages: list[Message]) -> None:
         for name, *values in messages:
-            frames: list[Any] = [wire.encode([name, room, transfer.attempt, *values])]
-            if payload is not None and name == "data":
-                frames = [wire.encode([name, room, transfer.attempt, *values, wire.checksum(payload)]), payload]
-            self._deliver(transfer.peer, frames)
+            self._tell(leg.peer, [name, number, leg.attempt, *values])
+
+    def _tell(self, peer: bytes, message: list[Any]) -> None:
+        self._deliver(peer, [wire.encode(message)])
 
     def _deliver(self, peer: bytes, frames: list[Any]) -> None:
         try:
@@ -185,18 +374,23 @@ class PrefillAgent:
             self._lost(peer, "the decode server is gone")
 
     def _beat(self, now: float) -> None:
-        for peer, heard in list(self._peers.items()):
-            if now - heard > wire.SILENCE_SECONDS:
+        for peer, consumer in list(self._peers.items()):
+            if now - consumer.heard > wire.SILENCE_SECONDS:
                 self._lost(peer, f"no message of the decode server for {wire.SILENCE_SECONDS:g} s")
             else:
-                self._deliver(peer, [wire.encode(["beat"])])
+                self._tell(peer, ["beat"])
 
     def _lost(self, peer: bytes, reason: str) -> None:
-        self._peers.pop(peer, None)
-        for transfer in self._transfers.values():
-            if transfer.peer == peer:
-                transfer.state.lost(reason)
+        consumer = self._peers.get(peer)
+        for room in self._rooms.values():
+            if (leg := room.legs.get(peer)) is not None:
+                leg.state.lost(reason)
+        if consumer is not None:
+            del self._peers[peer]
+            self._transport.forget(peer)
+            self._close_window(consumer)
 
-    def _report(self, *values: object) -> None:
-        self._link.reports.append(values)
-        self._wake_core()
+    def _close_window(self, consumer: Consumer) -> None:
+        if consumer.window is not None:
+            self._transport.release(consumer.window.memory)
+            consumer.window = None

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from moe_engine.planning.resolved_config import ResolvedConfig
+from moe_engine.planning.weights_identity import weights_identity
 
-VERSION = 1
+VERSION = 2
 """Of the messages, and of what a row of KV is."""
 
 
 def cache_schema(config: ResolvedConfig) -> dict[str, str]:
-    """Everything that determines the bytes of a token's KV, by name. Page sizes and pool sizes may differ."""
+    """Everything that determines the bytes of a token's KV, by name. Page sizes and pool sizes may differ.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read.
+    """
     model, speculation = config.model, config.speculation
     drafts = speculation.method if speculation is not None else "none"
     layers = model.num_layers - len(model.state_layers)
@@ -21,6 +26,8 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "cache": f"{model.attention.kind} {model.attention.kv_parts(config.kv_cache_dtype)}",
         "--kv-cache-dtype": config.kv_cache_dtype,
         "vocabulary": str(model.vocab_size),
+        "weights": weights_identity(config),
+        "--disaggregation-transfer-backend": config.args.disaggregation.disaggregation_transfer_backend,
         "--quantization": str(model.quantization) if hasattr(model, "quantization") else "",
     }
 

@@ -1,4 +1,4 @@
-"""Messages between two servers: ZeroMQ multipart, a header in msgpack and for ``data`` the bytes.
+"""Messages between two servers, the control connection: ZeroMQ multipart, a header in msgpack and for ``bytes`` them.
 
 A decode server connects a DEALER socket to the ROUTER socket of a prefill server, `--disaggregation-bootstrap-port`.
 With a secret (`--dist-secret-file`) the connection is encrypted and closed to others.
@@ -45,15 +45,6 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.DEALER)
     _unbounded(socket)
     return socket
-
-
-def wakeup(context: zmq.Context[zmq.Socket[bytes]]) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-    """(socket that an agent's thread polls, socket whose messages wake the thread), within the process."""
-    inner = context.socket(zmq.PULL)
-    inner.bind("inproc://wake")
-    waker = context.socket(zmq.PUSH)
-    waker.connect("inproc://wake")
-    return inner, waker
 
 
 def _unbounded(socket: zmq.Socket[bytes]) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.types import LogprobSpec, NewRow, RowWrite, row_width
+from moe_engine.row_sizes import row_width
+from moe_engine.types import LogprobSpec, NewRow, RowWrite
 from moe_engine.worker.batch.device_int_table import DeviceIntTable
 from moe_engine.worker.batch.row_adapters import RowAdapters
 from moe_engine.worker.batch.slot_tokens import SlotTokens

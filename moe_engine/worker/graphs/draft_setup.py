@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe_engine.kernels.attention.protocol import InPlacePlanner
+from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.choice import chain_kernels
 from moe_engine.kernels.speculation.protocol import SimulatedAcceptance

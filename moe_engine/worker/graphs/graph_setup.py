@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from moe_engine.kernels.attention.protocol import InPlacePlanner
+from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.step_settings import GraphSettings
 from moe_engine.worker.device_stream import make_graphs
 from moe_engine.worker.graphs.draft_graphs import DraftGraphs
@@ -17,13 +17,19 @@ logger = logging.getLogger("moe_engine")
 
 
 def capture_graphs(
-    runner: ModelRunner, settings: GraphSettings, *, progress: bool = False, backend: GraphBackend | None = None
+    runner: ModelRunner,
+    settings: GraphSettings,
+    plan_in_place: InPlacePlanner | None = None,
+    *,
+    progress: bool = False,
+    backend: GraphBackend | None = None,
 ) -> int:
     """Sets `ModelRunner.graphs`; collective on several ranks. Returns the number of graphs, 0 if steps stay eager.
 
     The runner must be warmed up: every kernel of a decode step was launched before.
 
     Args:
+        plan_in_place: plans of captured decodes; default: the attention backend's.
         progress: show a progress bar on stderr.
         backend: graph backend; default: the device's own, if it has one.
     """
@@ -31,7 +37,7 @@ def capture_graphs(
     if not settings.sizes or backend is None:
         return 0
     attention = runner.attention
-    plan_in_place, captured = attention.capabilities.plan_in_place, False
+    plan_in_place, captured = plan_in_place or attention.capabilities.plan_in_place, False
     if plan_in_place is not None:
         captured = _capture(runner, settings, plan_in_place, backend, progress)
     if not captured:

@@ -49,6 +49,14 @@ class HostPool:
         found = [part.index_select(0, places) for part, _, _ in self._parts]
         return found[0] if len(found) == 1 else torch.cat(found, 1)
 
+    def take_into(self, places: Tensor, out: Tensor) -> None:
+        """`take` to out [n, W]."""
+        for part, begin, end in self._parts:
+            if len(self._parts) == 1:
+                torch.index_select(part, 0, places, out=out)
+            else:
+                out[:, begin:end] = part.index_select(0, places)
+
     def download(self, rows: Tensor, places: list[int]) -> None:
         """Device rows [n, W] to places, one copy for each run of neighbouring places; on the current stream."""
         for part, left, right in self._parts:

@@ -26,6 +26,14 @@ class TransferCopies(KVCopies):
         """Rows of the host pool [n, row_bytes]; new memory. In any thread."""
         return self.host.take(torch.tensor(places)).contiguous().numpy()
 
+    @property
+    def num_tensors(self) -> int:
+        return sum(width > 0 for width in self._pool.row_widths)
+
+    def read_into(self, places: list[int], out: np.ndarray) -> None:
+        """The rows to out [n, row_bytes]."""
+        self.host.take_into(torch.tensor(places), torch.from_numpy(out))
+
     def write(self, places: list[int], rows: np.ndarray) -> None:
         """The opposite of `read`."""
         self.host.put(torch.tensor(places), torch.from_numpy(rows))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.cpu import CpuMLA
 from moe_engine.kernels.attention.protocol import MLABackend
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.attention.queries import AttentionBatch
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.selected import Selected, num_visible
 from moe_engine.kernels.cpu.library import Library
@@ -31,46 +31,13 @@ from tests.kernels.cpu.formulas import (
     random_trees,
     slots_of,
 )
+from tests.kernels.cpu.index_formulas import TOP_K, causal, check_choices, scores_of, select
 
 LENS = [(1, 1), (1, 70), (3, 3), (1, 600), (5, 131), (2, 9), (16, 2500)]
-TOP_K = 20
 
 
 def kernels(library: Library) -> list[IndexerKernel]:
     return [TorchIndexer(), CpuIndexer(library), CpuIndexer(library, logits_bytes=9000)]
-
-
-def select(
-    kernel: IndexerKernel, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int = TOP_K
-) -> Tensor:
-    selected = Selected.empty(queries, top_k)
-    selected.slots.fill_(-7)
-    kernel.select(q, weights, cache, queries, top_k, selected, kernel.plan(queries))
-    return selected.slots
-
-
-def scores_of(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """[t, s] of one request, float64."""
-    products = torch.einsum("thi,si->ths", q.double(), keys.double()).relu()
-    return torch.einsum("ths,th->ts", products, weights.double())
-
-
-def check_choices(slots: Tensor, scores: Tensor, own: Tensor, visible: Tensor, top_k: int) -> None:
-    """slots [t, K] of one request are its best visible ones: ascending positions; no rejected score is higher than a
-    selected one by more than rounding. own [s]: the request's slots."""
-    position = {int(slot): i for i, slot in enumerate(own)}
-    for row, score, seen in zip(slots, scores, visible):
-        chosen = [position[int(slot)] for slot in row if slot >= 0]
-        assert chosen == sorted(set(chosen)) and len(chosen) == min(top_k, int(seen.sum()))
-        assert (row[len(chosen) :] == -1).all() and seen[chosen].all()
-        rest = seen.clone()
-        rest[chosen] = False
-        if rest.any():
-            assert score[rest].max() <= score[chosen].min() + 1e-5 * score.abs().max()
-
-
-def causal(count: int, context: int) -> Tensor:
-    return torch.arange(context)[None, :] <= torch.arange(context - count, context)[:, None]
 
 
 @pytest.mark.parametrize(("heads", "width", "page_size"), [(64, 128, 64), (5, 16, 1), (32, 32, 8)])

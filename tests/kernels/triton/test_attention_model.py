@@ -21,12 +21,12 @@ PROMPTS = {0: 9, 1: 5, 2: 26}
 NUM_STEPS = 2
 
 
-def greedy(path: Path, attention: object | None) -> tuple[list[list[int]], torch.Tensor]:
+def greedy(path: Path, attention: object | None, indexer: object | None = None) -> tuple[list[list[int]], torch.Tensor]:
     """Tokens of each step and all logits: chunked prompts beside decodes, then steps of one and of three tokens."""
     config = load_model_config(path)
     backends = make_backends(config, page_size=4)
     if attention is not None:
-        backends = replace(backends, attention=attention)
+        backends = replace(backends, attention=attention, indexer=indexer)
     model = load_model(path, config, "float32", "cpu", backends)
     stepper = Stepper(model, config, backends, page_size=4)
     generator = torch.Generator().manual_seed(3)
@@ -55,6 +55,17 @@ def test_tokens_equal_those_of_the_torch_row(kind: str, tmp_path: Path) -> None:
     make = triton_attention.TritonMLA if mla else triton_attention.TritonGQA
     tokens, logits = greedy(path, make(num_programs=5))
     expected_tokens, expected = greedy(path, None)
+    assert tokens == expected_tokens
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_sparse_model_equals_the_torch_rows(tmp_path: Path) -> None:
+    """DeepSeek V3.2 beyond its top-k: Triton indexer, and Triton attention over its selection."""
+    from moe_engine.kernels.indexer.triton_indexer import TritonIndexer
+
+    path = make_checkpoint("deepseek_v32", tmp_path, seed=13, index_head_dim=16)
+    expected_tokens, expected = greedy(path, None)
+    tokens, logits = greedy(path, triton_attention.TritonMLA(num_programs=5), TritonIndexer())
     assert tokens == expected_tokens
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 

@@ -98,13 +98,15 @@ def _module(arch: int, wheel: bool) -> Any:
         must(not is_fp8_kvcache and attn_sink is None and topk_length is None, "dense decode takes none of these")
         return _dense(q, k_cache, block_table, cache_seqlens, scale, causal)
 
-    if wheel:
-        return SimpleNamespace(
-            __name__="sgl_kernel.flash_mla", get_mla_metadata=wheel_metadata, flash_mla_with_kvcache=wheel_with_kvcache
-        )
+    def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):
+        must(d_v == LATENT and attn_sink is None and topk_length is None, "not emulated")
+        return _sparse_plain(q, kv, indices, sm_scale, 128 if arch == 9 else 64)
+
+    calls = (wheel_metadata, wheel_with_kvcache) if wheel else (get_mla_metadata, flash_mla_with_kvcache)
     return SimpleNamespace(
-        __name__="flash_mla", get_mla_metadata=get_mla_metadata, flash_mla_with_kvcache=flash_mla_with_kvcache
-    )
+        __name__="sgl_kernel.flash_mla" if wheel else "flash_mla", get_mla_metadata=calls[0],
+        flash_mla_with_kvcache=calls[1], flash_mla_sparse_fwd=flash_mla_sparse_fwd,
+    )  # fmt: skip
 
 
 @launched
@@ -156,6 +158,23 @@ def _sparse(q, k_cache, indices, scale, topk_length):
             result, sums = softmax_rows(q[i, j : j + 1], keys, keys[..., :LATENT], scale, everything(1, len(keys)))
             out[i, j], lse[i, :, j] = result[0].to(q.dtype), sums[0].float()
     return out, lse
+
+
+@launched
+def _sparse_plain(q, kv, indices, scale, multiple):
+    """csrc/api/sparse_fwd.h: no batch dimension; an index of -1 or beyond the keys is skipped."""
+    must(q.dtype == kv.dtype == torch.bfloat16, f"sparse prefill takes bf16, not {q.dtype} and {kv.dtype}")
+    must(q.dim() == 3 and q.is_contiguous() and q.shape[1] in (64, 128), f"q is {list(q.shape)}, for 64 or 128 heads")
+    must(q.shape[2] == WIDTH and kv.shape[1:] == (1, WIDTH) and kv.stride(-1) == 1, f"keys are {list(kv.shape)}")
+    check_index(indices, "indices", 3)
+    must(indices.shape[:2] == (len(q), 1) and indices.shape[2] % multiple == 0, f"indices {list(indices.shape)}")
+    out = poison(*q.shape[:2], LATENT, dtype=q.dtype)
+    sums = poison(*q.shape[:2], dtype=torch.float32)
+    for token, listed in enumerate(indices[:, 0]):
+        keys = kv[listed[(listed >= 0) & (listed < len(kv))].long()]
+        result, lse = softmax_rows(q[token : token + 1], keys, keys[..., :LATENT], scale, everything(1, len(keys)))
+        out[token], sums[token] = result[0].to(q.dtype), lse[0].float()
+    return out, sums, sums
 
 
 @launched

@@ -11,12 +11,14 @@ from torch import Tensor
 from moe_engine.kernels.attention.latent_records import FP8_GROUPS, FP8_TOKEN, pack, record_bytes
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer import SPARE
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
+from moe_engine.kernels.device import IndexWidths
 from tests.kernels.cpu.formulas import NAN, attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 
@@ -136,6 +138,36 @@ def test_flashmla_over_fp8_records(arch, page_size, tree, at_once, wheel, monkey
     if not tree:
         rows = torch.cat([slots_of(queries, i) for i in range(queries.num_requests)])
         close(backend.gather_latent(records, queries, None), exact[rows])
+
+
+@pytest.mark.parametrize(("arch", "heads", "fp8"), [(9, 16, False), (9, 128, True), (10, 70, False), (10, 64, True)])
+@pytest.mark.parametrize("most", [5, 128])
+def test_flashmla_over_selected_tokens(arch: int, heads: int, fp8: bool, most: int) -> None:
+    """Lists of several lengths, set after the plan and changed between layers; all other rows are NaN."""
+    sparse = FlashMLA(flash_mla_emulator.module(arch), TorchMLA(), arch, IndexWidths(64, 128, most)).capabilities.sparse
+    counts, size, scale = [min(count, most) for count in (1, 3, 90, 128)], 300, WIDTH**-0.5
+    selected = Selected(torch.empty(4, most, dtype=torch.int32), counts, torch.tensor(counts, dtype=torch.int32))
+    plan = sparse.plan(selected)
+    for _ in range(2):
+        cache = torch.full((size, WIDTH), float("nan"), dtype=BF16)
+        selected.slots.fill_(-1)
+        for row, count in zip(selected.slots, counts):
+            row[:count] = torch.randperm(size)[:count].int()
+            cache[row[:count].long()] = normal(count, WIDTH, dtype=BF16)
+        stored = pack(cache, LATENT, FP8_GROUPS) if fp8 else cache
+        exact = flash_mla_emulator.unpack(stored) if fp8 else cache
+        q = normal(4, heads, WIDTH, dtype=BF16)
+        got = sparse.run(q, stored, selected, scale, plan, LATENT)
+        for token, count in enumerate(counts):
+            keys = exact[selected.slots[token, :count].long()].unsqueeze(1).expand(-1, heads, -1)
+            close(got[token : token + 1], attend(q[token : token + 1], keys, keys[..., :LATENT], scale), 3)
+
+
+def test_flashmla_without_its_sparse_kernel_is_refused() -> None:
+    module = flash_mla_emulator.module()
+    del module.flash_mla_sparse_fwd
+    with pytest.raises(ImportError, match="flash_mla_sparse_fwd"):
+        FlashMLA(module, TorchMLA(), 9, IndexWidths(64, 128, 2048))
 
 
 @pytest.mark.parametrize("name", GQA)

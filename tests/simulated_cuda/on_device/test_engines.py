@@ -142,6 +142,21 @@ def test_own_kernels_captured(checkpoint: Path, tmp_path: Path) -> None:
     assert launched >= {"latent_kernel", "expanded_kernel", "gate_up_kernel", "router_select_kernel", "greedy_kernel"}
 
 
+def test_sparse_decodes_are_captured(tmp_path: Path) -> None:
+    """DeepSeek V3.2 in this project's kernels, with contexts within the top-k and beyond it, and prompts in chunks: the
+    tokens of the CPU, decodes replayed, no waits."""
+    fields = {"index_head_dim": 16, "index_topk": 8, "first_k_dense_replace": 2}
+    path = agreeing_checkpoint("deepseek_v32", tmp_path / "model", 5, num_hidden_layers=2, **fields)
+    requests = [Scripted("short", [9, 5, 7], 4, 0, sampling=GREEDY), *script([GREEDY, GREEDY])]
+    found = compared(path, tmp_path, requests, {}, cuda_graph_max_bs=2, chunked_prefill_size=4, **FEW)
+    replayed = [step for step in found.steps if step.cuda_graph]
+    assert found.num_graphs == 2 and len(replayed) > 4 and found.waits == []
+    lens = {start + 1 for step in replayed for start in step.plan.starts}
+    assert min(lens) <= 8 < max(lens)
+    launched = set(kernels.launches)
+    assert launched >= {"scores_kernel", "select_kernel", "latent_kernel"}
+
+
 def check_one_wait_a_step(run: Run) -> None:
     """Steps with drafts wait once: for the true lengths of the rows."""
     for step in run.steps:

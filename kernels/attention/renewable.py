@@ -1,0 +1,22 @@
+"""Plans of captured launches: they stay at fixed addresses and are renewed for the lengths of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from moe_engine.kernels.attention.queries import AttentionBatch
+
+
+class RenewablePlan(Protocol):
+    """A plan at fixed addresses, so that captured launches (a CUDA graph) can run with the plan of another step."""
+
+    on_device: bool
+    """Launches read the lengths on the device: `renew` needs upper bounds in `context_lens`, and what it writes serves
+    all plans of the backend for as many requests."""
+
+    def renew(self) -> None:
+        """Replans for the queries' current `context_lens`, in stream order; no host wait."""
+
+
+InPlacePlanner = Callable[[AttentionBatch], RenewablePlan | None]

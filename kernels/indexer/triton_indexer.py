@@ -1,0 +1,116 @@
+"""The indexer in Triton. The selection is batch-invariant: a score depends on its token and key only.
+
+Legend: T query tokens, Hi index heads, I channels of an index head, S context tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.queries import PagedQueries
+from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.indexer import index_keys, triton_keys, triton_select
+from moe_engine.kernels.indexer.protocol import LOGITS_BYTES
+from moe_engine.kernels.indexer.triton_scores import KEYS, scores, tokens_of_a_record
+from moe_engine.kernels.triton.launch import with_contiguous_rows
+from moe_engine.kernels.uploads import upload
+
+PROGRAMS = 512
+"""Programs of a launch of scores, about four for each SM of an H200: fewer records have more programs each."""
+
+
+@dataclass
+class IndexPlan:
+    """Host work of a group, once per step.
+
+    Attributes:
+        request_of: [T] int32, request of each token.
+        longest: bound of the context lengths.
+        records: by heads of the index queries, the records of `triton_scores` and the first token of each of them.
+    """
+
+    queries: PagedQueries
+    request_of: Tensor
+    longest: int
+    records: dict[int, tuple[Tensor, np.ndarray]]
+
+    @classmethod
+    def of(cls, queries: PagedQueries, longest: int | None = None) -> IndexPlan:
+        if queries.visible is not None:
+            raise ValueError("the triton indexer is causal: a draft tree (visible) needs the torch row")
+        numbers = np.repeat(np.arange(queries.num_requests), queries.query_lens).astype(np.int32)
+        longest = max(queries.context_lens, default=0) if longest is None else longest
+        return cls(queries, upload(numbers, queries.rows.device), longest, {})
+
+    def records_for(self, heads: int) -> tuple[Tensor, np.ndarray]:
+        """Device records [N, 3], and the tokens before each of them [N + 1]."""
+        if heads not in self.records:
+            most = tokens_of_a_record(heads)
+            lens = np.asarray(self.queries.query_lens, dtype=np.int64)
+            count = -(-lens // most)
+            request = np.repeat(np.arange(len(lens)), count)
+            number = np.arange(len(request)) - np.repeat(np.cumsum(count) - count, count)
+            first = np.repeat(np.cumsum(lens) - lens, count) + number * most
+            tokens = np.minimum(lens[request] - number * most, most)
+            table = np.stack((request, first, tokens), 1).astype(np.int32)
+            self.records[heads] = upload(table, self.request_of.device), np.append(first, lens.sum())
+        return self.records[heads]
+
+
+class TritonIndexer:
+    """`IndexerKernel` for causal queries.
+
+    Args:
+        logits_bytes: max bytes of scores at once.
+    """
+
+    name = "triton"
+
+    def __init__(self, logits_bytes: int = LOGITS_BYTES) -> None:
+        self._budget = logits_bytes // 4
+        self._heads: int | None = None  # of the last layer
+
+    def plan(self, queries: PagedQueries) -> IndexPlan:
+        return IndexPlan.of(queries)
+
+    def plan_in_place(self, queries: PagedQueries) -> IndexPlan | None:
+        if self._heads is None:
+            return None
+        plan = IndexPlan.of(queries, queries.slot_table.shape[1])
+        plan.records_for(self._heads)  # uploaded before the capture
+        return plan
+
+    def write(self, keys: Tensor, slots: Tensor, cache: Tensor, page_size: int) -> None:
+        if cache.dtype == torch.uint8:
+            triton_keys.write(with_contiguous_rows(keys), slots, cache)
+        else:
+            index_keys.write(keys, slots, cache)
+
+    def select(
+        self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
+        plan: Any,
+    ) -> None:  # fmt: skip
+        if not len(q):
+            return
+        own = plan if isinstance(plan, IndexPlan) and plan.queries is queries else IndexPlan.of(queries)
+        self._heads = q.shape[1]
+        q, weights = with_contiguous_rows(q), with_contiguous_rows(weights)
+        if cache.dtype == torch.uint8:
+            q, weights = triton_keys.quantize_queries(q, weights)
+        records, starts = own.records_for(q.shape[1])
+        longest = own.longest
+        most = max(self._budget // longest, tokens_of_a_record(q.shape[1]))  # query tokens scored at once
+        begin = 0
+        while begin < len(records):
+            end = max(begin + 1, int(np.searchsorted(starts, starts[begin] + most, side="right")) - 1)
+            first, num_tokens = int(starts[begin]), int(starts[end] - starts[begin])
+            out = torch.empty((num_tokens, longest), dtype=torch.float32, device=q.device)
+            programs = max(1, min(-(-longest // KEYS), PROGRAMS // (end - begin)))
+            scores(q, weights, cache, queries, records[begin:end], out, first, programs)
+            triton_select.select(out, queries, own.request_of, first, top_k, selected.slots)
+            begin = end

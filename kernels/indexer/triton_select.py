@@ -1,0 +1,121 @@
+"""Selection of the best scores in Triton: an exact radix selection, one program a query token.
+
+Scores become unsigned numbers of the same order. Three passes over them, with 11, 11 and 10 bits a digit, find the
+lowest selected number by histograms; the last pass writes the selected slots by ascending position, and of equal scores
+the lower positions. The result is that of a stable sort, whatever the number of scores.
+
+Legend: T query tokens, K selected tokens, S context tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe_engine.kernels.attention.queries import PagedQueries
+from moe_engine.kernels.triton.aot import AotCase
+
+BLOCK = 4096
+"""Scores of a loop iteration."""
+
+
+@triton.jit
+def _ordered(scores):
+    """float32 -> uint32 in the same order; both zeros become one."""
+    scores = tl.where(scores == 0.0, 0.0, scores)
+    bits = scores.to(tl.uint32, bitcast=True)
+    return tl.where((bits >> 31) != 0, ~bits, bits | 0x80000000)
+
+
+@triton.jit
+def _digit(
+    line, count, known, wanted, SHIFT: tl.constexpr, BITS: tl.constexpr, ABOVE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The next digit of the `wanted`-th highest number among those that begin with the bits `known`, and the number of
+    those with higher digits. ABOVE: bits that are known."""
+    bins = tl.arange(0, 1 << BITS)
+    counts = tl.zeros((1 << BITS,), tl.int32)
+    for begin in range(0, count, BLOCK):
+        position = begin + tl.arange(0, BLOCK)
+        live = position < count
+        numbers = _ordered(tl.load(line + position, live, 0.0))
+        if ABOVE > 0:
+            live &= (numbers >> (32 - ABOVE)) == known
+        digits = ((numbers >> SHIFT) & ((1 << BITS) - 1)).to(tl.int32)
+        counts += tl.histogram(digits, 1 << BITS, live)
+    from_here = tl.sum(counts) - tl.cumsum(counts, 0) + counts  # numbers with this digit or a higher one
+    digit = tl.sum((from_here >= wanted).to(tl.int32)) - 1
+    higher = tl.sum(tl.where(bins > digit, counts, 0))
+    return digit, higher
+
+
+@triton.jit(
+    do_not_specialize=["first", "scores_stride", "width"],
+    do_not_specialize_on_alignment=["rows", "starts", "lens", "request_of", "scores_stride"],
+)
+def select_kernel(
+    scores, out, request_of, rows, starts, lens, table, first, scores_stride, table_stride, out_stride, width,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """scores [tokens, S] of the tokens from `first` on -> out[token, :width], ascending positions' slots, then -1."""
+    row = tl.program_id(0)
+    token = first + row
+    request = tl.load(request_of + token)
+    count = tl.load(lens + request) - tl.load(starts + request + 1) + token + 1  # visible positions
+    line = scores + row.to(tl.int64) * scores_stride
+    target = out + token.to(tl.int64) * out_stride
+    table_row = table + tl.load(rows + request).to(tl.int64) * table_stride
+    wanted = tl.minimum(TOP_K, count)
+    bound = tl.full((), 0, tl.uint32)
+    ties = wanted  # selected numbers that equal the bound
+    if count > TOP_K:
+        high, above = _digit(line, count, bound, ties, 21, 11, 0, BLOCK)
+        ties -= above
+        bound = high.to(tl.uint32)
+        middle, above = _digit(line, count, bound, ties, 10, 11, 11, BLOCK)
+        ties -= above
+        bound = (bound << 11) | middle.to(tl.uint32)
+        low, above = _digit(line, count, bound, ties, 0, 10, 22, BLOCK)
+        ties -= above
+        bound = (bound << 10) | low.to(tl.uint32)
+    written, equal = 0, 0
+    for begin in range(0, count, BLOCK):
+        position = begin + tl.arange(0, BLOCK)
+        live = position < count
+        chosen = live
+        if count > TOP_K:
+            numbers = _ordered(tl.load(line + position, live, 0.0))
+            same = live & (numbers == bound)
+            order = equal + tl.cumsum(same.to(tl.int32), 0)
+            chosen = (live & (numbers > bound)) | (same & (order <= ties))
+            equal += tl.sum(same.to(tl.int32))
+        place = written + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(target + place, tl.load(table_row + position, chosen, 0), chosen)
+        written += tl.sum(chosen.to(tl.int32))
+    for begin in range(0, width, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        tl.store(target + place, tl.full((BLOCK,), -1, tl.int32), (place >= wanted) & (place < width))
+
+
+def select(scores: Tensor, queries: PagedQueries, request_of: Tensor, first: int, top_k: int, out: Tensor) -> None:
+    """Sets out [T, K] int32 of the tokens from `first` on, one for each row of scores [rows, S] float32.
+
+    Args:
+        request_of: [T] int32, request of each token.
+    """
+    if not len(scores):
+        return
+    select_kernel[(len(scores),)](
+        scores, out, request_of, queries.rows, queries.query_starts, queries.context_lens_device, queries.slot_table,
+        first, scores.stride(0), queries.slot_table.stride(0), out.stride(0), out.shape[1], top_k, BLOCK, num_warps=8,
+    )  # fmt: skip
+
+
+def aot_cases() -> list[AotCase]:
+    signature = {
+        "scores": "*fp32", "out": "*i32", "request_of": "*i32:1", "rows": "*i32:1", "starts": "*i32:1",
+        "lens": "*i32:1", "table": "*i32", "first": "i32", "scores_stride": "i32", "table_stride": "i32:16",
+        "out_stride": "i32:16", "width": "i32",
+    }  # fmt: skip
+    return [AotCase("index selection", select_kernel, signature, {"TOP_K": 2048, "BLOCK": BLOCK}, 8, 3, False)]

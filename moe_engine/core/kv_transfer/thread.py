@@ -1,0 +1,79 @@
+"""What the transfer threads of both sides share: sockets within the process, start, end, waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from moe_engine.processes.watched_thread import start_watched
+from moe_engine.scheduler.transfer_link import TransferLink
+
+POLL_MS = 200
+BUSY_POLL_MS = 1
+"""Poll interval while copies or writes are under way, which wake no socket."""
+
+
+class TransferThread:
+    """A thread that takes the commands of a `TransferLink` and reports to it. Subclasses call `_start` last.
+
+    Args:
+        wake_core: ends a wait of the core's loop.
+    """
+
+    def __init__(self, link: TransferLink, wake_core: Callable[[], None]) -> None:
+        self._link, self._wake_core = link, wake_core
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._inner = self._context.socket(zmq.PULL)
+        self._inner.bind("inproc://wake")
+        self._waker = self._context.socket(zmq.PUSH)
+        self._waker.connect("inproc://wake")
+        link.wake = lambda: self._waker.send(b"")
+        self._closing = False
+
+    def close(self) -> None:
+        """Waits for the end of the thread, which ends all transfers with a message to their peers."""
+        self._closing = True
+        if not self._link.broken:
+            self._waker.send(b"")
+        self._thread.join(timeout=5)
+
+    def _start(self) -> None:
+        self._thread = start_watched("KV transfers", self._run, self._broken)
+
+    def _broken(self, message: str) -> None:
+        self._link.broken = message
+        self._wake_core()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._wait(BUSY_POLL_MS if self._is_busy() else POLL_MS)
+                while self._inner.poll(0):
+                    self._inner.recv()
+                self._turn()
+        finally:
+            self._leave()
+            self._context.destroy(linger=500)
+
+    def _report(self, *values: Any) -> None:
+        self._link.reports.append(values)
+        self._wake_core()
+
+    # -- of the side
+
+    def _is_busy(self) -> bool:
+        raise NotImplementedError
+
+    def _wait(self, milliseconds: int) -> None:
+        """Until a socket has a message; `_inner` is one of them."""
+        raise NotImplementedError
+
+    def _turn(self) -> None:
+        """Handles everything that has arrived."""
+        raise NotImplementedError
+
+    def _leave(self) -> None:
+        """The server stops: ends all transfers."""
+        raise NotImplementedError

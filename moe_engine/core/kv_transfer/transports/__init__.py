@@ -1,0 +1,1 @@
+"""How bytes of KV reach another server: one protocol, a file for each row of `table.py`."""

@@ -1,0 +1,127 @@
+"""A sequence of a running request: how its deltas reach its output and its reader."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moe_engine.core.messages import RequestDelta
+from moe_engine.frontend.client_api import DirectReader
+from moe_engine.frontend.generation import Generation, Piece
+
+SHARED_PROMPT_TOKENS = 32
+"""With n > 1, prompts of at least this length are computed once: other copies wait for the first one's first token."""
+
+
+class Observer(Protocol):
+    """Receives the events of each sequence (metrics, request log)."""
+
+    def received(self, generation: Generation) -> None: ...
+    def tokens(self, generation: Generation, count: int, seconds: float, *, first: bool) -> None: ...
+    def finished(self, generation: Generation) -> None: ...
+
+
+class Lane(Protocol):
+    """A reader that takes pieces as they arrive, in the engine's reader task: no task wakes for a token.
+
+    Pieces that end a sequence, and those that arrive while the lane is not ready, are yielded as without a lane.
+    """
+
+    def ready(self) -> bool:
+        """Whether `put` may be called now."""
+
+    def put(self, piece: Piece) -> None: ...
+
+
+class _Collected:
+    """The lane of outputs that are read at their end."""
+
+    def ready(self) -> bool:
+        return True
+
+    def put(self, piece: Piece) -> None:
+        pass
+
+
+COLLECTED = _Collected()
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A sequence of a started request.
+
+    `go` is set when it may be sent to the engine, or when it was aborted before. Copies of a long prompt are the
+    `followers` of the first copy, which computes the prompt for all.
+    """
+
+    generation: Generation
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+    followers: list[Sequence] = field(default_factory=list)
+    is_sent: bool = False
+    aborted: str | None = None
+    """Reason of an abort."""
+    failed: Exception | None = None
+    """Raised in its lane."""
+
+    def let_followers_go(self) -> None:
+        for follower in self.followers:
+            follower.go.set()
+        self.followers = []
+
+
+def sequences_of(generations: list[Generation]) -> list[Sequence]:
+    """The sequences of a request; all but followers may go."""
+    leaders: dict[int, Sequence] = {}
+    sequences = []
+    for g in generations:
+        sequence = Sequence(g)
+        leader = leaders.setdefault(g.prompt_index, sequence)
+        if leader is not sequence and len(g.prompt_ids) >= SHARED_PROMPT_TOKENS:
+            leader.followers.append(sequence)
+        else:
+            sequence.go.set()
+        sequences.append(sequence)
+    return sequences
+
+
+def feed(sequence: Sequence, delta: RequestDelta, observer: Observer | None) -> None:
+    """Adds a delta to the output."""
+    generation = sequence.generation
+    before, last = len(generation.output_ids), generation.last_token_at
+    generation.feed(delta)
+    if sequence.followers and (generation.output_ids or generation.finish):
+        sequence.let_followers_go()
+    if observer is not None and len(generation.output_ids) > before:
+        _observe(observer, generation, len(generation.output_ids) - before, last)
+
+
+def direct_reader(sequence: Sequence, observer: Observer | None, lane: Lane | None) -> DirectReader | None:
+    """Feeds plain deltas and passes their pieces to the lane. A stop string or an error wakes the task, which ends the
+    sequence."""
+    if lane is None:
+        return None
+    generation = sequence.generation
+
+    def take(delta: RequestDelta) -> bool:
+        if not lane.ready():
+            return False
+        try:
+            feed(sequence, delta, observer)
+            if generation.finish is not None:
+                return False  # the task ends the sequence
+            piece = generation.take_piece()
+            if piece is not None:
+                lane.put(piece)
+        except Exception as exc:
+            sequence.failed = exc
+            return False
+        return True
+
+    return take
+
+
+def _observe(observer: Observer, generation: Generation, count: int, last: float | None) -> None:
+    assert generation.last_token_at is not None
+    since = generation.received_at if last is None else last
+    observer.tokens(generation, count, generation.last_token_at - since, first=last is None)

@@ -1,0 +1,101 @@
+"""Event streams (SSE): the events of a job's pieces, sent as the pieces arrive."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from starlette.types import Receive, Scope, Send
+
+from moe_engine.frontend.frontend import Frontend, Job
+from moe_engine.frontend.generation import Piece
+from moe_engine.server.errors import ErrorFormat, error_response, problem_of, stream_error
+from moe_engine.server.http_io import StreamedResponse, encode_json
+from moe_engine.server.http_protocol import EXCHANGE, Exchange
+
+DONE = b"data: [DONE]\n\n"
+
+
+def sse(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + encode_json(value) + b"\n\n"
+
+
+class Events(Protocol):
+    """An endpoint's events of one job."""
+
+    def of(self, piece: Piece) -> bytes:
+        """The events of a piece; may be empty."""
+
+    def end(self) -> bytes:
+        """The events after the last piece."""
+
+    def failed(self, error: Exception) -> bytes:
+        """The events that end a stream after an error. Only called if an event was sent before."""
+
+
+class EventStream(StreamedResponse):
+    """A stream of server-sent events.
+
+    The status line waits for the first event, so that a request the engine refuses gets a proper HTTP error. Later
+    pieces are written in the task that receives the engine's steps, while the connection accepts them.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frontend: Frontend, job: Job, events: Events, shape: ErrorFormat) -> None:
+        super().__init__({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._frontend = frontend
+        self._job = job
+        self._events = events
+        self._shape = shape
+
+    async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange | None = scope.get(EXCHANGE)
+        lane = None if exchange is None else _Lane(exchange, self._events)
+        started = False
+
+        async def start() -> None:
+            nonlocal started
+            started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+
+        try:
+            async with aclosing(self._frontend.pieces(self._job, lane)) as pieces:
+                async for piece in pieces:
+                    if data := self._events.of(piece):
+                        if not started:
+                            await start()
+                        await send({"type": "http.response.body", "body": data, "more_body": True})
+            last = self._events.end()
+        except Exception as exc:
+            if not started:
+                await error_response(problem_of(exc), self._shape)(scope, receive, send)
+                return
+            last = self._events.failed(exc)
+        if not started:
+            await start()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class _Lane:
+    """Implements `frontend.sequence.Lane` over a connection."""
+
+    def __init__(self, exchange: Exchange, events: Events) -> None:
+        self.ready = exchange.is_open
+        self._write = exchange.write
+        self._events_of = events.of
+
+    def put(self, piece: Piece) -> None:
+        if data := self._events_of(piece):
+            self._write(data)
+
+
+class DataEvents:
+    """Base of events without names, ended by [DONE]."""
+
+    def __init__(self, shape: ErrorFormat) -> None:
+        self._shape = shape
+
+    def failed(self, error: Exception) -> bytes:
+        return stream_error(error, self._shape) + DONE

@@ -1,0 +1,139 @@
+"""The transfer threads of two servers in this process, with rows of their own and without engines.
+
+Every rank of a side has a thread and rows. The test is the scheduler: it gives commands and takes reports.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from moe_engine.core.kv_transfer import windows
+from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
+from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
+from moe_engine.scheduler.transfer_link import TransferLink
+from tests.disaggregation.faulty import Cable
+
+SCHEMA = {"cache": "made up"}
+SECONDS = 30.0
+
+
+class Rows:
+    """Implements `StagedRows`: `array` [places, tensors, heads, bytes of a head]."""
+
+    def __init__(self, num_places: int, num_tensors: int, num_heads: int, head_bytes: int) -> None:
+        self.stored = 0
+        self.num_tensors = num_tensors
+        self.array = np.zeros((num_places, num_tensors, num_heads, head_bytes), np.uint8)
+        self._flat = self.array.reshape(num_places, -1)
+
+    @property
+    def row_bytes(self) -> int:
+        return self._flat.shape[1]
+
+    def read(self, places: list[int]) -> np.ndarray:
+        return self._flat[places]
+
+    def read_into(self, places: list[int], out: np.ndarray) -> None:
+        out[:] = self._flat[places]
+
+    def write(self, places: list[int], rows: np.ndarray) -> None:
+        self._flat[places] = rows
+
+
+@dataclass
+class Side:
+    """A link, and the reports that were taken from it."""
+
+    link: TransferLink = field(default_factory=TransferLink)
+    seen: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def poll(self) -> None:
+        while self.link.reports:
+            self.seen.append(self.link.reports.popleft())
+
+    def of(self, room: int) -> list[tuple[Any, ...]]:
+        self.poll()
+        return [report for report in self.seen if report[1] == room]
+
+    def wait(self, room: int, *names: str) -> tuple[Any, ...]:
+        """The first report of one of these names."""
+        return until(lambda: next((report for report in self.of(room) if report[0] in names), None))
+
+
+def until(found: Callable[[], Any]) -> Any:
+    end = time.monotonic() + SECONDS
+    while not (value := found()):
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.001)
+    return value
+
+
+def nothing_is_held(pair: AgentPair) -> None:
+    """Neither rooms nor slots."""
+    sender, receiver = pair.sender, pair.receiver
+    until(lambda: all(room.over is not None for room in sender._rooms.values()) and not receiver._rooms)
+    for consumer in sender._peers.values():
+        if (window := consumer.window) is not None:
+            assert sorted([*window.free, *(slot for _, slot in window.late)]) == list(range(windows.NUM_SLOTS))
+    assert not any(peer.legs for peer in receiver._peers.values())
+
+
+class AgentPair:
+    """One rank a side.
+
+    Args:
+        row: tensors, heads, bytes of a head.
+        cabled: the connection is a `Cable`.
+    """
+
+    def __init__(
+        self,
+        transport: str = "tcp",
+        num_places: int = 2000,
+        row: tuple[int, int, int] = (2, 1, 24),
+        cabled: bool = False,
+    ) -> None:
+        self.prefill, self.decode = Side(), Side()
+        self.prefill_rows, self.decode_rows = Rows(num_places, *row), Rows(num_places, *row)
+        self._stack = ExitStack()
+        address = "tcp://127.0.0.1:*"
+        self.sender = PrefillAgent(
+            self.prefill.link, self.prefill_rows, SCHEMA, address, None, lambda: None, transport=transport
+        )
+        self._stack.callback(self.sender.close)
+        self.port = int(self.sender.address.rpartition(":")[2])
+        if cabled:
+            self.cable = Cable(self.port)
+            self._stack.callback(self.cable.close)
+            self.port = self.cable.port
+        self.receiver = DecodeAgent(
+            self.decode.link, self.decode_rows, SCHEMA, self.port, None, lambda: None, transport=transport
+        )
+        self._stack.callback(self.receiver.close)
+
+    def __enter__(self) -> AgentPair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def want(self, room: int, begin: int, limit: int, places: list[int], digest: bytes = b"d") -> None:
+        self.decode.link.command("want", room, "127.0.0.1", self.port, digest, begin, limit, places)
+
+    def send_all(self, room: int, places: list[int], pieces: int) -> None:
+        """What `PrefillTier` does once the transfer was granted; `places` of the tokens from there on."""
+        _, _, begin, limit = self.prefill.wait(room, "granted")
+        cuts = sorted({begin, limit, *(random.randint(begin, limit) for _ in range(pieces - 1))})
+        for first, end in pairwise(cuts):
+            for left in range(first, end, 256):
+                right = min(end, left + 256)
+                self.prefill.link.command("send", room, right, places[left - begin : right - begin], 0)
+        self.prefill.link.command("done", room)

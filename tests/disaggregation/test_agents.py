@@ -1,0 +1,75 @@
+"""The transfer threads of both sides over each transport: right bytes, ends, nothing in use afterwards."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from tests.disaggregation.agents import AgentPair, nothing_is_held, until
+from tests.disaggregation.transport_names import each_transport
+
+
+@pytest.mark.parametrize("transport", each_transport())
+def test_bytes_arrive_at_the_places(transport: str) -> None:
+    with AgentPair(transport) as pair:
+        pair.prefill_rows.array[:] = np.frombuffer(random.randbytes(pair.prefill_rows.array.nbytes), np.uint8).reshape(
+            pair.prefill_rows.array.shape
+        )
+        free = random.sample(range(2000), 2000)
+        for room, length in enumerate((700, 1, 300, 900)):
+            begin = random.choice([0, 0, 17])
+            source, target = random.sample(range(2000), length), [free.pop() for _ in range(length)]
+            halves = [
+                lambda r=room, b=begin, n=length, t=target: pair.want(r, b, b + n, t),
+                lambda r=room: pair.prefill.link.command("offer", r, b"d"),
+            ]
+            for half in random.sample(halves, 2):
+                half()
+            pair.send_all(room, source, pieces=random.choice([1, 4]))
+            assert pair.decode.wait(room, "filled", "failed") == ("filled", room, begin + length)
+            assert np.array_equal(pair.decode_rows.array[target], pair.prefill_rows.array[source])
+            assert pair.prefill.wait(room, "ended") == ("ended", room, "")
+            assert [report[2] for report in pair.prefill.of(room) if report[0] == "sent"][-1] == begin + length
+        untouched = pair.decode_rows.array[free[:50]]
+        assert not untouched.any() or len(free) < 50
+        nothing_is_held(pair)
+
+
+def test_a_late_half_is_answered_at_once() -> None:
+    with AgentPair() as pair:
+        pair.prefill.link.command("offer", 1, b"d")
+        pair.prefill.link.command("end", 1, "aborted on the prefill server")
+        assert pair.prefill.wait(1, "ended")[2] == "aborted on the prefill server"
+        pair.want(1, 0, 10, list(range(10)))
+        assert pair.decode.wait(1, "failed")[2] == "aborted on the prefill server"
+        pair.want(2, 0, 10, [])  # its prompt is cached on the decode server
+        until(lambda: pair.sender._rooms.get(2))
+        pair.prefill.link.command("offer", 2, b"d")
+        assert "cancelled" in pair.prefill.wait(2, "ended")[2]
+        until(lambda: not pair.sender._rooms)
+        nothing_is_held(pair)
+
+
+def test_ends_of_either_side_are_messages() -> None:
+    with AgentPair() as pair:
+        places = list(range(300))
+        for room, end in enumerate(("prefill", "decode", "digest")):
+            pair.prefill.link.command("offer", room, b"d")
+            pair.want(room, 0, 300, places, b"other" if end == "digest" else b"d")
+            if end == "digest":
+                assert "tokenizers" in pair.decode.wait(room, "failed")[2]
+                assert "tokenizers" in pair.prefill.wait(room, "ended")[2]
+                continue
+            pair.prefill.wait(room, "granted")
+            pair.prefill.link.command("send", room, 256, places[:256], 0)
+            until(lambda r=room: any(report[0] == "sent" for report in pair.prefill.of(r)))
+            if end == "prefill":
+                pair.prefill.link.command("end", room, "a step failed")
+                assert pair.decode.wait(room, "failed")[2] == "a step failed"
+            else:
+                pair.decode.link.command("cancel", room)
+                assert pair.decode.wait(room, "failed")[2] == "the request ended"
+            pair.prefill.wait(room, "ended")
+        nothing_is_held(pair)

@@ -1,0 +1,115 @@
+"""The indexer in Triton, under the interpreter: against the formula in float64, ties, FP8 keys, parts of the scores;
+with choices that do not depend on the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.indexer import index_keys
+from moe_engine.kernels.indexer.reference import TorchIndexer, best
+from tests.kernels.cpu.formulas import close, filled_cache, normal, only, paged_queries, random_trees, slots_of
+from tests.kernels.cpu.index_formulas import TOP_K, causal, check_choices, scores_of, select
+
+triton_indexer = pytest.importorskip("moe_engine.kernels.indexer.triton_indexer", reason="needs triton")
+from moe_engine.kernels.indexer import triton_keys, triton_select  # noqa: E402
+
+LENS = [(1, 1), (1, 70), (3, 3), (1, 300), (5, 131), (2, 9)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "page_size", "dtype", "budget"),
+    [(64, 128, 64, torch.bfloat16, 1 << 28), (5, 16, 1, torch.float32, 2600), (32, 32, 8, torch.float32, 1 << 28)],
+)
+def test_selection(heads: int, width: int, page_size: int, dtype: torch.dtype, budget: int) -> None:
+    queries, size = paged_queries(LENS, page_size)
+    cache = filled_cache(queries, size, 1, width, dtype=dtype)
+    q, weights = normal(queries.num_tokens, heads, width, dtype=dtype), torch.randn(queries.num_tokens, heads)
+    slots = select(triton_indexer.TritonIndexer(budget), q, weights, cache, queries)
+    start = 0
+    for request, (count, context) in enumerate(LENS):
+        part, own = slice(start, start + count), slots_of(queries, request)
+        wanted = scores_of(q[part], weights[part], cache[own, 0])
+        check_choices(slots[part], wanted, own, causal(count, context), TOP_K)
+        start += count
+
+
+def test_the_lower_position_wins_a_tie() -> None:
+    """Exact products: many equal scores, of both signs and both zeros."""
+    queries, size = paged_queries([(4, 90), (1, 200)])
+    cache = torch.randint(-1, 2, (size, 1, 16)).float()
+    q, weights = torch.randint(-1, 2, (5, 4, 16)).float(), torch.randint(-1, 2, (5, 4)).float()
+    kernel = triton_indexer.TritonIndexer()
+    assert torch.equal(select(kernel, q, weights, cache, queries), select(TorchIndexer(), q, weights, cache, queries))
+    weights.zero_()
+    assert torch.equal(select(kernel, q, weights, cache, queries)[4], slots_of(queries, 1)[:TOP_K].int())
+
+
+@pytest.mark.parametrize("top_k", [1, 7, 600])
+def test_radix_selection_equals_a_stable_sort(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores of all magnitudes and signs, zeros, infinities, long ties; several blocks of scores."""
+    monkeypatch.setattr(triton_select, "BLOCK", 256)
+    lens = [(1, 1000), (3, 800), (1, top_k), (1, 1)]
+    queries, _ = paged_queries(lens)
+    scores = torch.randn(queries.num_tokens, 1000) * 10.0 ** torch.randint(-30, 30, (queries.num_tokens, 1000))
+    kinds = torch.randint(0, 6, scores.shape)
+    special = torch.tensor([0.0, -0.0, 1.5, -1.5, float("inf")])
+    scores = torch.where(kinds < 5, special[kinds.clamp(max=4)], scores)
+    scores[1] = torch.randint(-3, 3, (1000,)).float()
+    plan = triton_indexer.IndexPlan.of(queries)
+    selected = Selected.empty(queries, top_k)
+    selected.slots.fill_(-7)
+    triton_select.select(scores, queries, plan.request_of, 0, top_k, selected.slots)
+    token = 0
+    for request, (count, context) in enumerate(lens):
+        for visible in range(context - count + 1, context + 1):
+            counts = torch.tensor([min(visible, top_k)])
+            row, slots = scores[token : token + 1, :visible], slots_of(queries, request)
+            assert torch.equal(selected.slots[token], best(row, counts, slots, selected.slots.shape[1])[0])
+            token += 1
+
+
+def test_choices_do_not_depend_on_the_batch() -> None:
+    queries, size = paged_queries(LENS, 16)
+    cache = filled_cache(queries, size, 1, 32, dtype=torch.bfloat16)
+    q, weights = normal(queries.num_tokens, 8, 32, dtype=torch.bfloat16), torch.randn(queries.num_tokens, 8)
+    kernel = triton_indexer.TritonIndexer()
+    together, start = select(kernel, q, weights, cache, queries), 0
+    for request, (count, _) in enumerate(LENS):
+        for at in {0, count // 2}:
+            part, alone = slice(start + at, start + count), only(queries, request, slice(at, count))
+            slots = select(kernel, q[part], weights[part], cache, alone)
+            assert torch.equal(slots, together[part, : slots.shape[1]])
+        start += count
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(16, torch.float32), (128, torch.bfloat16)])
+def test_fp8_keys(width: int, dtype: torch.dtype) -> None:
+    """Records and quantized queries: within a rounding step of the torch row's; the formula over what is stored."""
+    lens = [(3, 50), (1, 200)]
+    queries, size = paged_queries(lens, 4)
+    keys, slots = normal(size, width, dtype=dtype), torch.randperm(size)
+    cache, other = (torch.zeros(size, 1, width + 4, dtype=torch.uint8) for _ in range(2))
+    kernel = triton_indexer.TritonIndexer()
+    kernel.write(keys, slots, cache, 4)
+    TorchIndexer().write(keys, slots, other, 4)
+    (values, scales), (want, want_scales) = (index_keys.unpack(c[:, 0], width) for c in (cache, other))
+    assert torch.equal(scales, want_scales)
+    assert ((values - want).abs() <= want.abs() / 8).all() and (values != want).float().mean() < 0.01
+    stored = values.double() * scales.double()[:, None]
+    q, weights = normal(4, 6, width, dtype=dtype), torch.randn(4, 6)
+    rounded, folded = triton_keys.quantize_queries(q, weights)
+    close(folded, index_keys.quantize_queries(q, weights)[1].double())
+    got, start = select(kernel, q, weights, cache, queries), 0
+    for request, (count, context) in enumerate(lens):
+        part, own = slice(start, start + count), slots_of(queries, request)
+        wanted = scores_of(rounded[part].float(), folded[part], stored[own])
+        check_choices(got[part], wanted, own, causal(count, context), TOP_K)
+        start += count
+
+
+def test_draft_trees_are_refused() -> None:
+    queries, _ = random_trees(paged_queries([(3, 9)])[0])
+    with pytest.raises(ValueError, match="draft tree"):
+        triton_indexer.TritonIndexer().plan(queries)
