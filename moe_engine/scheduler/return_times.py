@@ -1,13 +1,13 @@
 """What the KV of a session is worth while its next turn is awaited: measured pauses, measured costs of steps, and the
 rule that follows from them.
 
-Throughput depends on room in the KV pool and on time to compute; in a closed system its elasticities in both add up to
-1. Holding a session's L tokens for tau seconds takes the share L / P of a pool of P tokens for as long; dropping them
-costs the time to compute them again if the session returns. At the margin KV is therefore held as long as some moment
-of giving up has
+Throughput depends on room in the KV pool and on time to compute; in a closed system its relative sensitivities to both
+add up to 1. Holding a session's L tokens for tau seconds takes the share L / P of a pool of P tokens for as long;
+dropping them costs the time to compute them again if the session returns. At the margin KV is therefore held as long as
+some moment of giving up has
 
     expected time until the return or that moment  <  P(return until then) * horizon,
-    horizon = P * seconds to compute a token * (1 - elasticity in room) / (elasticity in room),
+    horizon = P * seconds to compute a token * (1 - sensitivity to room) / (sensitivity to room),
 
 a "five-minute rule" (Gray and Putzolu, SIGMOD 1987) with measured prices: where the engine idles for want of room, KV
 is given up soon, and where computing is the limit it is kept. The expectation is over the pauses that were seen and the
@@ -76,7 +76,7 @@ class StepTimes:
     def __init__(self, max_running: int = 1) -> None:
         self._last, self._max_running = 0.0, max_running
         self._prefill, self._decode = Line(), Line()
-        self._elastic, self._total = 0.5 * PRIOR, PRIOR
+        self._spare, self._total = 0.5 * PRIOR, PRIOR
 
     def add(self, launched: float, now: float, prompt_tokens: int, decodes: int, contended: bool) -> None:
         """A step has ended. Steps in flight run one behind the other.
@@ -88,18 +88,18 @@ class StepTimes:
         seconds, self._last = now - max(launched, self._last), now
         if seconds <= 0:
             return
-        elastic = idle
+        spare = idle
         if not prompt_tokens:
             self._decode.add(decodes, seconds)
             if decodes < self._max_running:
-                elastic += min(self._decode.at(0), seconds)
+                spare += min(self._decode.at(0), seconds)
         else:
             if decodes and self._decode.is_known:
                 seconds = max(seconds - self._decode.at(decodes), 0.0)
             self._prefill.add(prompt_tokens, seconds)
         if contended:
             keep = 1 - SHORT_MEMORY
-            self._elastic = self._elastic * keep + elastic
+            self._spare = self._spare * keep + spare
             self._total = self._total * keep + idle + seconds
 
     @property
@@ -109,10 +109,10 @@ class StepTimes:
 
     @property
     def price(self) -> float:
-        """What compute is worth in units of room: (1 - elasticity) / elasticity. The elasticity of the throughput in
+        """What compute is worth in units of room: (1 - s) / s. The relative sensitivity s of the throughput to
         the room is the share of the time in which further requests would have run for nothing: idle time, and the part
         of decode steps that does not depend on their number."""
-        return (self._total - self._elastic) / max(self._elastic, 0.01 * self._total)
+        return (self._total - self._spare) / max(self._spare, 0.01 * self._total)
 
 
 class ReturnTimes:

@@ -71,7 +71,7 @@ def test_line_is_the_weighted_least_squares(points: list[tuple[int, float]]) -> 
 
 def test_price_of_compute_from_step_times() -> None:
     """Decode steps of 0.02 s + 1 ms a request, prompts of 0.01 s + 1 ms a token, a fifth of the time idle."""
-    times, now, elastic, total = StepTimes(max_running=4), 0.0, 0.0, 0.0
+    times, now, spare, total = StepTimes(max_running=4), 0.0, 0.0, 0.0
     for turn in range(4000):
         idle = 0.01 if turn % 4 == 0 else 0.0
         launched = now + idle
@@ -79,10 +79,10 @@ def test_price_of_compute_from_step_times() -> None:
         seconds = 0.02 + 0.001 * decodes if decodes else 0.01 + 0.001 * count
         now = launched + seconds
         times.add(launched, now, count, decodes, contended=True)
-        elastic += idle + (0.02 if 0 < decodes < 4 else 0.0)  # with all rows in use more room changes nothing
+        spare += idle + (0.02 if 0 < decodes < 4 else 0.0)  # with all rows in use more room changes nothing
         total += idle + seconds
     assert math.isclose(times.per_token, 0.001, rel_tol=1e-6)
-    assert math.isclose(times.price, total / elastic - 1, rel_tol=0.05)
+    assert math.isclose(times.price, total / spare - 1, rel_tol=0.05)
 
 
 def test_overlapped_steps_are_not_counted_twice() -> None:

@@ -216,7 +216,7 @@ def test_a_session_is_recognized_by_its_prefix() -> None:
         load.step()
     returns = sessions.returns
     assert returns.share > 0.8 and all(0.02 < pause < 0.2 for pause in returns.pauses)
-    sessions.times._elastic = 0.1 * sessions.times._total
+    sessions.times._spare = 0.1 * sessions.times._total
     while load.sessions[0].request is not None:
         load.step()
     available = load.scheduler.kv_cache.available
