@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from moe_engine.kernels.experts.reference import TorchExperts
     from moe_engine.kernels.experts.triton_experts import TritonExperts
     from moe_engine.kernels.indexer.cpu import CpuIndexer
+    from moe_engine.kernels.indexer.deep_gemm import DeepGemmIndexer
     from moe_engine.kernels.indexer.protocol import IndexerKernel
     from moe_engine.kernels.indexer.reference import TorchIndexer
     from moe_engine.kernels.indexer.triton_indexer import TritonIndexer
@@ -64,6 +65,6 @@ if TYPE_CHECKING:
     OPS: list[Ops] = [TorchOps(), CpuOps(), TritonOps()]
     SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]
     PERMUTATION: list[Permutation] = [TorchPermutation(), CpuPermutation(), TritonPermutation()]
-    INDEXER: list[IndexerKernel] = [TorchIndexer(), CpuIndexer(), TritonIndexer()]
+    INDEXER: list[IndexerKernel] = [TorchIndexer(), CpuIndexer(), TritonIndexer(), DeepGemmIndexer()]
     DELTA: list[DeltaKernel] = [TorchDelta(), CpuDelta()]
     LORA: list[LoraKernel] = [TorchLora(), CpuLora(), TritonLora()]

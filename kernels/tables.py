@@ -185,6 +185,7 @@ EXPERTS.append(
         reads_fp8=_multiplies_fp8,
     )
 )
+INDEXER.append(Row("deep_gemm", "moe_engine.kernels.indexer.deep_gemm:DeepGemmIndexer", 40, vendors.deep_gemm_indexer))
 MLA += [
     Row(
         "flashmla", f"{_ATTENTION}.vendors.flashmla:FlashMLA", 45, vendors.flash_mla, ("index",), workspaces.flashmla,

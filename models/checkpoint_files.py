@@ -1,4 +1,4 @@
-"""Headers of a checkpoint's weight files. Reads no tensor data, imports no torch.
+"""Headers of a checkpoint's weight files: safetensors, or files of torch.save. Reads no tensor data, imports no torch.
 
 safetensors: 8 bytes little-endian header length, the header (JSON: name -> dtype, shape, data_offsets), then the data.
 """
@@ -7,52 +7,41 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moe_engine.errors import CheckpointError
+from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile
+from moe_engine.models.torch_file import read_torch_header
 
 INDEX_FILE = "model.safetensors.index.json"
-ELEMENT_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
-"""Supported dtypes, by the format's names."""
-
+TORCH_INDEX_FILE = "pytorch_model.bin.index.json"
+_TORCH_FILES = ("pytorch_model.bin", "pytorch_model-*.bin", "*.pt", "*.pth", "*.bin")
+"""Of torch.save, the first pattern that matches; training states, which lie beside weights, match the last one only."""
 _MAX_HEADER = 100 << 20
 _TEXT = "language_model."
 _BODY = ("embed_tokens.", "layers.", "norm.")
 
 
-class TensorHeader(NamedTuple):
-    """Header entry of a tensor; `start` and `stop` are byte offsets in the file."""
+def read_checkpoint(directory: Path, load_format: str = "auto") -> dict[str, WeightFile]:
+    """Tensor name -> its file; empty if the directory has no weight files.
 
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class WeightFile:
-    path: Path
-    tensors: dict[str, TensorHeader]
-
-
-def read_checkpoint(directory: Path) -> dict[str, WeightFile]:
-    """Tensor name -> its file; empty if the directory has no safetensors files.
+    Args:
+        load_format: ``safetensors`` or ``pt`` (files of torch.save) reads these alone; others read safetensors files,
+            or files of torch.save where there are none.
 
     Raises:
         CheckpointError: a file in the index is missing, or a file is truncated, damaged or inconsistent with the index.
     """
-    index = directory / INDEX_FILE
-    return _with_prefix(_read_indexed(directory, index) if index.is_file() else _read_files(directory))
+    files: dict[str, WeightFile] = {}
+    if load_format != "pt":
+        index = directory / INDEX_FILE
+        files = _read_indexed(directory, index) if index.is_file() else _read_files(directory)
+    if not files and load_format != "safetensors":
+        index = directory / TORCH_INDEX_FILE
+        files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
+    return _with_prefix(files)
 
 
 def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
@@ -63,11 +52,35 @@ def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
     return _renamed(files, {name: f"model.layers.{layer}.{name.removeprefix(first)}" for name in own})
 
 
+def read_head(directory: Path) -> dict[str, WeightFile]:
+    """`read_checkpoint` of an EAGLE head: its layer is ``model.layers.0``, whatever the publisher calls it, and other
+    names have no prefix. Raises as `read_checkpoint`."""
+    files = read_checkpoint(directory)
+    return _renamed(files, {name: _head_name(name) for name in files})
+
+
+def _head_name(name: str) -> str:
+    name = name.removeprefix("model.")
+    for prefix in ("midlayer.", "layers.0."):
+        if name.startswith(prefix):
+            return f"model.layers.0.{name.removeprefix(prefix)}"
+    return name
+
+
 def _read_files(directory: Path) -> dict[str, WeightFile]:
     single = directory / "model.safetensors"
     files: dict[str, WeightFile] = {}
     for path in [single] if single.is_file() else sorted(directory.glob("*.safetensors")):
         file = WeightFile(path, read_header(path))
+        files |= dict.fromkeys(file.tensors, file)
+    return files
+
+
+def _read_torch_files(directory: Path) -> dict[str, WeightFile]:
+    found = (sorted(directory.glob(pattern)) for pattern in _TORCH_FILES)
+    files: dict[str, WeightFile] = {}
+    for path in next((paths for paths in found if paths), []):
+        file = WeightFile(path, read_torch_header(path))
         files |= dict.fromkeys(file.tensors, file)
     return files
 
@@ -105,7 +118,8 @@ def _read_indexed(directory: Path, index: Path) -> dict[str, WeightFile]:
             f"{index}: {missing[0]}{more} of {len(names)} weight files missing in {directory}; download the checkpoint "
             "again, or use --load-format dummy"
         )
-    files = {name: WeightFile(directory / name, read_header(directory / name)) for name in names}
+    read = read_header if index.name == INDEX_FILE else read_torch_header
+    files = {name: WeightFile(directory / name, read(directory / name)) for name in names}
     for tensor, name in weight_map.items():
         if tensor not in files[name].tensors:
             raise CheckpointError(f"{index}: lists {tensor} in {name}, but that file does not have it")

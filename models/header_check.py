@@ -11,11 +11,12 @@ from pathlib import Path
 
 from moe_engine.errors import CheckpointError
 from moe_engine.models import registry
-from moe_engine.models.checkpoint_files import WeightFile
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.eagle_config import HeadConfig, head_tensors, names_outside_head
 from moe_engine.models.formats.plain import plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_files, hint_for
+from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import (
     Kind,
     TensorSpec,
@@ -64,6 +65,23 @@ def check_nextn_headers(directory: str | Path, files: Mapping[str, WeightFile], 
     _raise(directory, problems)
 
 
+def check_head_headers(directory: str | Path, files: Mapping[str, WeightFile], head: HeadConfig) -> None:
+    """`check_headers` for an EAGLE head.
+
+    Args:
+        files: from `read_head`.
+    """
+    check = _Check(files, format_in_files(head.layer.weight_format, files))
+    problems = [problem for spec in head_tensors(head) for problem in check.problems(spec)]
+    if head.has_ids:
+        problems += check.compare(StoredTensor("d2t", (head.own_head,), ("I64", "I32")))
+    outside = names_outside_head(head, files)
+    problems += [
+        f"{name} belongs to no part of an {head.kind}" for name in sorted(files.keys() - check.known - outside)
+    ]
+    _raise(directory, problems)
+
+
 def _raise(directory: str | Path, problems: Sequence[str]) -> None:
     if not problems:
         return
@@ -86,14 +104,14 @@ class _Check:
     def problems(self, spec: TensorSpec) -> Iterator[str]:
         for name in spec.names():
             for stored in self._stored(name, spec):
-                yield from self._compare(stored)
+                yield from self.compare(stored)
 
     def _stored(self, name: str, spec: TensorSpec) -> tuple[StoredTensor, ...]:
         if spec.kind is Kind.LINEAR:
             return self._format.tensors(name.removesuffix(".weight"), spec.shape, self._files)
         return (plain_tensor(name, spec.shape),)
 
-    def _compare(self, stored: StoredTensor) -> Iterator[str]:
+    def compare(self, stored: StoredTensor) -> Iterator[str]:
         name = stored.name
         self.known.add(name)
         file = self._files.get(name)

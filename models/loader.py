@@ -13,11 +13,15 @@ from moe_engine.errors import ConfigError
 from moe_engine.kernels.backends import Backends
 from moe_engine.models import registry
 from moe_engine.models.batch import Model
+from moe_engine.models.checkpoint_files import read_checkpoint, read_head, read_nextn
 from moe_engine.models.config import ModelConfig, activation_dtype
+from moe_engine.models.draft_vocabulary import draft_ids, mapped_head
+from moe_engine.models.eagle import EagleHead
+from moe_engine.models.eagle_config import HeadConfig, names_outside_head
 from moe_engine.models.layers.decoder import Decoder
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.models.tensors import names_outside_model, names_outside_mtp
-from moe_engine.models.weights import WeightSource, open_source
+from moe_engine.models.weights import ReadFiles, WeightSource, open_source
 from moe_engine.models.widths import widths_of
 from moe_engine.parallel.context import SINGLE, ParallelContext
 
@@ -86,11 +90,48 @@ def load_mtp(
         )
     with torch.no_grad():
         outside = partial(names_outside_mtp, config)
-        layer = config.num_layers if exported else None
-        reader = _open(path, config, dtype, device, load_format, progress, seed, outside, layer)
+        read = partial(read_nextn, layer=config.num_layers) if exported else read_checkpoint
+        reader = _open(path, config, dtype, device, load_format, progress, seed, outside, read)
         layers = MTPLayers(model, reader)
         reader.finish()
     return layers
+
+
+def load_head(
+    head: HeadConfig,
+    model: Model,
+    target: tuple[str | Path, ModelConfig],
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    backends: Backends,
+    max_positions: int,
+    load_format: str = "auto",
+    progress: bool = False,
+    seed: int = 0,
+) -> EagleHead:
+    """An EAGLE head for a loaded `model`. Other arguments as in `load_model`.
+
+    Args:
+        target: directory and config of the model, whose LM head a token map reads again.
+
+    Raises:
+        CheckpointError: with file and tensor. ConfigError: an external model.
+    """
+    if not isinstance(model, Decoder):
+        raise ConfigError(f"{head.path}: EAGLE heads for external models ({type(model).__name__}) are not supported")
+    path, config = target
+    with torch.no_grad():
+        reader = _open(
+            head.path, head.layer, dtype, device, load_format, progress, seed, partial(names_outside_head, head),
+            read_head,
+        )  # fmt: skip
+        ids, lm_head = draft_ids(head, reader), None
+        if head.num_mapped and ids is not None:
+            source = _open(path, config, dtype, device, load_format, False, seed, set)
+            lm_head = mapped_head(config, source, backends.linear, model.embedding, model.parallel, ids)
+        made = EagleHead(head, model, reader, backends, max_positions, ids, lm_head)
+        reader.finish()
+    return made
 
 
 def reload(
@@ -137,7 +178,7 @@ def _open(
     progress: bool,
     seed: int,
     ignore: Ignore,
-    nextn_layer: int | None = None,
+    read: ReadFiles = read_checkpoint,
 ) -> WeightSource:
     device = torch.device(device)
     if isinstance(dtype, str):
@@ -146,5 +187,5 @@ def _open(
     if load_format == "dummy":
         options |= {"seed": seed}
     else:
-        options |= {"ignore": ignore, "progress": progress, "nextn_layer": nextn_layer}
+        options |= {"ignore": ignore, "progress": progress, "read": read}
     return open_source(load_format, path, **options)

@@ -45,8 +45,10 @@ WholeStepCall = Callable[[np.ndarray, int, StepDraws | None], VerifiedChains]
 class MTPLayers:
     """The M MTP layers of a checkpoint, with the embedding and head of their `model`.
 
-    Their caches follow the model's: ``batch.kv[i] for i in kv_layers``, of the same type.
+    Their caches follow the model's: ``batch.kv[i] for i in kv_layers``, of the same type. Implements `DraftLayers`.
     """
+
+    ids: Tensor | None = None
 
     def __init__(self, model: Decoder, reader: WeightSource) -> None:
         first, count = model.config.num_layers, model.config.num_nextn_predict_layers
@@ -75,6 +77,9 @@ class MTPLayers:
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    def prepare(self, states: Tensor) -> Tensor:
+        return states
 
     @property
     def feed_forwards(self) -> list[Any]:

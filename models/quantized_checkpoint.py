@@ -22,12 +22,13 @@ from moe_engine.errors import CheckpointError, ConfigError
 from moe_engine.kernels.quantization.codes import GroupCodes
 from moe_engine.kernels.quantization.quantize import quantize_codes
 from moe_engine.kernels.quantization.reference import quantize_weight
-from moe_engine.models.checkpoint_files import INDEX_FILE, WeightFile, read_checkpoint, read_header
+from moe_engine.models.checkpoint_files import INDEX_FILE, read_checkpoint, read_header
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.registry import is_built_in
 from moe_engine.models.safetensors_file import SafetensorsFile
+from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import Kind, model_tensors
 
 FORMATS = ("fp8", "int8", "int4")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.checkpoint_files import TensorHeader, WeightFile
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.host_copy import copy_into
+from moe_engine.models.tensor_header import TensorHeader, WeightFile
 
 DTYPES = {
     "F64": torch.float64,

@@ -5,6 +5,7 @@ Parameters are those listed in `tensors`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 
 from moe_engine.kernels.quantization.codes import GroupCodes
@@ -94,9 +95,21 @@ def _weight_bytes(
     redundant_experts: int,
     format: WeightFormat,
 ) -> int:
+    return tensor_bytes(config, model_tensors(config, include_mtp), dtype_bytes, topology, redundant_experts, format)
+
+
+def tensor_bytes(
+    config: ModelConfig,
+    specs: Iterable[TensorSpec],
+    dtype_bytes: int,
+    topology: Topology = ONE_RANK,
+    redundant_experts: int = 0,
+    format: WeightFormat = PLAIN,
+) -> int:
+    """`weight_bytes` of some tensors of a model, and of its rotary table."""
     plain = wide = 0
     kept, derived = Fraction(0), derived_codes(format)
-    for spec in model_tensors(config, include_mtp):
+    for spec in specs:
         held = _held_elements(config, spec, topology, redundant_experts)
         if spec.kind is Kind.WIDE:
             sharded = spec.name.endswith(BIASES) or ".linear_attn." in spec.name

@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Mapping
 
 from moe_engine.errors import CheckpointError, InputError
-from moe_engine.models.checkpoint_files import WeightFile
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.formats.plain import plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor
 from moe_engine.models.formats.table import format_in_files, hint_for
+from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import EMBEDDING, Kind, layer_index, model_tensors
 
 MAX_SHOWN = 5

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +20,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_engine.errors import CheckpointError
-from moe_engine.models.checkpoint_files import ELEMENT_BYTES, TensorHeader, read_checkpoint, read_nextn
+from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.cut import UNCUT, Cut
 from moe_engine.models.formats.plain import PLAIN, plain_tensor
 from moe_engine.models.formats.protocol import StoredTensor, WeightFormat
 from moe_engine.models.formats.table import format_in_files, hint_for, supported_checkpoints
 from moe_engine.models.safetensors_file import SafetensorsFile
+from moe_engine.models.tensor_header import ELEMENT_BYTES, TensorHeader, WeightFile
+
+ReadFiles = Callable[[Path], Mapping[str, WeightFile]]
+"""A directory -> its tensors by name, with their files: `read_checkpoint`, or one that renames tensors."""
+
+
+FILE_FORMATS = ("auto", "safetensors", "pt", "layered")
+"""Values of ``--load-format`` that read files. Every load takes a layer at a time, as ``layered`` asks for."""
 
 
 class WeightSource(Protocol):
@@ -96,7 +105,7 @@ class WeightReader:
         format: of the matrices, by config.json.
         ignore: returns the names that may stay unread (and do not count for the progress bar).
         progress: a bar with bytes, rate and remaining time on stderr.
-        nextn_layer: the directory has one MTP layer exported on its own, which is this layer of the model.
+        read: the tensors of the directory by name, with their files.
 
     Attributes:
         num_bytes_read: bytes of tensors and scales read so far; only the slices of sliced tensors.
@@ -115,14 +124,14 @@ class WeightReader:
         format: WeightFormat = PLAIN,
         ignore: Callable[[Collection[str]], Collection[str]] = lambda names: (),
         progress: bool = False,
-        nextn_layer: int | None = None,
+        read: ReadFiles = read_checkpoint,
     ) -> None:
         self.dtype = dtype
         self.device = torch.device(device)
         self._directory = Path(directory) if isinstance(directory, (str, Path)) else directory.path
         self._lock = threading.Lock()
         self.num_bytes_read = 0
-        self._files = _open_files(directory, nextn_layer)
+        self._files = _open_files(directory, read)
         self.format = format_in_files(format, self._files)
         # A projection of width 0 (no shared experts, as saved by transformers) has no data and is never requested.
         self._unread = {name for name in self._files if self._entry(name).num_bytes}.difference(ignore(self._files))
@@ -234,15 +243,15 @@ class WeightReader:
             self._bar.update(num_bytes)
 
 
-def _open_files(directory: str | Path | TensorFile, nextn_layer: int | None = None) -> dict[str, TensorFile]:
+def _open_files(directory: str | Path | TensorFile, read: ReadFiles) -> dict[str, TensorFile]:
     """Tensor name -> its file."""
     if not isinstance(directory, (str, Path)):
         return dict.fromkeys(directory.entries, directory)
-    files = read_checkpoint(Path(directory)) if nextn_layer is None else read_nextn(Path(directory), nextn_layer)
+    files = read(Path(directory))
     if not files:
         raise CheckpointError(
-            f"{directory}: holds no *.safetensors file; convert the checkpoint to safetensors, "
-            "or use --load-format dummy"
+            f"{directory}: holds no *.safetensors, *.bin or *.pt file; download the checkpoint again, or use "
+            "--load-format dummy"
         )
     opened: dict[Path, TensorFile] = {
         file.path: SafetensorsFile(file) for file in {f.path: f for f in files.values()}.values()
@@ -251,15 +260,17 @@ def _open_files(directory: str | Path | TensorFile, nextn_layer: int | None = No
 
 
 def open_source(load_format: str, directory: str | Path, **kwargs: Any) -> WeightSource:
-    """The source for a load format: ``auto`` and ``safetensors`` read files, ``dummy`` uses random weights.
+    """The source for a load format: ``dummy`` uses random weights, others read files (`read_checkpoint`).
 
     Raises:
         CheckpointError: for an unknown format.
     """
-    if load_format in ("auto", "safetensors"):
+    if load_format in FILE_FORMATS:
+        if kwargs.get("read", read_checkpoint) is read_checkpoint:
+            kwargs["read"] = partial(read_checkpoint, load_format=load_format)
         return WeightReader(directory, **kwargs)
     if load_format == "dummy":
         from moe_engine.models.dummy_weights import DummyReader
 
         return DummyReader(**kwargs)
-    raise CheckpointError(f"--load-format {load_format}: use auto, safetensors or dummy (convert .pt/.bin files first)")
+    raise CheckpointError(f"--load-format {load_format}: use {', '.join(FILE_FORMATS)} or dummy")

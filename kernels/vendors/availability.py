@@ -12,6 +12,23 @@ def deep_gemm(device: Device, need: Need) -> str | None:
     return _promises("DeepGEMM", need) or probe.DEEP_GEMM.why_not(device, need)
 
 
+DEEP_GEMM_INDEX_HEADS = {9: (32, 64), 10: (8, 16, 32, 64)}
+"""By major compute capability (csrc/apis/attention.hpp)."""
+DEEP_GEMM_INDEX_WIDTHS = (32, 64, 128)
+
+
+def deep_gemm_indexer(device: Device, need: Need) -> str | None:
+    reason = _promises("DeepGEMM", need) or probe.DEEP_GEMM_INDEXER.why_not(device, need)
+    if reason or need.index is None or device.capability is None:
+        return reason
+    if need.kv_dtype != E4M3:
+        return f"DeepGEMM scores FP8 index keys (--kv-cache-dtype {E4M3})"
+    heads = DEEP_GEMM_INDEX_HEADS[device.capability[0]]
+    if need.index.heads not in heads or need.index.width not in DEEP_GEMM_INDEX_WIDTHS:
+        return f"DeepGEMM scores {heads} index heads of {DEEP_GEMM_INDEX_WIDTHS} channels, not {need.index}"
+    return None
+
+
 def flashinfer_mla(device: Device, need: Need) -> str | None:
     return _flashinfer(device, need) or _too_wide(limits.flashinfer_mla, need)
 

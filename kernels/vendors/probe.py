@@ -84,6 +84,14 @@ DEEP_GEMM = Library(
     dtypes=("bfloat16",),
     compiles=True,
 )  # fmt: skip
+DEEP_GEMM_INDEXER = Library(
+    "DeepGEMM",
+    DEEP_GEMM.modules,
+    DEEP_GEMM.install,
+    ("fp8_mqa_logits",),
+    dtypes=DEEP_GEMM.dtypes,
+    compiles=True,
+)
 FLASHINFER = Library(
     "FlashInfer",
     ("flashinfer",),

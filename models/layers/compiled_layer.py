@@ -52,6 +52,9 @@ class CompiledLayer:
         hidden, weights, ids, shared = self._after(self, mixed, residual)
         return self.next_norm.add(routed.after(hidden, weights, ids, shared), residual)
 
+    def whole_stream(self, residual: Tensor, batch: ForwardBatch) -> Tensor:
+        return residual
+
 
 def for_regions(batch: ForwardBatch, regions: Regions) -> ForwardBatch:
     """The batch for compiled regions, once per step: positions and slots are copied, since they are slices of

@@ -22,6 +22,7 @@ from moe_engine.models.footprint import held_bytes
 from moe_engine.models.layers.compiled_layer import CompiledLayer, for_regions
 from moe_engine.models.layers.decoder_layer import DecoderLayer, FeedForward
 from moe_engine.models.layers.embedding import EMBEDDING, Embedding, Head
+from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.models.layers.moe import MoE
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.layers.overlap_stages import Stages, interleave
@@ -90,6 +91,8 @@ class Decoder:
         self.head = self.make_head(reader, self.embedding)
         self.adapters: StepAdapters | None = None
         """LoRA adapters of the step; None: the launch has none."""
+        self.taps: HiddenTaps | None = None
+        """Hidden states for an EAGLE-3 head; None: the launch has none."""
         self.weight_bytes = held_bytes(self, shared=parallel)
         """Bytes of weights and tables in the kernels' layouts."""
 
@@ -210,6 +213,8 @@ class Decoder:
         self.passes += 1
         args = self.step_args(batch)
         plain = self.adapters is None or not self.adapters.active
+        if self.taps is not None and self.taps.active:
+            return self._forward_tapped(self.taps, batch, *args)
         if self.stack is not None and plain and self.stack.takes(*args):
             return self.stack.forward(*args)
         residual = self.embedding(batch.input_ids)  # [T, D]
@@ -217,6 +222,17 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             self.at_layer = index
             hidden = layer.forward(hidden, residual, *args)
+        return hidden
+
+    def _forward_tapped(self, taps: HiddenTaps, batch: ForwardBatch, *args: Any) -> Tensor:
+        residual = self.embedding(batch.input_ids)
+        taps.begin(residual)
+        hidden = self._first_norm(residual)
+        for index, layer in enumerate(self.layers):
+            self.at_layer = index
+            taps.copy(index, self.layers, residual, args[0])
+            hidden = layer.forward(hidden, residual, *args)
+        taps.copy(len(self.layers), self.layers, residual, args[0])
         return hidden
 
     def forward_overlapped(self, batches: Sequence[ForwardBatch]) -> list[Tensor]:

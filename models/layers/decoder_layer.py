@@ -53,3 +53,7 @@ class DecoderLayer:
         if self._moe is not None:
             return self.next_norm.add_rows(self._moe.expert_rows(hidden, batch.real), residual)
         return self.next_norm.add(self.feed_forward.forward(hidden, real=batch.real), residual)
+
+    def whole_stream(self, residual: Tensor, batch: ForwardBatch) -> Tensor:
+        """The residual stream [T, D] behind this layer."""
+        return residual

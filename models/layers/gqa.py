@@ -48,6 +48,10 @@ class GQAttention:
     """hidden [T, D] -> [T, D]. q, k and v come out of one product; q and k are rotated in place in one call.
 
     On many ranks H and G count this rank's heads, and the result is their partial sum.
+
+    Args:
+        layer_name: prefix of the layer's tensors; default ``model.layers.{layer_index}``.
+        input_size: width of the input, if it is not that of the hidden states.
     """
 
     fused = None
@@ -62,6 +66,7 @@ class GQAttention:
         parallel: ParallelContext,
         rotary: RotaryTable,
         layer_name: str | None = None,
+        input_size: int | None = None,
     ) -> None:
         whole = config.attention
         assert isinstance(whole, GQAConfig)
@@ -79,7 +84,7 @@ class GQAttention:
         kv_share = heads_share(share, whole.num_kv_heads)
         names = [f"{prefix}.{part}_proj" for part in "qkv"]
         self._qkv = load_linear(
-            backends.linear, reader, names, [gated, key, key], config.hidden_size, gqa.qkv_bias,
+            backends.linear, reader, names, [gated, key, key], input_size or config.hidden_size, gqa.qkv_bias,
             [share, kv_share, kv_share],
         )  # fmt: skip
         o_proj, hidden = [f"{prefix}.o_proj"], [config.hidden_size]

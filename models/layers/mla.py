@@ -55,6 +55,7 @@ class MLAAttention:
         max_expanded_tokens: context tokens with expanded keys and values at once, S * H * (N + V) elements. A request
             with a longer context is expanded in chunks, or runs its prefill in the absorbed form.
         layer_name: prefix of the layer's tensors; default ``model.layers.{layer_index}``.
+        input_size: width of the input, if it is not that of the hidden states.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class MLAAttention:
         max_expanded_tokens: int = MAX_EXPANDED_TOKENS,
         max_absorbed_tokens: int = MAX_ABSORBED_TOKENS,
         layer_name: str | None = None,
+        input_size: int | None = None,
     ) -> None:
         whole = config.attention
         assert isinstance(whole, MLAConfig)
@@ -80,7 +82,7 @@ class MLAAttention:
         self._limits = (max_expanded_tokens, max_absorbed_tokens)
         prefix = f"{layer_name or f'model.layers.{layer_index}'}.self_attn"
         self._absorb_and_write = self._ops.capabilities.absorb
-        self._load_query(config, whole, reader, prefix)
+        self._load_query(whole, reader, prefix, input_size or config.hidden_size)
         self._kv_norm = RMSNorm(self._ops, reader, f"{prefix}.kv_a_layernorm", mla.kv_lora_rank, LATENT_NORM_EPS)
         self._load_kv_b(whole, reader, prefix)
         width, o_proj = whole.num_heads * mla.v_head_dim, [f"{prefix}.o_proj"]
@@ -118,10 +120,10 @@ class MLAAttention:
             )
         )
 
-    def _load_query(self, config: ModelConfig, mla: MLAConfig, reader: WeightSource, prefix: str) -> None:
+    def _load_query(self, mla: MLAConfig, reader: WeightSource, prefix: str, hidden: int) -> None:
         """The products of the layer's input: q_a and kv_a in one if q has a latent, else q and kv_a, in one if the same
         launch reads both results."""
-        hidden, kernel, shares = config.hidden_size, self._linear, [self._share]
+        kernel, shares = self._linear, [self._share]
         query, kv_a = mla.num_heads * mla.qk_head_dim, f"{prefix}.kv_a_proj_with_mqa"
         rank = mla.q_lora_rank
         self._q_norm: RMSNorm | None = None

@@ -79,6 +79,12 @@ class ShardedLayer:
         mixed = comm.reduce(mixed, step)
         return comm.to_attention(self.next_norm.add(mixed, rows, other), step)
 
+    def whole_stream(self, residual: Tensor, batch: ForwardBatch) -> Tensor:
+        """The residual stream [T, D] behind this layer; collective in the attention group if its ranks share it."""
+        step, comm = batch.sizes, self._comm
+        assert step is not None
+        return comm.to_attention(comm.residual_rows(residual, step), step)
+
 
 def choose_communication(parallel: ParallelContext, layout: TokenLayout, shared_out: bool) -> DPCommunication:
     """Selects a layer's communication.

@@ -36,10 +36,12 @@ class ModelArgs:
     )
     load_format: str = flag(
         "auto",
-        "auto and safetensors read *.safetensors; dummy fills the weights with random values (for benchmarks).",
-        choices=("auto", "safetensors", "dummy"),
+        "auto: *.safetensors, or files of torch.save (*.bin, *.pt) where there are none; safetensors, pt: these alone. "
+        "layered: as auto; every load takes one layer at a time. dummy fills the weights with random values (for "
+        "benchmarks).",
+        choices=("auto", "safetensors", "pt", "layered", "dummy"),
         unsupported=dict.fromkeys(
-            ("pt", "npcache", "sharded_state", "gguf", "bitsandbytes", "layered", "remote", "presharded", "mistral",
+            ("npcache", "sharded_state", "gguf", "bitsandbytes", "remote", "presharded", "mistral",
              "fastsafetensors", "runai_streamer", "remote_instance", "flash_rl", "instanttensor", "expert_pack"),
             OTHER_FORMATS,
         ),

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from moe_engine.config.field import flag
 
-EAGLE_HEADS = "EAGLE draft heads"
 AUTO = "auto"
 
 
@@ -28,18 +27,19 @@ class SpeculativeArgs:
     speculative_algorithm: str | None = flag(
         None,
         "Speculative decoding: draft tokens and verify them in one step; the same answers in fewer steps. NEXTN (or "
-        "EAGLE): drafts of the checkpoint's own multi-token-prediction (MTP) layers; STANDALONE: of a small model with "
-        "the same vocabulary; NGRAM: of earlier text that followed the same tokens, without a model. Left out: off.",
+        "EAGLE): drafts of the checkpoint's own multi-token-prediction (MTP) layers; EAGLE, EAGLE3: of the head in "
+        "--speculative-draft-model-path that was trained for the model; STANDALONE: of a small model with the same "
+        "vocabulary; NGRAM: of earlier text that followed the same tokens, without a model. Left out: off.",
         aliases=("--speculative-algo",),
-        choices=("NEXTN", "EAGLE", "STANDALONE", "NGRAM"),
-        unsupported={"EAGLE3": EAGLE_HEADS, **dict.fromkeys(("DFLASH", "DSPARK", "UNO"), "other drafters")},
+        choices=("NEXTN", "EAGLE", "EAGLE3", "STANDALONE", "NGRAM"),
+        unsupported=dict.fromkeys(("DFLASH", "DSPARK", "UNO"), "other drafters"),
         parse=str.upper,
     )
     speculative_draft_model_path: str | None = flag(
         None,
-        "Folder or hub id of the draft model. STANDALONE needs one: a small model with the same vocabulary. NEXTN uses "
-        "the MTP layers of the model's own checkpoint (leave it out), or an MTP layer exported on its own (SGLang's "
-        "...NextN checkpoints).",
+        "Folder or hub id of the draft model. STANDALONE needs one: a small model with the same vocabulary. EAGLE and "
+        "EAGLE3: the head that was trained for the model. NEXTN uses the MTP layers of the model's own checkpoint "
+        "(leave it out), or an MTP layer exported on its own (SGLang's ...NextN checkpoints).",
         aliases=("--speculative-draft-model",),
         metavar="PATH",
     )
@@ -62,6 +62,12 @@ class SpeculativeArgs:
         "Tokens verified per request in one step, the last accepted token included; with topk 1 always the steps + 1. "
         "At most 64.",
         metavar="N",
+    )
+    speculative_token_map: str | None = flag(
+        None,
+        "EAGLE: file with the ids of frequent tokens (a list or tensor of torch.save, as FR-Spec's). Only these are "
+        "drafts, so that the head multiplies fewer rows of the model's LM head. An EAGLE-3 head has its own tokens.",
+        metavar="FILE",
     )
     speculative_accept_threshold_single: float = flag(
         1.0,

@@ -10,10 +10,10 @@ from math import prod
 from pathlib import Path
 
 from moe_engine.errors import ConfigError
-from moe_engine.models.checkpoint_files import WeightFile
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.table import format_in_files
+from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensors import layer_index
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -9,28 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.errors import ConfigError
+from moe_engine.models.checkpoint_files import read_head
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
+from moe_engine.models.eagle_config import HeadConfig, is_head, read_head_config
+from moe_engine.models.token_map import read_token_map
 from moe_engine.planning.checkpoint import locate
 from moe_engine.planning.resolve_speculation import DraftModel
 
 FLAG = "--speculative-draft-model-path"
-# substring of the architecture's name -> kind of checkpoint
-HEADS = {
-    "eagle3": "an EAGLE-3 head (it reads hidden states of three of the model's layers)",
-    "eagle": "an EAGLE head (one decoder layer on the model's hidden states)",
-}
 NEXTN = "NextN"
 """End of the architecture's name of an MTP layer exported on its own (SGLang's script exports DeepSeek's)."""
 
 
-def load_draft(args: EngineArgs) -> DraftModel | None:
+def load_draft(args: EngineArgs, model: ModelConfig) -> DraftModel | None:
     """The draft model's folder and config; None if the flags name none.
+
+    Args:
+        model: that it drafts for.
 
     Raises:
         ConfigError: no checkpoint there, or one that this engine cannot run.
-        NotAvailableYet: EAGLE heads.
+        CheckpointError: the weight files of an EAGLE head are damaged.
     """
     path = args.speculative.speculative_draft_model_path
     if path is None or args.speculative.speculative_algorithm is None:
@@ -41,12 +42,23 @@ def load_draft(args: EngineArgs) -> DraftModel | None:
     if not file.is_file():
         raise ConfigError(f"{FLAG} {path}: no config.json there; give the folder of a checkpoint")
     names = _architectures(file)
-    _refuse_heads(path, names)
     if any(name.endswith(NEXTN) for name in names):
         overrides = {"architectures": [name.removesuffix(NEXTN) for name in names], "num_nextn_predict_layers": 1}
         overrides |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
         return DraftModel(str(folder), load_model_config(folder, overrides), is_nextn=True)
-    return DraftModel(str(folder), load_model_config(folder))
+    files = {} if args.model.load_format == "dummy" else read_head(folder)
+    if not is_head(names, files):
+        return DraftModel(str(folder), load_model_config(folder))
+    head = _with_map(read_head_config(folder, files, model.num_layers), args, model)
+    return DraftModel(str(folder), head.layer, head=head)
+
+
+def _with_map(head: HeadConfig, args: EngineArgs, model: ModelConfig) -> HeadConfig:
+    """With the tokens of --speculative-token-map. A head with an LM head of its own has its own tokens."""
+    path = args.speculative.speculative_token_map
+    if path is None or head.own_head:
+        return head
+    return dataclasses.replace(head, token_map=path, num_mapped=len(read_token_map(path, model.vocab_size)))
 
 
 def with_nextn(model: ModelConfig, draft: DraftModel | None) -> ModelConfig:
@@ -81,13 +93,3 @@ def _architectures(file: Path) -> list[str]:
         return [str(name) for name in json.loads(file.read_text()).get("architectures") or []]
     except (ValueError, AttributeError, TypeError):
         return []  # load_model_config raises the error of the file
-
-
-def _refuse_heads(path: str, names: list[str]) -> None:
-    for name in names:
-        found = next((what for part, what in HEADS.items() if part in name.lower()), None)
-        if found is not None:
-            raise NotAvailableYet(
-                f"{FLAG} {path}: not supported yet: {name} is {found}; leave the flag out to draft with the MTP layers "
-                "of the model's own checkpoint, or use STANDALONE with a complete small model"
-            )

@@ -6,7 +6,8 @@ from moe_engine.kernels.sampling.scratch import DEVICE_SCRATCH_BYTES, HOST_SCRAT
 from moe_engine.models import sizes
 from moe_engine.planning.attention_memory import draft_workspace_rows, workspace_rows
 from moe_engine.planning.dispatch_memory import exchange_rows
-from moe_engine.planning.ledger import DRAFT_WEIGHTS, LedgerRow, gb, slot_table_bytes
+from moe_engine.planning.draft_memory import count, draft_rows, step_bytes
+from moe_engine.planning.ledger import LedgerRow, gb, slot_table_bytes
 from moe_engine.planning.resolve_graphs import graph_row
 from moe_engine.planning.resolve_lora import lora_rows
 from moe_engine.planning.sizing_input import SizingInput
@@ -25,7 +26,7 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
     limits, model, topology, size = given.limits, given.model, given.parallel.topology, given.dtype_bytes
     redundant, kept, graphs = given.experts.num_redundant, given.weight_format, given.graphs
     weights = sizes.weight_bytes(model, size, topology=topology, redundant_experts=redundant, format=kept)
-    detail = f"{_count(sizes.num_parameters(model))} parameters as {given.dtype}"
+    detail = f"{count(sizes.num_parameters(model))} parameters as {given.dtype}"
     if stored := model.weight_format.name:
         detail += f", {stored} " + ("as stored" if kept.name else "dequantised while loading")
     if topology.tp_size > 1:
@@ -39,9 +40,9 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         detail += f", {gb(given.checkpoint.stored_bytes)} in {files}"
     rows = [
         LedgerRow("weights", weights, detail),
-        *_draft_rows(given),
+        *draft_rows(given),
         *lora_rows(given.lora, model, topology, size, given.machine.device),
-        LedgerRow("activations", _step_bytes(given), f"a step of {limits.forward_tokens} tokens"),
+        LedgerRow("activations", step_bytes(given), f"a step of {limits.forward_tokens} tokens"),
         _logits_row(given),
         _table_row(given),
         *window_rows(given),
@@ -113,47 +114,3 @@ def _table_row(given: SizingInput) -> LedgerRow:
 
 def _exchange_rows(given: SizingInput) -> list[LedgerRow]:
     return exchange_rows(given.parallel, given.model, given.dtype_bytes, given.machine.device, given.limits)
-
-
-def _draft_rows(given: SizingInput) -> list[LedgerRow]:
-    """Memory of the drafter: weights, and the model's hidden states that the MTP layers start from. MTP layers share
-    embedding and LM head with the model."""
-    model, size, topology = given.model, given.dtype_bytes, given.parallel.topology
-    if given.uses_mtp:
-        layers = model.num_nextn_predict_layers
-        extra = sizes.weight_bytes(model, size, True, topology, format=given.weight_format)
-        extra -= sizes.weight_bytes(model, size, topology=topology, format=given.weight_format)
-        count = _count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
-        detail = f"{layers} MTP layer{'s' * (layers > 1)}, {count} parameters; embedding and head are the model's"
-        # of each row's last token; for several layers also of earlier tokens, and a copy of those during an update
-        states = given.limits.running * (2 * layers - 1)
-        kept = LedgerRow("draft states", states * model.hidden_size * size, f"{states} states of running requests")
-        return [LedgerRow(DRAFT_WEIGHTS, extra, detail), kept]
-    if given.uses_ngrams:
-        if given.machine.device == "cpu":
-            texts, width = given.limits.running, given.limits.context_len
-            num_bytes = width * (texts * sizes.NGRAM_INDEX_BYTES + sizes.NGRAM_HOST_BYTES)
-            return [LedgerRow("n-gram search", num_bytes, f"{texts} texts x {width} positions, sorted by token")]
-        places = sizes.NGRAM_PLACES
-        num_bytes = places * sizes.NGRAM_PLACE_BYTES
-        return [LedgerRow("n-gram search", num_bytes, f"{places} positions of texts compared at once")]
-    if given.draft is not None:
-        detail = f"{_count(sizes.num_parameters(given.draft))} parameters of {given.draft.architecture}"
-        return [LedgerRow(DRAFT_WEIGHTS, sizes.weight_bytes(given.draft, size), detail)]
-    return []
-
-
-def _step_bytes(given: SizingInput) -> int:
-    """Activations of the largest step. A draft model runs when the model's activations are freed; its draft extend may
-    cover the tokens of several steps. MTP layers read the model's hidden states."""
-    limits, size = given.limits, given.dtype_bytes
-    tokens = limits.forward_tokens * given.parallel.topology.attn_dp_size
-    step = sizes.largest_step_activation_bytes(given.local_model, tokens, size)
-    if given.draft is not None:
-        unseen = min(sizes.DRAFT_CATCH_UP, limits.running * limits.context_len)
-        step = max(step, sizes.largest_step_activation_bytes(given.draft, max(tokens, unseen), size))
-    return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.1f} M"

@@ -74,7 +74,7 @@ def _fits(given: SizingInput) -> bool:
 def _without_drafts(given: SizingInput) -> SizingInput:
     limits = dataclasses.replace(given.limits, request_tokens=1, drafting_tokens=1, draft_slots=0, choices=1)
     limits = dataclasses.replace(limits, followed_again=0)
-    return dataclasses.replace(given, limits=limits, uses_mtp=False, draft=None)
+    return dataclasses.replace(given, limits=limits, uses_mtp=False, draft=None, head=None)
 
 
 def _smaller_steps(given: SizingInput) -> Iterator[tuple[list[str], StepLimits]]:

@@ -17,11 +17,12 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.config.model import OTHER_FORMATS
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint, read_nextn
+from moe_engine.models.checkpoint_files import read_checkpoint, read_head, read_nextn
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
-from moe_engine.models.header_check import check_headers, check_nextn_headers
+from moe_engine.models.header_check import check_head_headers, check_headers, check_nextn_headers
 from moe_engine.models.pooling import with_pooling
+from moe_engine.models.tensor_header import WeightFile
 from moe_engine.parallel.recording.config import recorder_directory
 from moe_engine.planning.checkpoint import locate, sums
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
@@ -37,7 +38,7 @@ from moe_engine.planning.workload_profiles import resolve_profile
 from moe_engine.processes.dist_secret import DistSecret, find_secret, open_to_others
 
 SEED_BITS = 30
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".npz", ".ckpt")
+OTHER_WEIGHTS = (".gguf", ".npz", ".ckpt")
 SUMMING = ("linear", "experts", "attention")
 """Families whose results depend on the order of summation."""
 
@@ -63,9 +64,9 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     model = with_quantization(with_pooling(model, args.model.is_embedding), args)
     found = machine or probe_machine(args.model.device)
     config_folder = folder if folder.is_dir() else folder.parent
-    draft = load_draft(args)
+    draft = load_draft(args, model)
     model = with_nextn(model, draft)
-    files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder)
+    files = None if args.model.load_format == "dummy" else read_checkpoint(config_folder, args.model.load_format)
     resolve_once = partial(
         resolve,
         model=model,
@@ -86,6 +87,8 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         _check_weights(config_folder, files, model, uses_mtp and not exported)
         if draft is not None and exported:
             check_nextn_headers(draft.path, read_nextn(Path(draft.path), model.num_layers), model)
+        elif draft is not None and draft.head is not None:
+            check_head_headers(draft.path, read_head(Path(draft.path)), draft.head)
         elif draft is not None and resolved.draft_model is not None:
             draft_folder = Path(draft.path)
             _check_weights(draft_folder, read_checkpoint(draft_folder), draft.config)
@@ -156,11 +159,11 @@ def _check_weights(
     if not files:
         if other := next((path.name for path in sorted(folder.iterdir()) if path.suffix in OTHER_WEIGHTS), None):
             raise NotAvailableYet(
-                f"{folder}: has {other} and no *.safetensors; not supported yet: {OTHER_FORMATS}; convert the weights "
-                "to safetensors"
+                f"{folder}: has {other}, and no *.safetensors or *.bin; not supported yet: {OTHER_FORMATS}; convert "
+                "the weights to safetensors"
             )
         raise ConfigError(
-            f"{folder}: no *.safetensors files next to config.json; give the folder of a complete checkpoint, or "
-            "use --load-format dummy for random weights"
+            f"{folder}: no *.safetensors files (or *.bin) next to config.json; give the folder of a complete "
+            "checkpoint, or use --load-format dummy for random weights"
         )
     check_headers(folder, files, model, include_mtp)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
+from moe_engine.planning.eagle_checks import check_sharding
 from moe_engine.planning.resolution_log import Record
 from moe_engine.planning.resolve_parallel import ParallelPlan
 from moe_engine.planning.resolve_speculation import DraftModel, resolve_speculation
@@ -20,15 +23,17 @@ def resolve_drafts(
     parallel: ParallelPlan,
     device: str,
     record: Record,
-) -> tuple[SpeculationConfig | None, ModelConfig | None]:
-    """The drafter, and its draft model if it has one."""
+) -> tuple[SpeculationConfig | None, DraftModel | None]:
+    """The drafter, and its draft model or EAGLE head if it has one."""
     speculation = resolve_speculation(args, model, draft, context_len, record)
     _check_shared_drafts(args, speculation, model, parallel)
     configs = [model] if draft is None else [model, draft.config]
     check_sparse(args, configs, device, 1 if speculation is None else speculation.topk)
     if draft is None or draft.is_nextn or speculation is None or speculation.draft_model_path is None:
         return speculation, None
-    return speculation, draft.config.within(context_len)
+    if draft.head is not None:
+        check_sharding(draft.head, parallel.topology)
+    return speculation, dataclasses.replace(draft, config=draft.config.within(context_len))
 
 
 def _check_shared_drafts(
@@ -36,15 +41,15 @@ def _check_shared_drafts(
 ) -> None:
     """With DP attention all groups run every draft forward together, so its sizes must be known beforehand."""
     groups = parallel.topology.attn_dp_size
-    if speculation is None or speculation.method != "nextn" or groups == 1:
+    if speculation is None or not speculation.follows or groups == 1:
         return
     asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
     if speculation.topk > 1:
         raise ConfigError(
-            f"--speculative-eagle-topk {speculation.topk} with --attn-dp-size {groups}: draft trees of MTP layers need "
-            "a single attention group; use --speculative-eagle-topk 1, or NGRAM"
+            f"--speculative-eagle-topk {speculation.topk} with --attn-dp-size {groups}: draft trees need a "
+            "single attention group; use --speculative-eagle-topk 1, or NGRAM"
         )
-    if model.num_nextn_predict_layers > 1:
+    if speculation.method == "nextn" and model.num_nextn_predict_layers > 1:
         raise ConfigError(
             f"{asked} with --attn-dp-size {groups}: {model.source} has "
             f"{model.num_nextn_predict_layers} MTP layers, and more than one needs a single attention group; use "

@@ -14,11 +14,15 @@ from moe_engine.config.field import fields_of, option_of
 from moe_engine.config.speculative import AUTO, SpeculativeArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.models.tensors import has_mtp_names
+from moe_engine.models.widths import local_heads
+from moe_engine.planning.eagle_checks import algorithm_of, check_head, refuse_token_map
 from moe_engine.planning.resolution_log import Record
 from moe_engine.types import SpeculationConfig
 
-METHODS = {"NEXTN": "nextn", "EAGLE": "nextn", "STANDALONE": "standalone", "NGRAM": "ngram"}
+METHODS = {"NEXTN": "nextn", "EAGLE": "nextn", "EAGLE3": "eagle", "STANDALONE": "standalone", "NGRAM": "ngram"}
+"""By algorithm. NEXTN and EAGLE mean ``eagle`` where --speculative-draft-model-path has an EAGLE head."""
 MAX_DRAFT_TOKENS = 64
 AUTO_MAX_STEPS = 6
 NGRAM_STEPS = 4
@@ -33,12 +37,18 @@ NGRAM_WINDOW = ("speculative_ngram_min_match_window_size", "speculative_ngram_ma
 class DraftModel:
     """The draft model of --speculative-draft-model-path: its local folder and its config.json.
 
-    is_nextn: it is an MTP layer exported on its own, and `config` that of a model with this layer alone.
+    is_nextn: it is an MTP layer exported on its own, and `config` that of a model with this layer alone. `head`: it is
+    an EAGLE head, and `config` that of its layer.
     """
 
     path: str
     config: ModelConfig
     is_nextn: bool = False
+    head: HeadConfig | None = None
+
+    def local(self, attn_tp_size: int) -> ModelConfig:
+        """Its config on one rank. Ranks share the attention heads of an EAGLE head; each runs a whole draft model."""
+        return self.config if self.head is None else local_heads(self.config, attn_tp_size)
 
 
 def resolve_speculation(
@@ -58,9 +68,11 @@ def resolve_speculation(
         _refuse_without_algorithm(args, record)
         return None
     method = METHODS[flags.speculative_algorithm]
+    if method == "nextn" and draft is not None and draft.head is not None:
+        method = "eagle"
     if method == "nextn" and draft is not None and draft.config.source == model.source:
         draft = None  # the model's own checkpoint, which many SGLang commands name explicitly
-    _check_drafter(args, method, model, draft, context_len)
+    _check_drafter(args, method, model, draft, context_len, record)
     _check_thresholds(flags, record)
     _check_window(args, method)
     tree = _tree(args, method, record)
@@ -120,8 +132,9 @@ def _refuse_without_algorithm(args: EngineArgs, record: Record) -> None:
 
 
 def _check_drafter(
-    args: EngineArgs, method: str, model: ModelConfig, draft: DraftModel | None, context_len: int
+    args: EngineArgs, method: str, model: ModelConfig, draft: DraftModel | None, context_len: int, record: Record
 ) -> None:
+    refuse_token_map(args, method)
     path = args.speculative.speculative_draft_model_path
     if method == "ngram" and path is not None:
         raise ConfigError(
@@ -130,6 +143,8 @@ def _check_drafter(
         )
     if method == "nextn":
         _check_mtp(args, model, draft)
+    elif method == "eagle":
+        check_head(args, model, None if draft is None else draft.head, context_len, record)
     elif method == "standalone":
         if draft is None:
             raise ConfigError(
@@ -141,22 +156,27 @@ def _check_drafter(
                 f"--speculative-draft-model-path {draft.path}: an MTP layer exported on its own; use "
                 "--speculative-algorithm NEXTN"
             )
+        if draft.head is not None:
+            raise ConfigError(
+                f"--speculative-draft-model-path {draft.path}: an {draft.head.kind}; use --speculative-algorithm "
+                f"{algorithm_of(draft.head)}"
+            )
         _check_standalone(model, draft, context_len)
 
 
 def _check_mtp(args: EngineArgs, model: ModelConfig, draft: DraftModel | None) -> None:
     asked = f"--speculative-algorithm {args.speculative.speculative_algorithm}"
-    if not model.num_nextn_predict_layers:
-        raise ConfigError(
-            f"{asked}: {model.source} has no multi-token-prediction layers (num_nextn_predict_layers is 0), and "
-            "separate EAGLE heads are not supported yet; use NGRAM, which needs no weights, or STANDALONE with a draft "
-            "model"
-        )
     if draft is not None and not draft.is_nextn:
         raise ConfigError(
             f"--speculative-draft-model-path {draft.path}: a complete model; {asked} drafts with the model's own MTP "
-            "layers (leave the path out) or with an MTP layer exported on its own (...NextN in architectures); use "
-            "--speculative-algorithm STANDALONE for a complete draft model"
+            "layers (leave the path out), with an MTP layer exported on its own (...NextN in architectures) or with an "
+            "EAGLE head; use --speculative-algorithm STANDALONE for a complete draft model"
+        )
+    if not model.num_nextn_predict_layers:
+        raise ConfigError(
+            f"{asked}: {model.source} has no multi-token-prediction layers (num_nextn_predict_layers is 0); "
+            "give an EAGLE head in --speculative-draft-model-path, or use NGRAM, which needs no weights, or STANDALONE "
+            "with a draft model"
         )
     if model.stored_layers != model.num_layers and args.model.load_format != "dummy":
         raise ConfigError(

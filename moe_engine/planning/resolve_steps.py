@@ -19,6 +19,7 @@ from moe_engine.planning.resolve_graphs import note_graphs, resolve_graphs, why_
 from moe_engine.planning.resolve_kernels import asked_backends, resolve_kernels
 from moe_engine.planning.resolve_limits import resolve_limits
 from moe_engine.planning.resolve_parallel import ParallelPlan, with_dispatch_dtype
+from moe_engine.planning.resolve_speculation import DraftModel
 from moe_engine.planning.sizing import Sizing, size_memory
 from moe_engine.planning.sizing_input import SizingInput
 from moe_engine.planning.step_limits import StepLimits
@@ -46,7 +47,7 @@ def resolve_steps(
     context_len: int,
     checkpoint: CheckpointFacts | None,
     speculation: SpeculationConfig | None,
-    draft: ModelConfig | None,
+    draft: DraftModel | None,
     parallel: ParallelPlan,
     experts: ExpertSettings,
     lora: LoraSettings | None,
@@ -55,7 +56,7 @@ def resolve_steps(
     """
     Args:
         part: one rank's share of the machine.
-        draft: the draft model, if there is one.
+        draft: the draft model or EAGLE head, if there is one.
 
     Raises:
         ConfigError: a kernel row that cannot run, or too little memory (with flags that fit).
@@ -63,7 +64,8 @@ def resolve_steps(
     asked = asked_backends(args) | compiled_rows(args, model, parallel, part.device, record)
     local = local_heads(model, parallel.topology.attn_tp_size)
     why = why_not_captured(args, part, parallel, experts, model)
-    kernels = resolve_kernels(args, asked, part, local, draft, dtype, kv_dtype, why, record)
+    local_draft = None if draft is None else draft.local(parallel.topology.attn_tp_size)
+    kernels = resolve_kernels(args, asked, part, local, local_draft, dtype, kv_dtype, why, record)
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     page, size = kernels.page_size, DTYPE_BYTES[dtype]
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
@@ -100,7 +102,7 @@ def _size(
     limits: StepLimits,
     checkpoint: CheckpointFacts | None,
     speculation: SpeculationConfig | None,
-    draft: ModelConfig | None,
+    draft: DraftModel | None,
     parallel: ParallelPlan,
     experts: ExpertSettings,
     graphs: GraphSettings,
@@ -121,7 +123,8 @@ def _size(
             running_is_auto=memory.max_running_requests is None,
             checkpoint=checkpoint,
             uses_mtp=speculation is not None and speculation.method == "nextn",
-            draft=draft,
+            draft=None if draft is None else draft.local(parallel.topology.attn_tp_size),
+            head=None if draft is None else draft.head,
             parallel=parallel,
             experts=experts,
             graphs=graphs,

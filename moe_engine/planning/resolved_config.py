@@ -13,6 +13,7 @@ from moe_engine.config.scheduling import SchedulingArgs
 from moe_engine.config.server import ServerArgs
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.planning import validate as contradictions
 from moe_engine.planning.ledger import MemoryLedger
@@ -69,6 +70,8 @@ class ResolvedConfig:
     """None: no speculative decoding."""
     draft_model: ModelConfig | None = None
     """Of the folder `speculation.draft_model_path`, if there is one."""
+    draft_head: HeadConfig | None = None
+    """The EAGLE head in that folder, whose layer is `draft_model`."""
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     """Placement, EPLB and expert distribution recording."""
     graphs: GraphSettings = field(default_factory=GraphSettings)

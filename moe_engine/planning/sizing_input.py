@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.formats.table import kept_format
 from moe_engine.models.widths import local_heads
@@ -41,6 +42,8 @@ class SizingInput:
     checkpoint: CheckpointFacts | None = None
     uses_mtp: bool = False
     draft: ModelConfig | None = None
+    head: HeadConfig | None = None
+    """The EAGLE head whose layer `draft` is, with this rank's attention heads."""
     parallel: ParallelPlan = SINGLE_PROCESS
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     graphs: GraphSettings = field(default_factory=GraphSettings)

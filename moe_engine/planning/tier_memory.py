@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.machine import Machine
 
@@ -23,6 +24,10 @@ class TierInput(Protocol):
     @property
     def uses_mtp(self) -> bool: ...
     @property
+    def draft(self) -> ModelConfig | None: ...
+    @property
+    def head(self) -> HeadConfig | None: ...
+    @property
     def tier_ratio(self) -> float: ...
     @property
     def tier_bytes(self) -> int: ...
@@ -33,8 +38,9 @@ class TierInput(Protocol):
 
 
 def tier_bytes_per_token(given: TierInput) -> int:
-    """KV of a token in the tier, on one rank. A draft model computes its KV again."""
-    return given.local_model.kv_bytes_per_token(given.kv_dtype, given.uses_mtp)
+    """KV of a token in the tier, on one rank. A draft model computes its KV again; that of an EAGLE head is kept."""
+    own = given.local_model.kv_bytes_per_token(given.kv_dtype, given.uses_mtp)
+    return own + (given.draft.kv_bytes_per_token(given.kv_dtype) if given.head is not None and given.draft else 0)
 
 
 def tier_tokens(given: TierInput, num_slots: int) -> int:

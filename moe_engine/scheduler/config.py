@@ -148,8 +148,9 @@ class SchedulerConfig:
 
     @property
     def bigram_prefixes(self) -> bool:
-        """Whether the radix cache is keyed by pairs of tokens: MTP's KV of a token also depends on its successor."""
-        return self.speculation is not None and self.speculation.method == "nextn"
+        """Whether the radix cache is keyed by pairs of tokens: the KV that MTP layers and EAGLE heads
+        have of a token also depends on its successor."""
+        return self.speculation is not None and self.speculation.follows
 
     @property
     def uses_priority(self) -> bool:

@@ -19,7 +19,7 @@ class Speculator:
 
     def __init__(self, config: SpeculationConfig) -> None:
         self._config = config
-        self._needs_follow = config.method == "nextn"
+        self._needs_follow = config.follows
         self._policy = make_policy(config)
         self._verified = 0
         self._proposed = [0] * config.num_steps

@@ -17,6 +17,7 @@ from moe_engine.kernels.decoder.drafting import VerifiedChains
 from moe_engine.kernels.sampling.protocol import SamplingKernel
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.layers.decoder import Decoder
+from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.types import Speculation, StepPlan, StepResult
@@ -49,7 +50,7 @@ class ModelRunner:
 
     `speculation` is set after construction, as it shares parts with the runner; without it no plan may speculate.
     `graphs` is set after CUDA graphs are captured; without it every step runs kernel by kernel. So is `drafted`, if
-    whole steps with drafts are captured.
+    whole steps with drafts are captured. `taps`: the model's hidden states that an EAGLE-3 head reads.
 
     Args:
         window: sliding window of the model's first cache group.
@@ -84,6 +85,7 @@ class ModelRunner:
         self.lora: LoraAdapters | None = None
         self.graphs: StepGraphs | None = None
         self.drafted: DraftedStep | None = None
+        self.taps: HiddenTaps | None = None
         rows.keep_tokens(kv_pool.num_slots + kv_pool.page_size)
         rows.edits.custom.group = parallel.attn_tp
         self._phase = "idle"
@@ -318,6 +320,7 @@ class ModelRunner:
         if drafted_shape is not None and self.drafted is not None:
             return self._launch_drafted(self.drafted, plan, drafted_shape, [(i, whole.rows[i]) for i in left_out])
         verification = step.draft(plan, speculation, self.shared.draft_sizes(plan))
+        taps = self.taps if speculation.follow else None
         drafted = time.perf_counter()
         if plan.masked:
             step.report_drafts(plan, verification)
@@ -333,7 +336,7 @@ class ModelRunner:
             self._phase = "planning attention"
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
             self._phase, model_began = RUNNING, time.perf_counter()
-            hidden = self.model.forward(forward)  # [T, D]
+            hidden = self.model.forward(forward) if taps is None else taps.during(self.model.forward, forward)
             prompts = self._prompt_logprobs(plan, batch, hidden)
         sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
         drawn = self.sampling.run(
@@ -349,7 +352,8 @@ class ModelRunner:
         follow_began = time.perf_counter()
         if speculation.follow:
             self._phase = "draft extend"
-            step.update_cache(plan, batch, forward, hidden, verification, accepted)
+            seen = hidden if taps is None else taps.take()
+            step.update_cache(plan, batch, forward, seen, verification, accepted)
         ended = time.perf_counter()
         plan_rows = [row for row, samples in zip(plan.rows, plan.samples) if samples]
         model_seconds = self._logits_ended - model_began

@@ -8,6 +8,7 @@ from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
+from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
 from moe_engine.step_settings import CompileSettings, GraphSettings, LoraSettings, StorageSettings
 from moe_engine.types import SpeculationConfig
@@ -28,6 +29,7 @@ class WorkerOptions:
         cpu_threads: threads of torch's operators; None: one per physical core this process may use.
         enable_deterministic_inference: a token is computed the same way alone and in a chunk (see `MLAFormPolicy`).
         draft_model: config of the model in `speculation.draft_model_path`, if there is one.
+        draft_head: the EAGLE head in that folder, whose layer is `draft_model`.
         experts: placement, EPLB and expert distribution recording.
         graphs: steps that are captured as CUDA graphs.
         compiled: steps that torch.compile compiles.
@@ -57,6 +59,7 @@ class WorkerOptions:
     disable_shared_experts_fusion: bool = False
     speculation: SpeculationConfig | None = None
     draft_model: ModelConfig | None = None
+    draft_head: HeadConfig | None = None
     experts: ExpertSettings = field(default_factory=ExpertSettings)
     graphs: GraphSettings = field(default_factory=GraphSettings)
     compiled: CompileSettings = field(default_factory=CompileSettings)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_engine.errors import CheckpointError, ConfigError, MoeEngineError
 from moe_engine.kernels.host_memory import host_memory
-from moe_engine.models.checkpoint_files import WeightFile, read_checkpoint
+from moe_engine.models.checkpoint_files import read_checkpoint
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.footprint import weights_of
@@ -31,6 +31,7 @@ from moe_engine.models.loader import reload
 from moe_engine.models.partial_weights import ReceivedWeights, mask_source
 from moe_engine.models.pooling import with_pooling
 from moe_engine.models.received_tensors import ReceivedTensors, as_files, header_of
+from moe_engine.models.tensor_header import WeightFile
 from moe_engine.models.tensor_names import TensorNames
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.model_runner import ModelRunner

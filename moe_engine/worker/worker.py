@@ -271,7 +271,7 @@ def _prepare(
         max_positions=rows.width,
     )
     loaded = time.perf_counter()
-    pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), rows, stream)
+    pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), rows, stream, parallel)
     form = form_policy(
         config.attention,
         deterministic=options.enable_deterministic_inference,
@@ -324,12 +324,14 @@ def _make_pools(
     num_mtp: int,
     rows: RequestRows,
     stream: DeviceStream,
+    parallel: ParallelContext,
 ) -> KVPool:
     """The KV pool of this rank's part of the model, with tables of windows and states of requests, which `rows` own."""
     if local.state_groups:
         rows.states = StatePool(local.state_groups, options.max_rows, dtype, stream)
+    head = None if options.draft_head is None else local_config(options.draft_head.layer, parallel)
     pool = KVPool(
-        kv_spec(local, options.kv_dtype, num_mtp), options.num_slots, options.kernels.page_size, stream,
+        kv_spec(local, options.kv_dtype, num_mtp, head), options.num_slots, options.kernels.page_size, stream,
         windowed=local.windowed_layers if options.num_window_slots else (), num_window_slots=options.num_window_slots,
         states=rows.states,
     )  # fmt: skip

@@ -127,7 +127,7 @@ def test_old_spelling_is_accepted_with_one_line(capsys):
         ("--pp-size", "--pp-size: not supported yet"),
         ("--attn-cp-size 2 --enable-symm-mem", "--attn-cp-size 2: not supported yet"),
         ("--enable-symm-mem", "--enable-symm-mem: not supported yet: further forms"),
-        ("--speculative-algorithm EAGLE3", "EAGLE draft heads"),
+        ("--speculative-algorithm DFLASH", "other drafters"),
         ("--moe-a2a-backend mooncake", "more dispatch backends"),
         ("--lora-backend ascend", "other LoRA backends"),
         ("--cuda-graph-max-bs-prefill 128", "CUDA graphs of prefill"),

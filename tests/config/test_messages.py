@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.errors import CheckpointError, ConfigError, NotAvailableYet
 from moe_engine.planning.prepare import prepare
 from moe_engine.planning.remarks import DEPENDENTS, unread_variables
 from tests.config.conftest import SMALL, machine
@@ -97,7 +97,15 @@ def test_a_start_notes_the_variables(model_dir, monkeypatch):
 # -- refusals
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.Q4_K_M.gguf", "model.pt"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_damaged_files_of_torch_save_are_named(model_dir, name):
+    folder: Path = model_dir()
+    (folder / name).write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=f"{name}: not a ZIP archive: truncated, or saved before torch 1.6"):
+        prepare(EngineArgs.from_kwargs(model_path=str(folder)), machine())
+
+
+@pytest.mark.parametrize("name", ["model.Q4_K_M.gguf", "weights.npz"])
 def test_weights_of_another_format_are_named(model_dir, name):
     folder: Path = model_dir()
     (folder / name).write_bytes(b"x")
@@ -118,7 +126,7 @@ def test_the_drafter_is_named_as_it_was_typed(resolved, model_dir, algorithm):
     with pytest.raises(ConfigError) as refusal:
         resolved(LLAMA, speculative_algorithm=algorithm)
     text = str(refusal.value)
-    assert f"--speculative-algorithm {algorithm.upper()}:" in text and "EAGLE heads" in text and "NGRAM" in text
+    assert f"--speculative-algorithm {algorithm.upper()}:" in text and "EAGLE head" in text and "NGRAM" in text
     with pytest.raises(ConfigError, match=f"--speculative-algorithm {algorithm.upper()} with --attn-dp-size 2"):
         resolved({**EIGHT, "num_nextn_predict_layers": 2}, speculative_algorithm=algorithm, tp_size=2, attn_dp_size=2)
 
@@ -127,7 +135,9 @@ def test_a_separate_head_for_a_model_without_mtp_layers(model_dir):
     head = model_dir(LLAMA, name="head")
     target = model_dir(LLAMA, name="target")
     flags = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(head), "load_format": "dummy"}
-    with pytest.raises(ConfigError, match=r"--speculative-algorithm EAGLE: .*EAGLE heads .*not supported yet"):
+    with pytest.raises(
+        ConfigError, match=r"a complete model; --speculative-algorithm EAGLE .* or with an EAGLE head; use"
+    ):
         prepare(EngineArgs.from_kwargs(model_path=str(target), **flags), machine())
 
 

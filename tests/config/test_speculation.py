@@ -7,7 +7,7 @@ import json
 import pytest
 
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import ConfigError, NotAvailableYet
+from moe_engine.errors import ConfigError
 from moe_engine.models import sizes
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.explain import explain_json
@@ -154,8 +154,8 @@ def shape(steps, topk, tokens):
         (SMALL, {"speculative_simulated_accept_length": 2.0}, ["needs --speculative-algorithm"]),
         (SMALL, {**NEXTN, "speculative_num_steps": "many"}, ["--speculative-num-steps many"]),
         (SMALL, {**NEXTN, "speculative_num_steps": -1}, ["--speculative-num-steps -1"]),
-        (SMALL, {"speculative_algorithm": "EAGLE3"}, ["EAGLE3: not supported yet", "EAGLE draft heads"]),
-        (SMALL, {**NEXTN, "speculative_token_map": "f.pt"}, ["--speculative-token-map f.pt: not supported yet"]),
+        (SMALL, {"speculative_algorithm": "EAGLE3"}, ["EAGLE3 needs an EAGLE-3 head for", "NEXTN"]),
+        (SMALL, {**NEXTN, "speculative_token_map": "f.pt"}, ["--speculative-token-map f.pt", "an EAGLE head"]),
     ],
 )
 def test_refusals(resolved, model, flags, words):
@@ -198,13 +198,6 @@ def test_draft_paths(model_dir, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"--speculative-draft-model-path .*no config\.json"):
         start("STANDALONE", tmp_path / "empty")
-    for name, what in (
-        ("LlamaForCausalLMEagle", "an EAGLE head"),
-        ("LlamaForCausalLMEagle3", "an EAGLE-3 head"),
-    ):
-        head = model_dir({**LLAMA, "architectures": [name]}, name=name)
-        with pytest.raises(NotAvailableYet, match=what):
-            start("EAGLE", head)
     with pytest.raises(ConfigError, match=r"a complete model; .*MTP layer exported on its own"):
         start("NEXTN", model_dir(SMALL, name="other"))
 

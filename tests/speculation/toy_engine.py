@@ -121,6 +121,7 @@ class ExactMTP:
 
     fuses_drafts = False
     shares_selection = False
+    ids = None
 
     def __init__(self, table: Tensor, num_layers: int, history: TokenBuffer) -> None:
         self.num_layers = num_layers
@@ -142,6 +143,9 @@ class ExactMTP:
             here = np.take_along_axis(text, np.where(known, seen.positions, 0), 1)
             behind = np.take_along_axis(text, np.where(known, seen.positions + 1, 0), 1)
             assert (seen.tokens == behind * vocab + here)[known].all(), "the layer got another text"
+
+    def prepare(self, states: Tensor) -> Tensor:
+        return states
 
     def logits(self, v: Tensor, sizes: object = None) -> Tensor:
         return self._table[v[:, 0], v[:, 1]]

@@ -42,6 +42,7 @@ class Counting:
 
     num_layers = 1
     fuses_drafts = False
+    ids = None
 
     def __init__(self, wrong: int = 1000) -> None:
         self.wrong = wrong
@@ -63,6 +64,9 @@ class Counting:
     def logits(self, hidden: Tensor, sizes: StepSizes | None = None) -> Tensor:
         self.sizes.append(("head", None if sizes is None else sizes.logits))
         return -((hidden - torch.arange(VOCABULARY)) ** 2)
+
+    def prepare(self, states: Tensor) -> Tensor:
+        return states
 
     def remember(self, layer: int, ids: Tensor, hidden: Tensor, batch: ForwardBatch) -> None:
         self.followed.append(ids.tolist())

@@ -15,7 +15,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
     Raises:
         ConfigError: the checkpoint cannot be read.
     """
-    model, speculation = config.model, config.speculation
+    model, speculation, head = config.model, config.speculation, config.draft_head
     drafts = speculation.method if speculation is not None else "none"
     layers = model.num_layers - len(model.state_layers)
     return {
@@ -23,6 +23,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "architecture": model.architecture,
         "layers": str(layers),
         "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
+        "EAGLE head": "none" if head is None else str(head.layer.attention.kv_parts(config.kv_cache_dtype)),
         "cache": f"{model.attention.kind} {model.attention.kv_parts(config.kv_cache_dtype)}",
         "--kv-cache-dtype": config.kv_cache_dtype,
         "vocabulary": str(model.vocab_size),

@@ -144,7 +144,7 @@ class _ShapeRun:
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
     def verify(self) -> None:
-        self._parts.outputs.store(self._parts.model.forward(self._verified), self._verified.sizes)
+        self._parts.outputs.run(self._verified)
 
     def follow(self) -> None:
         parts, chain = self._parts, self.chain

@@ -29,6 +29,8 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     drafter = step.drafter
     if not isinstance(drafter, MTPDrafter):
         return f"{step.config.method} drafts: the host computes which tokens the drafter has not seen"
+    if drafter.attention is not runner.attention:
+        return "an EAGLE head: its attention has a plan of its own"
     if drafter.layers.num_layers > 1:
         return "several MTP layers: each runs over another number of earlier tokens"
     if runner.rows.windows is not None or runner.window is not None:

@@ -54,7 +54,7 @@ def _capture(
 ) -> bool:
     """Captures steps without drafts, and steps with drafts whole, if the attention backend reads lengths on the device;
     else only their verification."""
-    outputs = StepOutputs(runner.model, runner.sampler.passes.rows_at_once)
+    outputs = StepOutputs(runner.model, runner.sampler.passes.rows_at_once, runner.taps)
     graphs = StepGraphs(
         settings, runner.model, plan_in_place, runner.kv_pool, runner.rows, runner.shared, runner.stream, backend,
         outputs, runner.window,

@@ -26,6 +26,7 @@ from moe_engine.errors import MoeEngineError
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.renewable import InPlacePlanner, RenewablePlan
 from moe_engine.models.batch import ForwardBatch, Model, WindowSlots
+from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepFacts, StepPlan
@@ -135,15 +136,28 @@ class StepOutputs:
 
     Args:
         max_logits: max rows of logits at once; steps with more tokens are captured without the LM head.
+        taps: of the model; every step stores their states too.
     """
 
-    def __init__(self, model: Model, max_logits: int) -> None:
+    def __init__(self, model: Model, max_logits: int, taps: HiddenTaps | None = None) -> None:
         self._model = model
         self._max_logits = max_logits
+        self._taps = taps
+        self._tapped: Tensor | None = None  # [T, K * D]
         self._hidden: Tensor | None = None  # [T, D]
         self._logits: Tensor | None = None  # [T, V] float32
 
-    def store(self, hidden: Tensor, sizes: StepSizes | None) -> None:
+    def run(self, batch: ForwardBatch) -> None:
+        """A forward of the model, with its results stored."""
+        taps, forward = self._taps, self._model.forward
+        self._store(forward(batch) if taps is None else taps.during(forward, batch), batch.sizes)
+        if taps is not None:
+            states = taps.take()
+            if self._tapped is None:
+                self._tapped = torch.empty_like(states)
+            self._tapped[: len(states)].copy_(states)
+
+    def _store(self, hidden: Tensor, sizes: StepSizes | None) -> None:
         """Copies hidden [T, D], and its logits, out of the memory pool, which the next graph overwrites."""
         if self._hidden is None:
             self._hidden = torch.empty_like(hidden)
@@ -157,8 +171,10 @@ class StepOutputs:
 
     def of(self, captured: int, num_tokens: int) -> tuple[Tensor, Tensor | None]:
         """Hidden states [t, D] and logits [t, V] of the first tokens of a step captured for `captured` tokens; logits
-        are None if the graph has no LM head."""
+        are None if the graph has no LM head. The taps get the tokens' states."""
         assert self._hidden is not None
+        if self._taps is not None and self._tapped is not None:
+            self._taps.put(self._tapped[:num_tokens])
         if captured > self._max_logits:
             return self._hidden[:num_tokens], None
         assert self._logits is not None
@@ -282,7 +298,7 @@ class StepGraphs:
 
     def _run(self, batch: ForwardBatch) -> None:
         """The captured function."""
-        self._outputs.store(self._model.forward(batch), batch.sizes)
+        self._outputs.run(batch)
 
     @property
     def shapes(self) -> set[StepShape]:

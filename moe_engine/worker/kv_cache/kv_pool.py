@@ -28,7 +28,8 @@ TOUCHED_AT_ONCE_BYTES = 512 << 20
 @dataclass(frozen=True)
 class KVSpec:
     """KV cache layout of a token in each layer: `parts` are the trailing shapes of the layer's tensors. `without`: the
-    layers that have no KV. `first_only`: the layers that have the first part only (a latent without an index key)."""
+    layers that have no KV. `first_only`: the layers that have the first part only (a latent without an index key).
+    `last`: parts of the last layer where they differ (an EAGLE head's)."""
 
     kind: str
     num_layers: int
@@ -36,6 +37,7 @@ class KVSpec:
     dtype: torch.dtype
     without: Collection[int] = ()
     first_only: Collection[int] = ()
+    last: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def mla(cls, num_layers: int, kv_lora_rank: int, rotary_width: int, dtype: torch.dtype) -> KVSpec:
@@ -49,6 +51,8 @@ class KVSpec:
 
     def parts_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
         """The trailing shapes of one layer's tensors."""
+        if self.last and layer == self.num_layers - 1:
+            return self.last
         if layer in self.without:
             return ()
         return self.parts[:1] if layer in self.first_only else self.parts
@@ -59,12 +63,14 @@ class KVSpec:
         return numbers * self.dtype.itemsize
 
 
-def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0) -> KVSpec:
-    """KV cache layout of a model, in a format of `kv_format`; further layers (MTP) follow the model's own."""
-    attention, num_layers = config.attention, config.num_layers + num_further_layers
+def kv_spec(config: ModelConfig, kv_dtype: str, num_further_layers: int = 0, head: ModelConfig | None = None) -> KVSpec:
+    """KV cache layout of a model, in a format of `kv_format`; further layers (MTP) follow the model's own, and then the
+    layer of an EAGLE head."""
+    attention, num_layers = config.attention, config.num_layers + num_further_layers + (head is not None)
     stored = getattr(torch, STORED[kv_dtype][0])
     parts = attention.kv_parts(kv_dtype)
-    return KVSpec(attention.kind, num_layers, parts, stored, config.state_layers, attention.shared_layers)
+    last = () if head is None else head.attention.kv_parts(kv_dtype)
+    return KVSpec(attention.kind, num_layers, parts, stored, config.state_layers, attention.shared_layers, last)
 
 
 class KVPool:

@@ -9,7 +9,8 @@ from moe_engine.models import sizes
 from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.layers.decoder import Decoder
-from moe_engine.models.loader import load_model, load_mtp
+from moe_engine.models.layers.hidden_taps import HiddenTaps
+from moe_engine.models.loader import load_head, load_model, load_mtp
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.types import SpeculationConfig
 from moe_engine.worker.batch.batch_builder import BatchBuilder
@@ -41,7 +42,7 @@ def add_speculation(
     """Sets a runner's speculative step. Returns the bytes of the drafter's weights and KV cache.
 
     Args:
-        draft_backends: kernels of a separate draft model; MTP layers use the target's.
+        draft_backends: kernels of a separate draft model or EAGLE head; MTP layers use the target's.
     """
     rows, stream, pool = runner.rows, runner.stream, runner.kv_pool
     assert rows.history is not None, "RequestRows was created without num_drafts"
@@ -58,11 +59,13 @@ def add_speculation(
         drafter = MTPDrafter(layers, target, rows, runner.sampler, stream, options.model.hidden_size)
     elif config.method == "standalone":
         drafter, num_bytes = _standalone(runner, config, options, draft_backends, progress)
+    elif config.method == "eagle":
+        drafter, num_bytes = _eagle(runner, options, draft_backends, progress)
     else:
         drafter = NgramDrafter(rows.history, config.ngram_min_match, config.ngram_max_match, stream)
     fused = None
     exact = not config.has_thresholds and config.simulated_accept_length is None
-    if isinstance(drafter, MTPDrafter) and config.topk == 1 and exact:
+    if isinstance(drafter, MTPDrafter) and isinstance(drafter.layers, MTPLayers) and config.topk == 1 and exact:
         fused = FusedStep(drafter, rows, runner.sampler, pool.layers)
     runner.speculation = SpeculativeStep(
         config, drafter, rows, runner.builder, runner.sampler, pool, target, stream, fused
@@ -73,7 +76,28 @@ def add_speculation(
 def mtp_layers(runner: ModelRunner) -> MTPLayers | None:
     """The drafting MTP layers of a runner, or None."""
     drafter = runner.speculation.drafter if runner.speculation is not None else None
-    return drafter.layers if isinstance(drafter, MTPDrafter) else None
+    layers = drafter.layers if isinstance(drafter, MTPDrafter) else None
+    return layers if isinstance(layers, MTPLayers) else None
+
+
+def _eagle(
+    runner: ModelRunner, options: WorkerOptions, backends: Backends | None, progress: bool
+) -> tuple[MTPDrafter, int]:
+    """The drafter of an EAGLE head, whose KV is the last layer of the target's pool."""
+    head, rows, stream, pool = options.draft_head, runner.rows, runner.stream, runner.kv_pool
+    assert head is not None and backends is not None
+    layers = load_head(
+        head, runner.model, (options.model_path, options.model), options.dtype, stream.device, backends, rows.width,
+        options.load_format, progress, options.dummy_seed,
+    )  # fmt: skip
+    if head.tapped:
+        assert isinstance(runner.model, Decoder)
+        runner.taps = runner.model.taps = HiddenTaps(head.tapped)
+    form = form_policy(head.layer.attention, deterministic=options.enable_deterministic_inference)
+    builder = BatchBuilder(rows, pool.page_size, form, stream)
+    batches = DraftBatches(builder, backends.attention, pool.layers, stream)
+    drafter = MTPDrafter(layers, batches, rows, runner.sampler, stream, head.layer.hidden_size)
+    return drafter, layers.weight_bytes
 
 
 def _standalone(

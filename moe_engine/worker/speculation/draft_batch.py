@@ -37,7 +37,7 @@ class DraftBatches:
         stream: DeviceStream,
     ) -> None:
         self._builder = builder
-        self._attention = attention
+        self.attention = attention
         self._kv = kv
         self._stream = stream
 
@@ -59,7 +59,7 @@ class DraftBatches:
         for i, (places, slots) in enumerate(zip(steps.positions, steps.slots)):
             queries = replace(steps.queries, context_lens=lengths[i], context_lens_device=steps.context_lens[i])
             attention = AttentionBatch(queries, None)
-            plan = self._attention.plan(attention)
+            plan = self.attention.plan(attention)
             yield ForwardBatch(places[:0], places, slots, places[:0], attention, plan, self._kv)
 
     def runs(
@@ -94,7 +94,7 @@ class DraftBatches:
                 visible=visible,
             )
         )
-        return batch, batch.forward_batch(self._attention.plan(batch.attention), self._kv)
+        return batch, batch.forward_batch(self.attention.plan(batch.attention), self._kv)
 
 
 def places_in_runs(offsets: np.ndarray, counts: np.ndarray) -> np.ndarray:

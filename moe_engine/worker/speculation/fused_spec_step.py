@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from moe_engine.kernels.decoder.drafting import RowTables, StepDraws, VerifiedChains
-from moe_engine.models.mtp import WholeStepCall
+from moe_engine.models.mtp import MTPLayers, WholeStepCall
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.sampling.sampler import Sampler
 from moe_engine.worker.speculation.mtp import MAX_FUSED_ROWS, MTPDrafter
@@ -72,7 +72,9 @@ class FusedStep:
         if states is not None and not self._is_looked_up:
             self._is_looked_up = True
             tables = RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, states)
-            self._call = self._drafter.layers.whole_step(tables, self._kv)
+            layers = self._drafter.layers
+            assert isinstance(layers, MTPLayers)
+            self._call = layers.whole_step(tables, self._kv)
         return self._call is not None
 
     def _draws(self, rows: np.ndarray, depth: int) -> StepDraws | None:

@@ -1,4 +1,5 @@
-"""MTP drafter: the checkpoint's own multi-token-prediction layers (DeepSeek V3; SGLang's NEXTN).
+"""Drafter of layers that read the target's hidden states: a checkpoint's own multi-token-prediction (MTP) layers
+(DeepSeek V3; SGLang's NEXTN), or an EAGLE head, which is one layer of this kind.
 
 Layer j reads the hidden state at a position and the token j + 1 further, and predicts the token after that. Its KV
 entry of a position therefore depends on later tokens, and is written when these are known: layer 0's in the step that
@@ -25,7 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
 from moe_engine.models.batch import ForwardBatch
+from moe_engine.models.draft_layers import DraftLayers
 from moe_engine.models.layers.sparse_chunks import SharedSelection
 from moe_engine.models.mtp import MTPLayers
 from moe_engine.parallel.step_sizes import StepSizes
@@ -48,7 +51,7 @@ class MTPDrafter:
 
     def __init__(
         self,
-        layers: MTPLayers,
+        layers: DraftLayers,
         batches: DraftBatches,
         rows: RequestRows,
         sampler: Sampler,
@@ -73,6 +76,11 @@ class MTPDrafter:
         """The KV cache of every layer, the target's and the MTP layers'."""
         return self._batches.kv
 
+    @property
+    def attention(self) -> MLABackend | GQABackend:
+        """Attention backend of the layers: the target's, or that of an EAGLE head."""
+        return self._batches.attention
+
     def enter(self, new: NewRow) -> None:
         self._num_cached[new.row] = len(new.slots)
 
@@ -94,9 +102,9 @@ class MTPDrafter:
             state = self.layers.forward(min(step, self._lookback), tokens[-1], state, batch, selection)
             if not chain:
                 expand = _LevelByLevel(self.layers, self._batches, task, state)
-                return grow(task, self.layers.logits, state, expand, self._sampler)
+                return grow(task, self.layers.logits, state, expand, self._sampler, self.layers.ids)
             sampled = SampledRows(task.rows, task.lengths + 1 + step, task.rows_device)
-            tokens.append(self._sampler.draw(self.layers.logits, state, sampled, sizes).clamp_min(0))
+            tokens.append(target_ids(self.layers, self._sampler.draw(self.layers.logits, state, sampled, sizes)))
         self.join(task.sizes[task.depth :])
         return Drafts(torch.stack(tokens, 1))
 
@@ -115,6 +123,7 @@ class MTPDrafter:
             again = SampledRows(np.tile(task.rows, task.depth), lengths, task.rows_device)
             uniform = self._sampler.uniforms(again)
         kv, roots = self._batches.kv, task.roots
+        assert isinstance(self.layers, MTPLayers)
         return Drafts(self.layers.draft_chain(states, task.rows_device, roots, steps, kv, parameters, uniform))
 
     def _places(self, lengths: np.ndarray, num_steps: int) -> np.ndarray:
@@ -125,6 +134,7 @@ class MTPDrafter:
     # -- draft extend
 
     def update_cache(self, computed: Computed) -> None:
+        computed = replace(computed, hidden=self.layers.prepare(computed.hidden))
         rows, starts, counts = computed.rows, computed.starts, computed.counts
         history = self._rows.history
         assert history is not None
@@ -181,10 +191,16 @@ class MTPDrafter:
         return self._stream.upload(torch.from_numpy(values))
 
 
+def target_ids(layers: DraftLayers, drawn: Tensor) -> Tensor:
+    """Tokens drawn from the draft vocabulary, by the target's ids; -1 (invalid logits) becomes a token."""
+    drawn = drawn.clamp_min(0)
+    return drawn if layers.ids is None else layers.ids[drawn]
+
+
 class _LevelByLevel:
     """Expands the nodes of a tree: one layer per level, then the last layer for all further levels."""
 
-    def __init__(self, layers: MTPLayers, batches: DraftBatches, task: DraftTask, state: Tensor) -> None:
+    def __init__(self, layers: DraftLayers, batches: DraftBatches, task: DraftTask, state: Tensor) -> None:
         self._layers = layers
         self._batches = batches
         self._task = task

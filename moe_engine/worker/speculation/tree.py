@@ -31,15 +31,18 @@ class Expand(Protocol):
         -> hidden states [D * F, E]."""
 
 
-def grow(task: DraftTask, head: Head, roots: Tensor, expand: Expand, sampler: Sampler) -> Drafts:
+def grow(
+    task: DraftTask, head: Head, roots: Tensor, expand: Expand, sampler: Sampler, ids: Tensor | None = None
+) -> Drafts:
     """Trees for a task.
 
     Args:
         head: the LM head, hidden states -> logits.
         roots: hidden states [D, E] of the roots.
+        ids: the target's ids of the head's tokens; None: they are the same.
     """
     num_rows, width = len(task.rows), task.topk
-    tokens, scores = _children(head, roots, task, 0, 1, width, sampler)  # each [D, 1, width]
+    tokens, scores = _children(head, roots, task, 0, 1, width, sampler, ids)  # each [D, 1, width]
     all_tokens, all_scores = [tokens[:, 0]], [scores[:, 0]]
     all_parents = [torch.full_like(all_tokens[0], -1)]  # among all candidates
     frontier = torch.arange(width, device=tokens.device).expand(num_rows, -1)  # among the candidates of the last level
@@ -48,7 +51,7 @@ def grow(task: DraftTask, head: Head, roots: Tensor, expand: Expand, sampler: Sa
     for level in range(1, task.depth):
         above, above_scores = all_tokens[-1].gather(1, frontier), all_scores[-1].gather(1, frontier)
         hidden = expand(level, above, places)
-        tokens, scores = _children(head, hidden, task, level, width, width, sampler)
+        tokens, scores = _children(head, hidden, task, level, width, width, sampler, ids)
         all_tokens.append(tokens.flatten(1))
         all_scores.append((above_scores[:, :, None] + scores).flatten(1))
         all_parents.append((frontier + first_of_level).repeat_interleave(width, 1))
@@ -60,7 +63,14 @@ def grow(task: DraftTask, head: Head, roots: Tensor, expand: Expand, sampler: Sa
 
 
 def _children(
-    head: Head, hidden: Tensor, task: DraftTask, level: int, nodes: int, width: int, sampler: Sampler
+    head: Head,
+    hidden: Tensor,
+    task: DraftTask,
+    level: int,
+    nodes: int,
+    width: int,
+    sampler: Sampler,
+    ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """hidden [D * nodes, E] -> tokens and log-probabilities [D, nodes, width] of each node's children."""
     rows, lengths = np.repeat(task.rows, nodes), np.repeat(task.lengths + 1 + level, nodes)
@@ -75,6 +85,7 @@ def _children(
 
     parts = sampler.passes.over(head, hidden, None, work)
     tokens, scores = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts))
+    tokens = tokens if ids is None else ids[tokens]
     return tokens.view(-1, nodes, width), scores.view(-1, nodes, width)
 
 

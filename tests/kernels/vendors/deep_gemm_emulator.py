@@ -56,6 +56,7 @@ class DeepGemmEmulator:
             m_grouped_bf16_gemm_nt_masked=self.bf16_masked,
             transform_sf_into_required_layout=self.transform_sf_into_required_layout,
             get_mk_alignment_for_contiguous_layout=lambda: ALIGNMENT,
+            fp8_mqa_logits=self.fp8_mqa_logits,
         )
         if takes_ends:
             self.module.set_pdl = self.set_pdl
@@ -64,6 +65,28 @@ class DeepGemmEmulator:
 
     def set_pdl(self, enable: bool) -> None:
         self.pdl = enable
+
+    def fp8_mqa_logits(self, q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0):
+        """csrc/apis/attention.hpp: logits [S, Skv] float32, rows of 1024 bytes; outside [start, end) undefined."""
+        (keys, scales), (count, heads, width) = kv, q.shape
+        must(q.dtype == keys.dtype == FP8 and q.is_contiguous() and keys.is_contiguous(), "e4m3, contiguous")
+        must(heads in ((32, 64) if self.arch == 9 else (8, 16, 32, 64)) and width in (32, 64, 128), f"q {q.shape}")
+        check_shape(keys, (len(keys), width), "keys")
+        check_shape(scales, (len(keys),), "scales of keys")
+        check_shape(weights, (count, heads), "weights")
+        must(scales.dtype == weights.dtype == torch.float32 and scales.is_contiguous(), "float32 scales and weights")
+        for name, lens in (("start", cu_seq_len_k_start), ("end", cu_seq_len_k_end)):
+            check_shape(lens, (count,), name)
+            must(lens.dtype == torch.int32 and bool(((lens >= 0) & (lens <= len(keys))).all()), f"{name} {lens}")
+        must(not clean_logits and max_seqlen_k == 0, "not emulated")
+        self._compile("mqa_logits", heads, width, 1, 0)
+        products = torch.einsum("thi,si->ths", q.double(), keys.double()).relu()
+        exact = torch.einsum("ths,th->ts", products, weights.double()) * scales.double()
+        out = poison(count, align(len(keys), 256), dtype=torch.float32)[:, : len(keys)]
+        place = torch.arange(len(keys))
+        seen = (place >= cu_seq_len_k_start[:, None]) & (place < cu_seq_len_k_end[:, None])
+        out[seen] = exact.float()[seen]
+        return out
 
     def fp8_gemm_nt(
         self, a, b, d, c=None, recipe=None, recipe_a=None, recipe_b=None, compiled_dims="nk", disable_ue8m0_cast=False

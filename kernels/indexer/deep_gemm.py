@@ -1,0 +1,66 @@
+"""The indexer with DeepGEMM's scores for prompts, whose keys are gathered once for many query tokens. Decodes are
+scored in Triton, which reads paged keys where they are.
+
+Legend: T query tokens, Hi index heads, I channels of an index head, S context tokens.
+Source: DeepGEMM, csrc/apis/attention.hpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_engine.kernels.attention.kv_format import head_scale_offset
+from moe_engine.kernels.attention.queries import PagedQueries
+from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.indexer import triton_keys, triton_select
+from moe_engine.kernels.indexer.protocol import LOGITS_BYTES
+from moe_engine.kernels.indexer.triton_indexer import IndexPlan, TritonIndexer
+from moe_engine.kernels.triton.launch import with_contiguous_rows
+from moe_engine.kernels.vendors.probe import DEEP_GEMM_INDEXER
+
+LEAST_TOKENS = 64
+"""Query tokens of a prompt from which gathering its keys pays: they are read and written once more."""
+
+
+class DeepGemmIndexer(TritonIndexer):
+    """`IndexerKernel` for causal queries and FP8 index keys.
+
+    Args:
+        library: DeepGEMM; default: the installed one.
+
+    Raises:
+        ImportError: the library is missing or lacks `fp8_mqa_logits`.
+    """
+
+    name = "deep_gemm"
+
+    def __init__(self, library: Any | None = None, logits_bytes: int = LOGITS_BYTES) -> None:
+        super().__init__(logits_bytes)
+        self._library = DEEP_GEMM_INDEXER.load() if library is None else DEEP_GEMM_INDEXER.check(library)
+
+    def select(
+        self, q: Tensor, weights: Tensor, cache: Tensor, queries: PagedQueries, top_k: int, selected: Selected,
+        plan: Any,
+    ) -> None:  # fmt: skip
+        if queries.num_requests != 1 or len(q) < LEAST_TOKENS or cache.dtype != torch.uint8:
+            super().select(q, weights, cache, queries, top_k, selected, plan)
+            return
+        own = plan if isinstance(plan, IndexPlan) and plan.queries is queries else IndexPlan.of(queries)
+        q, weights = triton_keys.quantize_queries(with_contiguous_rows(q), with_contiguous_rows(weights))
+        tokens, width, context = len(q), q.shape[2], queries.context_lens[0]
+        slots = queries.slot_table.index_select(0, queries.rows)[0, :context]
+        records, offset = cache.squeeze(1).index_select(0, slots), head_scale_offset(width)
+        keys = records[:, :width].contiguous().view(torch.float8_e4m3fn)
+        scales = records[:, offset : offset + 4].contiguous().view(torch.float32).squeeze(1)
+        ends = torch.arange(context - tokens + 1, context + 1, dtype=torch.int32, device=q.device)  # visible tokens
+        starts = torch.zeros_like(ends)
+        step = max(1, self._budget // context)
+        for first in range(0, tokens, step):
+            part = slice(first, min(first + step, tokens))
+            scores = self._library.fp8_mqa_logits(
+                q[part], (keys, scales), weights[part], starts[part], ends[part], clean_logits=False
+            )
+            triton_select.select(scores, queries, own.request_of, first, top_k, selected.slots)

@@ -1,0 +1,249 @@
+"""EAGLE heads: what config.json and the headers of a published head say, and the tensors that it has. Imports no torch.
+
+A head drafts from hidden states of the model that it was trained for (the target). EAGLE-1 and -2 (arXiv 2401.15077,
+2406.16858) read the last hidden state, EAGLE-3 (2503.01840) those of three layers, joined by `fc`. Names of tensors are
+those of the authors' repository and of SpecForge, with or without ``model.`` before them.
+
+Legend: D hidden, F width of the states that `fc` reads, V vocabulary, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from moe_engine.errors import ConfigError
+from moe_engine.models import registry
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_fields import Fields, read_json
+from moe_engine.models.config_file import load_model_config
+from moe_engine.models.tensor_header import WeightFile
+from moe_engine.models.tensors import Kind, TensorSpec, layer_tensors
+
+LAYER = "model.layers.0"
+"""Prefix of the head's decoder layer, under the names of `checkpoint_files.read_head`."""
+LM_HEAD = "lm_head.weight"
+_EAGLE = re.compile(r"eagle3?", re.IGNORECASE)
+_INPUTS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
+"""Projections of a layer's input. (With a query latent, ``q_b_proj`` reads the latent.)"""
+_UNREAD = ("embed_tokens.weight", "t2d", "rotary_emb.inv_freq")
+"""Copies of the target's embedding; the inverse of d2t; tables of rotary frequencies."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """One EAGLE head.
+
+    Attributes:
+        path: its folder.
+        layer: a model of the head's one decoder layer; `vocab_size` is the target's.
+        is_eagle3: the layer reads embedding and state side by side (2D) after a norm of each, instead of `fc` of both.
+        tapped: the numbers of target layers behind which EAGLE-3 reads the hidden states (0: the embedding); (): the
+            last hidden state, after the final norm.
+        target_hidden: width of a target's hidden state.
+        own_head: rows W of the head's own LM head; 0: it uses the target's.
+        has_ids: d2t is stored: the target's id of each of the W tokens.
+        has_bias: `fc` has a bias.
+        norms_residual: the residual stream starts with the normed state, not with the state itself.
+        norms_states: each state has a norm before `fc`.
+        norms_output: a draft step passes on its result after the final norm, not before it.
+        token_map: file of the frequent tokens (`models.token_map`), the only ones that the head drafts, with their rows
+            of the target's LM head; "": none.
+        num_mapped: number of these tokens.
+    """
+
+    path: str
+    layer: ModelConfig
+    is_eagle3: bool
+    tapped: tuple[int, ...]
+    target_hidden: int
+    own_head: int = 0
+    has_ids: bool = False
+    has_bias: bool = False
+    norms_residual: bool = False
+    norms_states: bool = False
+    norms_output: bool = False
+    token_map: str = ""
+    num_mapped: int = 0
+
+    @property
+    def kind(self) -> str:
+        return "EAGLE-3 head" if self.is_eagle3 else "EAGLE head"
+
+    @property
+    def draft_vocab(self) -> int:
+        """Tokens W that it may draft."""
+        return self.own_head or self.num_mapped or self.layer.vocab_size
+
+    @property
+    def num_states(self) -> int:
+        """Hidden states of a token that `fc` joins."""
+        return len(self.tapped) if self.is_eagle3 else 1
+
+    @property
+    def has_fc(self) -> bool:
+        return not self.is_eagle3 or bool(self.tapped)
+
+    @property
+    def attention_input(self) -> int:
+        """Width of what the attention reads."""
+        return 2 * self.layer.hidden_size if self.is_eagle3 else self.layer.hidden_size
+
+
+def is_head(names: Collection[str], tensors: Collection[str]) -> bool:
+    """Whether a checkpoint with these architectures and tensors is an EAGLE head. The authors' EAGLE-2 heads name the
+    target's architecture; their tensors tell them apart."""
+    return any(_EAGLE.search(name) for name in names) or "fc.weight" in tensors
+
+
+def read_head_config(folder: Path, files: Mapping[str, WeightFile], num_target_layers: int) -> HeadConfig:
+    """The head in a folder.
+
+    Args:
+        files: from `checkpoint_files.read_head`; empty: random weights (``--load-format dummy``).
+        num_target_layers: of the model that the head drafts for.
+
+    Raises:
+        ConfigError: config.json is broken, or describes a head that is not supported.
+    """
+    file = folder / "config.json"
+    raw = read_json(file)
+    fields, eagle = Fields(raw, str(file)), _section(raw)
+    names = [str(name) for name in raw.get("architectures") or []]
+    if "transformer_layer_config" in raw:
+        raise ConfigError(
+            f"{file}: a head in the format of the speculators library is not supported; convert it to SGLang's layout "
+            "(architectures LlamaForCausalLMEagle3, the fields of transformer_layer_config at the top)"
+        )
+    is_eagle3 = _is_eagle3(names, files)
+    layer = _layer(folder, names)
+    if layer.num_layers != 1:
+        raise ConfigError(
+            f"{file}: a head of {layer.num_layers} layers (num_hidden_layers); heads of one are supported"
+        )
+    if layer.is_moe or layer.windows:
+        what = "experts" if layer.is_moe else "a sliding window"
+        raise ConfigError(f"{file}: a head with {what} is not supported; its layer must be dense, over all positions")
+    if any(name.endswith(("enorm.weight", "hnorm.weight")) for name in files):
+        raise ConfigError(
+            f"{file}: the head has enorm and hnorm, as MTP layers have; export it as one (...NextN in architectures, "
+            "eh_proj for fc)"
+        )
+    reads_taps = is_eagle3 and eagle.get("use_aux_hidden_state", True)
+    head = HeadConfig(
+        path=str(folder),
+        layer=layer,
+        is_eagle3=is_eagle3,
+        tapped=_tapped(file, raw, eagle, num_target_layers) if reads_taps else (),
+        target_hidden=fields.integer("target_hidden_size", None) or layer.hidden_size,
+        has_bias="fc.bias" in files,
+        norms_residual=is_eagle3 and fields.flag("norm_before_residual"),
+        norms_states=is_eagle3 and bool(raw.get("fc_norm")),
+        norms_output=is_eagle3 and fields.flag("norm_output"),
+    )
+    return _with_vocabulary(head, fields, files)
+
+
+def head_tensors(head: HeadConfig) -> Iterator[TensorSpec]:
+    """All tensors of a head that are read, under the names of `checkpoint_files.read_head`; d2t aside."""
+    hidden = head.layer.hidden_size
+    if head.has_fc:
+        width = head.num_states * head.target_hidden if head.is_eagle3 else hidden + head.target_hidden
+        yield TensorSpec("fc.weight", (hidden, width))
+        if head.has_bias:
+            yield TensorSpec("fc.bias", (hidden,), Kind.PLAIN)
+    if head.norms_states:
+        for i in range(head.num_states):
+            yield TensorSpec(f"fc_norm.{i}.weight", (head.target_hidden,), Kind.WIDE)
+    for spec in layer_tensors(head.layer, False):
+        if head.is_eagle3 or spec.name != "input_layernorm.weight":
+            yield _widened(spec, head.attention_input).within(LAYER)
+    if head.is_eagle3:
+        yield TensorSpec(f"{LAYER}.hidden_norm.weight", (hidden,), Kind.WIDE)
+        yield TensorSpec("norm.weight", (hidden,), Kind.WIDE)
+    if head.own_head:
+        yield TensorSpec(LM_HEAD, (head.own_head, hidden))
+
+
+def names_outside_head(head: HeadConfig, names: Collection[str]) -> set[str]:
+    """Tensors of a head's files that it does not need."""
+    unread = (*_UNREAD, *(() if head.own_head else (LM_HEAD,)))
+    return {name for name in names if name.endswith(unread)}
+
+
+def _widened(spec: TensorSpec, width: int) -> TensorSpec:
+    """A projection of the attention's input, for an input of that width."""
+    if len(spec.shape) == 2 and spec.name.removeprefix("self_attn.").removesuffix(".weight") in _INPUTS:
+        return replace(spec, shape=(spec.shape[0], width))
+    return spec
+
+
+def _section(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    eagle = raw.get("eagle_config")
+    return eagle if isinstance(eagle, Mapping) else {}
+
+
+def _is_eagle3(names: Collection[str], files: Mapping[str, WeightFile]) -> bool:
+    if any("eagle3" in name.lower() for name in names):
+        return True
+    return f"{LAYER}.hidden_norm.weight" in files
+
+
+def _layer(folder: Path, names: Collection[str]) -> ModelConfig:
+    """The decoder layer as a model of its family: the architecture's name without Eagle."""
+    file = folder / "config.json"
+    plain = [_EAGLE.sub("", name) for name in names]
+    known = [name for name in plain if name in registry.supported()]
+    if names and not known:
+        raise ConfigError(
+            f"{file}: architectures {', '.join(names)}: no head on the layers of {', '.join(plain)} is supported; "
+            "supported: those of Llama, Qwen, DeepSeek and Kimi"
+        )
+    return load_model_config(folder, {"architectures": known, "first_k_dense_replace": 1, "n_routed_experts": None})
+
+
+def _tapped(file: Path, raw: Mapping[str, Any], eagle: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Counted as layers before the tap. config.json names the layer whose output is read; left out, EAGLE-3 reads the
+    inputs of layers 2, n / 2 and n - 3."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    given = eagle.get(name, raw.get(name))
+    if given is None:
+        if num_layers < 8:
+            raise ConfigError(
+                f"{file}: eagle_config.{name} is missing, and a model of {num_layers} layers has no layers 2, n / 2 "
+                "and n - 3 in this order; add the field"
+            )
+        return (2, num_layers // 2, num_layers - 3)
+    if not isinstance(given, list) or not given or not all(isinstance(i, int) for i in given):
+        raise ConfigError(f"{file}: eagle_config.{name} must be a list of layers, found {given!r}")
+    if given != sorted(set(given)) or not 0 <= given[0] <= given[-1] < num_layers:
+        raise ConfigError(
+            f"{file}: eagle_config.{name} {given}: the model has layers 0 to {num_layers - 1}, and each is named once, "
+            "in their order; the head belongs to another model"
+        )
+    return tuple(i + 1 for i in given)
+
+
+def _with_vocabulary(head: HeadConfig, fields: Fields, files: Mapping[str, WeightFile]) -> HeadConfig:
+    """With the head's own vocabulary: that of its LM head, if it has one."""
+    if not head.is_eagle3:
+        return head
+    count = fields.integer("draft_vocab_size", None) or head.layer.vocab_size
+    stored = files.get(LM_HEAD)
+    if files and stored is None:
+        if count != head.layer.vocab_size:
+            raise ConfigError(
+                f"{fields.source}: draft_vocab_size is {count}, and the head has no lm_head.weight; that of the model "
+                f"has {head.layer.vocab_size} tokens"
+            )
+        return head
+    has_ids = "d2t" in files or (not files and count != head.layer.vocab_size)
+    if count != head.layer.vocab_size and not has_ids:
+        raise ConfigError(
+            f"{fields.source}: draft_vocab_size is {count} of {head.layer.vocab_size} tokens, and the head has no d2t, "
+            "which says which ones"
+        )
+    return replace(head, own_head=count, has_ids=has_ids)

@@ -1,0 +1,65 @@
+"""Hidden states of some layers, which an EAGLE-3 head reads beside the model's result.
+
+A tap copies the residual stream behind a number of layers. Layers add to one tensor in place, so the copy is the only
+work, and a decoder without taps, or with taps that are off, does none.
+
+Legend: T tokens, D hidden, K taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from moe_engine.models.batch import ForwardBatch
+
+
+class HiddenTaps:
+    """The taps of one decoder.
+
+    Args:
+        after: the numbers of layers behind which the stream is copied, ascending; 0: the embedding.
+
+    Attributes:
+        active: whether a forward copies.
+    """
+
+    def __init__(self, after: Sequence[int]) -> None:
+        self._places = {count: place for place, count in enumerate(after)}
+        self.active = False
+        self._states: Tensor | None = None
+
+    def during(self, forward: Callable[[ForwardBatch], Tensor], batch: ForwardBatch) -> Tensor:
+        """A forward with active taps; `take` has its states."""
+        self.active = True
+        try:
+            return forward(batch)
+        finally:
+            self.active = False
+
+    def begin(self, residual: Tensor) -> None:
+        """Starts a forward with this stream [T, D]."""
+        self._states = residual.new_empty(residual.shape[0], len(self._places) * residual.shape[1])
+
+    def copy(self, count: int, layers: Sequence[Any], residual: Tensor, batch: ForwardBatch) -> None:
+        """Copies the stream [T, D] behind `count` of the layers, if it is tapped there. Collective in an attention
+        group whose ranks keep different rows of the stream."""
+        place = self._places.get(count)
+        if place is None:
+            return
+        assert self._states is not None
+        width = residual.shape[1]
+        whole = layers[count - 1].whole_stream(residual, batch) if count else residual
+        self._states[:, place * width : (place + 1) * width].copy_(whole)
+
+    def take(self) -> Tensor:
+        """The states [T, K * D] of the last forward, side by side in the order of the layers; once."""
+        states, self._states = self._states, None
+        assert states is not None, "no forward with active taps before"
+        return states
+
+    def put(self, states: Tensor) -> None:
+        """Sets what `take` returns, for a forward that a CUDA graph has run."""
+        self._states = states

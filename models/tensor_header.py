@@ -1,0 +1,32 @@
+"""Header entries of weight files: dtype, shape and place of a tensor. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+ELEMENT_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Supported dtypes, by the names of safetensors."""
+
+
+class TensorHeader(NamedTuple):
+    """Header entry of a tensor; `start` and `stop` are byte offsets in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    path: Path
+    tensors: dict[str, TensorHeader]

@@ -1,0 +1,85 @@
+"""Ledger rows of drafters, and the activations of the largest step with them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from moe_engine.models import sizes
+from moe_engine.models.eagle_config import LM_HEAD, HeadConfig, head_tensors
+from moe_engine.models.tensors import TensorSpec
+from moe_engine.planning.ledger import DRAFT_WEIGHTS, LedgerRow
+from moe_engine.planning.sizing_input import SizingInput
+
+
+def draft_rows(given: SizingInput) -> list[LedgerRow]:
+    """Memory of the drafter: weights, and the model's hidden states that the MTP layers start from. MTP layers share
+    embedding and LM head with the model."""
+    model, size, topology = given.model, given.dtype_bytes, given.parallel.topology
+    if given.uses_mtp:
+        layers = model.num_nextn_predict_layers
+        extra = sizes.weight_bytes(model, size, True, topology, format=given.weight_format)
+        extra -= sizes.weight_bytes(model, size, topology=topology, format=given.weight_format)
+        number = count(sizes.num_parameters(model, include_mtp=True) - sizes.num_parameters(model))
+        detail = f"{layers} MTP layer{'s' * (layers > 1)}, {number} parameters; embedding and head are the model's"
+        # of each row's last token; for several layers also of earlier tokens, and a copy of those during an update
+        states = given.limits.running * (2 * layers - 1)
+        kept = LedgerRow("draft states", states * model.hidden_size * size, f"{states} states of running requests")
+        return [LedgerRow(DRAFT_WEIGHTS, extra, detail), kept]
+    if given.uses_ngrams:
+        if given.machine.device == "cpu":
+            texts, width = given.limits.running, given.limits.context_len
+            num_bytes = width * (texts * sizes.NGRAM_INDEX_BYTES + sizes.NGRAM_HOST_BYTES)
+            return [LedgerRow("n-gram search", num_bytes, f"{texts} texts x {width} positions, sorted by token")]
+        places = sizes.NGRAM_PLACES
+        num_bytes = places * sizes.NGRAM_PLACE_BYTES
+        return [LedgerRow("n-gram search", num_bytes, f"{places} positions of texts compared at once")]
+    if given.head is not None:
+        return _head_rows(given, given.head)
+    if given.draft is not None:
+        detail = f"{count(sizes.num_parameters(given.draft))} parameters of {given.draft.architecture}"
+        return [LedgerRow(DRAFT_WEIGHTS, sizes.weight_bytes(given.draft, size), detail)]
+    return []
+
+
+def step_bytes(given: SizingInput) -> int:
+    """Activations of the largest step. A draft model runs when the model's activations are freed; its draft extend may
+    cover the tokens of several steps. MTP layers read the model's hidden states."""
+    limits, size = given.limits, given.dtype_bytes
+    tokens = limits.forward_tokens * given.parallel.topology.attn_dp_size
+    step = sizes.largest_step_activation_bytes(given.local_model, tokens, size)
+    if given.head is not None:
+        return step + _head_step_bytes(given, given.head, tokens)
+    if given.draft is not None:
+        unseen = min(sizes.DRAFT_CATCH_UP, limits.running * limits.context_len)
+        step = max(step, sizes.largest_step_activation_bytes(given.draft, max(tokens, unseen), size))
+    return step + given.uses_mtp * 3 * tokens * given.model.hidden_size * size  # hidden states, and eh_proj's input
+
+
+def count(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 10**9 else f"{number / 1e6:.1f} M"
+
+
+def _head_rows(given: SizingInput, head: HeadConfig) -> list[LedgerRow]:
+    """Of an EAGLE head: its weights, and the hidden states that its drafts start from and that captured steps leave for
+    it. With a token map it has a copy of rows of the model's LM head."""
+    size, topology = given.dtype_bytes, given.parallel.topology
+    specs = [*head_tensors(head)]
+    if head.num_mapped:
+        specs.append(TensorSpec(LM_HEAD, (head.num_mapped, head.layer.hidden_size)))
+    ids = 8 * head.draft_vocab if head.draft_vocab != head.layer.vocab_size else 0
+    layer = dataclasses.replace(head.layer, max_position_embeddings=given.limits.row_width)  # of the rotary table
+    num_bytes = ids + sizes.tensor_bytes(layer, specs, size, topology, format=head.layer.weight_format)
+    number = count(sum(spec.num_elements for spec in specs))
+    detail = f"{head.kind}, {number} parameters; drafts {head.draft_vocab} of {head.layer.vocab_size} tokens"
+    running, tapped = given.limits.running, 0
+    if head.tapped and given.graphs.sizes:
+        tapped = given.graphs.up_to(running).max_tokens * head.num_states * head.target_hidden * size
+    states = running * head.layer.hidden_size * size
+    kept = LedgerRow("draft states", states + tapped, f"{running} states of running requests")
+    return [LedgerRow(DRAFT_WEIGHTS, num_bytes, detail), kept]
+
+
+def _head_step_bytes(given: SizingInput, head: HeadConfig, tokens: int) -> int:
+    """Of the draft extend, while the model's hidden states exist: the states that it reads, and its layer's input."""
+    states = tokens * head.num_states * head.target_hidden * (2 if head.norms_states else 1)
+    return (states + 5 * tokens * head.layer.hidden_size) * given.dtype_bytes

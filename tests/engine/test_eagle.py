@@ -1,0 +1,100 @@
+"""EAGLE heads draft as an independent float64 reference does, and never change an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import InProcessEngine, Scripted
+from tests.speculation.eagle_heads import offline_counts
+from tests.speculation.eagle_pairs import FLAGS, FORMS, Pair, make_pair
+
+DEPTH = 3
+CHAIN = {"speculative_num_steps": DEPTH, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": DEPTH + 1}
+TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(request.param, tmp_path_factory.mktemp("eagle"))
+
+
+def script(pair: Pair, temperature: float = 0.0, tokens: int = 24, together: bool = False) -> list[Scripted]:
+    sampling = {"temperature": temperature, "ignore_eos": True}
+    return [
+        Scripted(f"r{i}", prompt, tokens, arrives=0 if together else 2 * i, sampling=sampling, seed=i, logprob=True)
+        for i, prompt in enumerate(pair.prompts)
+    ]
+
+
+def run(
+    pair: Pair, folder: Path, items: list[Scripted], drafts: bool = True, overlap: bool = True, **flags: Any
+) -> tuple[Any, InProcessEngine]:
+    engine = InProcessEngine(pair.path, folder, **(pair.flags(**flags) if drafts else {**FLAGS, **flags}))
+    try:
+        answers = engine.run(items, overlap=overlap)
+    finally:
+        engine.close()
+    return {rid: answer.token_ids for rid, answer in answers.items()}, engine
+
+
+def test_acceptance_equals_an_offline_count_and_tokens_those_without_drafts(pair: Pair, tmp_path: Path) -> None:
+    plain, _ = run(pair, tmp_path / "plain", script(pair), drafts=False)
+    # without a step in flight it is known which steps are the last
+    drafted, engine = run(pair, tmp_path / "drafted", script(pair), overlap=False, **CHAIN)
+    assert drafted == plain
+    proposed, accepted = [0] * DEPTH, [0] * DEPTH
+    for i, prompt in enumerate(pair.prompts):
+        counts = offline_counts(pair.head, prompt, plain[f"r{i}"], DEPTH)
+        proposed = [a + b for a, b in zip(proposed, counts[0])]
+        accepted = [a + b for a, b in zip(accepted, counts[1])]
+    stats = engine.scheduler.stats().speculation
+    assert stats is not None and (stats.proposed, stats.accepted) == (proposed, accepted)
+    assert 0 < accepted[0] < proposed[0], "acceptance is trivial"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair("eagle3 on mla", tmp_path_factory.mktemp("trained"))
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "sampled": {"temperature": 1.0},
+    "tree": {"flags": TREE},
+    "sampled tree": {"flags": TREE, "temperature": 1.0},
+    "auto": {"flags": {"speculative_num_steps": "auto"}},
+    "chunks and pages": {"flags": {**CHAIN, "chunked_prefill_size": 8, "enable_mixed_chunk": True, "page_size": 4}},
+    "retracted": {"flags": {**CHAIN, "max_total_tokens": 112, "schedule_conservativeness": 0.0}, "together": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_are_those_without_drafts(trained: Pair, tmp_path: Path, way: str) -> None:
+    options = WAYS[way]
+    items = [
+        script(trained, options.get("temperature", 0.0), together=options.get("together", False)) for _ in range(2)
+    ]
+    plain, _ = run(trained, tmp_path / "plain", items[0], drafts=False)
+    drafted, engine = run(trained, tmp_path / "drafted", items[1], **options.get("flags", CHAIN))
+    stats = engine.scheduler.stats()
+    assert drafted == plain
+    assert stats.speculation is not None and sum(stats.speculation.accepted) > 0
+    assert way != "retracted" or stats.num_retractions_total > 0
+
+
+def test_a_cached_prefix_has_the_heads_keys_and_values(trained: Pair, tmp_path: Path) -> None:
+    """A request behind an equal one reads the head's KV from the radix cache, and has as many drafts accepted."""
+    prompt = trained.prompts[-1] * 2
+    items = [Scripted(f"r{i}", prompt, 20, arrives=200 * i, seed=1, logprob=True) for i in range(2)]
+    answers: dict[str, Any] = {}
+    engine = InProcessEngine(trained.path, tmp_path / "engine", **trained.flags(**CHAIN))
+    try:
+        answers = engine.run(items, overlap=False)
+    finally:
+        engine.close()
+    assert answers["r1"].cached_tokens > len(prompt) // 2
+    assert answers["r1"].token_ids == answers["r0"].token_ids
+    stats = engine.scheduler.stats().speculation
+    assert stats is not None and all(count % 2 == 0 for count in (*stats.proposed, *stats.accepted))

@@ -1,0 +1,265 @@
+"""EAGLE heads written from the published layout: float64 references, checkpoints of them, and acceptance offline.
+
+The decoder layer is transformers' own; the reference has no KV cache and computes every chain from the whole text.
+
+Legend: T tokens, D hidden, F width of the target's states, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+LAYERS = 5
+TAPS = (0, 2, 3)
+"""Layers whose outputs EAGLE-3 reads."""
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
+
+
+class Target:
+    """transformers' model of a checkpoint, in float64."""
+
+    def __init__(self, path: Path) -> None:
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float64, experts_implementation="eager"
+        )
+        self.model = loaded.eval()
+        self.config = loaded.config
+        self.embedding = loaded.get_input_embeddings()
+
+    @torch.no_grad()
+    def states(self, tokens: list[int], taps: tuple[int, ...]) -> Tensor:
+        """[T, F]: the outputs of the layers `taps` side by side; without any, the last state after the norm."""
+        found = self.model.model(torch.tensor([tokens]), output_hidden_states=True)
+        if not taps:
+            return found.last_hidden_state[0]
+        return torch.cat([found.hidden_states[layer + 1][0] for layer in taps], dim=-1)
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.model.lm_head(states)
+
+
+@dataclass
+class Form:
+    """What a head looks like.
+
+    layer: ``llama`` or ``deepseek``. num_tokens: of an EAGLE-3 draft vocabulary; 0: the target's. token_map: ids that
+    an EAGLE-2 head drafts.
+    """
+
+    eagle3: bool = True
+    layer: str = "llama"
+    num_tokens: int = 0
+    token_map: tuple[int, ...] = ()
+    bias: bool = False
+    norms_residual: bool = False
+    norms_states: bool = False
+    norms_output: bool = False
+    own_head: bool = True
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return TAPS if self.eagle3 else ()
+
+
+class ReferenceHead(nn.Module):
+    """A head for a target, with random weights, in float64."""
+
+    def __init__(self, form: Form, target: Target, seed: int) -> None:
+        super().__init__()
+        self.form, self._target = form, [target]
+        state = torch.random.get_rng_state()
+        torch.manual_seed(seed)
+        self._build(target.config)
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                parameter.data = 1 + 0.2 * torch.randn_like(parameter)
+            elif parameter.dim() == 2:
+                parameter.data = torch.randn_like(parameter) * parameter.shape[1] ** -0.5
+            else:
+                parameter.data = 0.3 * torch.randn_like(parameter)
+        vocab, count = target.config.vocab_size, form.num_tokens
+        ids = torch.randperm(vocab)[:count].sort().values if count else torch.arange(vocab)
+        self.ids = torch.tensor(form.token_map) if form.token_map else ids
+        self.double()
+        torch.random.set_rng_state(state)
+
+    def _build(self, of: Any) -> None:
+        form, size = self.form, of.hidden_size
+        self.config = config = _layer_config(form.layer, of)
+        self.layer, self._rotary = _layer(form.layer, config)
+        width = len(TAPS) * size if form.eagle3 else 2 * size
+        self.fc = nn.Linear(width, size, bias=form.bias)
+        if not form.eagle3:
+            self.layer.input_layernorm = nn.Identity()
+            return
+        attention = self.layer.self_attn
+        for name in _PROJECTIONS:
+            if getattr(attention, name, None) is not None:
+                setattr(attention, name, nn.Linear(2 * size, getattr(attention, name).out_features, bias=False))
+        norm = type(self.layer.post_attention_layernorm)
+        self.hidden_norm, self.norm = norm(size, config.rms_norm_eps), norm(size, config.rms_norm_eps)
+        if form.own_head:
+            self.lm_head = nn.Linear(size, form.num_tokens or of.vocab_size, bias=False)
+        if form.norms_states:
+            self.fc_norm = nn.ModuleList(norm(size, config.rms_norm_eps) for _ in TAPS)
+
+    @property
+    def target(self) -> Target:
+        return self._target[0]
+
+    def prepare(self, states: Tensor) -> Tensor:
+        """[T, F] -> [T, D], hidden states of the first draft step."""
+        if not self.form.eagle3:
+            return states
+        if self.form.norms_states:
+            parts = states.chunk(len(TAPS), dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        return self.fc(states)
+
+    def forward(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """The tokens behind each position [T] and hidden states [T, D] from the start of a text -> v [T, D]."""
+        embedding = self.target.embedding(ids)[None]
+        hidden = hidden[None]
+        rotary = self._rotary(hidden, torch.arange(len(ids))[None])
+        if not self.form.eagle3:
+            out = self.layer(self.fc(torch.cat((embedding, hidden), -1)), position_embeddings=rotary)
+            return (out[0] if isinstance(out, tuple) else out)[0]
+        normed = self.hidden_norm(hidden)
+        stream = normed if self.form.norms_residual else hidden
+        x = torch.cat((self.layer.input_layernorm(embedding), normed), -1)
+        mixed = self.layer.self_attn(hidden_states=x, position_embeddings=rotary, attention_mask=None)[0]
+        stream = stream + mixed
+        v = (stream + self.layer.mlp(self.layer.post_attention_layernorm(stream)))[0]
+        return self.norm(v) if self.form.norms_output else v
+
+    def logits(self, v: Tensor) -> Tensor:
+        """[T, D] -> [T, W]."""
+        if not self.form.eagle3:
+            return self.target.logits(v)[:, self.ids]
+        if not self.form.norms_output:
+            v = self.norm(v)
+        return self.lm_head(v) if self.form.own_head else self.target.logits(v)
+
+    @torch.no_grad()
+    def chain(self, states: Tensor, tokens: list[int], depth: int) -> list[int]:
+        """Greedy drafts behind `tokens`, of which all but the last have states [T, F]."""
+        hidden, ids, drafts = self.prepare(states), list(tokens[1:]), []
+        for _ in range(depth):
+            v = self.forward(torch.tensor(ids), hidden)
+            drafts.append(int(self.ids[self.logits(v[-1:])[0].argmax()]))
+            ids.append(drafts[-1])
+            hidden = torch.cat((hidden, v[-1:]))
+        return drafts
+
+    def distil(self, texts: list[list[int]], steps: int) -> None:
+        """Trains the head to predict the target's text, as far as its vocabulary has it; deterministic."""
+        place = torch.full((self.target.config.vocab_size,), -100)
+        place[self.ids] = torch.arange(len(self.ids))
+        self.float()
+        optimizer = torch.optim.Adam(self.parameters(), lr=3e-3)
+        data = [(torch.tensor(t), self.target.states(t, self.form.taps).float()) for t in texts]
+        self.target.model.float()
+        for step in range(steps):
+            tokens, states = data[step % len(data)]
+            v = self.forward(tokens[1:-1], self.prepare(states[:-2]))
+            loss = nn.functional.cross_entropy(self.logits(v), place[tokens[2:]], ignore_index=-100)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        self.target.model.double()
+        self.double()
+
+    def write(self, folder: Path, **fields: Any) -> Path:
+        """A checkpoint in the layout of the authors (EAGLE-2) or SGLang (EAGLE-3), in float32."""
+        folder.mkdir(parents=True, exist_ok=True)
+        form, size = self.form, self.target.config.vocab_size
+        prefix = "midlayer" if form.eagle3 else "layers.0"
+        tensors = {}
+        for name, tensor in self.state_dict().items():
+            if "rotary" not in name:
+                tensors[name.replace("layer.", f"{prefix}.", 1) if name.startswith("layer.") else name] = tensor.float()
+        if form.eagle3:
+            tensors[f"{prefix}.hidden_norm.weight"] = tensors.pop("hidden_norm.weight")
+            if form.num_tokens:
+                tensors["d2t"] = self.ids - torch.arange(len(self.ids))
+                tensors["t2d"] = torch.zeros(size, dtype=torch.bool).index_fill_(0, self.ids, True)
+        else:
+            tensors["embed_tokens.weight"] = self.target.embedding.weight.detach().float().clone()
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
+        )
+        config = self.config.to_dict() | {"architectures": [_architecture(form)], "torch_dtype": "float32"}
+        if form.eagle3:
+            config |= {"draft_vocab_size": form.num_tokens or size, "norm_before_residual": form.norms_residual}
+            config |= {"fc_norm": form.norms_states, "norm_output": form.norms_output}
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(TAPS), "use_aux_hidden_state": True}
+        (folder / "config.json").write_text(json.dumps(config | fields))
+        return folder
+
+
+def _architecture(form: Form) -> str:
+    if form.layer == "deepseek":
+        return "Eagle3DeepseekV2ForCausalLM" if form.eagle3 else "DeepseekV3ForCausalLMEagle"
+    return "LlamaForCausalLMEagle3" if form.eagle3 else "LlamaForCausalLM"
+
+
+def _layer_config(kind: str, of: Any) -> Any:
+    import transformers
+
+    common = {
+        "vocab_size": of.vocab_size, "hidden_size": of.hidden_size, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+        "bos_token_id": of.bos_token_id, "eos_token_id": of.eos_token_id, "tie_word_embeddings": False,
+    }  # fmt: skip
+    if kind == "llama":
+        return transformers.LlamaConfig(**common, rope_theta=10000.0)
+    mla = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": 24}
+    return transformers.DeepseekV3Config(**common | mla | {"num_key_value_heads": 4, "first_k_dense_replace": 1})
+
+
+def _layer(kind: str, config: Any) -> tuple[Any, Any]:
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
+    from transformers.models.llama import modeling_llama as llama
+
+    config._attn_implementation = "sdpa"
+    if kind == "llama":
+        return llama.LlamaDecoderLayer(config, 0), llama.LlamaRotaryEmbedding(config)
+    return deepseek.DeepseekV3DecoderLayer(config, 0), deepseek.DeepseekV3RotaryEmbedding(config)
+
+
+def offline_counts(
+    head: ReferenceHead, prompt: list[int], answer: list[int], depth: int
+) -> tuple[list[int], list[int]]:
+    """Drafts that a request proposes and has accepted at each depth, by whole chains of the reference.
+
+    The first token of the answer comes from the prompt's step; drafts behind the end are not counted.
+    """
+    text = prompt + answer
+    states = head.target.states(text, head.form.taps)
+    proposed, accepted = [0] * depth, [0] * depth
+    known = len(prompt) + 1
+    while known < len(text):
+        left = len(text) - known
+        if left > 1:
+            drafts = head.chain(states[: known - 1], text[:known], depth)
+            good = 0
+            while good < min(depth, left) and drafts[good] == text[known + good]:
+                good += 1
+            for i in range(min(depth, left) if good + 1 >= left else depth):
+                proposed[i] += 1
+            for i in range(good):
+                accepted[i] += 1
+            known += min(good + 1, left)
+        else:
+            known += 1
+    return proposed, accepted

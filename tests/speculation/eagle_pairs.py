@@ -1,0 +1,60 @@
+"""Targets with EAGLE heads that were trained for them a little, so that some drafts are accepted."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.speculation.agreeing import agreeing_checkpoint
+from tests.speculation.eagle_heads import LAYERS, Form, ReferenceHead, Target
+
+FLAGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 2048, "max_running_requests": 8}
+MAP = tuple(range(0, 256, 2))
+FORMS = {
+    "eagle2": ("llama", Form(eagle3=False, bias=True)),
+    "eagle2 mapped": ("qwen3", Form(eagle3=False, token_map=MAP)),
+    "eagle3": ("qwen3", Form(num_tokens=200)),
+    "eagle3 on mla": ("deepseek_v3", Form(num_tokens=160)),
+    "eagle3 of mla": ("deepseek_v3", Form(layer="deepseek", norms_states=True, norms_output=True)),
+    "eagle3 variants": ("llama", Form(norms_residual=True, own_head=False)),
+    "eagle2 of mla": ("deepseek_v2_lite", Form(eagle3=False, layer="deepseek")),
+}
+"""Kind of the target, and of the head."""
+
+
+@dataclass
+class Pair:
+    """A target with a head that was trained for it a little."""
+
+    path: Path
+    head: ReferenceHead
+    head_path: Path
+    prompts: list[list[int]]
+
+    def flags(self, **more: Any) -> dict[str, Any]:
+        algorithm = "EAGLE3" if self.head.form.eagle3 else "EAGLE"
+        flags = {**FLAGS, "speculative_algorithm": algorithm, "speculative_draft_model_path": str(self.head_path)}
+        if self.head.form.token_map:
+            flags["speculative_token_map"] = str(self.head_path / "map.pt")
+        return flags | more
+
+
+def make_pair(name: str, folder: Path, steps: int = 40) -> Pair:
+    kind, form = FORMS[name]
+    path = agreeing_checkpoint(kind, folder / "target", random.randrange(1000), num_hidden_layers=LAYERS)
+    target = Target(path)
+    head = ReferenceHead(form, target, random.randrange(1000))
+    prompts = [[random.randrange(250) for _ in range(5 * i + 4)] for i in range(4)]
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([[*prompt, random.randrange(250)]])
+        texts.append(target.model.generate(ids, max_new_tokens=48, do_sample=False, eos_token_id=None)[0].tolist())
+    head.distil(texts, steps)
+    written = head.write(folder / "head")
+    if form.token_map:
+        torch.save(list(form.token_map), written / "map.pt")
+    return Pair(path, head, written, prompts)
