@@ -142,7 +142,7 @@ def run(load: Load, settings: dict[str, Any], costs: CostFile, seconds: float, s
 
 
 class Stopped:
-    """Nobody asks again after that time."""
+    """No retry comes after that time."""
 
     def __init__(self, inner: Workload, seconds: float) -> None:
         self._inner, self._seconds, self.total = inner, seconds, 0

@@ -4,7 +4,7 @@
     python -m benchmarks.planner_fit --halves 5      fit on random halves, judge on the others; writes nothing
     python -m benchmarks.planner_fit --groups 5      the same with whole (model, GPU, engine) groups left out
 
-Levenberg-Marquardt in logarithms with a prior on every constant and a robust loss: some rows use MTP and do not say so.
+Levenberg-Marquardt in logarithms with a prior on every constant and a robust loss: some rows use MTP without a mark.
 """
 
 from __future__ import annotations

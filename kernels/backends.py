@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # the protocols import torch; selection does not need it
     from moe_engine.kernels.linear.protocol import LinearKernel
     from moe_engine.kernels.ops.protocol import Ops
     from moe_engine.kernels.sampling.protocol import SamplingKernel
-    from moe_engine.kernels.torch_regions import Regions
+    from moe_engine.kernels.torch_regions import CompiledRegions
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Backends:
     attention: MLABackend | GQABackend
     sampling: SamplingKernel
     choices: tuple[Choice, ...]
-    regions: Regions | None = None
+    regions: CompiledRegions | None = None
     """Compiles the torch code between kernels if ops and linear use torch (--enable-torch-compile)."""
     fuse_shared_experts: bool = True
     """Shared experts may lie behind the routed ones (--disable-shared-experts-fusion: they may not)."""

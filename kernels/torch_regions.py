@@ -1,7 +1,7 @@
 """torch.compile regions: functions of tensors between kernels that torch cannot trace.
 
 A function is compiled for steps of one token and for steps of several (dynamic token count); both happen before READY,
-while `Regions.sealed` is unset. All layers that call the function with weights of the same shapes share the result.
+while `CompiledRegions.sealed` is unset. Layers that call it with weights of the same shapes share the result.
 torch keeps compiled code in a folder (its AOTAutograd and FX graph caches), so a second start traces, and compiles
 nothing.
 """
@@ -31,7 +31,7 @@ LEAST_CHUNK = 1 << 15
 """Min loop elements per CPU thread: waking a thread for torch's 512 costs more than a decode's loops."""
 
 
-class Regions:
+class CompiledRegions:
     """
     Args:
         max_tokens: max tokens of a compiled step; larger steps run eagerly.

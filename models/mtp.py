@@ -38,7 +38,7 @@ from moe_engine.models.layers.sparse_chunks import SharedSelection
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.step_sizes import StepSizes
 
-WholeStepCall = Callable[[np.ndarray, int, StepDraws | None], VerifiedChains]
+FusedStepCall = Callable[[np.ndarray, int, StepDraws | None], VerifiedChains]
 """rows [R] int64, drafts per row, sampling -> verification results."""
 
 
@@ -155,7 +155,7 @@ class MTPLayers:
         caches = [kv[i] for i in self.kv_layers]
         return self._fused.run(states, rows, roots, steps, caches, parameters, uniform)
 
-    def whole_step(self, tables: RowTables, kv: Sequence[Any]) -> WholeStepCall | None:
+    def fused_step(self, tables: RowTables, kv: Sequence[Any]) -> FusedStepCall | None:
         """A call that runs a whole draft-chain step, see `FusedDraftStep.run`; None if it is not supported.
 
         It does not record expert choices.

@@ -36,7 +36,7 @@ class RoutedExperts(Protocol):
         """x [T, D], topk_weights float32 [T, K], topk_ids int32 [T, K] -> add + sum_k w_k expert_k(x), [T, D].
 
         Ids are slots, numbered over all ranks; a slot holds a copy of an expert (see `ExpertTables`). The sum is over
-        over this rank's experts, or over all experts with all-to-all; `phase` is then the mode of the dispatcher, the
+        this rank's experts, or over all experts with all-to-all; `phase` is then the mode of the dispatcher, the
         same on every rank.
         """
 

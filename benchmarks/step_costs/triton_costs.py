@@ -198,6 +198,16 @@ def router_select(a: Any, s: Setting) -> Cost:
     return Cost(size(a.logits), size(a.weights, a.ids))
 
 
+@cost_of("route_kernel")
+def route(a: Any, s: Setting) -> Cost:
+    """Both in one launch; its programs wait for each other in between."""
+    assert s.hardware is not None
+    first, then = router_logits(a, s), router_select(a, s)
+    halves = [cost.bytes / s.hardware["stream_bytes_per_s"] * 1e6 for cost in (first, then)]
+    between = s.hardware["grid_barrier_us"] + max(s.hardware["kernel_floor_us"], halves[0]) + halves[1]
+    return Cost(first.read + then.read, first.written + then.written, first.flops, link_us=between)
+
+
 @cost_of("count_kernel")
 def count(a: Any, s: Setting) -> Cost:
     return Cost(size(a.ids), size(a.counts))
@@ -205,7 +215,12 @@ def count(a: Any, s: Setting) -> Cost:
 
 @cost_of("place_kernel")
 def place(a: Any, s: Setting) -> Cost:
-    return Cost(size(a.ids, given(a.counts)), size(a.positions, given(a.source)))
+    read, written = size(a.ids, given(a.counts)), size(a.positions, given(a.source))
+    if not a.WAITS:
+        return Cost(read, written)
+    assert s.hardware is not None
+    between = s.hardware["grid_barrier_us"] + s.hardware["kernel_floor_us"]
+    return Cost(read + size(a.ids), written + size(a.counts), link_us=between)
 
 
 @cost_of("permute_kernel")
@@ -283,5 +298,5 @@ def limits(a: Any, s: Setting) -> Cost:
 
 @cost_of("draw_kernel")
 def draw(a: Any, s: Setting) -> Cost:
-    """Of greedy rows: what the limits say."""
+    """Of greedy rows: the limits."""
     return Cost(size(a.best_in, a.limit_in, a.last_in, a.total_in), size(a.tokens))

@@ -78,11 +78,6 @@ class PagedQueries:
         before = self.window - 1
         return [max(0, kv - count - before) for kv, count in zip(self.context_lens, self.query_lens)]
 
-    def refuse_window(self, form: str) -> None:
-        """Raises ValueError if these queries have a sliding window, which this `form` of attention does not support."""
-        if self.window is not None:
-            raise ValueError(f"{form} attention has no sliding window")
-
     @property
     def num_requests(self) -> int:
         return len(self.query_lens)

@@ -112,6 +112,7 @@ class TritonExperts:
         return self._weights(num_experts, hidden, width, data)
 
     def _weights(self, num_experts: int, hidden: int, width: int, data: TritonExpertWeights) -> ExpertWeights:
+        self._permutation.sort_in_one_launch(data.gate_up.device)
         num_bytes = sum(part.numel() * part.element_size() for part in data.memory)
         weights = ExpertWeights(num_experts, hidden, width, data, num_bytes)
         self._shapes.setdefault((num_experts, hidden, width, data.gate_up.dtype), weights)

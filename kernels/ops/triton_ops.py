@@ -15,6 +15,7 @@ from moe_engine.kernels.ops.triton_combine_norm import combine_norm
 from moe_engine.kernels.permutation.protocol import ExpertRows
 from moe_engine.kernels.quantization.protocol import ActivationFormat, QuantizedActivation
 from moe_engine.kernels.quantization.triton_rows import rms_norm_quantize
+from moe_engine.kernels.triton.grid_barrier import barrier_state
 
 
 class TritonOps:
@@ -28,6 +29,7 @@ class TritonOps:
 
     def __init__(self, deterministic: bool = False) -> None:
         self._deterministic = deterministic
+        self._barriers: dict[torch.device, Tensor] = {}
 
     @property
     def capabilities(self) -> OpsCapabilities:
@@ -108,17 +110,26 @@ class TritonOps:
         (triton_rotary if plain else triton_fp8_cache).write_kv(k, v, slots, k_cache, v_cache)
 
     def prepare_gate(self, gate: Tensor) -> Tensor:
+        self._barrier(gate.device)  # before a graph is captured
         return triton_router.prepare_gate(gate)
 
     def route(
         self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return triton_router.route(x, gate, bias, spec, self._deterministic, real)
+        return triton_router.route(x, gate, bias, spec, self._barrier(x.device), self._deterministic, real)
 
     def route_int64(
         self, x: Tensor, gate: Tensor, bias: Tensor | None, spec: RouterSpec, real: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return triton_router.route(x, gate, bias, spec, self._deterministic, real, torch.int64)
+        barrier = self._barrier(x.device)
+        return triton_router.route(x, gate, bias, spec, barrier, self._deterministic, real, torch.int64)
+
+    def _barrier(self, device: torch.device) -> Tensor:
+        """Of the router's launches, which follow each other on the worker's stream."""
+        found = self._barriers.get(device)
+        if found is None:
+            found = self._barriers[device] = barrier_state(device)
+        return found
 
 
 def _quantized(

@@ -1,7 +1,7 @@
 """Permute and unpermute in Triton: sort tokens by expert, gather, weighted sum.
 
 Legend: T tokens, K experts per token, P = T * K pairs (token, choice), E experts, D hidden, M rows.
-No host synchronisation, no atomics, no dependence on program order: equal inputs give equal bits, and all shapes depend
+No host synchronisation, no dependence on program order: equal inputs give equal bits, and all shapes depend
 on T, K and E alone, so that a captured graph can replay it.
 """
 
@@ -20,6 +20,7 @@ from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8
 from moe_engine.kernels.quantization.triton_groups import scale_groups
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, barrier_state, grid_barrier, resident_programs
 from moe_engine.kernels.triton.launch import with_contiguous_rows
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -36,7 +37,11 @@ _PERMUTE_BYTES = 2048  # of a row, per program
 @triton.jit(do_not_specialize=["num_pairs", "num_steps"], do_not_specialize_on_alignment=["ids"])
 def count_kernel(ids, counts, num_pairs, num_steps, EXPERTS: tl.constexpr, STEP: tl.constexpr):
     """counts [chunk, e]: pairs of a chunk of STEP * num_steps of expert e. EXPERTS is a power of two."""
-    chunk = tl.program_id(0)
+    _count_chunk(ids, counts, tl.program_id(0), num_pairs, num_steps, EXPERTS, STEP)
+
+
+@triton.jit
+def _count_chunk(ids, counts, chunk, num_pairs, num_steps, EXPERTS: tl.constexpr, STEP: tl.constexpr):
     experts = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     for step in range(num_steps):
@@ -50,16 +55,20 @@ def count_kernel(ids, counts, num_pairs, num_steps, EXPERTS: tl.constexpr, STEP:
     do_not_specialize=["num_pairs", "num_steps", "num_chunks", "capacity"], do_not_specialize_on_alignment=["ids"]
 )
 def place_kernel(
-    ids, counts, offsets, ends_out, positions, source, num_pairs, num_steps, num_chunks, capacity,
+    ids, counts, offsets, ends_out, positions, source, barrier, num_pairs, num_steps, num_chunks, capacity,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr,
-    COUNTED: tl.constexpr, WIDE_STEP: tl.constexpr,
+    COUNTED: tl.constexpr, WIDE_STEP: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """A pair's row = start of its expert's group + earlier pairs of that expert, in previous chunks and in its own.
 
     PADDED: groups start at multiples of `capacity`, pairs beyond it have no row, and ends_out receives counts.
-    COUNTED: `count_kernel` has filled `counts`; otherwise every program counts all pairs, WIDE_STEP at once.
+    COUNTED: `count_kernel` has filled `counts`; otherwise every program counts all pairs, WIDE_STEP at once. WAITS:
+    the programs of this launch fill `counts`, and wait for each other (cooperative).
     """
     chunk = tl.program_id(0)
+    if WAITS:
+        _count_chunk(ids, counts, chunk, num_pairs, num_steps, EXPERTS, STEP)
+        grid_barrier(barrier)
     experts = tl.arange(0, EXPERTS)
     total = tl.zeros((EXPERTS,), tl.int32)
     before = tl.zeros((EXPERTS,), tl.int32)
@@ -160,6 +169,15 @@ class TritonPermutation(TorchPermutation):
 
     name = "triton"
 
+    def __init__(self) -> None:
+        self._barriers: dict[torch.device, Tensor] = {}
+
+    def sort_in_one_launch(self, device: torch.device) -> None:
+        """Programs of a sort wait for each other instead of a second launch. For owners whose calls on this device
+        are all on one stream; before a graph is captured."""
+        if device not in self._barriers:
+            self._barriers[device] = barrier_state(device)
+
     def sort_by_expert(self, ids: Tensor, num_experts: int, align: int = 1, marks_padding: bool = True) -> ExpertOrder:
         ids = ids.to(torch.int32).contiguous()
         num_pairs, device = ids.numel(), ids.device
@@ -170,7 +188,7 @@ class TritonPermutation(TorchPermutation):
         source = torch.empty(most_rows(num_pairs, num_experts, align), dtype=torch.int32, device=device)
         if marks_padding and align > 1:
             source.fill_(-1)
-        positions = _place(ids, offsets, ends, source, num_experts, align)
+        positions = _place(ids, offsets, ends, source, num_experts, align, barrier=self._barriers.get(device))
         return ExpertOrder(offsets, ends, positions, source)
 
     def place(self, ids: Tensor, num_experts: int, capacity: int) -> tuple[Tensor, Tensor]:
@@ -178,7 +196,8 @@ class TritonPermutation(TorchPermutation):
         counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
         if not ids.numel():
             return counts.zero_(), torch.empty_like(ids)
-        return counts, _place(ids, None, counts, None, num_experts, capacity=capacity)
+        barrier = self._barriers.get(ids.device)
+        return counts, _place(ids, None, counts, None, num_experts, capacity=capacity, barrier=barrier)
 
     def permute(
         self, x: Tensor, positions: Tensor, out: Tensor, scales: Tensor | None = None, out_scales: Tensor | None = None
@@ -226,6 +245,7 @@ def _place(
     num_experts: int,
     align: int = 1,
     capacity: int = 0,
+    barrier: Tensor | None = None,
 ) -> Tensor:
     """Fills the other tensors; returns the positions of ids int32 [T, K], contiguous and not empty."""
     num_pairs = ids.numel()
@@ -233,14 +253,16 @@ def _place(
     num_chunks = triton.cdiv(num_pairs, _STEP * num_steps)
     experts = triton.next_power_of_2(num_experts)
     counted = num_pairs * experts > _ONE_LAUNCH
-    constants = _place_constants(num_experts, align, capacity > 0, counted)
+    waits = counted and barrier is not None and num_chunks <= resident_programs(ids.device)
+    constants = _place_constants(num_experts, align, capacity > 0, counted, waits)
     positions, grid, counts = torch.empty_like(ids), (num_chunks,), None
     if counted:
         counts = torch.empty(num_chunks, experts, dtype=torch.int32, device=ids.device)
+    if counted and not waits:
         count_kernel[grid](ids, counts, num_pairs, num_steps, EXPERTS=experts, STEP=_STEP, num_warps=4)
     place_kernel[grid](
-        ids, counts, offsets, ends, positions, source, num_pairs, num_steps, num_chunks, capacity, **constants,
-        num_warps=4,
+        ids, counts, offsets, ends, positions, source, barrier if waits else None, num_pairs, num_steps, num_chunks,
+        capacity, **constants, num_warps=4, **(COOPERATIVE if waits else {}),
     )  # fmt: skip
     return positions
 
@@ -250,11 +272,13 @@ def _row_stride(x: Tensor) -> int:
     return max(x.stride(0), x.shape[1])
 
 
-def _place_constants(num_experts: int, align: int, padded: bool = False, counted: bool = True) -> dict[str, Any]:
+def _place_constants(
+    num_experts: int, align: int, padded: bool = False, counted: bool = True, waits: bool = False
+) -> dict[str, Any]:
     experts = triton.next_power_of_2(num_experts)
     return {
         "NUM_EXPERTS": num_experts, "EXPERTS": experts, "STEP": _STEP, "ALIGN": align, "PADDED": padded,
-        "COUNTED": counted, "WIDE_STEP": max(_STEP, _WIDE // experts),
+        "COUNTED": counted, "WIDE_STEP": max(_STEP, _WIDE // experts), "WAITS": waits,
     }  # fmt: skip
 
 
@@ -275,14 +299,18 @@ def aot_cases() -> list[AotCase]:
         cases.append(AotCase(f"expert_count_{experts}", count_kernel, signature, counting, 4, 3, False))
         signature = signature | {"ends_out": "*i32", "positions": "*i32", "num_chunks": "i32", "capacity": "i32"}
         grouped = signature | {"offsets": "*i32", "source": "*i32"}
-        constants = _place_constants(experts, 1)
+        constants = _place_constants(experts, 1) | {"barrier": None}
         cases.append(AotCase(f"expert_place_{experts}", place_kernel, grouped, constants, 4, 3, False))
-        alone = _place_constants(experts, 1, counted=False) | {"counts": None}
+        constants, waiting = _place_constants(experts, 1, waits=True), grouped | {"barrier": "*i64"}
+        name = f"expert_count_and_place_{experts}"
+        cases.append(AotCase(name, place_kernel, waiting, constants, 4, 3, False, COOPERATIVE))
+        alone = _place_constants(experts, 1, counted=False) | {"counts": None, "barrier": None}
         named = {name: kind for name, kind in grouped.items() if name != "counts"}
         cases.append(AotCase(f"expert_place_alone_{experts}", place_kernel, named, alone, 4, 3, False))
-    constants = _place_constants(16, 1, padded=True) | {"offsets": None, "source": None}
+    constants = _place_constants(16, 1, padded=True) | {"offsets": None, "source": None, "barrier": None}
     cases.append(AotCase("expert_place_padded_16", place_kernel, signature, constants, 4, 3, False))
-    constants = _place_constants(16, 1, True, counted=False) | {"offsets": None, "source": None, "counts": None}
+    absent: dict[str, Any] = dict.fromkeys(("offsets", "source", "counts", "barrier"))
+    constants = _place_constants(16, 1, True, counted=False) | absent
     named = {name: kind for name, kind in signature.items() if name != "counts"}
     cases.append(AotCase("expert_place_alone_padded_16", place_kernel, named, constants, 4, 3, False))
     strides = dict.fromkeys(("x_scale_row", "x_scale_column", "scale_row", "scale_column"), "i32")

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class AotCase:
     ``do_not_specialize``; otherwise requests wait for the compiler.
     constants: value by name of every constexpr argument, and of arguments known to be 1 or None.
     matrix: the kernel has matrix products, so tensor-core instructions must appear.
+    options: further launch options that are part of the compiled kernel.
     """
 
     name: str
@@ -61,6 +62,7 @@ class AotCase:
     num_warps: int
     num_stages: int
     matrix: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def source_of(case: AotCase) -> ASTSource:
 
 def compiler_input(case: AotCase, arch: int) -> dict[str, Any]:
     """The arguments of `triton.compile`."""
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options}
     return {"src": source_of(case), "target": GPUTarget("cuda", arch, 32), "options": options}
 
 

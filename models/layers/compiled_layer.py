@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moe_engine.kernels.torch_regions import Regions
+from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.layers.decoder_layer import DecoderLayer
 from moe_engine.models.layers.moe import MoE
@@ -26,7 +26,7 @@ class CompiledLayer:
     shares_out = False
     passes_on = True
 
-    def __init__(self, layer: DecoderLayer, regions: Regions) -> None:
+    def __init__(self, layer: DecoderLayer, regions: CompiledRegions) -> None:
         self.attention = layer.attention
         self.post_norm = layer.post_norm
         self.feed_forward = layer.feed_forward
@@ -56,7 +56,7 @@ class CompiledLayer:
         return residual
 
 
-def for_regions(batch: ForwardBatch, regions: Regions) -> ForwardBatch:
+def for_regions(batch: ForwardBatch, regions: CompiledRegions) -> ForwardBatch:
     """The batch for compiled regions, once per step: positions and slots are copied, since they are slices of
     uploads or buffers, and torch recompiles for tensors with another storage offset or inference mode."""
     if not regions.serves(batch.num_tokens):

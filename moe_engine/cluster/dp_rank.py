@@ -128,6 +128,7 @@ class SchedulingRank:
         core = make_core(
             self._spec.config, worker, own, port, self._status,
             check=worker.check, dp_sync=dp_sync, group=self._place.group,
+            first_group=self._spec.options.first_group or 0,
         )  # fmt: skip
         self._status.write(ready=1, last_turn=time.monotonic())
         return core

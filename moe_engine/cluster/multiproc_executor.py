@@ -124,7 +124,10 @@ class MultiprocExecutor:
         wake = self._exchange.socket if self._exchange is not None else None
         transport = ZmqTransport(spec.to_core_address, spec.from_core_address, wake, spec.keys)
         status = SharedStatus(spec.status_path)
-        core = make_core(config, driver, worker, transport, status, check=driver.check, dp_sync=dp_sync)
+        core = make_core(
+            config, driver, worker, transport, status,
+            check=driver.check, dp_sync=dp_sync, first_group=self._options.first_group or 0,
+        )  # fmt: skip
         status.write(ready=1, last_turn=time.monotonic())
         addresses = [transport.address, *self.detector.core_addresses[1:]]
         return Serving(core.run, transport, CoreReady(engine_info(config, worker), addresses))

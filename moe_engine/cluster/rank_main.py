@@ -15,12 +15,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from moe_engine import logs
 from moe_engine.cluster.heartbeat_client import LEAVE_SECONDS, HeartbeatClient, leave
 from moe_engine.cluster.peers import identity_of_process
 from moe_engine.cluster.rank_process import RankSpec
+from moe_engine.core.kv_transfer.open import follow_transfers
 from moe_engine.core.rank_calls import RankAnswer
 from moe_engine.errors import MoeEngineError
 from moe_engine.executor import messages
@@ -35,6 +36,7 @@ from moe_engine.types import KVReport, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from moe_engine.cluster.dp_rank import SchedulingRank
+    from moe_engine.worker.worker import Worker
 
 logger = logging.getLogger("moe_engine")
 
@@ -135,6 +137,10 @@ class Follower:
         spec = self._spec
         RankWorld(spec.options, spec.place, welcome.store_host, welcome.store_port).join()
         worker: LocalWorker = spec.options.make_worker(spec.config, spec.place, self._progress)
+        first = spec.options.first_group or 0
+        follow_transfers(
+            spec.config, cast("Worker", worker), first + spec.place.group, spec.place.rank % spec.options.group_size
+        )
         self._num_kv_ops = worker.report_storage(self._kv_reports.append) or self._num_kv_ops
         self._progress.ready = True
         self._heartbeat.send(messages.Loaded(self._rank, kernels_of(worker)))

@@ -50,9 +50,11 @@ def make_core(
     check: Callable[[], None] = lambda: None,
     dp_sync: DPSync | None = None,
     group: int = 0,
+    first_group: int = 0,
 ) -> EngineCore:
     """
     Args:
+        group: attention group of its replica; first_group: the replica's first among those of all replicas.
         driver: runs plans and calls on the ranks of the group: `SingleRank`, or a `LeaderWorker`.
     """
     logger.info(
@@ -80,7 +82,7 @@ def make_core(
         assert scheduler.kv_cache.tree.events is not None
         check = _publishing(KVEventPublisher(events, scheduler.kv_cache.tree.events, group), check)
     if scheduler.kv_cache.transfers is not None:
-        check = open_transfers(config, scheduler, worker, transport.wake, check)
+        check = open_transfers(config, scheduler, worker, driver, transport.wake, check, first_group + group)
     return EngineCore(
         scheduler,
         driver,

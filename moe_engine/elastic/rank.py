@@ -123,7 +123,7 @@ def serve_across_losses(
         losses, known = survivors.losses[known:], len(survivors.losses)
         if group == survivors.first:
             logger.warning(
-                "%s. Serving paused for %.2f s and goes on with %d of %d ranks: %d experts copied, %d read from the "
+                "%s. Serving paused for %.2f s and continues with %d of %d ranks: %d experts copied, %d read from the "
                 "checkpoint, balancedness of the placement %.3f",
                 "; ".join(losses),
                 time.monotonic() - since,

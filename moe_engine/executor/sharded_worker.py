@@ -157,14 +157,14 @@ def _with_dispatcher(config: ResolvedConfig, parallel: ParallelContext) -> Paral
 
 def _overlap(config: ResolvedConfig, parallel: ParallelContext) -> Overlap | None:
     from moe_engine.parallel.overlap import Overlap
-    from moe_engine.worker.device_stream import make_lane
+    from moe_engine.worker.device_stream import make_comm_stream
 
     flags = config.args.parallel
     shared_expert = flags.enable_single_batch_overlap or _overlaps_by_default(config)
     if not flags.enable_two_batch_overlap and not shared_expert:
         return None
     return Overlap(
-        make_lane(parallel.ep.device),
+        make_comm_stream(parallel.ep.device),
         two_batches=flags.enable_two_batch_overlap,
         threshold=flags.tbo_token_distribution_threshold,
         shared_expert=shared_expert,

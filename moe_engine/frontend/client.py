@@ -83,10 +83,21 @@ class CoreClient:
 
     When a replica dies, its requests fail; the other replicas continue. When only an attention group is lost, its
     requests migrate to another group, which gets the prompt and the tokens generated so far; readers just wait.
+
+    Args:
+        by_room: of a prefill server, whose decode servers look for a room at one data-parallel rank.
     """
 
-    def __init__(self, cores: CoreProcess | Sequence[CoreProcess], info: EngineInfo, method: str = "auto") -> None:
+    def __init__(
+        self,
+        cores: CoreProcess | Sequence[CoreProcess],
+        info: EngineInfo,
+        method: str = "auto",
+        *,
+        by_room: bool = False,
+    ) -> None:
         self.info = info
+        self._by_room = by_room
         self._cores = [cores] if isinstance(cores, CoreProcess) else list(cores)
         self._endpoints = [
             _SchedulerEndpoint(core, group, _push(address, core.keys), status)
@@ -204,6 +215,8 @@ class CoreClient:
         if not able:
             raise EngineDeadError(self._cause())
         asked = request.routed_dp_rank
+        if self._by_room and request.bootstrap is not None:
+            asked = self._of_room(request.bootstrap[2], asked)
         if asked is None:
             return able[0] if len(able) == 1 else self._router.choose(able)
         if not 0 <= asked < len(self._endpoints):
@@ -214,6 +227,16 @@ class CoreClient:
         if asked not in able:
             raise EngineDeadError(self._endpoints[asked].dead or "")
         return asked
+
+    def _of_room(self, room: int, asked: int | None) -> int:
+        """The data-parallel rank at which decode servers look for a room."""
+        number = room % len(self._endpoints)
+        if asked is not None and asked != number:
+            raise InputError(
+                f"routed_dp_rank {asked}: a prefill server chooses by bootstrap_room, here {number}; leave it out",
+                field="routed_dp_rank",
+            )
+        return number
 
     async def _call(self, endpoint: _SchedulerEndpoint, call: messages.Call) -> Any:
         call_id = next(self._call_ids)

@@ -7,22 +7,17 @@ the event loop, so that synchronous callers need none.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing
-from functools import partial
 from typing import Any, TypeVar
 
 from moe_engine import logs
 from moe_engine.config.args import EngineArgs
-from moe_engine.errors import EngineDeadError
 from moe_engine.frontend.client import CoreClient
 from moe_engine.frontend.client_api import EngineInfo, Health, kernel_flags
-from moe_engine.frontend.core_process import CoreProcess
+from moe_engine.frontend.engine_loop import EngineLoop
 from moe_engine.frontend.frontend import Frontend
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.group_updates import GROUP, GROUP_SECONDS, GroupUpdates, Trainer
@@ -32,12 +27,11 @@ from moe_engine.frontend.pausing import PauseMode, Pausing
 from moe_engine.frontend.profiling import Profiling
 from moe_engine.frontend.run_settings import RunSettingsOfAll
 from moe_engine.frontend.served_adapters import AdapterChange
-from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, stop_cores, wait_ready
+from moe_engine.frontend.start import frontend_settings, open_tokenizer, start_cores, wait_ready
 from moe_engine.frontend.weight_reads import read_weight
 from moe_engine.frontend.weight_updates import WeightUpdates
 from moe_engine.planning.launch_flags import launch_flags
 from moe_engine.planning.prepare import prepare
-from moe_engine.processes.watched_thread import start_watched
 from moe_engine.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -71,30 +65,23 @@ class Engine:
         logs.setup_logging(args.logging.log_level)
         self.config = prepare(args)
         self._cores = start_cores(self.config)
-        self._loop = asyncio.new_event_loop()
-        self._running: set[Future[Any]] = set()
-        # holds no reference to self, or `weakref.finalize` would never run
-        failed = partial(_loop_failed, self._cores, self._running)
-        self._thread = start_watched("moe-engine", self._loop.run_forever, failed)
-        self._closed = False
-        self._pid = os.getpid()
+        self._loop = EngineLoop(self._cores)
         try:
             tokenizer = open_tokenizer(self.config)  # while the core loads: a broken tokenizer fails early
             self.info: EngineInfo = wait_ready(self._cores)
-            self._frontend: Frontend = self._run(self._open(tokenizer))
+            self._frontend: Frontend = self._loop.run(self._open(tokenizer))
             self._updates = WeightUpdates(self._frontend)
             self._settings = RunSettingsOfAll(self._frontend.client)
             self._memory = MemoryReleases(self._frontend, self._updates)
             self._groups = GroupUpdates(self._frontend, self._updates)
         except BaseException:
-            self._closed = True
-            stop_cores(self._cores)
-            self._loop.call_soon_threadsafe(_wind_up, self._loop)
+            self._loop.abandon()
             raise
-        self._end = weakref.finalize(self, _end, self._cores, self._loop, self._pid)
+        self._end = weakref.finalize(self, self._loop.abandon)
 
     async def _open(self, tokenizer: Tokenizer | None) -> Frontend:
-        client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method)
+        by_room = self.config.args.disaggregation.disaggregation_mode == "prefill"
+        client = CoreClient(self._cores, self.info, self.config.args.parallel.load_balance_method, by_room=by_room)
         # No batch size limits: the caller's own process pays for the memory.
         settings = dataclasses.replace(frontend_settings(self.config), max_sequences=None, max_prompt_tokens=None)
         return Frontend(client, tokenizer, settings)
@@ -126,7 +113,7 @@ class Engine:
         request = generate_request(prompt, sampling_params, input_ids, stream, fields)
         if stream:
             return self._iterate(request)
-        return self._run(self._frontend.generate(request))
+        return self._loop.run(self._frontend.generate(request))
 
     async def async_generate(
         self,
@@ -140,7 +127,7 @@ class Engine:
         request = generate_request(prompt, sampling_params, input_ids, stream, fields)
         if stream:
             return self._aiterate(request)
-        return await asyncio.wrap_future(self._submit(self._frontend.generate(request)))
+        return await asyncio.wrap_future(self._loop.submit(self._frontend.generate(request)))
 
     def encode(
         self,
@@ -161,7 +148,7 @@ class Engine:
         Raises:
             InputError: names the invalid field; or this engine generates text (`is_embedding`).
         """
-        return self._run(self._frontend.generate(encode_request(prompt, input_ids, dimensions, fields)))
+        return self._loop.run(self._frontend.generate(encode_request(prompt, input_ids, dimensions, fields)))
 
     async def async_encode(
         self,
@@ -172,16 +159,16 @@ class Engine:
     ) -> Output | list[Output]:
         """`encode` for asyncio, on any event loop."""
         request = encode_request(prompt, input_ids, dimensions, fields)
-        return await asyncio.wrap_future(self._submit(self._frontend.generate(request)))
+        return await asyncio.wrap_future(self._loop.submit(self._frontend.generate(request)))
 
     def _iterate(self, request: GenerateInput) -> Iterator[Output]:
         chunks = self._frontend.stream(request)
         try:
-            while (chunk := self._run(_next(chunks))) is not _END:
+            while (chunk := self._loop.run(_next(chunks))) is not _END:
                 yield chunk
         finally:
-            if not self._closed and self._is_ours:
-                self._run(chunks.aclose())
+            if self._loop.is_open:
+                self._loop.run(chunks.aclose())
 
     async def _aiterate(self, request: GenerateInput) -> AsyncIterator[Output]:
         queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -196,7 +183,7 @@ class Engine:
             except Exception as error:
                 loop.call_soon_threadsafe(queue.put_nowait, error)
 
-        task = self._submit(pump())
+        task = self._loop.submit(pump())
         try:
             while (item := await queue.get()) is not _END:
                 if isinstance(item, Exception):
@@ -215,7 +202,7 @@ class Engine:
 
     def flush_cache(self) -> bool:
         """Clears the prefix cache; False while requests run."""
-        return all(self._run(self._frontend.client.call("flush_cache")))
+        return all(self._loop.run(self._frontend.client.call("flush_cache")))
 
     def update_weights_from_disk(
         self,
@@ -227,16 +214,18 @@ class Engine:
     ) -> tuple[bool, str]:
         """Replaces the weights by a checkpoint of the same architecture, as `/update_weights_from_disk`: success, and a
         message. Running requests end first, or are aborted."""
-        updated = self._run(self._updates.update(model_path, load_format, weight_version, abort=abort_all_requests))
+        updated = self._loop.run(
+            self._updates.update(model_path, load_format, weight_version, abort=abort_all_requests)
+        )
         return updated.success, updated.message
 
     def pause_generation(self, mode: PauseMode = "abort") -> int:
         """Stops computing, as `/pause_generation`: the number of requests that wait for `continue_generation`."""
-        return self._run(Pausing(self._frontend).pause(mode))
+        return self._loop.run(Pausing(self._frontend).pause(mode))
 
     def continue_generation(self) -> None:
         """Continues after `pause_generation`."""
-        self._run(Pausing(self._frontend).resume())
+        self._loop.run(Pausing(self._frontend).resume())
 
     def release_memory_occupation(self, tags: list[str] | None = None) -> tuple[bool, str]:
         """Gives memory of weights and KV cache back, as `/release_memory_occupation`: success, and a message.
@@ -244,12 +233,12 @@ class Engine:
         Raises:
             InputError: without `enable_memory_saver=True`, or an unknown tag.
         """
-        done = self._run(self._memory.release(tags))
+        done = self._loop.run(self._memory.release(tags))
         return done.success, done.message
 
     def resume_memory_occupation(self, tags: list[str] | None = None) -> tuple[bool, str]:
         """Takes it again, as `/resume_memory_occupation`: success, and a message."""
-        done = self._run(self._memory.resume(tags))
+        done = self._loop.run(self._memory.resume(tags))
         return done.success, done.message
 
     def set_internal_state(self, **server_args: Any) -> list[dict[str, Any]]:
@@ -258,19 +247,19 @@ class Engine:
         Raises:
             InputError: names the setting that cannot have the value; nothing has changed.
         """
-        return self._run(self._settings.set(server_args))
+        return self._loop.run(self._settings.set(server_args))
 
     def get_internal_state(self) -> list[dict[str, Any]]:
         """The settings that can change, as `/get_internal_state`: `values` and `bounds`, by scheduler."""
-        return self._run(self._settings.get())
+        return self._loop.run(self._settings.get())
 
     def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> AdapterChange:
         """Loads a LoRA adapter, as `/load_lora_adapter`: `success`, `message` and the loaded `adapters`."""
-        return self._run(self._frontend.adapters.load(lora_name, lora_path, pinned))
+        return self._loop.run(self._frontend.adapters.load(lora_name, lora_path, pinned))
 
     def unload_lora_adapter(self, lora_name: str) -> AdapterChange:
         """Unloads a LoRA adapter once the requests that use it have ended, as `/unload_lora_adapter`."""
-        return self._run(self._frontend.adapters.unload(lora_name))
+        return self._loop.run(self._frontend.adapters.unload(lora_name))
 
     def update_weights_from_tensor(
         self,
@@ -292,7 +281,7 @@ class Engine:
         updated = self._updates.update_tensors(
             lambda files: files.add_tensors(named_tensors), weight_version, abort=abort_all_requests
         )
-        done = self._run(updated)
+        done = self._loop.run(updated)
         return done.success, done.message
 
     def init_weights_update_group(
@@ -308,12 +297,12 @@ class Engine:
     ) -> tuple[bool, str]:
         """Joins every rank to a group with a trainer, as `/init_weights_update_group`: success, and a message."""
         trainer = Trainer(master_address, master_port, rank_offset, world_size, group_name, backend)
-        done = self._run(self._groups.init(trainer, timeout))
+        done = self._loop.run(self._groups.init(trainer, timeout))
         return done.success, done.message
 
     def destroy_weights_update_group(self, group_name: str = GROUP) -> tuple[bool, str]:
         """Ends the membership, as `/destroy_weights_update_group`: success, and a message."""
-        done = self._run(self._groups.destroy(group_name))
+        done = self._loop.run(self._groups.destroy(group_name))
         return done.success, done.message
 
     def update_weights_from_distributed(
@@ -334,7 +323,7 @@ class Engine:
             names, [str(dtype) for dtype in dtypes], shapes, group_name, weight_version,
             abort=abort_all_requests, seconds=timeout,
         )  # fmt: skip
-        done = self._run(update)
+        done = self._loop.run(update)
         return done.success, done.message
 
     def open_session(
@@ -342,11 +331,11 @@ class Engine:
         timeout: float | None = None,
     ) -> str:  # fmt: skip
         """The id of a new session, for `session_params` of `generate`. `capacity_of_str_len` has no effect."""
-        return self._run(_call(self._frontend.sessions.open, session_id, streaming=streaming, timeout=timeout))
+        return self._loop.run(_call(self._frontend.sessions.open, session_id, streaming=streaming, timeout=timeout))
 
     def close_session(self, session_id: str) -> None:
         """Forgets the requests of a session; one that is not open is no error."""
-        self._run(_call(self._frontend.sessions.close, session_id))
+        self._loop.run(_call(self._frontend.sessions.close, session_id))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """The first `truncate_size` rows of a weight, by its name in the checkpoint, as nested lists; with several
@@ -355,28 +344,28 @@ class Engine:
         Raises:
             InputError: unknown name; with similar ones.
         """
-        found = self._run(read_weight(self._frontend.client, name, truncate_size))
+        found = self._loop.run(read_weight(self._frontend.client, name, truncate_size))
         return found[0] if len(found) == 1 else found
 
     def get_memory_usage(self) -> list[dict[str, int]]:
         """Bytes that each rank holds, by what they are for (`worker.memory_usage`)."""
-        return self._run(self._frontend.client.collective_rpc("memory_usage"))
+        return self._loop.run(self._frontend.client.collective_rpc("memory_usage"))
 
     def start_profile(self, output_dir: str | None = None, profile_id: str | None = None, **options: Any) -> list[str]:
         """Starts a trace of every rank, as `/start_profile`; the paths. `options`: its other fields."""
-        return self._run(Profiling(self._frontend.client).start(output_dir, profile_id, options))
+        return self._loop.run(Profiling(self._frontend.client).start(output_dir, profile_id, options))
 
     def stop_profile(self) -> list[str]:
         """Ends the traces and writes them; the paths."""
-        return self._run(Profiling(self._frontend.client).stop())
+        return self._loop.run(Profiling(self._frontend.client).stop())
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Aborts every request whose id starts with `rid`, or all."""
-        self._loop.call_soon_threadsafe(lambda: self._frontend.abort(rid, all=abort_all))
+        self._loop.call(lambda: self._frontend.abort(rid, all=abort_all))
 
     def get_server_info(self) -> dict[str, Any]:
         """The flags in effect (see `planning.launch_flags`), the engine's facts and the state of each scheduler."""
-        states = self._run(self._frontend.client.call("internal_state"))
+        states = self._loop.run(self._frontend.client.call("internal_state"))
         facts = {
             "max_total_num_tokens": self.info.max_total_num_tokens,
             "max_req_input_len": self.info.max_req_input_len,
@@ -390,50 +379,17 @@ class Engine:
 
     def shutdown(self) -> None:
         """Aborts running requests and stops the engine process. Safe to call twice."""
-        if self._closed or not self._is_ours:
+        if not self._loop.begin_close():
             return
-        self._closed = True
         self._end.detach()
         self._frontend.close()
-        asyncio.run_coroutine_threadsafe(self._frontend.client.shutdown(drain=False), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5.0)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self._loop.close(self._frontend.client.shutdown(drain=False))
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-    # -- plumbing
-
-    @property
-    def _is_ours(self) -> bool:
-        """False in a forked child, where the event loop's thread does not exist."""
-        return self._pid == os.getpid()
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Any:
-        if self._closed or not self._is_ours:
-            work.close()
-            reason = "was shut down" if self._is_ours else f"belongs to process {self._pid}; make one after the fork"
-            raise EngineDeadError(f"this Engine {reason}")
-        if not self._thread.is_alive():
-            work.close()
-            raise EngineDeadError("the event loop of this Engine has failed; the log has the cause")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        self._running.add(future)
-        future.add_done_callback(self._running.discard)
-        return future
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = self._submit(work)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
 
 
 async def _call(function: Callable[..., T], *args: Any, **named: Any) -> T:
@@ -443,30 +399,3 @@ async def _call(function: Callable[..., T], *args: Any, **named: Any) -> T:
 
 async def _next(chunks: Any) -> Any:
     return await anext(chunks, _END)
-
-
-def _end(cores: Sequence[CoreProcess], loop: asyncio.AbstractEventLoop, pid: int) -> None:
-    """Finalizer of an engine that was not shut down: at garbage collection or interpreter exit.
-
-    Must not wait for `loop`: this may run in the loop's own thread.
-    """
-    if pid != os.getpid():  # a forked child, which owns neither cores nor loop
-        return
-    stop_cores(cores)
-    with contextlib.suppress(RuntimeError):  # closed already
-        loop.call_soon_threadsafe(_wind_up, loop)
-
-
-def _loop_failed(cores: Sequence[CoreProcess], running: set[Future[Any]], message: str) -> None:
-    """The event loop's thread failed: pending calls get an error."""
-    stop_cores(cores)
-    for future in list(running):
-        if not future.done():
-            future.set_exception(EngineDeadError(message))
-
-
-def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
-    """Cancels a loop's tasks, then stops it."""
-    for task in asyncio.all_tasks(loop):
-        task.cancel()
-    loop.call_soon(loop.stop)

@@ -1,4 +1,4 @@
-"""What EPLB would gain on the recorded counts, for the live page. numpy is imported with the first question.
+"""What EPLB would gain on the recorded counts, for the live page. numpy is imported by the first call.
 
 Legend: L layers, E experts, G ranks.
 """

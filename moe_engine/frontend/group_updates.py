@@ -26,9 +26,9 @@ logger = logging.getLogger("moe_engine")
 
 GROUP = "weight_update_group"
 GROUP_SECONDS = 300.0
-"""For the members of a group to come, and for the tensors of an update to arrive."""
+"""Time limit for the members of a group to join, and for the tensors of an update to arrive."""
 GRACE_SECONDS = 30.0
-"""More than that: a rank hangs in the library."""
+"""Time beyond the limit after which a rank counts as hanging in the library."""
 POLL_SECONDS = (0.005, 0.1)
 """First and longest interval."""
 

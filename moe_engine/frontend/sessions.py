@@ -22,7 +22,7 @@ MAX_TOKENS = 2**24
 """Of all sessions, 8 bytes each. The sessions used longest ago make room."""
 MAX_SESSIONS = 2**16
 SWEEP_SECONDS = 1.0
-"""Between two looks for sessions that timed out."""
+"""Interval of the search for sessions that timed out."""
 
 
 class Sessions:

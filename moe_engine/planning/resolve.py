@@ -10,7 +10,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
-from moe_engine.planning import validate as contradictions
+from moe_engine.planning import validate
 from moe_engine.planning.checkpoint import CheckpointFacts
 from moe_engine.planning.cluster_env import ClusterPlace
 from moe_engine.planning.machine import Machine
@@ -61,7 +61,7 @@ def resolve(
     Raises:
         ConfigError: a value out of range, contradicting flags (both named), or too little memory (with flags that fit).
     """
-    contradictions.check(args)
+    validate.check(args)
     args = with_storage_page(resolve_pooling(_with_transfers(args), model, record := Record()), record)
     path = model_path or args.model.model_path or ""
     device = record.note("device", machine.device, machine.device_reason or "asked for")

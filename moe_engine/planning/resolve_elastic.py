@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moe_engine.config.args import EngineArgs
+from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.parallel.dispatch.tables import DispatchChoice
@@ -90,6 +91,8 @@ def _obstacles(
         yield f"--moe-a2a-backend {name} does not support losing ranks; give {', '.join(BACKENDS)}"
     if args.lora.enable_lora or args.lora.lora_paths is not None:
         yield "LoRA adapters are not available yet with it; leave out --enable-lora and --lora-paths"
+    if args.disaggregation.disaggregation_mode != OFF:
+        yield "a lost rank would end transfers of KV between servers; leave out --disaggregation-mode"
     if args.memory.enable_memory_saver:
         yield "a recovery reads weights that may be released; leave out --enable-memory-saver"
     if args.server.enable_return_hidden_states:

@@ -15,7 +15,7 @@ from moe_engine.kernels.backends import LaunchKernels
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.parallel.expert_settings import ExpertSettings
-from moe_engine.planning import validate as contradictions
+from moe_engine.planning import validate
 from moe_engine.planning.ledger import MemoryLedger
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Decision
@@ -151,7 +151,7 @@ class ResolvedConfig:
         if self.speculation is not None:
             values.update(speculative_values(self.speculation))
         for name in SECRETS:
-            values[name] = contradictions.HIDDEN if values[name] else None
+            values[name] = validate.HIDDEN if values[name] else None
         return values
 
     def select(self, options: type[T], **own: Any) -> T:

@@ -138,13 +138,11 @@ def _host_tier(args: EngineArgs) -> Iterator[str]:
 
 
 def _transfers(args: EngineArgs) -> Iterator[str]:
-    mode, parallel = args.disaggregation.disaggregation_mode, args.parallel
+    mode = args.disaggregation.disaggregation_mode
     if mode == OFF:
         return
     if args.scheduling.disable_radix_cache:
         yield f"--disaggregation-mode {mode} moves cached prefixes, --disable-radix-cache caches none; drop one of them"
-    if parallel.tp_size > 1 or parallel.dp_size > 1:
-        yield f"--disaggregation-mode {mode}: not available yet with several ranks; drop --tp-size and --dp-size"
     if args.memory.kv_connector != "host":
         yield f"--disaggregation-mode {mode} is a KV connector of its own; drop --kv-connector"
     backend = args.disaggregation.disaggregation_transfer_backend

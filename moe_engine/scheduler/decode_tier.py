@@ -22,7 +22,7 @@ logger = logging.getLogger("moe_engine")
 
 @dataclass(slots=True)
 class Incoming:
-    """A transfer. It locks nothing: if the prefix in front of it is gone at its end, it was in vain."""
+    """A transfer. It locks nothing: if the prefix in front of it is evicted before its end, its KV is dropped."""
 
     request: Request
     keys: list[int]

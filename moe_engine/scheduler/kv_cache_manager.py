@@ -82,7 +82,7 @@ class KVCacheManager:
 
     @property
     def is_released(self) -> bool:
-        """Whether the counts say that no request holds a slot, a row or a prefix."""
+        """Whether no request holds a slot, a row or a prefix, by the counts."""
         slots, rows = self.slots, self.rows
         free = slots.num_free + self.tree.num_evictable
         return not self.tree.num_protected and free == slots.num_slots and rows.num_free == rows.num_total

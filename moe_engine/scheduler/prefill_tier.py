@@ -81,7 +81,7 @@ class PrefillTier(HostTier):
             if outgoing is None:
                 continue
             if kind == "granted":
-                outgoing.staged, outgoing.limit = values
+                outgoing.staged, outgoing.limit = values[:2]
             elif kind == "sent":
                 while outgoing.pieces and outgoing.pieces[0][0] <= values[0]:
                     self.give_places(outgoing.pieces.popleft()[1])

@@ -5,8 +5,8 @@ what device and host have, the storage is asked in two operations: how many of i
 the host. Pages that are read become absent nodes of the tree, which `HostTier` loads as those it has evicted itself.
 
 The workers run the operations on threads and report their progress; a report here is the least of all ranks. The pages
-of an operation stay with it until its last report, whatever becomes of request and tree: a read that hangs holds host
-memory and nothing else. How long a request waits is bounded by the policy.
+of an operation stay with it until its last report, even if the request ends or the tree is flushed: a read that hangs
+holds host memory and nothing else. How long a request waits is bounded by the policy.
 """
 
 from __future__ import annotations

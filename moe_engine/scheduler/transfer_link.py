@@ -25,12 +25,13 @@ class TransferLink:
     | send(room, end, places, serial) | prefill: the next tokens, stored in these places by the copies of that number |
     | done(room) | prefill: there are no more |
     | end(room, reason) | prefill: the request failed or was aborted |
+    | drop(room) | prefill: this rank of several has no part |
     | want(room, host, port, digest, begin, limit, places) | decode: tokens [begin, limit) into these places |
     | cancel(room) | decode |
 
     | report | |
     |---|---|
-    | granted(room, begin, limit) | prefill: the peer wants these tokens |
+    | granted(room, begin, limit, ...) | prefill: the peer wants these tokens |
     | sent(room, end) | prefill: places up to there are free |
     | ended(room, reason) | prefill: the transfer is over; all its places are free |
     | filled(room, end), failed(room, reason) | decode: the transfer is over; nothing writes to its places any more |

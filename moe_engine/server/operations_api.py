@@ -64,6 +64,6 @@ class OperationsApi:
         deadline = time.monotonic() + CLEAR_SECONDS
         while any(rank["is_clearing"] for rank in await client.collective_rpc("storage_facts")):
             if time.monotonic() > deadline:
-                raise InputError(f"the storage is not cleared after {CLEAR_SECONDS:g} s; it goes on", status=503)
+                raise InputError(f"the storage is not cleared after {CLEAR_SECONDS:g} s; it continues", status=503)
             await asyncio.sleep(CLEAR_POLL_SECONDS)
         return Response("Hierarchical cache storage backend cleared.\n", media_type="text/plain; charset=utf-8")

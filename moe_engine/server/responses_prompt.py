@@ -57,7 +57,7 @@ def chat_request(
 
 
 def input_messages(req: ResponsesRequest) -> list[dict[str, Any]]:
-    """The messages of the input. What an assistant said in a row is one message.
+    """The messages of the input. Consecutive items of the assistant are one message.
 
     Raises:
         InputError: names the item.

@@ -14,12 +14,6 @@ from moe_engine.validation import Effort, NotAvailable, OffOnly
 ITEMS = "message, function_call, function_call_output or reasoning; other kinds are refused"
 
 
-class InputPart(TypedDict, total=False):
-    type: Required[Annotated[str, Meta(description="input_text, output_text or refusal; other kinds are refused")]]
-    text: str
-    refusal: str
-
-
 class InputItem(TypedDict, total=False):
     """`type` may be missing from messages."""
 

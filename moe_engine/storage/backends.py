@@ -6,10 +6,8 @@ the same arguments.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.step_settings import StorageSettings
@@ -47,11 +45,6 @@ def open_storage(settings: StorageSettings, rank: int = 0) -> PageStorage:
             f"--hicache-storage-backend {settings.backend}: {type(storage).__name__} has no method {', '.join(missing)}"
         )
     return storage
-
-
-def extra_of(settings: StorageSettings) -> dict[str, Any]:
-    """`--hicache-storage-backend-extra-config`."""
-    return json.loads(settings.extra) if settings.extra else {}
 
 
 def class_at(path: str) -> Maker:

@@ -164,5 +164,5 @@ class SealedPages:
             if line not in self._reported and len(self._reported) < 100:
                 self._reported.add(line)
                 logger.warning(
-                    "KV storage: %s. The engine goes on without it and tries again every %g s", line, RETRY_SECONDS
+                    "KV storage: %s. The engine continues without it and tries again every %g s", line, RETRY_SECONDS
                 )

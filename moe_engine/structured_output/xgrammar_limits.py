@@ -91,7 +91,7 @@ def _check_alone(word: str, value: Any, where: str) -> None:
 
 
 def _has_type(schema: Mapping[str, Any], word: str) -> bool:
-    """Whether all values of `enum` or `const` have the schema's type, so that it says nothing more."""
+    """Whether all values of `enum` or `const` have the schema's type, so that the type adds nothing."""
     values = schema[word] if word == "enum" else [schema[word]]
     kind = schema.get("type")
     return isinstance(values, list) and isinstance(kind, str) and all(TYPES.get(type(one)) == kind for one in values)

@@ -171,7 +171,7 @@ class DeviceStream:
             return self.lazy_zeros((num_rows, width), torch.uint8)
         return torch.zeros(num_rows, width, dtype=torch.uint8, pin_memory=True)
 
-    def give_back(self) -> None:
+    def empty_cache(self) -> None:
         """Freed memory of torch's allocator goes back to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -183,7 +183,7 @@ class DeviceStream:
         return host_memory().available_bytes
 
 
-class StreamLane:
+class DeviceCommStream:
     """Implements `parallel.overlap.CommStream` by a second stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
@@ -214,7 +214,7 @@ class StreamPending:
         return self._result
 
 
-class CopyLane:
+class CopyStream:
     """A thread with a stream of its own, for copies beside the steps. Calls run in order. A call begins when the work
     launched before it by the calling thread is done; its future is done when its own work is.
 
@@ -264,11 +264,11 @@ def make_graphs(device: torch.device) -> CudaGraphs | None:
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
-def make_copy_lane(stream: DeviceStream) -> CopyLane | None:
-    """The lane for copies beside the steps; None on a CPU, where a copy takes as long beside a step as in it."""
-    return CopyLane(stream) if stream.asynchronous else None
+def make_copy_stream(stream: DeviceStream) -> CopyStream | None:
+    """The stream for copies beside the steps; None on a CPU, where a copy takes as long beside a step as in it."""
+    return CopyStream(stream) if stream.asynchronous else None
 
 
-def make_lane(device: torch.device) -> CommStream:
-    """A lane beside the stream or thread that runs steps on a device."""
-    return CommThread() if device.type == "cpu" else StreamLane(device)
+def make_comm_stream(device: torch.device) -> CommStream:
+    """A comm stream beside the stream or thread that runs steps on a device."""
+    return CommThread() if device.type == "cpu" else DeviceCommStream(device)

@@ -188,7 +188,7 @@ class _StoragesAway(_Away):
         stream.synchronize()
         for storage in storages:
             storage.resize_(0)
-        stream.give_back()
+        stream.empty_cache()
 
     def back(self) -> None:
         free = self._stream.free_bytes()

@@ -28,6 +28,12 @@ class NoArgs(msgspec.Struct, forbid_unknown_fields=True):
     """Of methods without arguments."""
 
 
+class TransferArgs(msgspec.Struct, forbid_unknown_fields=True):
+    """Where the leader of an attention group commands transfers of KV to other servers."""
+
+    address: str
+
+
 @dataclass(frozen=True)
 class RankMethod:
     """`run` gets an `args`; its result is a plain value for msgpack, and it waits for no other rank."""
@@ -50,6 +56,7 @@ def rank_methods(runner: ModelRunner, experts: ExpertControl, weights: WeightUpd
         "stop_profile": RankMethod(lambda _: profiler.stop()),
         "clear_storage": RankMethod(lambda _: _storage(runner).clear()),
         "storage_facts": RankMethod(lambda _: _storage(runner).facts()),
+        "join_transfers": RankMethod(lambda args: runner.kv_copies.on_join(args.address), TransferArgs),  # type: ignore
         **({} if weights is None else _weight_methods(weights) | _memory_methods(MemoryRelease(runner, weights))),
         **({} if runner.lora is None else _lora_methods(runner.lora)),
     }

@@ -1,6 +1,6 @@
 """This rank's groups with trainers, which send weights by broadcasts (`parallel.trainer_group`).
 
-Joining and receiving wait for another program. Each runs in a thread of its own while steps go on; `state` says when it
+Joining and receiving wait for another program. Each runs in a thread of its own while steps run; `state` says when it
 has ended. Received tensors lie in host memory until they are staged.
 """
 

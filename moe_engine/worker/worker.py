@@ -22,7 +22,7 @@ import torch
 from moe_engine.kernels.backends import Backends, KernelPlan
 from moe_engine.kernels.indexer.in_place import decode_planner
 from moe_engine.kernels.registry import Choice
-from moe_engine.kernels.torch_regions import Regions
+from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.kernels.triton import guard
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
@@ -229,7 +229,7 @@ def physical_cores() -> int:
     return max(1, min(usable, psutil.cpu_count(logical=False) or usable))
 
 
-def kernels_for(plan: KernelPlan, options: WorkerOptions, regions: Regions | None = None) -> Backends:
+def kernels_for(plan: KernelPlan, options: WorkerOptions, regions: CompiledRegions | None = None) -> Backends:
     """The built kernels of the model, or of its draft model."""
     fused = not options.disable_shared_experts_fusion and options.lora is None  # adapters are joined to linear layers
     return replace(build_backends(plan), regions=regions, fuse_shared_experts=fused)

@@ -130,7 +130,7 @@ class AgentPair:
 
     def send_all(self, room: int, places: list[int], pieces: int) -> None:
         """What `PrefillTier` does once the transfer was granted; `places` of the tokens from there on."""
-        _, _, begin, limit = self.prefill.wait(room, "granted")
+        _, _, begin, limit, *_ = self.prefill.wait(room, "granted")
         cuts = sorted({begin, limit, *(random.randint(begin, limit) for _ in range(pieces - 1))})
         for first, end in pairwise(cuts):
             for left in range(first, end, 256):

@@ -6,7 +6,7 @@ import itertools
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any, ClassVar
 
@@ -90,9 +90,12 @@ class FaultyWrite:
 
 
 class Cable:
-    """A port that forwards to another one of this machine. `cut` closes its connections, `stop` forwards nothing."""
+    """A port that forwards to another one of this machine. `cut` closes its connections, `stop` forwards nothing.
+    `on_bytes` is called with the bytes forwarded so far, behind each part."""
 
     def __init__(self, port: int) -> None:
+        self.num_bytes = 0
+        self.on_bytes: Callable[[int], None] = lambda count: None
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -152,9 +155,11 @@ class Cable:
         if other is None:
             return
         try:
-            data = end.recv(1 << 16)
+            data = end.recv(1 << 13)
             if data:
                 other.sendall(data)
+                self.num_bytes += len(data)
+                self.on_bytes(self.num_bytes)
                 return
         except OSError:
             pass

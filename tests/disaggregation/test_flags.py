@@ -18,7 +18,7 @@ from moe_engine.planning.validate import check
 @pytest.mark.parametrize(
     "words",
     [
-        "--tp-size 2", "--dp-size 2", "--disable-radix-cache", "--disaggregation-transfer-backend mori",
+        "--disable-radix-cache", "--disaggregation-transfer-backend mori",
         "--kv-connector a:B", "--disaggregation-bootstrap-port 0",
     ],
 )  # fmt: skip

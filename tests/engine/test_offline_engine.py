@@ -182,7 +182,7 @@ def test_dummy_weights_need_only_a_config(checkpoint: Path, tmp_path: Path) -> N
 def test_an_engine_that_is_dropped_leaves_no_process(checkpoint: Path) -> None:
     """As a notebook does that runs the same cell again."""
     engine = Engine(str(checkpoint), load_format="dummy", skip_tokenizer_init=True)
-    core, thread = psutil.Process(engine._cores[0].pid), engine._thread
+    core, thread = psutil.Process(engine._cores[0].pid), engine._loop.thread
     del engine
     gc.collect()
     assert psutil.wait_procs([core], timeout=60)[1] == []

@@ -106,6 +106,6 @@ def test_retracted_requests_keep_their_state() -> None:
     for pool in (8192, 600):
         with Engine(max_total_tokens=pool, schedule_conservativeness=0.01, **flags) as engine:
             found.append(run(engine, sampling, prompts))
-            assert not any(engine._run(engine._frontend.client.call("check_integrity")))
+            assert not any(engine._loop.run(engine._frontend.client.call("check_integrity")))
     assert [one["output_ids"] for one in found[0]] == [one["output_ids"] for one in found[1]]
     assert sum(one["meta_info"]["num_retractions"] for one in found[1]) > 0

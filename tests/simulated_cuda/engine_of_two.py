@@ -77,7 +77,7 @@ def main(folder: Path, seed: int) -> dict[str, Any]:
         differences |= {rid: [found[rid].tokens, right[rid]] for rid in right if found[rid].tokens != right[rid]}
         if rebalances := sum(state["eplb"]["rebalances"] for state in engine.get_server_info()["internal_states"]):
             break
-    problems = engine._run(engine._frontend.client.call("check_integrity"))
+    problems = engine._loop.run(engine._frontend.client.call("check_integrity"))
     return {
         "differences": differences,
         "problems": [problem for part in problems for problem in part],

@@ -89,10 +89,10 @@ def error_of(call: Callable[[], Any]) -> str:
 
 def replayed(rank: int, seeds: list[int]) -> list[Tensor]:
     """A sum and an exchange beside it in a lane, recorded once and replayed over other values."""
-    from moe_engine.worker.device_stream import StreamLane
+    from moe_engine.worker.device_stream import DeviceCommStream
 
     group = group_of(rank)
-    lane = StreamLane(group.device)
+    lane = DeviceCommStream(group.device)
     x, received = (torch.zeros(2, WIDTH, device=group.device) for _ in range(2))
 
     def work() -> Tensor:
@@ -155,10 +155,10 @@ def summed(rank: int, two_shot: bool) -> list[float]:
 def given_back(rank: int) -> list[str]:
     """Errors where memory is freed that another stream reads: without more, and through a lane, which keeps
     it for as long."""
-    from moe_engine.worker.device_stream import StreamLane
+    from moe_engine.worker.device_stream import DeviceCommStream
 
     device = torch.device(device_of(rank))
-    lane, side, kept = StreamLane(device), torch.cuda.Stream(), []
+    lane, side, kept = DeviceCommStream(device), torch.cuda.Stream(), []
 
     def carelessly() -> None:
         x = torch.ones(8, device=device)

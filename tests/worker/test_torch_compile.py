@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from moe_engine.kernels import torch_regions
-from moe_engine.kernels.torch_regions import Regions
+from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.kernels.triton import guard
 from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.step_settings import GraphSettings
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(region_setup, "Regions", partial(Regions, backend="eager"))
+    monkeypatch.setattr(region_setup, "CompiledRegions", partial(CompiledRegions, backend="eager"))
     monkeypatch.setenv(torch_regions.CACHE_VARIABLE, str(tmp_path / "compiled"))
 
 
@@ -93,7 +93,7 @@ def test_compiled_decodes_make_the_same_tokens(
 
 
 def test_a_late_compilation_is_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
-    regions = Regions(8, backend="eager")
+    regions = CompiledRegions(8, backend="eager")
     double = regions.compile(_double, (0,))
     assert regions.compile(_double, (0,)) is double
     torch_regions.watch()
@@ -132,7 +132,7 @@ config = stepper.load_model_config(path)
 plain = stepper.make_backends(config)
 kept = []
 with torch.inference_mode():
-    for kernels in (plain, dataclasses.replace(plain, regions=torch_regions.Regions(4))):
+    for kernels in (plain, dataclasses.replace(plain, regions=torch_regions.CompiledRegions(4))):
         model = stepper.load_model(path, config, "float32", "cpu", kernels)
         steps = stepper.Stepper(model, config, kernels)
         steps.step([stepper.Chunk(0, [5, 6, 7], False)])
@@ -151,7 +151,7 @@ torch._inductor.config.cpp_cache_precompile_headers = False
 torch_regions.keep_compiled_code(sys.argv[2])
 def double(x):
     return x + x
-compiled = torch_regions.Regions(4).compile(double, (0,))
+compiled = torch_regions.CompiledRegions(4).compile(double, (0,))
 with torch.inference_mode():
     assert torch.equal(compiled(torch.ones(1, 4)), torch.full((1, 4), 2.0))
 print(json.dumps(torch_regions.loaded_and_compiled()))

@@ -19,7 +19,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from moe_engine.core.kv_transfer import wire
-from moe_engine.core.kv_transfer.layout import Layout, parts
+from moe_engine.core.kv_transfer.directory import address_at
+from moe_engine.core.kv_transfer.layout import Layout, parts, sources_of
 from moe_engine.core.kv_transfer.rows import RowPart, StagedRows
 from moe_engine.core.kv_transfer.thread import TransferThread
 from moe_engine.core.kv_transfer.transports.protocol import Memory, Transport, TransportError
@@ -46,8 +47,12 @@ class Leg:
 
 @dataclass
 class Room:
-    places: list[int]
+    """`places` are empty where the prompt is cached: its prefill rank has to know."""
+
+    digest: bytes
     begin: int
+    limit: int
+    places: list[int]
     began: float = field(default_factory=time.monotonic)
     legs: list[Leg] = field(default_factory=list)
     reason: str = ""
@@ -62,6 +67,12 @@ class Peer:
         self.legs: dict[int, Leg] = {}
         self.heard = time.monotonic()
         self.is_welcome = False
+        self.piece_tokens = 0
+        self.layout = Layout()
+        self.groups: list[list[str]] = []
+        """Of a bootstrap port: the directory."""
+        self.waiting: list[int] = []
+        """Of a bootstrap port: rooms that wait for the directory."""
         self.part = RowPart()
         self.memory: Memory | None = None
         self.slot_bytes = 0
@@ -151,34 +162,43 @@ class DecodeAgent(TransferThread):
         if name == "want":
             self._want(number, *values)
         elif (room := self._rooms.get(number)) is not None:
-            self._fail(number, room, "the request ended")
+            self._fail(number, room, "the request ended")  # one that waits for the directory is over at once
 
     def _want(
         self, number: int, host: str, port: int, digest: bytes, begin: int, limit: int, places: list[int]
     ) -> None:
         host = f"[{host}]" if ":" in host else host
         address = f"tcp://{host}:{port or self._default_port}"
-        room = Room(places, begin)
+        room = self._rooms[number] = Room(digest, begin, limit, places)
         try:
-            peer = self._peer(address)
+            bootstrap = self._peer(address)
+            if bootstrap.is_welcome:
+                self._begin(number, room, bootstrap)
+            else:
+                bootstrap.waiting.append(number)
         except zmq.ZMQError as error:
-            self._report("failed", number, f"{address}: {error}")
-            return
-        leg = Leg(peer, Receiving(digest, begin, limit), next(self._attempts))
-        self._send(number, leg, leg.state.open())
-        if places:
+            room.reason = f"{address}: {error}"
+            self._finish(number, room)
+
+    def _begin(self, number: int, room: Room, bootstrap: Peer) -> None:
+        """Asks the ranks that have the KV, of the attention group that the prefill server has chosen by the room."""
+        addresses = bootstrap.groups[number % len(bootstrap.groups)]
+        for source in sources_of(self._rank, self._layout, bootstrap.layout):
+            peer = self._peer(address_at(addresses[source], bootstrap.address))
+            leg = Leg(peer, Receiving(room.digest, room.begin, room.limit), next(self._attempts))
             room.legs.append(leg)
             peer.legs[number] = leg
-            self._rooms[number] = room
-        else:  # the prompt is cached here
-            self._send(number, leg, leg.state.fail("cached"))
+            if not self._open_window(peer):
+                return
+            self._send(number, leg, leg.state.open())
+        if not room.places:
+            self._fail(number, room, "cached")
 
     def _peer(self, address: str) -> Peer:
         peer = self._peers.get(address)
         if peer is None:
             peer = self._peers[address] = Peer(self._context, address, self._keys)
-            own = self._layout
-            peer.send(["hello", self._schema, [own.num_ranks, own.num_shares, own.num_heads], self._rank])
+            peer.send(["hello", self._schema, self._layout.values, self._rank])
         return peer
 
     # -- messages
@@ -209,18 +229,35 @@ class DecodeAgent(TransferThread):
             failed = f"handshake failed; {SECRET_HINT}" if event & HANDSHAKE_FAILED else "no connection"
             self._lose(peer, f"{peer.address}: {failed}")
 
-    def _welcome(self, peer: Peer, piece_tokens: int, rank: int, layout: list[int]) -> None:
-        """Answers with memory for the pieces."""
-        peer.is_welcome = True
-        peer.part = parts(self._rank, self._layout, rank, Layout(*layout))[1]
-        peer.slot_bytes = piece_tokens * peer.part.bytes_of(self._rows)
+    def _welcome(
+        self, peer: Peer, piece_tokens: int, rank: int, layout: list[int], groups: list[list[str]] | None
+    ) -> None:
+        peer.is_welcome, peer.piece_tokens, peer.layout = True, piece_tokens, Layout(*layout)
+        peer.part = parts(self._rank, self._layout, rank, peer.layout)[1]
+        if peer.legs and not self._open_window(peer):
+            return
+        if peer.waiting and not groups:
+            self._lose(peer, f"{peer.address}: the prefill server has not started all of its ranks yet")
+            return
+        peer.groups = groups or []
+        waiting, peer.waiting = peer.waiting, []
+        for number in waiting:
+            if (room := self._rooms.get(number)) is not None:
+                self._begin(number, room, peer)
+
+    def _open_window(self, peer: Peer) -> bool:
+        """Memory for the pieces of a rank that is asked for KV; False if the peer was dropped for want of it."""
+        if not peer.is_welcome or peer.memory is not None:
+            return True
+        peer.slot_bytes = peer.piece_tokens * peer.part.bytes_of(self._rows)
         try:
             peer.memory = self._transport.register(NUM_SLOTS * peer.slot_bytes)
         except TransportError as error:
             logger.error("%s", error)
             self._lose(peer, str(error))
-            return
+            return False
         peer.send(["window", peer.memory.description, peer.slot_bytes])
+        return True
 
     def _handle(self, number: int, leg: Leg, name: str, values: list[Any]) -> None:
         if name == "data":
@@ -253,17 +290,20 @@ class DecodeAgent(TransferThread):
 
     def _finish(self, number: int, room: Room) -> None:
         """Reports the room once all of its legs are over; ends them if one has failed."""
-        failed = next((leg for leg in room.legs if leg.state.state is State.FAILED), None)
-        if failed is not None and not all(leg.is_over for leg in room.legs):
-            self._fail(number, room, failed.state.reason)
-            return
+        failed = next((leg.state.reason for leg in room.legs if leg.state.state is State.FAILED), "")
         if not all(leg.is_over for leg in room.legs):
+            if failed:
+                self._fail(number, room, failed)
             return
-        del self._rooms[number]
+        if self._rooms.pop(number, None) is None:
+            return
         for leg in room.legs:
             leg.peer.legs.pop(number, None)
-        if failed is not None:
-            self._report("failed", number, room.reason or failed.state.reason)
+        reason = room.reason or failed
+        if not room.places:
+            return
+        if reason:
+            self._report("failed", number, reason)
         else:
             self._report("filled", number, min(leg.state.end for leg in room.legs))
 
@@ -287,6 +327,9 @@ class DecodeAgent(TransferThread):
         """The connection has ended: so do its transfers. The next request connects again."""
         if self._peers.get(peer.address) is peer:
             del self._peers[peer.address]
+        for number in peer.waiting:
+            if (room := self._rooms.get(number)) is not None:
+                self._fail(number, room, reason)
         for number, leg in list(peer.legs.items()):
             leg.state.lost(reason)
             if number in self._rooms:

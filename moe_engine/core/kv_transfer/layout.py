@@ -29,6 +29,11 @@ class Layout:
         if min(numbers) < 1 or self.num_ranks % self.num_shares or numbers[2] % self.num_shares:
             raise ValueError(f"{self}: the ranks do not have equal shares")
 
+    @property
+    def values(self) -> list[int]:
+        """The arguments, for messages."""
+        return [self.num_ranks, self.num_shares, self.num_heads]
+
     def share_of(self, rank: int) -> int:
         return rank * self.num_shares // self.num_ranks
 
@@ -70,4 +75,5 @@ def parts(decode_rank: int, decode: Layout, prefill_rank: int, prefill: Layout) 
 
 
 def _overlap(a: range, b: range) -> range:
-    return range(max(a.start, b.start), min(a.stop, b.stop))
+    begin = max(a.start, b.start)
+    return range(begin, max(begin, min(a.stop, b.stop)))

@@ -1,54 +1,90 @@
-"""Starts the transfer thread of a prefill or decode server."""
+"""Starts the transfer threads of a prefill or decode server: one on each rank, commanded by the group's scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from moe_engine.core.executor import StepWorker
 from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
+from moe_engine.core.kv_transfer.directory import Home
+from moe_engine.core.kv_transfer.group_link import FollowerLink, GroupLink
+from moe_engine.core.kv_transfer.layout import Layout
 from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
 from moe_engine.core.kv_transfer.schema import cache_schema
 from moe_engine.core.kv_transfer.transports.protocol import TransportError
 from moe_engine.errors import ConfigError, EngineDeadError
 from moe_engine.planning.resolved_config import ResolvedConfig
-from moe_engine.processes.addresses import LOOPBACK, network_address
+from moe_engine.processes.addresses import LOOPBACK, network_address, own_address_towards
+from moe_engine.processes.rendezvous_address import host_of
+from moe_engine.processes.runtime_dir import RuntimeDir
 from moe_engine.processes.zmq_sockets import job_keys
-from moe_engine.scheduler.decode_tier import DecodeTier
 from moe_engine.scheduler.scheduler import Scheduler
+from moe_engine.scheduler.transfer_link import TransferLink
 
 if TYPE_CHECKING:
     from moe_engine.worker.kv_cache.transfer_copies import TransferCopies
     from moe_engine.worker.worker import Worker
+
+JOIN_SECONDS = 60.0
 
 
 def open_transfers(
     config: ResolvedConfig,
     scheduler: Scheduler,
     worker: Worker,
+    driver: StepWorker,
     wake: Callable[[], None],
     check: Callable[[], None],
+    group: int,
 ) -> Callable[[], None]:
     """The core's check of each iteration, which also applies what the thread reports.
 
-    Raises:
-        ConfigError: the bootstrap port cannot be bound.
-    """
-    tier, copies = scheduler.kv_cache.transfers, cast("TransferCopies", worker.runner.kv_copies)
-    assert tier is not None
-    flags = config.args.disaggregation
-    port = flags.disaggregation_bootstrap_port
-    schema, keys = cache_schema(config), job_keys(config.parallel.secret)
-    more: dict[str, Any] = {"transport": flags.disaggregation_transfer_backend, "host": _reachable(config)}
-    try:
-        if isinstance(tier, DecodeTier):
-            DecodeAgent(tier.link, copies, schema, port, keys, wake, **more)
-        else:
-            PrefillAgent(tier.link, copies, schema, f"tcp://{_address(config)}:{port}", keys, wake, **more)
-    except TransportError as error:
-        raise ConfigError(
-            f"--disaggregation-transfer-backend {flags.disaggregation_transfer_backend}: {error}"
-        ) from error
+    Args:
+        group: attention group among those of all replicas.
 
+    Raises:
+        ConfigError: the bootstrap port cannot be bound, or the transport does not start.
+    """
+    tier = scheduler.kv_cache.transfers
+    assert tier is not None
+    layout = layout_of(config)
+    if layout.num_ranks == 1:
+        _start(config, worker, tier.link, wake, group, 0)
+        return _with_transfers(check, tier, scheduler)
+    folder = RuntimeDir()
+    keys = job_keys(config.parallel.secret)
+    sends = config.args.disaggregation.disaggregation_mode == "prefill"
+    link = GroupLink(tier.link, layout, sends, _group_address(config, folder), keys, wake)
+    _start(config, worker, link.own, link.wake, group, 0)
+    pending = [driver.call_ranks("join_transfers", {"address": link.address}, JOIN_SECONDS)]
+
+    def joined() -> None:
+        if pending and (answers := pending[0].answers()) is not None:
+            pending.clear()
+            if wrong := [found.error for found in answers if found.error]:
+                raise EngineDeadError(f"--disaggregation-mode: a rank cannot transfer KV: {wrong[0]}")
+        check()
+
+    joined.folder = folder  # type: ignore[attr-defined]  # as long as the core
+    return _with_transfers(joined, tier, scheduler)
+
+
+def follow_transfers(config: ResolvedConfig, worker: Worker, group: int, rank: int) -> None:
+    """Prepares a follower, number `rank` of its attention group, to join its leader."""
+    copies = worker.runner.kv_copies
+    if not hasattr(copies, "on_join"):
+        return
+
+    def join(address: str) -> None:
+        link = FollowerLink(rank, address, job_keys(config.parallel.secret))
+        _start(config, worker, link.own, link.wake, group, rank)
+        link.start()
+
+    copies.on_join = join  # type: ignore[union-attr]
+
+
+def _with_transfers(check: Callable[[], None], tier: Any, scheduler: Scheduler) -> Callable[[], None]:
     def both() -> None:
         check()
         if tier.link.broken:
@@ -58,13 +94,63 @@ def open_transfers(
     return both
 
 
-def _address(config: ResolvedConfig) -> str:
-    """Where the prefill server listens: as its HTTP server does."""
+def _start(
+    config: ResolvedConfig, worker: Worker, link: TransferLink, wake: Callable[[], None], group: int, rank: int
+) -> None:
+    flags, copies = config.args.disaggregation, cast("TransferCopies", worker.runner.kv_copies)
+    port, backend = flags.disaggregation_bootstrap_port, flags.disaggregation_transfer_backend
+    layout, schema, keys = layout_of(config), cache_schema(config), job_keys(config.parallel.secret)
+    more: dict[str, Any] = {"transport": backend, "host": _reachable(config), "layout": layout}
+    try:
+        if flags.disaggregation_mode == "decode":
+            DecodeAgent(link, copies, schema, port, keys, wake, **more, rank=rank)
+        else:
+            home = _home(config, group, rank)
+            address = f"tcp://{_bound(config)}:{'*' if home.bootstrap else port}"
+            PrefillAgent(link, copies, schema, address, keys, wake, **more, home=home)
+    except TransportError as error:
+        raise ConfigError(f"--disaggregation-transfer-backend {backend}: {error}") from error
+
+
+def layout_of(config: ResolvedConfig) -> Layout:
+    """The ranks of an attention group: MLA's latent is whole on each, KV heads are divided, and repeated where there
+    are more ranks than heads."""
+    ranks, attention = config.parallel.topology.attn_tp_size, config.model.attention
+    if attention.kind != "gqa":
+        return Layout(ranks)
+    heads = attention.num_kv_heads  # type: ignore[union-attr]
+    return Layout(ranks, min(ranks, heads), heads)
+
+
+def _home(config: ResolvedConfig, group: int, rank: int) -> Home:
+    """Rank 0 of group 0 is at the bootstrap port; the others register there."""
+    num_groups = config.parallel.num_groups
+    if group == rank == 0:
+        return Home(num_groups)
+    plan, port = config.parallel, config.args.disaggregation.disaggregation_bootstrap_port
+    if plan.num_nodes == 1:
+        bound = _bound(config)
+        return Home(num_groups, group, rank, f"tcp://{LOOPBACK if bound == '*' else bound}:{port}")
+    leader = host_of(plan.leader_address or "")
+    advertised = "" if plan.node_rank == 0 else own_address_towards(leader)
+    return Home(num_groups, group, rank, f"tcp://{leader}:{port}", advertised)
+
+
+def _bound(config: ResolvedConfig) -> str:
+    """Where a prefill server listens: as its HTTP server does; ranks of other nodes everywhere."""
     host = config.server.host
-    return "*" if host in ("0.0.0.0", "::") else host
+    return "*" if host in ("0.0.0.0", "::") or config.parallel.node_rank else host
+
+
+def _group_address(config: ResolvedConfig, folder: RuntimeDir) -> str:
+    plan = config.parallel
+    if plan.num_nodes == 1:
+        return f"ipc://{folder.path}/transfers"
+    return f"tcp://{own_address_towards(host_of(plan.leader_address or ''))}:*"
 
 
 def _reachable(config: ResolvedConfig) -> str:
     """This server's address for the transports of its peers."""
     host = config.server.host
-    return (network_address() or LOOPBACK) if host in ("0.0.0.0", "::") else host
+    wide = host in ("0.0.0.0", "::") or config.parallel.node_rank
+    return (network_address() or LOOPBACK) if wide else host

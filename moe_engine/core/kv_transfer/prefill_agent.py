@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from moe_engine.core.kv_transfer import wire
+from moe_engine.core.kv_transfer.directory import Directory, Home
 from moe_engine.core.kv_transfer.layout import Layout, consumers_of, parts
 from moe_engine.core.kv_transfer.rows import RowPart, StagedRows
 from moe_engine.core.kv_transfer.schema import difference
@@ -24,7 +25,7 @@ from moe_engine.core.kv_transfer.thread import TransferThread
 from moe_engine.core.kv_transfer.transports.protocol import Transport, TransportError, Write
 from moe_engine.core.kv_transfer.transports.table import open_transport
 from moe_engine.core.kv_transfer.windows import NUM_SLOTS, SendWindow
-from moe_engine.processes.zmq_sockets import JobKeys, bind
+from moe_engine.processes.zmq_sockets import JobKeys, bind, connect
 from moe_engine.scheduler.prefill_tier import PIECE_TOKENS
 from moe_engine.scheduler.transfer_link import TransferLink
 from moe_engine.scheduler.transfer_state import WINDOW, Message, Sending, State
@@ -101,7 +102,7 @@ class PrefillAgent(TransferThread):
     Args:
         rows: the places of the tier.
         transport: name of its row in `transports.table`; host: address of this rank for it.
-        layout, rank: this rank among those of its attention group.
+        layout: of its attention group; home: this rank among those of its server.
         wake_core: ends a wait of the core's loop.
 
     Raises:
@@ -121,21 +122,36 @@ class PrefillAgent(TransferThread):
         transport: str = "tcp",
         host: str = "127.0.0.1",
         layout: Layout | None = None,
-        rank: int = 0,
+        home: Home | None = None,
     ) -> None:
         super().__init__(link, wake_core)
         self._rows, self._schema = rows, schema
-        self._layout, self._rank = layout or Layout(), rank
+        self._layout, self._home = layout or Layout(), home or Home()
+        self._rank = self._home.rank
+        self._directory = Directory(self._home.num_groups, self._layout)
         self._rooms: dict[int, Room] = {}
         self._peers: dict[bytes, Consumer] = {}
         self._transport: Transport = open_transport(transport, host, self._deliver)
         self._socket = wire.router(self._context)
         self.address = bind(self._socket, address, keys, "--disaggregation-bootstrap-port")
+        self._registration = self._register(keys)
         self._beat_at = time.monotonic()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._inner, zmq.POLLIN)
         self._start()
+
+    def _register(self, keys: JobKeys | None) -> zmq.Socket[bytes] | None:
+        """In the directory at the bootstrap port: its own, or that of another rank, which may start later."""
+        home = self._home
+        if not home.bootstrap:
+            self._directory.register(home.group, home.rank, "")
+            return None
+        socket = wire.dealer(self._context)
+        connect(socket, home.bootstrap, keys)
+        port = self.address.rpartition(":")[2]
+        socket.send(wire.encode(["register", home.group, home.rank, f"{home.advertised}:{port}"]))
+        return socket
 
     def _is_busy(self) -> bool:
         return any(room.may_read or any(leg.writes for leg in room.legs.values()) for room in self._rooms.values())
@@ -167,6 +183,9 @@ class PrefillAgent(TransferThread):
         peer, *frames = self._socket.recv_multipart()
         try:
             name, *values = wire.decode(frames[0])
+            if name == "register":
+                self._directory.register(*values)
+                return
             if name == "hello":
                 self._peers[peer] = Consumer(0.0)
             consumer = self._peers.get(peer)
@@ -191,8 +210,8 @@ class PrefillAgent(TransferThread):
             self._tell(peer, ["refused", reason])
             return
         consumer.part = parts(rank, consumer.layout, self._rank, self._layout)[0]
-        own = self._layout
-        self._tell(peer, ["welcome", PIECE_TOKENS, self._rank, [own.num_ranks, own.num_shares, own.num_heads]])
+        groups = None if self._home.bootstrap else self._directory.groups()
+        self._tell(peer, ["welcome", PIECE_TOKENS, self._rank, self._layout.values, groups])
 
     def _open(self, peer: bytes, consumer: Consumer, description: bytes, slot_bytes: int) -> None:
         """The decode rank's memory: `NUM_SLOTS` slots."""
@@ -258,6 +277,8 @@ class PrefillAgent(TransferThread):
             room.staged.append(values)  # type: ignore[arg-type]
         elif name == "done":
             room.all_staged = True
+        elif name == "drop":  # no decode rank takes its KV from this rank
+            del self._rooms[number]
         else:
             self._end(number, room, str(values[0]))
 
@@ -286,7 +307,8 @@ class PrefillAgent(TransferThread):
             self._end(number, room, "the ranks of the decode server want different tokens")
             return
         room.announced = True
-        self._report("granted", number, *ranges.pop())
+        peers = self._peers[legs[0].peer].layout
+        self._report("granted", number, *ranges.pop(), peers.values)
 
     def _read(self, number: int, room: Room, legs: list[Leg]) -> bool:
         """Reads the next piece for every leg, and begins its writes; False if a window is full."""

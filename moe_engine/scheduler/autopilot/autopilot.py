@@ -107,7 +107,7 @@ class Autopilot:
                     self._relieve(window, now, decode_steps)
             return
         window.count_waiting()
-        if self._settings.values() != self._latest:  # changed from outside: those values stand
+        if self._settings.values() != self._latest:  # changed from outside: these values are kept
             self._trial = None
         elif trial is not None:
             self._judge(trial, window, now)
@@ -201,7 +201,7 @@ def gain_of(before: Window, after: Window, limits: LatencyLimits) -> tuple[float
     Where requests wait, the engine limits the throughput, and the tokens a second are compared. Otherwise the load
     does, and the seconds that requests spend for a token are compared. Where the load went from one to the other, the
     better of both counts. With an SLO the shares outside its limits count first. Late first tokens behind a queue do
-    not: they say how long the queue was, not how fast the engine is.
+    not: they depend on the length of the queue, not on the speed of the engine.
     """
     missed = [window.slow_share for window in (before, after)]
     if not before.is_backlogged and not after.is_backlogged:

@@ -30,7 +30,7 @@ class Efficiency:
         prompt_weight: seconds that a decode loses for a second of others' prompts.
         queue: share of the others' prompts that a new prompt waits for in a closed loop.
         request_ms: of a request outside steps.
-        kv: dtype of the KV cache unless a launch says otherwise.
+        kv: dtype of the KV cache unless the launch gives another.
         deviations: factor on the time of a step by `deviation_keys`, where it was measured.
         prompt_deviations: the same for the time to the first token.
     """

@@ -13,7 +13,7 @@ from moe_engine.tuning.doctor.window import Statistics
 
 @dataclass(frozen=True)
 class Cost:
-    """Memory that a change costs, by the ledger. `num_bytes` None: unknown, `text` says why."""
+    """Memory that a change costs, by the ledger. `num_bytes` None: unknown, `text` has the reason."""
 
     text: str
     num_bytes: int | None = None

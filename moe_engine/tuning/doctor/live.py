@@ -1,6 +1,6 @@
 """Samples a running server over HTTP -> the events that its log would have.
 
-This engine's servers keep a history of the last minutes (``/doctor``). SGLang's are asked once a second, by
+This engine's servers keep a history of the last minutes (``/doctor``). SGLang's are sampled once a second, by
 /server_info, /v1/loads or /get_load, and /metrics where it is enabled; nothing is generated.
 """
 

@@ -47,7 +47,7 @@ DP_WEIGHTS = 0.5
 
 @dataclass(frozen=True)
 class Change:
-    """A flag's new value. `value` None: leave the flag out; `flag` "": no flag, `effect` has the deed."""
+    """A flag's new value. `value` None: leave the flag out; `flag` "": no flag, `effect` names the action."""
 
     flag: str
     value: Any = None

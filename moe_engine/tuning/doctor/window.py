@@ -17,7 +17,7 @@ ROOM = 0.9
 MAX_SMALL_BATCH = 512
 """Requests of a decode step up to which a CUDA graph is worth its memory (guide: 512 to 768)."""
 LEAST_LINES = 5
-"""Batch lines of a kind below which shares and medians say nothing."""
+"""Batch lines of a kind below which shares and medians mean nothing."""
 MEDIANS = ("queue", "running", "usage", "throughput", "accept_len")
 _DP = re.compile(r"DP(\d+)")
 

@@ -1,4 +1,4 @@
-"""The memory ledger of a candidate: `planning.resolve` decides, the very code that `serve` runs."""
+"""The memory ledger of a candidate: by `planning.resolve`, as in `serve`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Room:
 
 
 class RoomOf(Protocol):
-    """Says what room a candidate has."""
+    """The room of a candidate."""
 
     def of(self, candidate: Candidate) -> Room: ...
 

@@ -2,7 +2,7 @@
 
 A line of Mooncake's has ``timestamp`` (milliseconds), ``input_length``, ``output_length`` and ``hash_ids``, one for
 each 512 tokens of the prompt: equal ids are equal text; optionally ``session_id`` and, instead of ``timestamp`` behind
-its first turn, ``delay`` (milliseconds behind the answer before). A line of ours has ``arrival`` (seconds),
+its first turn, ``delay`` (milliseconds behind the answer before). A line of the other format has ``arrival`` (seconds),
 ``input_len``, ``output_len`` and, optionally, ``max_tokens`` and ``prefix_len`` with ``prefix_id``: requests with the
 same id share so many tokens.
 """

@@ -22,7 +22,7 @@ from moe_engine.parallel.placement.sources import from_any
 from moe_engine.parallel.recording.config import RecorderConfig
 from moe_engine.parallel.recording.draft_counts import DraftCounts
 from moe_engine.parallel.recording.recorder import ExpertRecorder
-from moe_engine.worker.device_stream import make_lane
+from moe_engine.worker.device_stream import make_comm_stream
 from moe_engine.worker.eplb.eplb_manager import EPLBManager, Planner
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
@@ -157,8 +157,8 @@ def _balance(
 
     def transfer() -> ExpertTransfer:
         memory = SlotMemory(kernel, weights, num_spare=rebalance.layers_at_once)
-        lane = make_lane(recorder.config.device)
-        return ExpertTransfer(memory, parallel.expert_link(), parallel.ep_rank, tables.slots_per_rank, lane)
+        stream = make_comm_stream(recorder.config.device)
+        return ExpertTransfer(memory, parallel.expert_link(), parallel.ep_rank, tables.slots_per_rank, stream)
 
     return EPLBManager(
         rebalance,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from moe_engine.kernels import torch_regions
-from moe_engine.kernels.torch_regions import Regions
+from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.step_settings import CompileSettings
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.startup.warmup import compile_regions
@@ -13,17 +13,17 @@ from moe_engine.worker.startup.warmup import compile_regions
 logger = logging.getLogger("moe_engine")
 
 
-def start_regions(settings: CompileSettings) -> Regions | None:
+def start_regions(settings: CompileSettings) -> CompiledRegions | None:
     """To be called before the model is built, whose first steps compile; None if nothing is compiled."""
     if not settings.max_tokens:
         return None
     folder = torch_regions.keep_compiled_code(settings.folder)
     torch_regions.watch()
     logger.info("torch.compile of decodes up to %d tokens; compiled code is kept in %s", settings.max_tokens, folder)
-    return Regions(settings.max_tokens)
+    return CompiledRegions(settings.max_tokens)
 
 
-def finish_regions(runner: ModelRunner, regions: Regions | None) -> None:
+def finish_regions(runner: ModelRunner, regions: CompiledRegions | None) -> None:
     """To be called after the warm-up: compiles the remaining regions and logs the counts."""
     if regions is None:
         return

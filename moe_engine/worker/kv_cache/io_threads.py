@@ -34,7 +34,7 @@ class IOThreads:
             self._calls.put(None)
 
     def _failed(self, message: str) -> None:
-        """The other threads go on; requests wait for no report longer than their bound."""
+        """The other threads continue; requests wait for no report longer than their bound."""
 
     def _run(self) -> None:
         while (item := self._calls.get()) is not None:

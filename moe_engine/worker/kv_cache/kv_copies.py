@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.types import KVLoad, KVOps
-from moe_engine.worker.device_stream import DeviceStream, make_copy_lane
+from moe_engine.worker.device_stream import DeviceStream, make_copy_stream
 from moe_engine.worker.kv_cache.host_pool import HostPool
 from moe_engine.worker.kv_cache.kv_pool import KVPool
 from moe_engine.worker.kv_cache.storage_io import StorageIO
@@ -55,8 +55,8 @@ class KVCopies:
         widths = pool.row_widths
         self.host = HostPool(num_places, widths, layout, stream)
         self._at_once = max(1, COPY_BYTES // sum(widths))
-        self._lane = make_copy_lane(stream)
-        self._staging = stream.host_bytes(self._at_once, sum(widths)) if staged and self._lane is not None else None
+        self._copies = make_copy_stream(stream)
+        self._staging = stream.host_bytes(self._at_once, sum(widths)) if staged and self._copies is not None else None
         self.storage: StorageIO | None = None
         """Set where the tier has storage below it."""
         self._storing: Future[None] | None = None
@@ -78,11 +78,11 @@ class KVCopies:
             part = slice(begin, begin + self._at_once)
             self._store(ops.store_slots[part], ops.store_places[part])
         for load in ops.loads:
-            if self._lane is None:
+            if self._copies is None:
                 self._load(load)
                 self._done.append(load.id)
                 continue
-            copy = self._loading[load.id] = self._lane.run(self._load, load)
+            copy = self._loading[load.id] = self._copies.run(self._load, load)
             copy.add_done_callback(partial(self._report, load.id))
         if self.storage is not None and (ops.fetches or ops.backups or ops.stops):
             copies = [*self._loading.values()] if self._storing is None else [self._storing, *self._loading.values()]
@@ -102,8 +102,8 @@ class KVCopies:
         self._storing = None
 
     def close(self) -> None:
-        if self._lane is not None:
-            self._lane.close()
+        if self._copies is not None:
+            self._copies.close()
         if self.storage is not None:
             self.storage.close()
 
@@ -111,10 +111,10 @@ class KVCopies:
         if self._storing is not None:
             self._storing.result()  # its rows are still in memory
         rows = self._pool.read_rows(self._stream.from_list(slots, torch.int64))
-        if self._lane is None:
+        if self._copies is None:
             self.host.put(torch.tensor(places), rows)
         else:
-            self._storing = self._lane.run(self._download, rows, places)
+            self._storing = self._copies.run(self._download, rows, places)
 
     def _download(self, rows: Tensor, places: list[int]) -> None:
         if self._staging is None:
@@ -129,7 +129,7 @@ class KVCopies:
         for begin in range(0, len(load.slots), self._at_once):
             places = load.places[begin : begin + self._at_once]
             slots = self._stream.from_list(load.slots[begin : begin + self._at_once], torch.int64)
-            if self._lane is None:
+            if self._copies is None:
                 rows = self.host.take(torch.tensor(places))
             else:
                 rows = torch.empty(len(places), self.host.width, dtype=torch.uint8, device=self._stream.device)

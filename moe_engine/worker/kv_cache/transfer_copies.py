@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -13,9 +14,11 @@ from moe_engine.worker.kv_cache.kv_copies import KVCopies
 
 
 class TransferCopies(KVCopies):
-    """`stored`: number (`KVOps.serial`) of the last stores that are complete; may be read from any thread."""
+    """`stored`: number (`KVOps.serial`) of the last stores that are complete; may be read from any thread. `on_join`:
+    of a follower, called with the address at which its leader commands the transfers of the group."""
 
     stored = 0
+    on_join: Callable[[str], None] = staticmethod(lambda address: None)
 
     @property
     def row_bytes(self) -> int:

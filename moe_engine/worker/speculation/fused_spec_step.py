@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from moe_engine.kernels.decoder.drafting import RowTables, StepDraws, VerifiedChains
-from moe_engine.models.mtp import MTPLayers, WholeStepCall
+from moe_engine.models.mtp import FusedStepCall, MTPLayers
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.sampling.sampler import Sampler
 from moe_engine.worker.speculation.mtp import MAX_FUSED_ROWS, MTPDrafter
@@ -38,7 +38,7 @@ class FusedStep:
         self._history = rows.history
         self._sampler = sampler
         self._kv = kv
-        self._call: WholeStepCall | None = None
+        self._call: FusedStepCall | None = None
         self._is_looked_up = False
         self._repeated: tuple[np.ndarray, np.ndarray] | None = None
 
@@ -74,7 +74,7 @@ class FusedStep:
             tables = RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, states)
             layers = self._drafter.layers
             assert isinstance(layers, MTPLayers)
-            self._call = layers.whole_step(tables, self._kv)
+            self._call = layers.fused_step(tables, self._kv)
         return self._call is not None
 
     def _draws(self, rows: np.ndarray, depth: int) -> StepDraws | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from moe_engine.kernels.backends import Backends
-from moe_engine.kernels.torch_regions import Regions
+from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.kernels.vendors.warming import StepShapes
 from moe_engine.kernels.warmup_sizes import PREFIX, ladder
 from moe_engine.types import NewRow, RowWrite, SamplingParams, Speculation, StepPlan
@@ -45,7 +45,7 @@ def warm_up(runner: ModelRunner, *, num_tokens: int = NUM_TOKENS) -> None:
     runner.stream.synchronize()
 
 
-def compile_regions(runner: ModelRunner, regions: Regions) -> None:
+def compile_regions(runner: ModelRunner, regions: CompiledRegions) -> None:
     """Compiles regions for decodes of several tokens; `warm_up` has compiled those of one token."""
     rows = [_ROW, _ROW + 1]
     if runner.rows.max_rows < len(rows) or not regions.serves(len(rows)):

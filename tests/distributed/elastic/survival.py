@@ -114,7 +114,7 @@ class Struck:
 
     def problems(self) -> list[Any]:
         """Integrity problems of all schedulers."""
-        found = self.engine._run(self.engine._frontend.client.call("check_integrity"))
+        found = self.engine._loop.run(self.engine._frontend.client.call("check_integrity"))
         return [problem for part in found for problem in part]
 
 

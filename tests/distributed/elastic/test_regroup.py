@@ -35,7 +35,7 @@ def test_pause_of_a_loss_before_the_first_iteration_is_zero(
     status = Mock(read=lambda: Mock(silence=0.0))
     with pytest.raises(RuntimeError, match="over"):
         serve_across_losses(core, worker, Mock(), status, 0)
-    assert "Serving paused for 0.00 s and goes on with 1 of 2 ranks: 3 experts copied, 0 read" in caplog.text
+    assert "Serving paused for 0.00 s and continues with 1 of 2 ranks: 3 experts copied, 0 read" in caplog.text
 
 
 class Regroups:

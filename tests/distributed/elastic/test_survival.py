@@ -161,12 +161,12 @@ def test_masked_requests_continue(tmp_path: Path, drafts: dict[str, Any]) -> Non
 def check_counts(running: Struck, folder: Path) -> None:
     """The records have each computed token once, in passes with the same numbers on all ranks."""
     records = ExpertRecords(running.engine._frontend.client)
-    running.engine._run(records.start())
+    running.engine._loop.run(records.start())
     streams = draw(SEED + 5, 6, 9, [1, 2])
     for stream in streams:
         stream.begin(running.engine)
     finish(streams)
-    (path,) = running.engine._run(records.dump()).paths
+    (path,) = running.engine._loop.run(records.dump()).paths
     assert Path(path).parent == folder
     counted = torch.load(path, weights_only=True)["logical_count"].sum(2)  # [S, L]
     computed = sum(len(stream.prompt) - stream.meta["cached_tokens"] + 9 - 1 for stream in streams)

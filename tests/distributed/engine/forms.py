@@ -154,7 +154,7 @@ class Forms:
         with self._engine(model, **flags_of(case, self._tiny_pool), **more) as engine:
             found = asyncio.run(serve(engine, self._requests))
             states = engine.get_server_info()["internal_states"]
-            problems = engine._run(engine._frontend.client.call("check_integrity"))
+            problems = engine._loop.run(engine._frontend.client.call("check_integrity"))
         differences, error = compare(self._requests, found, expected)
         speculation = [state["speculation"] for state in states if state.get("speculation")]
         return Outcome(

@@ -96,7 +96,7 @@ def test_a_training_loop(
         assert engine.resume_memory_occupation()[0]
         engine.continue_generation()
         assert [chunk["output_ids"] for chunk in stream][-1] == expected["new"][3] and first
-        assert not any(engine._run(engine._frontend.client.call("check_integrity")))
+        assert not any(engine._loop.run(engine._frontend.client.call("check_integrity")))
 
 
 def test_refusals(checkpoints: dict[str, Path]) -> None:  # noqa: F811

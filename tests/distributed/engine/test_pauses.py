@@ -37,7 +37,7 @@ async def begun(pieces: list[int], task: asyncio.Task[Any]) -> None:
 
 async def call(engine: Engine, work: Any) -> Any:
     """Runs a coroutine on the engine's own loop."""
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, engine._loop))
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, engine._loop.loop))
 
 
 async def settled(pieces: list[list[int]]) -> list[int]:

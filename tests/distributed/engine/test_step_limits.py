@@ -74,7 +74,7 @@ def answers(path: Path, **flags: Any) -> list[list[int]]:
 
     with Engine(str(path), **{**common, **flags}, skip_tokenizer_init=True) as engine:
         found = asyncio.run(all_of(engine))
-        assert not any(engine._run(engine._frontend.client.call("check_integrity")))
+        assert not any(engine._loop.run(engine._frontend.client.call("check_integrity")))
     return found
 
 

@@ -63,7 +63,7 @@ def expected(checkpoints: dict[str, Path], forked_processes: None) -> dict[str, 
 
 
 def update(engine: Engine, path: Path, version: str | None = None, **options: Any) -> Updated:
-    return engine._run(WeightUpdates(engine._frontend).update(str(path), None, version, **options))
+    return engine._loop.run(WeightUpdates(engine._frontend).update(str(path), None, version, **options))
 
 
 Answers = list[tuple[int, str, str, list[int]]]
@@ -102,7 +102,9 @@ def test_no_answer_mixes_two_checkpoints(
             path, count = str(checkpoints[version]), len(answers)
             while len(answers) < count + len(PROMPTS):
                 await asyncio.sleep(0.01)
-            done.append(await asyncio.wrap_future(engine._submit(updates.update(path, None, version, abort=abort))))
+            done.append(
+                await asyncio.wrap_future(engine._loop.submit(updates.update(path, None, version, abort=abort)))
+            )
 
         async def work(answers: Answers) -> None:
             await change("new", False, answers)
@@ -119,7 +121,7 @@ def test_no_answer_mixes_two_checkpoints(
             "new",
             str(checkpoints["new"]),
         )
-        assert not any(engine._run(engine._frontend.client.call("check_integrity")))
+        assert not any(engine._loop.run(engine._frontend.client.call("check_integrity")))
         if FORMS[form].get("enable_eplb"):
             states = engine.get_server_info()["internal_states"]
             assert all(state["eplb"]["rebalances"] for state in states), "experts moved between the updates"

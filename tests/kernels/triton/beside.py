@@ -1,8 +1,9 @@
 """Launches beside each other under Triton's interpreter: programs of kernels that wait for other programs, of one rank
 or of several in this process.
 
-Every program is a thread, of which one runs at a time. Where a kernel reads the clock, as all waits do, another one
-continues, drawn at random: programs start and interleave in any order. All programs of a launch are resident.
+Every program is a thread, of which one runs at a time. Where a kernel reads the clock or pauses, as all waits do,
+another one continues, drawn at random: programs start and interleave in any order. All programs of a launch are
+resident.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _set_place() -> None:
 
 @contextmanager
 def _switching(turns: Turns) -> Iterator[None]:
-    """Within, another thread continues where a kernel reads the clock."""
+    """Within, another thread continues where a kernel reads the clock or pauses."""
     clock = Builder.create_inline_asm
 
     def read(builder: Any, text: str, *rest: Any) -> Any:

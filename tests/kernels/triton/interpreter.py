@@ -2,8 +2,9 @@
 
 The interpreter of Triton 3.6 to 3.9 keeps bf16 and FP8 as bare integers. Casts to bf16 truncate, casts to e4m3 lose a
 carry out of the mantissa, and products of bf16 matrices multiply the integers. GPUs round to nearest even and multiply
-numbers, and so do kernels that are held against float64 here. GPUs have a clock, too, which is the only assembly that
-our kernels contain. The interpreter of 3.6 also takes arrays of one element for indices, which numpy no longer does.
+numbers, and so do kernels that are held against float64 here. GPUs have a clock and can pause, too, which is the only
+assembly that our kernels contain. The interpreter of 3.6 also takes arrays of one element for indices, which numpy no
+longer does.
 
 The interpreter spends most of its time on bookkeeping. Three patches halve that time: numpy types and shapes are
 cached, and integer sums are checked for overflow only by `make test-exhaustive`.
@@ -69,12 +70,15 @@ def _widen(x: Any) -> Any:
 
 
 def inline_asm(builder: Any, text: str, *rest: Any) -> Any:
-    """The clock in nanoseconds. Its callers wait for another process, which needs the core."""
-    if "%globaltimer" not in text:
+    """The clock in nanoseconds, or a pause. Its callers wait for another process, which needs the core."""
+    if "%globaltimer" in text:
+        found = interpreter.TensorHandle(np.array([time.monotonic_ns()], dtype=np.int64), tl.int64)
+    elif "nanosleep" in text:
+        found = interpreter.TensorHandle(np.zeros(1, dtype=np.int32), tl.int32)
+    else:
         raise NotImplementedError(f"assembly that the interpreter does not know: {text}")
     os.sched_yield()
-    now = interpreter.TensorHandle(np.array([time.monotonic_ns()], dtype=np.int64), tl.int64)
-    return SimpleNamespace(get_result=lambda place: now)
+    return SimpleNamespace(get_result=lambda place: found)
 
 
 def patch_tensor(tensor: Any, scope: Any) -> None:

@@ -41,7 +41,7 @@ def test_a_launch_finds_everything_that_was_compiled_for_it(tmp_path):
     flags = ("--tp", "2", "--ep", "2", "--moe-a2a-backend", "all_to_all", "--linear-backend", "torch")
     _, index = compile_into(tmp_path, *flags)
     names = {kernel["name"] for kernel in index["kernels"]}
-    assert {"rms_norm_kernel", "write_latent_kernel", "router_select_kernel", "limits_kernel", "draw_kernel"} <= names
+    assert {"rms_norm_kernel", "write_latent_kernel", "route_kernel", "limits_kernel", "draw_kernel"} <= names
     assert {"latent_kernel", "expanded_kernel"} <= names
     assert index["about"]["tp_size"] == 2 and index["about"]["arch"] == 90
     if availability.version() >= (3, 9):  # an older compiler spills 8 bytes in place_kernel

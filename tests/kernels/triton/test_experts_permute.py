@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.permutation import triton_permute
-from moe_engine.kernels.permutation.protocol import Permutation
+from moe_engine.kernels.permutation.protocol import ExpertOrder, Permutation
 from moe_engine.kernels.permutation.reference import TorchPermutation
 from moe_engine.kernels.permutation.triton_permute import TritonPermutation
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.protocol import QuantizedRows
 from tests.distributed.dispatch.row_sums import check_row_sums
+from tests.kernels.triton import beside
 from tests.kernels.triton.launches import launches
 from tests.kernels.triton.poison import poisoned_memory
 
@@ -75,6 +76,28 @@ def test_many_pairs_share_programs(monkeypatch: pytest.MonkeyPatch, counted: boo
     with launches() as names:
         test_sort_by_expert(TritonPermutation(), choices(150, 2, 6), 6, 1)
     assert names == ["count_kernel"] * counted + ["place_kernel"]
+
+
+def test_programs_of_a_sort_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting and placing in one launch, whose programs run in any order; as two launches place them. A device
+    that cannot run all programs at once takes two."""
+    monkeypatch.setattr(triton_permute, "_ONE_LAUNCH", 0)
+    monkeypatch.setattr(triton_permute, "resident_programs", lambda device: 4)
+    kernels, ids = TritonPermutation(), choices(120, 2, 6)
+    kernels.sort_in_one_launch(ids.device)
+
+    def sort(seed: int) -> ExpertOrder:
+        return beside.run_ranks([lambda: kernels.sort_by_expert(ids, 6)], [triton_permute.place_kernel], seed)[0]
+
+    with launches() as names:
+        found = [sort(seed) for seed in range(2)]
+        monkeypatch.setattr(triton_permute, "resident_programs", lambda device: 3)
+        expected = kernels.sort_by_expert(ids, 6)
+    assert names == ["place_kernel"] * 2 + ["count_kernel", "place_kernel"]
+    for order in found:
+        assert torch.equal(order.positions, expected.positions) and torch.equal(order.offsets, expected.offsets)
+        valid = int(order.offsets[-1])
+        assert torch.equal(order.ends, expected.ends) and torch.equal(order.source[:valid], expected.source[:valid])
 
 
 @both

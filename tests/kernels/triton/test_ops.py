@@ -21,6 +21,8 @@ TritonPermutation = pytest.importorskip(
     "moe_engine.kernels.permutation.triton_permute", reason="needs triton"
 ).TritonPermutation
 triton_router = pytest.importorskip("moe_engine.kernels.ops.triton_router", reason="needs triton")
+router_kernels = pytest.importorskip("moe_engine.kernels.ops.router_kernels", reason="needs triton")
+beside = pytest.importorskip("tests.kernels.triton.beside", reason="needs triton")
 launches = pytest.importorskip("tests.kernels.triton.launches", reason="needs triton").launches
 EPS = 1e-6
 DTYPES = (torch.bfloat16, torch.float32)
@@ -292,6 +294,26 @@ def test_shared_experts_are_choices_of_every_token(ops, name, num_shared):
         close(weights[:, : spec.top_k].sort().values, routed.sort().values)
         assert (weights[:, spec.top_k :] == 1.0).all()
         assert torch.equal(found[:, spec.top_k :], torch.where(real.bool()[:, None], shared, -1))
+
+
+@pytest.mark.parametrize("programs", [2, 5])
+def test_programs_of_the_router_wait_for_each_other(ops, monkeypatch, programs):
+    """Few tokens are one launch whose programs run in any order; as many as two launches compute, bit for bit."""
+    spec = ROUTERS["v3"]
+    x, gate, bias = normal(21, 1100, dtype=torch.bfloat16), torch.randn(32, 1100) / 33, torch.randn(32)
+    monkeypatch.setattr(triton_router, "_PARTS", ((64, 512),))
+    with launches() as names, monkeypatch.context() as patch:
+        patch.setattr(triton_router, "resident_programs", lambda device: programs)
+        found = [
+            beside.run_ranks([lambda: ops.route(x, gate, bias, spec)], [router_kernels.route_kernel], seed)[0]
+            for seed in range(3)  # the barrier's state stays
+        ]
+    assert names == ["route_kernel"] * 3
+    with launches() as names, monkeypatch.context() as patch:
+        patch.setattr(triton_router, "_ONE_LAUNCH_TOKENS", 0)
+        weights, ids = ops.route(x, gate, bias, spec)
+    assert names == ["router_logits_kernel", "router_select_kernel"]
+    assert all(torch.equal(own, weights) and torch.equal(chosen, ids) for own, chosen in found)
 
 
 def test_route_of_many_tokens_does_not_split_the_sum(ops, monkeypatch):

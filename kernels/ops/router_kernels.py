@@ -1,0 +1,173 @@
+"""The router's kernels: logits of a tile, choice of a token, and both in one launch.
+
+Legend: T tokens, D hidden, E experts, G groups, K experts per token, P parts of D.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_engine.kernels.triton.grid_barrier import grid_barrier
+
+
+@triton.jit
+def _logits_of_tile(
+    x, gate, logits, stride, num_tokens, token_block, expert_block, part,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    token = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert = expert_block * BLOCK_E + tl.arange(0, BLOCK_E)
+    live_token, live_expert = (token < num_tokens)[:, None], (expert < EXPERTS)[None, :]
+    x_row = x + token.to(tl.int64)[:, None] * stride
+    gate_row = gate + expert[None, :] * HIDDEN
+    total = tl.zeros((BLOCK_T, BLOCK_E), tl.float32)
+    for begin in range(part * PART, min((part + 1) * PART, HIDDEN), BLOCK_D):
+        column = begin + tl.arange(0, BLOCK_D)
+        inside = column < HIDDEN
+        a = tl.load(x_row + column[None, :], live_token & inside[None, :], 0.0)  # [BLOCK_T, BLOCK_D]
+        b = tl.load(gate_row + column[:, None], live_expert & inside[:, None], 0.0)  # [BLOCK_D, BLOCK_E]
+        if BF16X3 and EXACT:
+            total = tl.dot(a, b, total)
+        elif BF16X3:
+            high = b.to(tl.bfloat16)
+            rest = b - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            total = tl.dot(a, low, total)
+            total = tl.dot(a, middle, total)
+            total = tl.dot(a, high, total)
+        else:
+            total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    place = logits + (part * num_tokens + token).to(tl.int64)[:, None] * EXPERTS + expert[None, :]
+    tl.store(place, total, live_token & live_expert)
+
+
+@triton.jit
+def _take_best(value, index, none):
+    """(largest, its lowest index, value without it); `none` marks values already taken."""
+    best, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+    return best, at, tl.where(index == at, none, value)
+
+
+@triton.jit
+def _choose(
+    logits, bias, real, weights, ids, num_tokens, scale, token,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BIAS_ON_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
+):  # fmt: skip
+    """weights, ids [K + SHARED] of int64 `token`; group g's experts are row g of a [BLOCK_G, BLOCK_M] tile."""
+    MEMBERS: tl.constexpr = EXPERTS // GROUPS
+    flat = tl.arange(0, BLOCK_G * BLOCK_M)
+    live = (flat // BLOCK_M < GROUPS) & (flat % BLOCK_M < MEMBERS)
+    expert = (flat // BLOCK_M) * MEMBERS + flat % BLOCK_M
+    score = tl.zeros((BLOCK_G * BLOCK_M,), tl.float32)
+    for part in tl.static_range(PARTS):
+        score += tl.load(logits + (part * num_tokens + token) * EXPERTS + expert, live, 0.0)
+    if BIAS_ON_LOGITS:
+        score += tl.load(bias + expert, live, 0.0)
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-score))
+    else:
+        score = tl.where(live, score, float("-inf"))
+        score = tl.exp(score - tl.max(score, 0))
+        score = score / tl.sum(score, 0)
+    choice = score
+    if HAS_BIAS:
+        choice += tl.load(bias + expert, live, 0.0)
+    choice = tl.where(choice == choice, choice, float("inf"))  # NaN sorts as largest, so that ids stay in range
+    choice = tl.where(live, choice, float("-inf"))
+    if GROUP_SCORE != 0:
+        grouped = tl.reshape(choice, [BLOCK_G, BLOCK_M])
+        group = tl.max(grouped, 1)  # [BLOCK_G]
+        if GROUP_SCORE == 2:
+            at = tl.argmax(grouped, 1, tie_break_left=True)
+            member = tl.arange(0, BLOCK_M)[None, :]
+            group += tl.max(tl.where(member == at[:, None], float("-inf"), grouped), 1)
+        group_index = tl.arange(0, BLOCK_G)
+        allowed = tl.zeros((BLOCK_G,), tl.int32)
+        for _ in tl.static_range(TOP_GROUPS):
+            _best, at, group = _take_best(group, group_index, float("-inf"))
+            allowed = tl.where(group_index == at, 1, allowed)
+        choice = tl.reshape(tl.where(allowed[:, None] == 1, grouped, float("-inf")), [BLOCK_G * BLOCK_M])
+    place = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros((BLOCK_K,), tl.int32)
+    weight = tl.zeros((BLOCK_K,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        _best, at, choice = _take_best(choice, flat, float("-inf"))
+        own = tl.sum(tl.where(flat == at, score, 0.0), 0)
+        chosen = tl.where(place == k, (at // BLOCK_M) * MEMBERS + at % BLOCK_M, chosen)
+        weight = tl.where(place == k, own, weight)
+    if RENORMALIZE:
+        weight = weight / (tl.sum(weight, 0) + 1e-20)
+    weight = tl.where(place < TOP_K, weight * scale, 1.0)
+    chosen = tl.where(place < TOP_K, chosen, EXPERTS + place - TOP_K)
+    if HAS_REAL:
+        chosen = tl.where(tl.load(real + token) != 0, chosen, -1)
+    tl.store(weights + token * (TOP_K + SHARED) + place, weight, place < TOP_K + SHARED)
+    tl.store(ids + token * (TOP_K + SHARED) + place, chosen, place < TOP_K + SHARED)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def router_logits_kernel(
+    x, gate, logits, stride, num_tokens,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """logits [P, T, E]: part p is x[:, p PART : (p + 1) PART] @ gate[:, the same].T; BF16X3: x is bfloat16; EXACT:
+    the gate too. Grid (token blocks, expert blocks, P)."""
+    _logits_of_tile(
+        x, gate, logits, stride, num_tokens, tl.program_id(0), tl.program_id(1), tl.program_id(2),
+        EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["real"])
+def router_select_kernel(
+    logits, bias, real, weights, ids, num_tokens, scale,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BIAS_ON_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
+):  # fmt: skip
+    """weights, ids [T, K + SHARED] from logits [PARTS, T, E]. Tokens whose `real` [T] is 0 choose no expert: -1.
+    Grid (T,)."""
+    _choose(
+        logits, bias, real, weights, ids, num_tokens, scale, tl.program_id(0).to(tl.int64),
+        PARTS, EXPERTS, GROUPS, TOP_GROUPS, TOP_K, SHARED, GROUP_SCORE, SIGMOID, HAS_BIAS, BIAS_ON_LOGITS, RENORMALIZE,
+        BLOCK_G, BLOCK_M, BLOCK_K, HAS_REAL,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["real"])
+def route_kernel(
+    x, gate, logits, bias, real, weights, ids, barrier, stride, num_tokens, scale,
+    HIDDEN: tl.constexpr, PART: tl.constexpr, BF16X3: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP_K: tl.constexpr,
+    SHARED: tl.constexpr, GROUP_SCORE: tl.constexpr, SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BIAS_ON_LOGITS: tl.constexpr, RENORMALIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_REAL: tl.constexpr,
+):  # fmt: skip
+    """Both kernels in one launch: all programs compute tiles of the logits, wait for each other, then choose for
+    tokens. Cooperative; any one-dimensional grid."""
+    EXPERT_BLOCKS: tl.constexpr = (EXPERTS + BLOCK_E - 1) // BLOCK_E
+    programs = tl.num_programs(0)
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(num_tokens, BLOCK_T) * EXPERT_BLOCKS * PARTS, programs, num_stages=1
+    ):
+        rest = tile // EXPERT_BLOCKS
+        _logits_of_tile(
+            x, gate, logits, stride, num_tokens, rest // PARTS, tile % EXPERT_BLOCKS, rest % PARTS,
+            EXPERTS, HIDDEN, PART, BF16X3, EXACT, BLOCK_T, BLOCK_E, BLOCK_D,
+        )  # fmt: skip
+    grid_barrier(barrier)
+    for token in tl.range(tl.program_id(0), num_tokens, programs, num_stages=1):
+        _choose(
+            logits, bias, real, weights, ids, num_tokens, scale, tl.cast(token, tl.int64),
+            PARTS, EXPERTS, GROUPS, TOP_GROUPS, TOP_K, SHARED, GROUP_SCORE, SIGMOID, HAS_BIAS, BIAS_ON_LOGITS,
+            RENORMALIZE, BLOCK_G, BLOCK_M, BLOCK_K, HAS_REAL,
+        )  # fmt: skip

@@ -1,0 +1,109 @@
+"""The event loop of an offline engine on a daemon thread: synchronous callers need no loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from moe_engine.errors import EngineDeadError
+from moe_engine.frontend.core_process import CoreProcess
+from moe_engine.frontend.start import stop_cores
+from moe_engine.processes.watched_thread import start_watched
+
+T = TypeVar("T")
+
+
+class EngineLoop:
+    """Has no reference to its `Engine`, whose finalizer would never run otherwise.
+
+    Args:
+        cores: stopped when the loop fails or is abandoned.
+    """
+
+    def __init__(self, cores: Sequence[CoreProcess]) -> None:
+        self._cores = cores
+        self._running: set[Future[Any]] = set()
+        self._is_closed = False
+        self._pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self.thread = start_watched("moe-engine", self.loop.run_forever, self._failed)
+
+    @property
+    def is_open(self) -> bool:
+        """False after the end, and in a forked child, where the thread does not exist."""
+        return not self._is_closed and self._is_ours
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Any:
+        """A future of the work. Raises EngineDeadError: the loop is closed or failed, or belongs to another process."""
+        if not self.is_open:
+            work.close()
+            reason = "was shut down" if self._is_ours else f"belongs to process {self._pid}; make one after the fork"
+            raise EngineDeadError(f"this Engine {reason}")
+        if not self.thread.is_alive():
+            work.close()
+            raise EngineDeadError("the event loop of this Engine has failed; the log has the cause")
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        return future
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of the work. Raises as `submit`."""
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Calls a function on the loop's thread, without waiting for it."""
+        self.loop.call_soon_threadsafe(function)
+
+    def begin_close(self) -> bool:
+        """Refuses further work. False: not open."""
+        was_open = self.is_open
+        self._is_closed = self._is_closed or was_open
+        return was_open
+
+    def close(self, last: Coroutine[Any, Any, object]) -> None:
+        """Runs the last work, then ends loop and thread."""
+        asyncio.run_coroutine_threadsafe(last, self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(5.0)
+        if not self.thread.is_alive():
+            self.loop.close()
+
+    def abandon(self) -> None:
+        """Stops the cores and ends the loop: after a failed start, at garbage collection or interpreter exit.
+
+        Does not wait for the loop: this may run in the loop's own thread.
+        """
+        if not self._is_ours:  # a forked child, which owns neither cores nor loop
+            return
+        self._is_closed = True
+        stop_cores(self._cores)
+        with contextlib.suppress(RuntimeError):  # closed already
+            self.loop.call_soon_threadsafe(_wind_up, self.loop)
+
+    @property
+    def _is_ours(self) -> bool:
+        return self._pid == os.getpid()
+
+    def _failed(self, message: str) -> None:
+        """The thread failed: pending calls get an error."""
+        stop_cores(self._cores)
+        for future in list(self._running):
+            if not future.done():
+                future.set_exception(EngineDeadError(message))
+
+
+def _wind_up(loop: asyncio.AbstractEventLoop) -> None:
+    """Cancels a loop's tasks, then stops it."""
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.call_soon(loop.stop)

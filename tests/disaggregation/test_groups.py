@@ -1,0 +1,220 @@
+"""Servers with several ranks: which ranks exchange what, joined reports, bytes between groups of different sizes."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_engine.core.kv_transfer.decode_agent import DecodeAgent
+from moe_engine.core.kv_transfer.directory import Home
+from moe_engine.core.kv_transfer.group_link import FollowerLink, GroupLink
+from moe_engine.core.kv_transfer.joint import JointTransfers
+from moe_engine.core.kv_transfer.layout import Layout, consumers_of, parts, sources_of
+from moe_engine.core.kv_transfer.prefill_agent import PrefillAgent
+from tests.disaggregation.agents import SCHEMA, Rows, Side, until
+from tests.examples import examples
+
+SIZES = (1, 2, 4, 8)
+
+
+def layout(num_ranks: int, heads: int) -> Layout:
+    return Layout(num_ranks, min(num_ranks, heads) if heads else 1, heads)
+
+
+@pytest.mark.parametrize("heads", [0, 1, 2, 4, 8])
+def test_every_head_comes_from_one_rank_that_has_it(heads: int) -> None:
+    for decode, prefill in ((layout(d, heads), layout(p, heads)) for d in SIZES for p in SIZES):
+        for rank in range(decode.num_ranks):
+            sources = sources_of(rank, decode, prefill)
+            assert all(rank in consumers_of(source, decode, prefill) for source in sources)
+            if not heads:
+                assert len(sources) == 1
+                continue
+            taken = []
+            for source in sources:
+                theirs, ours = parts(rank, decode, source, prefill)
+                found = prefill.heads_of(source)[theirs.begin : theirs.end]
+                assert list(found) == list(decode.heads_of(rank)[ours.begin : ours.end])
+                taken += found
+            assert sorted(taken) == list(decode.heads_of(rank))
+
+
+@pytest.mark.parametrize("wrong", [(0, 1, 0), (4, 3, 0), (2, 2, 3), (1, 1, -1)])
+def test_unequal_shares_are_refused(wrong: tuple[int, int, int]) -> None:
+    if wrong[2] >= 0:
+        with pytest.raises(ValueError, match="equal shares"):
+            Layout(*wrong)
+
+
+class Rank:
+    """A rank of a prefill server: reports what its thread may report, in any order that the protocol allows."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.state, self.sent, self.staged, self.all_staged = limit, "meeting", 0, 0, False
+
+    def possible(self) -> list[str]:
+        if self.state == "meeting":
+            return ["granted", "fail"]
+        if self.state == "sending":
+            names = ["fail"]
+            if self.sent < self.staged:
+                names.append("sent")
+            if self.all_staged and self.sent == self.staged:
+                names.append("end")
+            return names
+        return []
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.data(), st.sampled_from(SIZES), st.sampled_from(SIZES), st.sampled_from([0, 2, 4]), st.booleans())
+def test_reports_of_a_prefill_group_are_joined(data: Any, p: int, d: int, heads: int, fails: bool) -> None:
+    """One end for the scheduler, behind everything else; places are free only when every rank has read them."""
+    mine, peers, limit = layout(p, heads), layout(d, heads), 8
+    joint = JointTransfers(mine, sends=True)
+    ranks = {rank: Rank(limit) for rank in range(p)}
+    used = {rank for rank in ranks if consumers_of(rank, peers, mine)}
+    seen: list[tuple[Any, ...]] = []
+    staged = 0
+
+    def deliver(forwards: list[tuple[int, tuple[Any, ...]]]) -> None:
+        for rank, (name, _, *values) in forwards:
+            other = ranks[rank]
+            if name == "send":
+                other.staged = values[0]
+            elif name == "done":
+                other.all_staged = True
+            elif name == "drop":
+                assert rank not in used
+                other.state = "dropped"
+            elif name == "end" and other.state in ("meeting", "sending"):
+                other.state = "ended"
+                late.append((rank, ("ended", 1, values[0])))
+
+    late: list[tuple[int, tuple[Any, ...]]] = []
+    deliver(joint.command(("offer", 1, b"d")))
+    for _ in range(400):
+        choices = [
+            (rank, name)
+            for rank, other in ranks.items()
+            for name in other.possible()
+            if name != "granted" or rank in used
+        ]
+        choices = [choice for choice in choices if choice[1] != "fail" or fails]
+        granted = any(report[0] == "granted" for report in seen)
+        if granted and staged < limit:
+            choices.append((-1, "stage"))
+        if late:
+            choices.append((-1, "late"))
+        if not choices:
+            break
+        rank, name = data.draw(st.sampled_from(choices))
+        if name == "stage":
+            staged += 4
+            deliver(joint.command(("send", 1, staged, [], 0)))
+            if staged == limit:
+                deliver(joint.command(("done", 1)))
+            continue
+        if name == "late":
+            rank, report = late.pop(0)
+        else:
+            other = ranks[rank]
+            if name == "granted":
+                other.state, report = "sending", ("granted", 1, 0, limit, peers.values)
+            elif name == "sent":
+                other.sent += 4
+                report = ("sent", 1, other.sent)
+            else:
+                other.state, report = "ended", ("ended", 1, "" if name == "end" else "made up")
+        reports, forwards = joint.report(rank, report)
+        for found in reports:
+            if found[0] == "sent":
+                assert all(ranks[other].sent >= found[2] for other in used)
+            if found[0] == "ended":
+                assert (all(ranks[other].state in ("ended", "dropped") for other in used) and not late) or not fails
+        seen += reports
+        deliver(forwards)
+    assert [report[0] for report in seen].count("ended") == 1 and seen[-1][0] == "ended"
+    assert joint.num_transfers == 0
+    if not fails:
+        assert seen[-1][2] == "" and ("sent", 1, limit) in seen
+
+
+def bootstrap(server: Server) -> PrefillAgent:
+    return server.agents[0]
+
+
+class Server:
+    """The threads of all ranks of one attention group, and their rows; `side` is its scheduler."""
+
+    def __init__(
+        self, stack: ExitStack, made: Layout, sends: bool, values: np.ndarray, tmp: str, port: int = 0
+    ) -> None:
+        self.side, self.port = Side(), port
+        self.agents: list[Any] = []
+        num_places, tensors, _, head_bytes = values.shape
+        heads = len(made.heads_of(0)) if made.num_heads else 1
+        self.rows = [Rows(num_places, tensors, heads, head_bytes) for _ in range(made.num_ranks)]
+        for rank, rows in enumerate(self.rows):
+            rows.array[:] = values[:, :, made.heads_of(rank)] if made.num_heads else values
+        links, wakes, threads = [self.side.link], [lambda: None], []
+        if made.num_ranks > 1:
+            group = GroupLink(self.side.link, made, sends, f"ipc://{tmp}/{'p' if sends else 'd'}", None, lambda: None)
+            followers = [FollowerLink(rank, group.address, None) for rank in range(1, made.num_ranks)]
+            links = [group.own, *(follower.own for follower in followers)]
+            wakes = [group.wake, *(follower.wake for follower in followers)]
+            threads = [group, *followers]
+        for rank, (link, wake) in enumerate(zip(links, wakes)):
+            common: Any = {"layout": made, "transport": "tcp"}
+            if sends:
+                home = Home(1, 0, rank, f"tcp://127.0.0.1:{self.port}" if rank else "")
+                agent = PrefillAgent(
+                    link, self.rows[rank], SCHEMA, "tcp://127.0.0.1:*", None, wake, **common, home=home
+                )
+                self.port = self.port or int(agent.address.rpartition(":")[2])
+            else:
+                agent = DecodeAgent(link, self.rows[rank], SCHEMA, self.port, None, wake, **common, rank=rank)
+            self.agents.append(agent)
+            stack.callback(agent.close)
+            if rank:
+                threads[rank].start()
+        for thread in threads:
+            stack.callback(thread.close)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "heads"), [(1, 1, 2), (2, 1, 0), (1, 2, 0), (2, 2, 4), (4, 2, 4), (1, 4, 2), (4, 2, 2)]
+)
+def test_bytes_between_groups_of_different_sizes(prefill: int, decode: int, heads: int, tmp_path: Any) -> None:
+    values = np.frombuffer(random.randbytes(600 * 2 * max(1, heads) * 8), np.uint8).reshape(600, 2, max(1, heads), 8)
+    with ExitStack() as stack:
+        sender = Server(stack, layout(prefill, heads), True, values, str(tmp_path))
+        receiver = Server(stack, layout(decode, heads), False, values * 0, str(tmp_path), sender.port)
+        until(lambda: bootstrap(sender)._directory.groups())
+        for room in range(3):
+            source, target = random.sample(range(600), 300), random.sample(range(600), 300)
+            for rows in receiver.rows:
+                rows.array[:] = 0
+            receiver.side.link.command("want", room, "127.0.0.1", sender.port, b"d", 0, 300, target)
+            sender.side.link.command("offer", room, b"d")
+            sender.side.wait(room, "granted")
+            for begin, end in ((0, 256), (256, 300)):
+                sender.side.link.command("send", room, end, source[begin:end], 0)
+            sender.side.link.command("done", room)
+            assert receiver.side.wait(room, "filled", "failed") == ("filled", room, 300)
+            assert sender.side.wait(room, "ended")[2] == ""
+            whole = Layout() if not heads else layout(decode, heads)
+            for rank, rows in enumerate(receiver.rows):
+                expected = values[source][:, :, whole.heads_of(rank)] if heads else values[source]
+                assert np.array_equal(rows.array[target], expected)
+        sender.side.link.command("offer", 9, b"d")
+        receiver.side.link.command("want", 9, "127.0.0.1", sender.port, b"d", 0, 300, list(range(300)))
+        sender.side.wait(9, "granted")
+        sender.side.link.command("end", 9, "aborted")
+        assert "aborted" in receiver.side.wait(9, "failed")[2]
+        assert "aborted" in sender.side.wait(9, "ended")[2]

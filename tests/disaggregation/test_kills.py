@@ -1,0 +1,221 @@
+"""Real servers: a process killed or stopped, or the connection cut, at every phase of a transfer.
+
+Every request has its answer, or one error, within its deadline; afterwards nothing is in use on the servers that are
+left, and the next request is transferred again where both are there.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.disaggregation.faulty import Cable
+from tests.disaggregation.pair import Pair
+from tests.e2e.server_process import ServerProcess
+
+pytestmark = [pytest.mark.usefixtures("forked_processes"), pytest.mark.exhaustive, pytest.mark.timeout(300)]
+
+PHASES = ("bootstrap", "reserve", "transfer", "commit", "decode")
+TOKENS = 400
+NEW = 24
+DEADLINE = 60.0
+
+
+def body(ids: list[int]) -> dict[str, Any]:
+    return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}}
+
+
+def prompt() -> list[int]:
+    return [random.randrange(20, 1000) for _ in range(TOKENS)]
+
+
+class Trial:
+    """One request to both servers, over a cable, with a fault when its transfer reaches a phase."""
+
+    def __init__(self, pair: Pair, cable: Cable, total: int) -> None:
+        self.pair, self.cable, self.total = pair, cable, total
+        self.prefill: httpx.Response | Exception | None = None
+        self.lines: list[str] = []
+        self.error: Exception | None = None
+
+    def run(self, phase: str, fault: Callable[[], None]) -> None:
+        ids, rooms = prompt(), self.pair.rooms() | {"bootstrap_port": self.cable.port}
+        self.ids, fired = ids, threading.Event()
+
+        def once() -> None:
+            if not fired.is_set():
+                fired.set()
+                fault()
+
+        begin = self.cable.num_bytes
+        limits = {"bootstrap": 1, "reserve": 400, "transfer": self.total // 2, "commit": self.total - 200}
+        if phase in limits:
+            self.cable.on_bytes = lambda count: once() if count - begin >= limits[phase] else None
+        decode = threading.Thread(target=self._decode, args=(ids, rooms, once if phase == "decode" else None))
+        prefill = threading.Thread(target=self._prefill, args=(ids, rooms))
+        decode.start()
+        if phase == "bootstrap":
+            time.sleep(0.2)  # the decode server asks first
+        prefill.start()
+        decode.join(DEADLINE)
+        prefill.join(DEADLINE)
+        assert not decode.is_alive() and not prefill.is_alive(), "a request has no end"
+        if phase in limits:
+            self.cable.on_bytes = lambda count: None
+        self.fired = fired.is_set()
+
+    def _prefill(self, ids: list[int], rooms: dict[str, Any]) -> None:
+        try:
+            self.prefill = httpx.post(self.pair.prefill.url + "/generate", json=body(ids) | rooms, timeout=DEADLINE)
+        except httpx.HTTPError as error:
+            self.prefill = error
+
+    def _decode(self, ids: list[int], rooms: dict[str, Any], at_first: Callable[[], None] | None) -> None:
+        try:
+            with httpx.stream(
+                "POST", self.pair.decode.url + "/generate", json=body(ids) | rooms | {"stream": True}, timeout=DEADLINE
+            ) as answer:
+                for line in answer.iter_lines():
+                    self.lines.append(line)
+                    if at_first is not None:
+                        at_first()
+        except httpx.HTTPError as error:
+            self.error = error
+
+    @property
+    def is_answered(self) -> bool:
+        return self.error is None and "data: [DONE]" in self.lines and not any('"error"' in line for line in self.lines)
+
+
+def is_transferred(pair: Pair) -> bool:
+    """Whether a further request is computed on the prefill server."""
+    got = pair.post("/generate", body(prompt())).json()
+    assert len(got["output_ids"]) == NEW
+    return got["meta_info"]["cached_tokens"] >= TOKENS - 2
+
+
+def is_free(server: ServerProcess) -> None:
+    state = server.wait_idle()
+    assert state["num_used"] == 0, state
+    assert "repaired" not in server.log
+
+
+def everything(server: ServerProcess) -> list[Any]:
+    return [server.process, *server.children()]
+
+
+def make(folder: Path) -> tuple[Pair, Cable, int]:
+    """Two servers, the cable between them, and the bytes of a transfer."""
+    pair = Pair(folder).__enter__()
+    cable = Cable(pair.port)
+    assert is_transferred(pair)
+    trial = Trial(pair, cable, 1 << 60)
+    trial.run("transfer", lambda: None)
+    assert trial.is_answered and not trial.fired
+    first = cable.num_bytes
+    trial.run("transfer", lambda: None)
+    return pair, cable, cable.num_bytes - first
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("victim", ["prefill", "prefill core", "decode"])
+def test_a_killed_server(victim: str, phase: str, tmp_path: Path) -> None:
+    pair, cable, total = make(tmp_path)
+    try:
+        server = pair.decode if victim == "decode" else pair.prefill
+        doomed = [server.core] if victim.endswith("core") else everything(server)
+        trial = Trial(pair, cable, total)
+        trial.run(phase, lambda: [process.kill() for process in doomed])  # type: ignore[func-returns-value]
+        assert trial.fired
+        if victim == "decode":
+            assert not trial.is_answered  # the client sees its connection end
+            assert isinstance(trial.prefill, httpx.Response) and trial.prefill.status_code == 200
+            is_free(pair.prefill)
+        else:
+            assert trial.is_answered, (trial.error, trial.lines[-3:])
+            got = httpx.post(pair.decode.url + "/generate", json=body(trial.ids), timeout=60).json()
+            assert len(got["output_ids"]) == NEW
+            is_free(pair.decode)
+    finally:
+        cable.close()
+        pair.__exit__()
+
+
+@pytest.mark.parametrize("fault", ["cut", "stopped cable", "stopped prefill", "stopped decode"])
+def test_a_cut_connection_and_a_stopped_process(fault: str, tmp_path: Path) -> None:
+    """Each phase in turn, with the same servers."""
+    pair, cable, total = make(tmp_path)
+    try:
+        for phase in PHASES:
+            if fault == "cut":
+                trial = Trial(pair, cable, total)
+                trial.run(phase, cable.cut)
+            else:
+                trial = Trial(pair, cable, total)
+                trial.run(phase, lambda: stop(fault, pair, cable))
+            assert trial.is_answered, (phase, trial.error, trial.lines[-3:])
+            assert isinstance(trial.prefill, httpx.Response) and trial.prefill.status_code == 200
+            for server in (pair.prefill, pair.decode):
+                is_free(server)
+            assert is_transferred(pair) or is_transferred(pair), phase  # the first one may find the old connection
+    finally:
+        cable.close()
+        pair.__exit__()
+
+
+def stop(fault: str, pair: Pair, cable: Cable) -> None:
+    """For 14 s: longer than the silence after which a peer is lost."""
+    seconds = 14.0
+    if fault == "stopped cable":
+        cable.stop()
+        threading.Timer(seconds, cable.go_on).start()
+        return
+    stopped = everything(pair.prefill if fault == "stopped prefill" else pair.decode)
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    go_on = lambda: [process.send_signal(signal.SIGCONT) for process in stopped]  # noqa: E731
+    threading.Timer(seconds, go_on).start()
+
+
+@pytest.mark.timeout(600)
+def test_a_few_dozen_random_faults(tmp_path: Path) -> None:
+    """At random bytes of random transfers, several at once."""
+    pair, cable, total = make(tmp_path)
+    rng = random.Random(random.getrandbits(32))
+    count = 0
+    try:
+        for _ in range(200):
+            if count >= 36:
+                break
+            trials = [Trial(pair, cable, total) for _ in range(rng.randint(1, 4))]
+            limit = cable.num_bytes + rng.randrange(1, total * len(trials))
+
+            def fault(seen: int, limit: int = limit) -> None:
+                nonlocal count
+                if seen >= limit:
+                    cable.on_bytes = lambda _: None
+                    count += 1
+                    cable.cut()
+
+            threads = [threading.Thread(target=trial.run, args=("none", lambda: None)) for trial in trials]
+            for thread in threads:
+                thread.start()
+            cable.on_bytes = fault
+            for thread in threads:
+                thread.join(DEADLINE)
+            assert all(trial.is_answered for trial in trials)
+        assert count >= 36
+        for server in (pair.prefill, pair.decode):
+            is_free(server)
+        assert is_transferred(pair) or is_transferred(pair)
+    finally:
+        cable.close()
+        pair.__exit__()
