@@ -114,7 +114,8 @@ class Sessions:
         began = time.perf_counter()
         sampling = {"temperature": 0.0, "max_new_tokens": self._shape.output, "ignore_eos": True}
         last, chunk, arrivals = began, dict[str, Any](), list[float]()
-        async for part in await self._engine.async_generate(input_ids=text, sampling_params=sampling, stream=True):
+        chunks: Any = await self._engine.async_generate(input_ids=text, sampling_params=sampling, stream=True)
+        async for part in chunks:
             arrivals.append(time.perf_counter() - last)
             last, chunk = time.perf_counter(), part
         measured, meta = self._measured, chunk["meta_info"]
