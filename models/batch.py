@@ -51,6 +51,7 @@ class ForwardBatch:
     windows: WindowSlots | None = None
     real: Tensor | None = None  # [T] int32
     adapters: AdapterTokens | None = None
+    stored_states: StateRuns | None = None
 
     @classmethod
     def nothing(cls, kv: Sequence[Any], sizes: StepSizes, device: torch.device) -> ForwardBatch:
@@ -77,7 +78,9 @@ class ForwardBatch:
 
     @cached_property
     def state_runs(self) -> StateRuns:
-        """Where the step's sequences read and store states, for kernels."""
+        """Where the step's sequences read and store states, for kernels. `stored_states` if it stores others too."""
+        if self.stored_states is not None:
+            return self.stored_states
         return StateRuns.plain(self.sequence_lens, self.state_rows)
 
     def state(self, layer: int, part: int = 0) -> Tensor:

@@ -21,6 +21,10 @@ _TORCH_FILES = ("pytorch_model.bin", "pytorch_model-*.bin", "*.pt", "*.pth", "*.
 """Of torch.save, the first pattern that matches; training states, which lie beside weights, match the last one only."""
 _MAX_HEADER = 100 << 20
 _TEXT = "language_model."
+_MTP = "mtp."
+_MTP_PARTS = {
+    "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm",
+}  # fmt: skip
 _BODY = ("embed_tokens.", "layers.", "norm.")
 
 
@@ -41,7 +45,7 @@ def read_checkpoint(directory: Path, load_format: str = "auto") -> dict[str, Wei
     if not files and load_format != "safetensors":
         index = directory / TORCH_INDEX_FILE
         files = _read_indexed(directory, index) if index.is_file() else _read_torch_files(directory)
-    return _with_prefix(files)
+    return _with_mtp(_with_prefix(files))
 
 
 def read_nextn(directory: Path, layer: int) -> dict[str, WeightFile]:
@@ -94,6 +98,23 @@ def _with_prefix(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
     if f"{_BODY[0]}weight" not in files:
         return files
     return _renamed(files, {name: f"model.{name}" for name in files if name.startswith(_BODY)})
+
+
+def _with_mtp(files: dict[str, WeightFile]) -> dict[str, WeightFile]:
+    """An MTP layer that is stored beside the model (Qwen3-Next: ``mtp.``), under DeepSeek's names behind the last main
+    layer."""
+    own = [name for name in files if name.startswith(_MTP)]
+    if not own:
+        return files
+    main = [name.split(".")[2] for name in files if name.startswith("model.layers.")]
+    layer = f"model.layers.{1 + max((int(part) for part in main if part.isdigit()), default=-1)}"
+    names = {}
+    for name in own:
+        part, _, rest = name.removeprefix(_MTP).partition(".")
+        names[name] = f"{layer}.{_MTP_PARTS[part]}.{rest}" if part in _MTP_PARTS else name
+        if part == "layers":
+            names[name] = f"{layer}.{rest.removeprefix('0.')}"
+    return _renamed(files, names)
 
 
 def _renamed(files: dict[str, WeightFile], names: Mapping[str, str]) -> dict[str, WeightFile]:

@@ -162,10 +162,15 @@ class StatePart:
 
 @dataclass(frozen=True)
 class StateGroup:
-    """Layers without KV that keep a state of fixed size for each request (recurrent layers, linear attention)."""
+    """Layers without KV that keep a state of fixed size for each request (recurrent layers, linear attention).
+
+    `stores_any`: the layers store states as `ForwardBatch.state_runs` says, also those of tokens before the last, so
+    that prefixes can be cached.
+    """
 
     layers: tuple[int, ...]
     parts: tuple[StatePart, ...]
+    stores_any: bool = False
 
     def num_bytes(self, activations: str) -> int:
         """Bytes of a request in all layers of the group."""

@@ -39,8 +39,9 @@ def parse_qwen3_next(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     return replace(
         config,
         delta=delta,
-        state_groups=(StateGroup(states, delta.state_parts),) if states else (),
+        state_groups=(StateGroup(states, delta.state_parts, stores_any=True),) if states else (),
         norm_plus=1.0,
+        num_nextn_predict_layers=fields.integer("num_nextn_predict_layers", 1, minimum=0),
         raw=fields.raw,
     )
 

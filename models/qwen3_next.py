@@ -14,8 +14,6 @@ from moe_engine.models.weights import WeightSource
 class Qwen3NextModel(DenseModel):
     """`Model` of the family. `batch.kv[layer]` is (keys, values), or of a gated delta net its state tensors."""
 
-    has_mtp = False
-
     def make_attention(self, layer_index: int, reader: WeightSource, rotary: RotaryTable) -> Any:
         if layer_index in self.config.state_layers:
             return GatedDeltaNet(self.config, layer_index, reader, self.backends, self.parallel)

@@ -23,8 +23,9 @@ BIASES = (GATE_UP_BIAS, DOWN_BIAS)
 _ROTARY = "rotary_emb.inv_freq"
 
 
-_MTP_ON_GQA = ("Glm4MoeForCausalLM",)
-"""Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names."""
+_MTP_ON_GQA = ("Glm4MoeForCausalLM", "Qwen3NextForCausalLM")
+"""Architectures on grouped-query attention whose checkpoints have MTP layers, with DeepSeek's names (`checkpoint_files`
+renames those of Qwen3-Next)."""
 
 
 def has_mtp_names(config: ModelConfig) -> bool:
@@ -253,10 +254,7 @@ def names_outside_model(config: ModelConfig, names: Collection[str]) -> set[str]
     return {
         name
         for name in names
-        if layer_index(name) in unread
-        or name.endswith(_ROTARY)
-        or (no_head and name.startswith("lm_head."))
-        or name.startswith("mtp.")
+        if layer_index(name) in unread or name.endswith(_ROTARY) or (no_head and name.startswith("lm_head."))
     }
 
 

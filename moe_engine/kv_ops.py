@@ -63,3 +63,15 @@ class KVOps:
     and backups that end with the page they are at. A number that is repeated behind a failed step is begun once."""
     serial: int = 0
     """Number of stores for a transfer between servers (`scheduler.prefill_tier`); 0: none of them is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateOps:
+    """Snapshots of states that a step stores.
+
+    saves: (row, snapshot) pairs, of the states before the step, stored before new rows get theirs.
+    cuts: (row, length, snapshot), of the state after the first `length` tokens of a row, which this step computes.
+    """
+
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    cuts: list[tuple[int, int, int]] = field(default_factory=list)

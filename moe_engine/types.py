@@ -19,6 +19,7 @@ from moe_engine.kv_ops import KVFetch as KVFetch
 from moe_engine.kv_ops import KVLoad as KVLoad
 from moe_engine.kv_ops import KVOps as KVOps
 from moe_engine.kv_ops import KVReport as KVReport
+from moe_engine.kv_ops import StateOps
 from moe_engine.structured_output.constraint import Constraint
 
 GREEDY_TEMPERATURE = 1e-6
@@ -285,6 +286,8 @@ class Request:
     finish_reason: FinishReason | None = None
     tree_node: Any = None
     """The radix node this request holds a lock on (scheduler.radix_cache.Node), or None."""
+    state_from: int = -1
+    """Snapshot that its state begins with (`NewRow.snapshot`)."""
     num_in_tree: int = 0  # leading slots owned by the radix tree (shared); the rest are private
     window_start: int = 0
     """Leading pages whose KV in windowed layers the request no longer needs (`windowed_kv_cache.py`)."""
@@ -330,6 +333,8 @@ class NewRow:
     lora_slot: int = NO_LORA_SLOT
     """Slot of its LoRA adapter."""
     returns_hidden: bool = False
+    snapshot: int = -1
+    """Snapshot of its state behind the cached prefix; -1: it begins with zeros, or the model has no states."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -432,6 +437,8 @@ class StepPlan:
     are applied before `new_rows` and `row_writes`."""
     lora_loads: list[tuple[int, int]] = field(default_factory=list)
     """LoRA adapters that take a slot before this step: (slot, adapter)."""
+    state_ops: StateOps | None = None
+    """Snapshots of states; None: the step stores none."""
 
     @property
     def num_tokens(self) -> int:

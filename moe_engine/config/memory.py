@@ -72,6 +72,17 @@ class MemoryArgs:
         "memory is too small for the windows of all running requests. Smaller for long contexts.",
         metavar="RATIO",
     )
+    max_mamba_cache_size: int | None = flag(
+        None,
+        "States of a model with recurrent layers: of running requests and, beyond --max-running-requests, snapshots "
+        "for cached prefixes. Left out: one snapshot for each running request.",
+        metavar="STATES",
+    )
+    mamba_track_interval: int = flag(
+        256,
+        "Tokens between two snapshots of the state of a decoding request; its latest one is cached when it ends.",
+        metavar="TOKENS",
+    )
     disable_hybrid_swa_memory: bool = flag(
         False, "Layers with a sliding window keep the KV of the whole context, in the pool of the other layers."
     )

@@ -82,6 +82,11 @@ def resolve_speculation(
             f"--speculative-eagle-topk {tree.topk} with --enable-deterministic-inference: prompt chunks in one batch "
             "with draft trees use another form of attention; use --speculative-eagle-topk 1, or drop the other flag"
         )
+    if tree.topk > 1 and model.state_groups:
+        raise ConfigError(
+            f"--speculative-eagle-topk {tree.topk} with {model.source}: layers with a state for each request need "
+            "chains; use --speculative-eagle-topk 1"
+        )
     if tree.topk > 1:
         _refuse_windows(
             tree.topk, *(config.within(context_len) for config in (model, draft and draft.config) if config)

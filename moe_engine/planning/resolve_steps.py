@@ -22,6 +22,7 @@ from moe_engine.planning.resolve_parallel import ParallelPlan, with_dispatch_dty
 from moe_engine.planning.resolve_speculation import DraftModel
 from moe_engine.planning.sizing import Sizing, size_memory
 from moe_engine.planning.sizing_input import SizingInput
+from moe_engine.planning.state_memory import with_snapshots
 from moe_engine.planning.step_limits import StepLimits
 from moe_engine.step_settings import GraphSettings, LoraSettings
 from moe_engine.types import SpeculationConfig
@@ -69,6 +70,7 @@ def resolve_steps(
     parallel = with_dispatch_dtype(parallel, args, model, kernels, record)
     page, size = kernels.page_size, DTYPE_BYTES[dtype]
     limits = resolve_limits(args, model, part, parallel, speculation, context_len, page, size, record)
+    limits = with_snapshots(limits, args, model, record)
     graphs = resolve_graphs(args, part, parallel, speculation, limits, kernels.uncaptured, record)
     sizing = _size(args, model, part, kernels, limits, checkpoint, speculation, draft, parallel, experts, graphs, lora)
     return ResolvedSteps(kernels, parallel, limits, _note_sizes(args, sizing, graphs, part, limits, record), sizing)

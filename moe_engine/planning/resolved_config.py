@@ -93,6 +93,11 @@ class ResolvedConfig:
         return self.ledger.num_tokens
 
     @property
+    def num_snapshots(self) -> int:
+        """Snapshots of states in the prefix cache; 0: a model without states, or no prefix cache."""
+        return self.limits.num_snapshots
+
+    @property
     def num_window_slots(self) -> int:
         """Tokens of the pool of windowed layers; 0: their KV is not bounded by their window."""
         return self.ledger.num_window_slots

@@ -1,7 +1,8 @@
 """Layers with a state for each request: memory of the states, the flags that they exclude, and the flag that they set.
 
-A state is that of the request's last computed token. The state at an earlier token is not kept, so nothing that goes
-back to an earlier token is available: cached prefixes, rejected drafts, KV outside the pool.
+A state is that of the request's last computed token. States at earlier tokens are kept in snapshots only, where the
+layers store them: without these no prefix is cached. A verification keeps a state for each draft position. KV outside
+the pool is not available.
 """
 
 from __future__ import annotations
@@ -39,9 +40,43 @@ def state_rows(given: StateInput) -> list[LedgerRow]:
     model = given.local_model
     if not model.state_groups:
         return []
-    each, rows = sum(group.num_bytes(given.dtype) for group in model.state_groups), given.limits.running + PADDING_ROWS
-    detail = f"{given.limits.running} requests x {each} B in {len(model.state_layers)} layers, and a row for padding"
-    return [LedgerRow(STATES_ROW, rows * each, detail)]
+    each, snapshots = sum(group.num_bytes(given.dtype) for group in model.state_groups), given.limits.num_snapshots
+    running, layers = given.limits.running, len(model.state_layers)
+    positions = running * given.limits.request_tokens if given.limits.drafts else 0
+    kept = f", {snapshots} snapshots" * bool(snapshots) + f", {positions} draft positions" * bool(positions)
+    detail = f"{running} requests{kept} x {each} B in {layers} layers, and a row for padding"
+    return [LedgerRow(STATES_ROW, (running + PADDING_ROWS + snapshots + positions) * each, detail)]
+
+
+def stores_any(model: ModelConfig) -> bool:
+    """Whether the layers can store the state after any token of a step."""
+    return all(group.stores_any for group in model.state_groups)
+
+
+def caches_prefixes(model: ModelConfig) -> bool:
+    """Whether snapshots of the states can be kept for prefixes."""
+    return stores_any(model) and not model.windows
+
+
+def with_snapshots(limits: StepLimits, args: EngineArgs, model: ModelConfig, record: Record) -> StepLimits:
+    """With the number of snapshots for cached prefixes.
+
+    Raises:
+        ConfigError: --max-mamba-cache-size has no room for one.
+    """
+    asked, running = args.memory.max_mamba_cache_size, limits.running
+    if not model.state_groups or args.scheduling.disable_radix_cache:
+        if asked is not None:
+            record.remark("--max-mamba-cache-size: no effect (no state is cached)")
+        return limits
+    if asked is None:
+        record.note("max_mamba_cache_size", 2 * running, "a snapshot for each running request")
+    elif asked <= running:
+        raise ConfigError(
+            f"--max-mamba-cache-size {asked}: {running} requests run, each with a state, which leaves no snapshot for "
+            f"cached prefixes; give {running + 1} or more, fewer --max-running-requests, or --disable-radix-cache"
+        )
+    return dataclasses.replace(limits, num_snapshots=running if asked is None else asked - running)
 
 
 def with_states(
@@ -59,9 +94,9 @@ def with_states(
         )
     if not model.state_groups:
         return args
-    for complaint in (*_wrong_parts(model, topology.attn_tp_size), *_excluded(args)):
+    for complaint in (*_wrong_parts(model, topology.attn_tp_size), *_excluded(args, model)):
         raise ConfigError(f"{complaint} ({model.source} has layers with a state for each request)")
-    if args.scheduling.disable_radix_cache:
+    if args.scheduling.disable_radix_cache or caches_prefixes(model):
         return args
     reason = "a state for each request is kept for its last token only, not for the end of a prefix"
     record.note("disable_radix_cache", True, reason)
@@ -79,14 +114,14 @@ def _wrong_parts(model: ModelConfig, ranks: int) -> Iterator[str]:
             )
 
 
-def _excluded(args: EngineArgs) -> Iterator[str]:
+def _excluded(args: EngineArgs, model: ModelConfig) -> Iterator[str]:
     policy, algorithm = args.scheduling.schedule_policy, args.speculative.speculative_algorithm
-    if policy in CACHE_AWARE_POLICIES:
+    if policy in CACHE_AWARE_POLICIES and not caches_prefixes(model):
         yield f"--schedule-policy {policy}: orders by cached prefixes, and no prefix is cached; use fcfs"
-    if algorithm is not None:
+    if algorithm is not None and not stores_any(model):
         yield (
-            f"--speculative-algorithm {algorithm}: not available yet: rejected drafts cannot be taken out of a state; "
-            "leave it out"
+            f"--speculative-algorithm {algorithm}: not available: rejected drafts cannot be taken out of a state: the "
+            "layers do not store those of draft positions (StateGroup.stores_any); leave it out"
         )
     if args.memory.enable_hierarchical_cache:
         yield (

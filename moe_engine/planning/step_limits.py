@@ -31,6 +31,7 @@ class StepLimits:
         choices: rows of logits of a request while drafting or verifying.
         ranks: attention TP size; these ranks share the tokens of the group.
         low_latency: steps that use low-latency dispatch.
+        num_snapshots: snapshots of states in the prefix cache.
         dispatch_limit: max of a rank in a low-latency dispatch, a multiple of `dispatch_multiple`; 0 without one.
     """
 
@@ -47,6 +48,7 @@ class StepLimits:
     low_latency: LowLatency = "never"
     dispatch_limit: int = 0
     dispatch_multiple: int = 1
+    num_snapshots: int = 0
     running_reason: str = ""
 
     @classmethod

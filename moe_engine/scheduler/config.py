@@ -63,6 +63,10 @@ class SchedulerConfig:
     """Tokens that windowed layers attend to, the query's included, if their KV is bounded; 0: it is not."""
     num_window_slots: int = 0
     """Size of the pool of windowed layers in tokens, without the dummy page (`types.window_pool_tokens`)."""
+    num_snapshots: int = 0
+    """Snapshots of states in the prefix cache (``--max-mamba-cache-size``); 0: none, or a model without states."""
+    mamba_track_interval: int = 256
+    """Tokens between two snapshots of a decoding request."""
     lora_slots: int = 0
     """Different LoRA adapters of one batch (``--max-loras-per-batch``); 0: no LoRA."""
     jump_forward: bool = False
@@ -122,6 +126,8 @@ class SchedulerConfig:
             raise ConfigError("--enable-hierarchical-cache needs the radix cache; give no --disable-radix-cache")
         if self.window and (self.host_tier_tokens or self.num_window_slots % self.page_size):
             raise ConfigError("a bounded window needs a pool of whole pages and no --enable-hierarchical-cache")
+        if self.num_snapshots and (self.host_tier_tokens or self.window or self.disable_radix_cache):
+            raise ConfigError("snapshots of states need the radix cache, without bounded windows and host tier")
         for flag, value in (
             ("--max-queued-requests", self.max_queued_requests),
             ("--prefill-max-requests", self.prefill_max_requests),

@@ -44,6 +44,7 @@ def check_integrity(kv_cache: KVCacheManager, live: Iterable[Request]) -> list[s
     findings += _check_pool("slot pages", kv_cache.slots.pages, cached | private)
     findings += _check_pool("rows", kv_cache.rows, rows)
     findings += kv_cache.check_windows(running, cached | private)
+    findings += kv_cache.check_snapshots()
     windows = kv_cache.window_pool()
     if windows is not None:
         findings += _check_pool("window pages", *windows)

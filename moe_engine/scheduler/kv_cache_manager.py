@@ -7,6 +7,7 @@ others are private. Slots and rows are freed "after" the last planned step, beca
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from moe_engine.kv_connectors import connector_class
 from moe_engine.scheduler.config import SchedulerConfig
@@ -19,7 +20,7 @@ from moe_engine.scheduler.radix_cache import DisabledCache, Node, RadixCache
 from moe_engine.scheduler.slot_allocator import DeferredFreePool, SlotAllocator
 from moe_engine.scheduler.storage_tier import StorageTier
 from moe_engine.scheduler.window_room import WindowRoom
-from moe_engine.types import KVReport, Request, RowWrite
+from moe_engine.types import KVReport, Request, RowWrite, StateOps
 
 
 def token_run(request: Request, start: int, end: int) -> list[int]:
@@ -245,6 +246,20 @@ class KVCacheManager:
             return request.tree_node, []
         run = bigrams(token_run(request, start, end + 1)) if self._bigrams else token_run(request, start, end)
         return self.tree.insert(request.tree_node, run, request.slots[start:end], self.step)
+
+    # -- states of requests (`state_kv_cache.py`)
+
+    def take_state_ops(self, jobs: Sequence[Any], decodes: Iterable[tuple[Request, int]]) -> StateOps | None:
+        """`StepPlan.state_ops` of the plan with number `step`, for its chunks of prompts (`admission.PrefillJob`) and
+        its requests in decode with their lengths before it."""
+        return None
+
+    def steps_failed(self, number: int) -> None:
+        """The worker may not have run the steps from `number` on, or only in part."""
+
+    def check_snapshots(self) -> list[str]:
+        """Findings of the integrity check on snapshots of states."""
+        return []
 
     # -- windowed layers (`windowed_kv_cache.py`)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from moe_engine.scheduler.admission import PrefillJob
 from moe_engine.scheduler.kv_cache_manager import KVCacheManager
-from moe_engine.types import KVOps, NewRow, Request, RowWrite, Speculation, StepPlan
+from moe_engine.types import KVOps, NewRow, Request, RowWrite, Speculation, StateOps, StepPlan
 
 
 @dataclass(slots=True)
@@ -163,6 +163,7 @@ class PlanDraft:
         kv_ops: KVOps | None = None,
         window_pages: list[int] | None = None,
         lora_loads: list[tuple[int, int]] | None = None,
+        state_ops: StateOps | None = None,
     ) -> tuple[StepPlan, StepRecord]:
         """The plan and its record. `follow`: the drafter runs a draft extend. Takes over the lists."""
         speculation = None
@@ -184,6 +185,7 @@ class PlanDraft:
             kv_ops=kv_ops,
             window_pages=window_pages or [],
             lora_loads=lora_loads or [],
+            state_ops=state_ops,
         )
         rows = self.rows
         if self.prefilled:
@@ -211,5 +213,6 @@ def _new_row(request: Request, job: PrefillJob) -> NewRow:
         logprobs=spec,
         max_length=len(request.prompt_ids) + request.max_new_tokens,
         lora_slot=request.lora_slot,
+        snapshot=request.state_from,
         returns_hidden=request.hidden is not None,
     )

@@ -242,6 +242,7 @@ class RadixCache:
                 del node.slots[keep:]
                 del node.tokens[keep:]
                 node.end -= len(tail)
+                self._shortened(node)
                 self._offer(node)
             else:
                 self._remove_leaf(node)
@@ -348,6 +349,9 @@ class RadixCache:
         elif not node.in_heap:
             node.in_heap = True
             heapq.heappush(self.heap, (node.last_access, node.serial, node))
+
+    def _shortened(self, node: Node) -> None:
+        """The run of a node lost its end."""
 
     def _drop(self, node: Node, after_step: int) -> None:
         """Frees the slots of a node that leaves the tree with its children."""

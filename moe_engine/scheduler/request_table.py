@@ -16,11 +16,18 @@ from moe_engine.scheduler.radix_cache import Node
 from moe_engine.scheduler.request_timeouts import RequestTimeouts
 from moe_engine.scheduler.run_settings import RunSettings
 from moe_engine.scheduler.session_hold import SessionHold
+from moe_engine.scheduler.state_kv_cache import StateKVCacheManager
 from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 from moe_engine.scheduler.windowed_kv_cache import WindowedKVCacheManager
 from moe_engine.types import NO_LORA_SLOT, FinishReason, PackedLogprobs, Request, RowWrite, Status
 
 QUEUE_FULL = "The request queue is full."
+
+
+def _kv_cache_of(config: SchedulerConfig) -> KVCacheManager:
+    if config.num_snapshots:
+        return StateKVCacheManager(config)
+    return WindowedKVCacheManager(config) if config.window else KVCacheManager(config)
 
 
 class RequestTable:
@@ -33,7 +40,7 @@ class RequestTable:
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.settings = RunSettings(config)
-        self.kv_cache = WindowedKVCacheManager(config) if config.window else KVCacheManager(config)
+        self.kv_cache = _kv_cache_of(config)
         self.queue = WaitingQueue(config)
         self.sessions = SessionHold.of(config, self.kv_cache.tree, clock)
         self.lora = LoraSlots(config.lora_slots) if config.lora_slots else None

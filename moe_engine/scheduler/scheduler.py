@@ -122,6 +122,7 @@ class Scheduler:
         if self._connector is not None:
             kv_ops = [record.kv_ops for record in records if record.kv_ops is not None]
             self._connector.steps_failed(kv_ops, self.kv_cache.step)
+        self.kv_cache.steps_failed(number)
         cause = records[0].alone
         suspects, events, num_retracted = roll_back(self.table, records, now)
         self.totals.retractions += num_retracted
@@ -251,7 +252,8 @@ class Scheduler:
         kv_cache.step += 1
         follow = self.speculator is not None and self._follows(draft, batch)
         kv_ops = self._connector.build_connector_meta() if self._connector is not None else None
-        more = kv_ops, kv_cache.take_window_pages(), table.take_lora_loads()
+        state_ops = kv_cache.take_state_ops(batch.jobs, zip(draft.sampled[: draft.num_decodes], draft.starts))
+        more = kv_ops, kv_cache.take_window_pages(), table.take_lora_loads(), state_ops
         plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, *more)
         table.row_writes, table.finished_rows, record.alone, record.launched = [], [], alone, self._clock()
         self._in_flight.append(record)

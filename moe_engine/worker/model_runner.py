@@ -148,6 +148,9 @@ class ModelRunner:
         if plan.window_pages:
             assert self.rows.windows is not None
             self.rows.windows.map_pages(plan.window_pages)
+        if plan.state_ops is not None and plan.state_ops.saves:
+            assert self.rows.states is not None
+            self.rows.states.save(plan.state_ops.saves)
         if plan.finished_rows or plan.new_rows or plan.row_writes:
             self.rows.apply(plan.finished_rows, plan.new_rows, plan.row_writes)
             if self.speculation is not None:
@@ -171,6 +174,8 @@ class ModelRunner:
             return pending
         sizes = self.shared.sizes(plan)
         batch, hidden = self._forward(plan, sizes)  # [T, D]
+        if self.rows.states is not None:
+            self.rows.states.save_ends(plan)
         return self._finish_step(plan, batch, hidden, sizes, began)
 
     def _finish_step(
@@ -337,6 +342,8 @@ class ModelRunner:
             forward = batch.forward_batch(self.attention.plan(batch.attention), self.kv_pool.layers, sizes)
             self._phase, model_began = RUNNING, time.perf_counter()
             hidden = self.model.forward(forward) if taps is None else taps.during(self.model.forward, forward)
+            if self.rows.states is not None:
+                self.rows.states.save_ends(plan)
             prompts = self._prompt_logprobs(plan, batch, hidden)
         sampled_hidden = hidden if batch.all_sampled else hidden.index_select(0, batch.logits_rows)
         drawn = self.sampling.run(

@@ -23,6 +23,7 @@ class WorkerOptions:
     Args:
         dtype: name of the activation dtype; `kv_cache_dtype`: of the KV cache (`kv_format`), ``auto`` for the same.
         num_slots: tokens of the KV pool, in whole pages.
+        num_snapshots: snapshots of states in the prefix cache.
         num_window_slots: tokens of the pool of windowed layers; 0: their KV is not bounded by the window.
         max_rows: max running requests.
         kernels: rows of the kernel families, for the model and its draft model.
@@ -69,6 +70,7 @@ class WorkerOptions:
     absorbed_break_even: float | None = None
     host_tier_tokens: int = 0
     num_window_slots: int = 0
+    num_snapshots: int = 0
     kv_connector: str = "host"
     hicache_mem_layout: str = "page_first"
     hicache_io_backend: str = "direct"

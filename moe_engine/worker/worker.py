@@ -328,7 +328,8 @@ def _make_pools(
 ) -> KVPool:
     """The KV pool of this rank's part of the model, with tables of windows and states of requests, which `rows` own."""
     if local.state_groups:
-        rows.states = StatePool(local.state_groups, options.max_rows, dtype, stream)
+        nodes = 0 if options.speculation is None else options.speculation.num_draft_tokens
+        rows.states = StatePool(local.state_groups, options.max_rows, dtype, stream, options.num_snapshots, nodes)
     head = None if options.draft_head is None else local_config(options.draft_head.layer, parallel)
     pool = KVPool(
         kv_spec(local, options.kv_dtype, num_mtp, head), options.num_slots, options.kernels.page_size, stream,

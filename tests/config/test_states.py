@@ -105,3 +105,25 @@ def test_excluded_flags_are_refused_by_name(with_states, flags, message) -> None
     with pytest.raises(ConfigError, match=message) as error:
         with_states(**flags)
     assert "config.json has layers with a state for each request" in str(error.value)
+
+
+CACHED = dataclasses.replace(GROUP, stores_any=True)
+
+
+def test_snapshots_for_cached_prefixes(with_states) -> None:
+    config = with_states(CACHED, max_running_requests=7)
+    assert not config.scheduling.disable_radix_cache and config.num_snapshots == 7
+    assert config.ledger.bytes_of("request states") == (7 + 1 + 7) * 2 * BYTES
+    assert "7 requests, 7 snapshots x" in explain_text(config)
+    assert with_states(CACHED, max_running_requests=7, max_mamba_cache_size=9).num_snapshots == 2
+    assert with_states(CACHED, max_running_requests=7, schedule_policy="lpm").num_snapshots == 7
+    without = with_states(CACHED, max_running_requests=7, disable_radix_cache=True, max_mamba_cache_size=9)
+    assert without.num_snapshots == 0 and any("--max-mamba-cache-size: no effect" in note for note in without.notes)
+    with pytest.raises(ConfigError, match=r"--max-mamba-cache-size 7: 7 requests run.*give 8 or more"):
+        with_states(CACHED, max_running_requests=7, max_mamba_cache_size=7)
+
+
+def test_drafts_have_a_state_for_each_position(with_states) -> None:
+    config = with_states(CACHED, max_running_requests=7, speculative_algorithm="NGRAM", speculative_num_steps=3)
+    assert config.ledger.bytes_of("request states") == (7 + 1 + 7 + 7 * 4) * 2 * BYTES
+    assert "28 draft positions" in explain_text(config)

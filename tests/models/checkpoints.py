@@ -224,6 +224,8 @@ def make_checkpoint(
     generator = torch.Generator().manual_seed(seed + 1)
     for index in range(num_mtp_layers):
         _add_mtp_layer(tensors, fields["num_hidden_layers"], index, fields["hidden_size"], generator)
+    if num_mtp_layers and kind == "qwen3_next":
+        tensors = _beside(tensors, f"model.layers.{fields['num_hidden_layers']}.")
     if fp8:
         tensors = quantise_fp8(tensors, scale_dtype)
     (path / "model.safetensors").unlink()
@@ -291,7 +293,8 @@ def _save_model(family: str, fields: dict[str, Any], seed: int, dtype: torch.dty
 def _add_mtp_layer(
     tensors: dict[str, Tensor], num_layers: int, index: int, hidden: int, generator: torch.Generator
 ) -> None:
-    source, target = f"model.layers.{num_layers - 1}.", f"model.layers.{num_layers + index}."
+    like_it = 1 if "model.layers.0.linear_attn.A_log" in tensors else num_layers - 1  # the last with attention
+    source, target = f"model.layers.{like_it}.", f"model.layers.{num_layers + index}."
     like = tensors["model.norm.weight"]
 
     def noise(*shape: int) -> Tensor:
@@ -305,6 +308,23 @@ def _add_mtp_layer(
     tensors[target + "eh_proj.weight"] = (0.15 * noise(hidden, 2 * hidden)).to(like.dtype)
     for name in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{target}{name}.weight"] = (1 + 0.2 * noise(hidden)).to(like.dtype)
+
+
+def _beside(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
+    """The MTP layer under Qwen3-Next's names, norms less 1."""
+    parts = {"eh_proj.": "fc.", "enorm.": "pre_fc_norm_embedding.", "hnorm.": "pre_fc_norm_hidden."}
+    parts |= {"shared_head.norm.": "norm.", "embed_tokens.": "", "shared_head.head.": ""}
+    found = {}
+    for name, tensor in tensors.items():
+        part = name.removeprefix(layer)
+        own = next((known for known in parts if part.startswith(known)), None)
+        if part == name:
+            found[name] = tensor
+        elif own is None:
+            found[f"mtp.layers.0.{part}"] = tensor
+        elif parts[own]:
+            found[f"mtp.{parts[own]}{part.removeprefix(own)}"] = tensor - 1 if "norm" in own else tensor
+    return found
 
 
 def dequantised_copy(source: Path, directory: str | Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -351,7 +371,7 @@ def _write_config(
 ) -> None:
     config = json.loads((path / "config.json").read_text())
     config["num_nextn_predict_layers"] = num_mtp_layers
-    if not num_mtp_layers:
+    if not num_mtp_layers and config["model_type"] != "qwen3_next":  # its default is 1
         del config["num_nextn_predict_layers"]
     name = str(dtype).removeprefix("torch.")
     if dialect == "hub":

@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "minimax_m2": {},
     "glm4_moe": {"num_mtp_layers": 1},
     "gpt_oss": {},
-    "qwen3_next": {},
+    "qwen3_next": {"num_mtp_layers": 1},
 }
 """Options of the checkpoints of the table."""
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"

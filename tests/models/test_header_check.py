@@ -52,6 +52,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", BIASES | {"mlp_bias": True}),
     ("deepseek_v3", {"n_shared_experts": 0}),
     ("deepseek_v3", {"num_mtp_layers": 2}),
+    ("qwen3_next", {"num_mtp_layers": 1}),
 ]
 
 

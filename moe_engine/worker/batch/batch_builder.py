@@ -11,6 +11,7 @@ Legend: R requests, T tokens, S sampled rows, D decodes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries, SharedRun
+from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.request_rows import RequestRows
@@ -163,8 +165,25 @@ class BatchBuilder:
                 host_ids=np.array(plan.input_ids, dtype=np.int64),
                 slots=np.array(plan.slots, dtype=np.int64),
                 sampled=ends[np.array(plan.samples, dtype=bool)] - 1,
+                stores=self.cuts(plan),
             )
         )
+
+    def cuts(self, plan: StepPlan) -> dict[int, list[tuple[int, int]]] | None:
+        """`RaggedTokens.stores` of the snapshots that a plan stores on the way; `StatePool.save_ends` stores those of
+        the states after it."""
+        if plan.state_ops is None or not plan.state_ops.cuts or self._rows.states is None:
+            return None
+        spans, first = (
+            {row: span for row, *span in zip(plan.rows, plan.starts, plan.counts)},
+            self._rows.states.first_snapshot,
+        )
+        found: dict[int, list[tuple[int, int]]] = {}
+        for row, length, snapshot in plan.state_ops.cuts:
+            start, count = spans[row]
+            if length < start + count:
+                found.setdefault(row, []).append((length - start, first + snapshot))
+        return found
 
     def assemble(self, runs: RaggedTokens) -> StepBatch:
         """A batch of any runs of tokens; writes given slots into the slot table, and looks up the others."""
@@ -240,7 +259,24 @@ class BatchBuilder:
             flat=flat_device,
             windows=None if self._windows is None else self._windows.of(flat_device),
             adapters=None if self._rows.adapters is None else self._rows.adapters.of(rows[owner]),
+            stored_states=None if not runs.stores else self._stored_states(rows[order], query_lens, runs.stores),
         )
+
+    def _stored_states(
+        self, rows: np.ndarray, counts: list[int], stores: Mapping[int, Sequence[tuple[int, int]]]
+    ) -> StateRuns:
+        """Runs in the order of the step's tokens."""
+        starts = np.cumsum([0, *counts])
+        at, stored = np.full(starts[-1], -1, dtype=np.int64), []
+        for row, begin, count in zip(rows.tolist(), starts.tolist(), counts):
+            own = dict(stores.get(row, ()))
+            at[begin + count - 1] = row
+            for tokens, target in own.items():
+                at[begin + tokens - 1] = target
+            stored.append(sorted({*own, count}))
+        upload = self._stream.upload  # not `_upload`, whose buffer holds the batch
+        starts32, reads, targets = (torch.from_numpy(array) for array in (starts.astype(np.int32), rows, at))
+        return StateRuns(counts, upload(starts32), upload(reads), stored, upload(targets))
 
     def _upload_masks(self, visible: np.ndarray, num_tokens: int) -> Tensor:
         """Attention masks of the decode group: those of the draft trees."""

@@ -88,7 +88,7 @@ class RequestRows:
         if self.adapters is not None:
             self.adapters.enter(new_rows)
         if new_rows and self.states is not None:
-            self.states.clear([new.row for new in new_rows])
+            self.states.enter(new_rows)
         for write in writes:
             if self.edits.reads_tokens[write.row]:
                 self._move_tokens(write)

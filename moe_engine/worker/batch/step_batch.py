@@ -5,7 +5,7 @@ Legend: R requests or runs of tokens, T tokens, S sampled rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.queries import AttentionBatch
+from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.lora.protocol import AdapterTokens
 from moe_engine.models.batch import ForwardBatch, WindowSlots
 from moe_engine.parallel.step_sizes import StepSizes
@@ -39,6 +40,8 @@ class StepBatch:
     flat: Tensor  # [T] int64: the token's index into the flat slot table
     windows: WindowSlots | None = None
     adapters: AdapterTokens | None = None
+    stored_states: StateRuns | None = None
+    """Of a step that stores other states than those of its sequences' ends."""
 
     def forward_batch(self, attention_plan: Any, kv: Sequence[Any], sizes: StepSizes | None = None) -> ForwardBatch:
         """The model's input, after the attention backend has planned."""
@@ -53,6 +56,7 @@ class StepBatch:
             sizes=sizes,
             windows=self.windows,
             adapters=self.adapters,
+            stored_states=self.stored_states,
         )
 
 
@@ -89,4 +93,6 @@ class RaggedTokens:
     slots: np.ndarray  # [m] int64
     sampled: np.ndarray  # [S] int64: indices of the tokens whose logits are needed
     positions: np.ndarray | None = None  # [T] int64, if they differ from the columns of the slot table (draft trees)
+    stores: Mapping[int, Sequence[tuple[int, int]]] | None = None
+    """By row: (tokens of its run, row in which the state after them is stored); else its own after the last."""
     visible: np.ndarray | None = None  # [tokens of the decodes] int64, see PagedQueries

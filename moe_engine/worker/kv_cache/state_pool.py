@@ -1,37 +1,54 @@
 """State pool: the states of requests in layers without KV, addressed by request row. The scheduler assigns rows.
 
-A state begins as zeros when a request takes its row, also when a retracted request returns and is computed again. The
-last row belongs to no request: a kernel that pads its sequences reads and writes there.
+A state begins as zeros when a request takes its row, or as a copy of the snapshot behind its cached prefix. The row
+behind those of requests belongs to none: a kernel that pads its sequences reads and writes there. Snapshots follow, for
+prefixes in the radix cache; the scheduler assigns their slots (`scheduler/state_kv_cache.py`). Then come the states of
+draft positions: a verification stores the state after each token, and the one after the last accepted token is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moe_engine.models.config import StateGroup
+from moe_engine.types import NewRow, StepPlan
 from moe_engine.worker.device_stream import DeviceStream
 
 
 class StatePool:
-    """`layers[i][part]` is `ForwardBatch.kv[i][part]`: [max_rows + 1, *shape].
+    """`layers[i][part]` is `ForwardBatch.kv[i][part]`: [rows, *shape], of requests, snapshots and draft positions.
 
     Args:
         groups: with the shapes of one rank.
         dtype: of the activations, for parts without a dtype of their own.
+        num_positions: max tokens of a request in a verification; 0: no drafts.
     """
 
-    def __init__(self, groups: Sequence[StateGroup], max_rows: int, dtype: torch.dtype, stream: DeviceStream) -> None:
+    def __init__(
+        self,
+        groups: Sequence[StateGroup],
+        max_rows: int,
+        dtype: torch.dtype,
+        stream: DeviceStream,
+        num_snapshots: int = 0,
+        num_positions: int = 0,
+    ) -> None:
         self.max_rows = max_rows
+        self.first_snapshot = max_rows + 1
+        self._first_position = self.first_snapshot + num_snapshots
+        self._num_positions = num_positions
+        num_rows = self._first_position + max_rows * num_positions
         self._stream = stream
-        self._parts: list[Tensor] = []  # of a group, [its layers, max_rows + 1, *shape]: cleared in one call
+        self._parts: list[Tensor] = []  # of a group, [its layers, rows, *shape]: cleared and copied in one call
         self.layers: dict[int, tuple[Tensor, ...]] = {}
         for group in groups:
             parts = [
                 stream.lazy_zeros(
-                    (len(group.layers), max_rows + 1, *part.shape),
+                    (len(group.layers), num_rows, *part.shape),
                     dtype if part.dtype is None else getattr(torch, part.dtype),
                 )
                 for part in group.parts
@@ -47,8 +64,39 @@ class StatePool:
         """All tensors of the groups."""
         return list(self._parts)
 
-    def clear(self, rows: Sequence[int]) -> None:
-        """Sets the states of these rows to zeros."""
-        index = self._stream.from_list(list(rows), torch.int64)
+    def enter(self, new_rows: Sequence[NewRow]) -> None:
+        """Sets the states of new rows: to zeros, or to their snapshots."""
+        empty = [new.row for new in new_rows if new.snapshot < 0]
+        if empty:
+            index = self._stream.from_list(empty, torch.int64)
+            for part in self._parts:
+                part.index_fill_(1, index, 0)
+        self._copy([(self.first_snapshot + new.snapshot, new.row) for new in new_rows if new.snapshot >= 0])
+
+    def save(self, saves: Sequence[tuple[int, int]]) -> None:
+        """Stores the states of rows in snapshots, (row, snapshot) each."""
+        self._copy([(row, self.first_snapshot + snapshot) for row, snapshot in saves])
+
+    def save_ends(self, plan: StepPlan) -> None:
+        """Stores the snapshots of a plan whose state is that after its chunk, which has run."""
+        if plan.state_ops is None or not plan.state_ops.cuts:
+            return
+        ends = {row: start + count for row, start, count in zip(plan.rows, plan.starts, plan.counts)}
+        self.save([(row, snapshot) for row, length, snapshot in plan.state_ops.cuts if length == ends[row]])
+
+    def positions(self, rows: np.ndarray, count: int) -> np.ndarray:
+        """The places [R, count] of the states after each of `count` tokens of rows [R] in a verification."""
+        return (self._first_position + rows * self._num_positions)[:, None] + np.arange(count)
+
+    def accept(self, rows: Tensor, counts: Tensor) -> None:
+        """Of rows [D] int64 the state after their first counts[i] tokens of a verification is kept."""
+        sources = self._first_position + rows * self._num_positions + counts - 1
         for part in self._parts:
-            part.index_fill_(1, index, 0)
+            part.index_copy_(1, rows, part.index_select(1, sources))
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> None:
+        if not pairs:
+            return
+        sources, targets = self._stream.from_list([at for pair in pairs for at in pair], torch.int64).view(-1, 2).T
+        for part in self._parts:
+            part.index_copy_(1, targets, part.index_select(1, sources))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.decoder.drafting import VerifiedChains
+from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.token_masks import DraftTree
@@ -131,6 +132,7 @@ class SpeculativeStep:
         self._thresholds = config.has_thresholds
         self._fused = fused
         self._same: Decodes | None = None
+        self._runs: tuple[Decodes, StateRuns] | None = None
         self._none = self._make_decodes([], [], np.zeros(0, dtype=np.int64))
 
     def enter(self, plan: StepPlan) -> None:
@@ -262,9 +264,10 @@ class SpeculativeStep:
         decodes = verification.decodes
         if decodes.is_even and verification.parents is None and len(plan.rows) == plan.num_decodes:
             ids = verification.tokens.clamp_min(0)
-            return self._builder.uniform.batch(
+            batch = self._builder.uniform.batch(
                 decodes.rows, decodes.rows_device, verification.starts, decodes.most, ids
             )
+            return batch if self._rows.states is None else replace(batch, stored_states=self._stored_states(decodes))
         num, counts = plan.num_decodes, np.array(plan.counts, dtype=np.int64)
         rows, starts = np.array(plan.rows, dtype=np.int64), np.array(plan.starts, dtype=np.int64)
         starts[:num] = verification.starts
@@ -297,8 +300,30 @@ class SpeculativeStep:
                 sampled=np.concatenate((np.arange(num_decode_tokens), ends[num:][samples] - 1)),
                 positions=positions,
                 visible=visible,
+                stores=None if self._rows.states is None else self._stores(plan, decodes),
             )
         )
+
+    def _stored_states(self, decodes: Decodes) -> StateRuns:
+        """Of an even verification: the state after each token has a place; the same object for the same decodes."""
+        if self._runs is None or self._runs[0] is not decodes:
+            assert self._rows.states is not None
+            count, num = decodes.most, len(decodes.rows)
+            starts = torch.from_numpy(np.arange(0, (num + 1) * count, count, dtype=np.int32))
+            places = self._upload(self._rows.states.positions(decodes.rows, count).ravel())
+            stored = [range(1, count + 1)] * num
+            runs = StateRuns([count] * num, self._stream.upload(starts), decodes.rows_device, stored, places)
+            self._runs = decodes, runs
+        return self._runs[1]
+
+    def _stores(self, plan: StepPlan, decodes: Decodes) -> dict[int, list[tuple[int, int]]]:
+        """`RaggedTokens.stores` of decodes and prompts."""
+        assert self._rows.states is not None
+        stores = self._builder.cuts(plan) or {}
+        places = self._rows.states.positions(decodes.rows, decodes.most).tolist()
+        for row, count, own in zip(decodes.plan_rows, decodes.plan_counts, places):
+            stores[row] = list(enumerate(own[:count], 1))
+        return stores
 
     # -- after the target has run
 
@@ -342,6 +367,8 @@ class SpeculativeStep:
         if len(verification.rows):
             if verification.parents is not None:
                 self._move(verification, accepted)
+            if self._rows.states is not None:
+                self._rows.states.accept(verification.rows_device, accepted.counts)
             rows, starts, tokens, counts = self._stream.arrays(
                 verification.rows_device, self._upload(verification.starts), accepted.tokens, accepted.counts
             )
