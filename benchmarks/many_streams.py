@@ -2,18 +2,24 @@
 
 Each round measures in turn: the offline engine with all requests at once; the server with the same requests as streams;
 the server again with a further client that reads its stream slowly. Both engines have the same flags and the embedded
-model; the idle one uses no processor time. The clients run in this process, on the same cores: `client_cpu_seconds` is
-their part. A gap is the time between two events of a stream; an event may hold several tokens if they arrived together.
+model; the idle one uses no processor time.
+
+What is compared: the offline engine has the machine to itself; beside the server run all clients (in this process, see
+`benchmarks.stream_clients`), on the same cores. `share_of_engine` contains their work, `client_cpu_seconds` is its
+size; it counts against the server. All requests arrive within some hundred milliseconds, and all gaps count, those
+between the first tokens of the first request and the first token of the last one (the ramp) included;
+`steady_p99_over_median` is without them. A gap is the time between two reads of a stream that end an event; a read may
+hold several tokens if they arrived together (`events_per_token`). Results until 2026-11-26 were measured with clients
+that took three times the processor time (asyncio, a line at a time).
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import itertools
 import json
 import random
 import resource
-import socket
 import time
 from typing import Any
 
@@ -21,13 +27,14 @@ import psutil
 
 from benchmarks import report
 from benchmarks.server_process import ServerProcess
+from benchmarks.stream_clients import ReadStream, read_streams
 from moe_engine import Engine
 from moe_engine.tuning.stats import median, percentile, spread
 
 PROMPT_TOKENS = 16
 VOCABULARY = range(100, 1200)
-SLOW_BYTES, SLOW_PAUSE, SLOW_TOKENS = 512, 0.1, 900
-"""The slow client reads so many bytes, and waits so many seconds; its answer is long, so that buffers fill."""
+SLOW_TOKENS = 900
+"""Of the slow client's answer: long, so that buffers fill."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -72,69 +79,41 @@ def request_bytes(port: int, prompt: list[int], tokens: int) -> bytes:
     return f"{head}Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode() + data
 
 
-async def read_stream(port: int, prompt: list[int], tokens: int) -> tuple[int, float, list[float]]:
-    """Tokens by the server's count; seconds to the first event; gaps between events."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request_bytes(port, prompt, tokens))
-    began, last, first, gaps, counted = time.perf_counter(), 0.0, 0.0, [], 0
-    try:
-        async for line in reader:
-            if not line.startswith(b"data: {"):
-                continue
-            now = time.perf_counter()
-            if b'"choices":[]' in line:
-                counted = json.loads(line[6:])["usage"]["completion_tokens"]
-                break
-            if last:
-                gaps.append(now - last)
-            else:
-                first = now - began
-            last = now
-    finally:
-        writer.close()
-    return counted, first, gaps
-
-
-async def read_slowly(port: int, prompt: list[int], tokens: int) -> None:
-    """A client with a small receive buffer, until it is cancelled."""
-    sock = socket.socket()
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    sock.setblocking(False)
-    loop = asyncio.get_running_loop()
-    try:
-        await loop.sock_connect(sock, ("127.0.0.1", port))
-        await loop.sock_sendall(sock, request_bytes(port, prompt, tokens))
-        while await loop.sock_recv(sock, SLOW_BYTES):
-            await asyncio.sleep(SLOW_PAUSE)
-    finally:
-        sock.close()
-
-
-async def run_streams(server: ServerProcess, asked: list[list[int]], tokens: int, slow: bool) -> dict[str, float]:
-    cpu, own = front_end_cpu(server.pid), own_cpu()
-    beside = asyncio.create_task(read_slowly(server.port, asked[0][::-1], SLOW_TOKENS)) if slow else None
-    began = time.perf_counter()
-    found = await asyncio.gather(*(read_stream(server.port, prompt, tokens) for prompt in asked))
-    seconds = time.perf_counter() - began
-    if beside is not None:
-        beside.cancel()
-        await asyncio.gather(beside, return_exceptions=True)
-    assert all(count == tokens for count, _, _ in found), "a stream lost tokens"
-    gaps = [gap for _, _, stream in found for gap in stream]
+def run_streams(server: ServerProcess, asked: list[list[int]], tokens: int, slow: bool) -> dict[str, float]:
+    requests = [request_bytes(server.port, prompt, tokens) for prompt in asked]
+    slowly = request_bytes(server.port, asked[0][::-1], SLOW_TOKENS) if slow else None
+    cpu, own = cpu_of(server.pid), own_cpu()
+    seconds, streams = read_streams(server.port, requests, slowly)
+    assert all(stream.num_tokens == tokens for stream in streams), "a stream lost tokens"
+    gaps = [gap for stream in streams for gap in stream.gaps]
     return {
         "seconds": seconds,
         "tokens_per_second": len(asked) * tokens / seconds,
-        "median_ttft_seconds": median([first for _, first, _ in found]),
+        "median_ttft_seconds": median([stream.moments[0] for stream in streams]),
+        "last_ttft_seconds": max(stream.moments[0] for stream in streams),
         "median_gap_seconds": median(gaps),
         "p99_gap_seconds": percentile(gaps, 99),
         "p99_over_median": percentile(gaps, 99) / median(gaps),
-        "events_per_token": (len(gaps) + len(asked)) / (len(asked) * tokens),
-        "front_end_cpu_seconds": front_end_cpu(server.pid) - cpu,
+        "steady_p99_over_median": steady_ratio(streams),
+        "events_per_token": sum(stream.num_events - 2 for stream in streams) / (len(asked) * tokens),
+        "front_end_cpu_seconds": cpu_of(server.pid) - cpu,
         "client_cpu_seconds": own_cpu() - own,
     }
 
 
-def front_end_cpu(pid: int) -> float:
+def steady_ratio(streams: list[ReadStream]) -> float:
+    """99th percentile of the gaps over their median, from the first token of the last stream on."""
+    begin = max(stream.moments[0] for stream in streams)
+    gaps = [
+        later - earlier
+        for stream in streams
+        for earlier, later in itertools.pairwise(stream.moments)
+        if earlier >= begin
+    ]
+    return percentile(gaps, 99) / median(gaps) if gaps else float("nan")
+
+
+def cpu_of(pid: int) -> float:
     times = psutil.Process(pid).cpu_times()
     return times.user + times.system
 
@@ -168,10 +147,8 @@ def main(argv: list[str] | None = None) -> int:
             asked = prompts(rng, own.streams)
             found = {
                 "engine": run_engine(engine, asked, own.tokens),
-                "streams": asyncio.run(run_streams(server, asked, own.tokens, False)),
-                "streams_and_slow_reader": asyncio.run(
-                    run_streams(server, prompts(rng, own.streams), own.tokens, True)
-                ),
+                "streams": run_streams(server, asked, own.tokens, False),
+                "streams_and_slow_reader": run_streams(server, prompts(rng, own.streams), own.tokens, True),
             }
             if number:  # the first round warms up
                 rounds.append(found)

@@ -39,14 +39,13 @@ class Load:
 
     @property
     def regions(self) -> Regions:
-        pairs, capacity = self.tokens * self.top_k, self.tokens * self.num_ranks
         item = self.dtype.itemsize
-        return Regions(self.num_ranks, self.num_local, pairs, capacity, self.hidden, item, self.fp8)
+        return Regions(self.num_ranks, self.num_local, self.tokens, self.top_k, self.hidden, item, self.fp8)
 
 
 V3_EP8 = Load(8, 32, 8, 7168, 128, torch.bfloat16, fp8=False)
 V3_BESIDE = replace(V3_EP8, num_local=4, tokens=4)
-"""Max 32 waiting programs per rank: two per SM, which every kernel's registers allow."""
+"""Ranks on streams of one GPU: few programs, so that a waiting one never keeps those it waits for from starting."""
 TINY = Load(3, 2, 3, 256, 4, torch.bfloat16, fp8=False)
 TINY_BESIDE = replace(TINY, num_ranks=1, num_local=4)
 """Only these: a dry run may use a device with serialised launches."""
@@ -54,26 +53,27 @@ OnPhase = Callable[[str, Callable[[], Any]], Any]
 
 
 class RanksHere:
-    """All ranks of a load, in one process. Expert e multiplies by 1 + e / E."""
+    """All ranks of a load, in one process. Expert e multiplies by 1 + e / E. waits_apart: cooperative launches of one
+    device may run one after another, so that only launches of one program may wait for other ranks there."""
 
-    def __init__(self, load: Load, device: str) -> None:
+    def __init__(self, load: Load, device: str, waits_apart: bool = False) -> None:
         from moe_engine.kernels.symm_mem.exchange import SymmMemExchange
 
         self._load = load
         num_bytes, num_experts = load.regions.num_bytes(NUM_SLOTS), load.num_ranks * load.num_local
-        memory = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(load.num_ranks)]
-        addresses = [own.data_ptr() for own in memory]
+        self.memory = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(load.num_ranks)]
+        addresses = [own.data_ptr() for own in self.memory]
         self.lost = torch.zeros(load.num_ranks, dtype=torch.int32, pin_memory=device == "cuda")
-        self._ranks = [
-            SymmMemExchange(load.regions, NUM_SLOTS, rank, own, addresses, self.lost, LIMIT_S, load.dtype)
-            for rank, own in enumerate(memory)
+        self.ranks = [
+            SymmMemExchange(load.regions, NUM_SLOTS, rank, own, addresses, self.lost, LIMIT_S, load.dtype, waits_apart)
+            for rank, own in enumerate(self.memory)
         ]
         shape = (load.num_ranks, load.tokens)
         self.x = torch.randn(*shape, load.hidden, device=device).to(load.dtype)
         self.ids = torch.rand(*shape, num_experts, device=device).topk(load.top_k).indices.to(torch.int32)
         self.weights = torch.rand(*shape, load.top_k, device=device)
         self._factors = 1 + torch.arange(num_experts, device=device) / num_experts
-        self._streams = [torch.cuda.Stream() for _ in memory] if device == "cuda" else []
+        self._streams = [torch.cuda.Stream() for _ in self.memory] if device == "cuda" else []
         self.counts: list[Tensor] = []
 
     def expected(self) -> Tensor:
@@ -90,7 +90,7 @@ class RanksHere:
 
         def of_each(launch: Callable[[int, SymmMemExchange], Any]) -> list[Any]:
             results = []
-            for r, own in enumerate(self._ranks):
+            for r, own in enumerate(self.ranks):
                 with torch.cuda.stream(self._streams[r]) if apart else nullcontext():
                     results.append(launch(r, own))
             if apart:
@@ -100,13 +100,12 @@ class RanksHere:
         def run(name: str, launch: Callable[[int, SymmMemExchange], Any]) -> Any:
             return on_phase(name, lambda: of_each(launch)) if on_phase else of_each(launch)
 
-        run("notify", lambda r, own: own.notify(self.ids[r], number))
-        run("send", lambda r, own: own.send(self.x[r], self.ids[r], number))
+        run("send", lambda r, own: own.send(self.x[r], self.ids[r], self.weights[r], number))
         arrivals = run("receive", lambda r, own: own.receive(number))
         self.counts = [arrival.counts.clone() for arrival in arrivals]
-        rows = of_each(lambda r, own: self._experts(r, arrivals[r]))
+        rows = of_each(lambda r, own: self.experts(r, arrivals[r]))
         run("combine_send", lambda r, own: own.combine_send(rows[r], number))
-        return self._stacked(run("sum", lambda r, own: own.sum(self.weights[r], self._load.dtype, number)))
+        return self._stacked(run("sum", lambda r, own: own.sum(self._load.tokens, self._load.dtype, number)))
 
     def run_beside(self, number: int) -> Tensor:
         """`run` with one stream per rank, whole dispatches and combines: kernels wait for each other.
@@ -116,10 +115,10 @@ class RanksHere:
         """
         out = []
         torch.cuda.synchronize()
-        for r, (own, stream) in enumerate(zip(self._ranks, self._streams)):
+        for r, (own, stream) in enumerate(zip(self.ranks, self._streams)):
             with torch.cuda.stream(stream):
-                rows = self._experts(r, own.dispatch(self.x[r], self.ids[r], number))
-                out.append(own.combine(rows, self.weights[r], number))
+                rows = self.experts(r, own.dispatch(self.x[r], self.ids[r], self.weights[r], number))
+                out.append(own.combine(rows, self._load.tokens, number))
         torch.cuda.synchronize()
         return self._stacked(out)
 
@@ -130,7 +129,7 @@ class RanksHere:
             torch.cuda.synchronize()
         return stacked
 
-    def _experts(self, rank: int, arrival: Arrival) -> Tensor:
+    def experts(self, rank: int, arrival: Arrival) -> Tensor:
         local = self._load.num_local
         factors = self._factors[rank * local : (rank + 1) * local].to(self._load.dtype)
         return arrival.rows * factors.view(-1, 1, 1)
@@ -169,7 +168,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 def _error_beside(load: Load) -> float:
     """Error of ranks on separate streams; infinite if one was lost."""
-    ranks = RanksHere(load, "cuda")
+    ranks = RanksHere(load, "cuda", waits_apart=True)
     expected = ranks.expected()
     for number in range(NUM_SLOTS):
         ranks.run(number, apart=True)

@@ -31,15 +31,18 @@ class Group:
     rows: str = "vendors"
     mtp: int = 0
     prefill: int = 0
+    dispatch: str = "deepep"
 
     @property
     def name(self) -> str:
         work = f"prefill {self.prefill}" if self.prefill else "decode"
-        return f"{self.model} {self.form} {self.rows} {work}" + (f" mtp {self.mtp}" if self.mtp else "")
+        work += f" mtp {self.mtp}" if self.mtp else ""
+        return f"{self.model} {self.form} {self.rows} {work}" + f" {self.dispatch}" * (self.dispatch != "deepep")
 
     def arguments(self) -> list[str]:
         more = ["--prefill", self.prefill] if self.prefill else ["--batch", *self.batches, "--mtp", self.mtp]
         found = ["--model", self.model, "--form", self.form, "--rows", self.rows, "--context", 2048, *more]
+        found += ["--dispatch", self.dispatch]
         return [str(x) for x in found]
 
 
@@ -49,6 +52,7 @@ GROUPS = (
     Group("v3", "dp8ep8"),
     Group("v3", "tp8"),
     Group("v3", "dp16ep16"),
+    Group("v3", "dp8ep8", dispatch="symm_mem"),
     Group("v3", "dp8ep8", (1, 32, 128), mtp=1),
     Group("v3", "tp8", (1, 32), mtp=3),
     Group("v2-lite", "tp1", (1,), prefill=8192),
@@ -60,6 +64,7 @@ CHECKED = (
     Group("v3", "dp8ep8", (1, 128)),
     Group("v3", "tp8", (1,)),
     Group("v3", "dp8ep8", (32,), mtp=1),
+    Group("v3", "dp8ep8", (128,), dispatch="symm_mem"),
     Group("v3", "dp8ep8", (1,), prefill=8192),
 )
 """Groups that are cheap enough for every run of the tests."""

@@ -61,7 +61,7 @@ class Routing:
     """Expected routing of a step's tokens, uniform: each token takes `top_k` of `num_experts` experts.
 
     tokens: of all ranks that share the experts. local: experts of this rank. shared: shared experts behind them, which
-    every token has.
+    every token has. target_ranks: ranks that a token may choose.
     """
 
     tokens: int
@@ -69,6 +69,7 @@ class Routing:
     num_experts: int
     local: int
     shared: int = 0
+    target_ranks: float = 1.0
 
     @property
     def rows(self) -> float:

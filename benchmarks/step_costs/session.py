@@ -25,8 +25,8 @@ SPARE = 16
 class Case:
     """What is computed. `config`: config.json, whole. vendors: whether vendor libraries are installed.
 
-    mtp: draft tokens of a decode step; 0: none. prefill: tokens of a prompt; None: a decode step of `batch` requests
-    after `context` tokens.
+    dispatch: backend of expert parallelism. mtp: draft tokens of a decode step; 0: none. prefill: tokens of a prompt;
+    None: a decode step of `batch` requests after `context` tokens.
     """
 
     model: str
@@ -38,11 +38,13 @@ class Case:
     vendors: bool = True
     mtp: int = 0
     prefill: int | None = None
+    dispatch: str = "deepep"
 
     @property
     def name(self) -> str:
         work = f"B{self.batch}" if self.prefill is None else f"prefill{self.prefill}"
         rows = "" if self.vendors else "-triton"
+        rows += f"-{self.dispatch}" if self.form.ep > 1 and self.dispatch != "deepep" else ""
         return f"{self.model}-{self.form.name}-{work}" + (f"-mtp{self.mtp}" if self.mtp else "") + rows
 
 
@@ -102,7 +104,8 @@ def _settings(case: Case) -> dict[str, Any]:
     shared = case.config.get("n_shared_experts") or 0 if case.form.ep == 1 else 0  # fused into the routed ones
 
     def with_tokens(tokens: int) -> Setting:
-        routing = Routing(tokens * case.form.dp, top_k, experts, experts // case.form.ep, shared)
+        local = experts // case.form.ep
+        routing = Routing(tokens * case.form.dp, top_k, experts, local, shared, _target_ranks(case))
         return Setting(case.context, routing, case.hardware)
 
     return {OUTSIDE: with_tokens(case.prefill or case.batch * (case.mtp + 1)), DRAFT: with_tokens(case.batch)}
@@ -110,7 +113,7 @@ def _settings(case: Case) -> dict[str, Any]:
 
 def _start(case: Case, short: dict[str, Any]) -> tuple[Any, Any, Any]:
     os.environ["TRITON_INTERPRET"] = "1"
-    from benchmarks.step_costs import triton_costs  # noqa: F401
+    from benchmarks.step_costs import exchange_costs, triton_costs  # noqa: F401
     from benchmarks.step_costs.libraries import Libraries
     from benchmarks.step_costs.recorder import Recorder
     from tests.simulated_cuda import install, memory, observer
@@ -171,7 +174,7 @@ def _flags(case: Case, folder: Path) -> list[Any]:
     if form.dp > 1:
         flags += ["--enable-dp-attention", "--dp-size", form.dp]
     if form.ep > 1:
-        flags += ["--ep-size", form.ep, "--moe-a2a-backend", "deepep" if case.vendors else "symm_mem"]
+        flags += ["--ep-size", form.ep, "--moe-a2a-backend", case.dispatch]
     if (nodes := form.nodes(case.hardware)) > 1:
         flags += ["--nnodes", nodes, "--node-rank", 0, "--dist-init-addr", "127.0.0.1:30999"]
     return flags

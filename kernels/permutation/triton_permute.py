@@ -30,6 +30,7 @@ _ONE_LAUNCH = 1 << 16
 """Pairs times experts up to which every placing program counts all pairs itself: that is shorter than a launch."""
 
 _WIDE = 1 << 14  # pairs times experts that it compares at once
+_READ = 1 << 12  # counts of other programs that it reads at once
 _COMBINE_TILE = 1024
 _PERMUTE_BYTES = 2048  # of a row, per program
 
@@ -57,7 +58,7 @@ def _count_chunk(ids, counts, chunk, num_pairs, num_steps, EXPERTS: tl.constexpr
 def place_kernel(
     ids, counts, offsets, ends_out, positions, source, barrier, num_pairs, num_steps, num_chunks, capacity,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, ALIGN: tl.constexpr, PADDED: tl.constexpr,
-    COUNTED: tl.constexpr, WIDE_STEP: tl.constexpr, WAITS: tl.constexpr,
+    COUNTED: tl.constexpr, WIDE_STEP: tl.constexpr, OTHERS: tl.constexpr, WAITS: tl.constexpr,
 ):  # fmt: skip
     """A pair's row = start of its expert's group + earlier pairs of that expert, in previous chunks and in its own.
 
@@ -73,10 +74,11 @@ def place_kernel(
     total = tl.zeros((EXPERTS,), tl.int32)
     before = tl.zeros((EXPERTS,), tl.int32)
     if COUNTED:
-        for other in range(num_chunks):
-            count = tl.load(counts + other * EXPERTS + experts)
-            total += count
-            before += tl.where(other < chunk, count, 0)
+        for begin in range(0, num_chunks, OTHERS):
+            other = (begin + tl.arange(0, OTHERS))[:, None]
+            of_others = tl.load(counts + other * EXPERTS + experts[None, :], mask=other < num_chunks, other=0)
+            total += tl.sum(of_others, axis=0)
+            before += tl.sum(tl.where(other < chunk, of_others, 0), axis=0)
     else:
         for begin in range(0, num_pairs, WIDE_STEP):
             pair = begin + tl.arange(0, WIDE_STEP)
@@ -278,7 +280,8 @@ def _place_constants(
     experts = triton.next_power_of_2(num_experts)
     return {
         "NUM_EXPERTS": num_experts, "EXPERTS": experts, "STEP": _STEP, "ALIGN": align, "PADDED": padded,
-        "COUNTED": counted, "WIDE_STEP": max(_STEP, _WIDE // experts), "WAITS": waits,
+        "COUNTED": counted, "WIDE_STEP": max(_STEP, _WIDE // experts), "OTHERS": max(1, _READ // experts),
+        "WAITS": waits,
     }  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""Symmetric memory kernels: notify, dispatch and combine between ranks over plain pointers, and their memory layout."""
+"""Symmetric memory kernels: dispatch and combine between ranks over plain pointers, and their memory layout."""

@@ -7,7 +7,7 @@ D hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,7 +21,7 @@ from moe_engine.kernels.quantization.protocol import (
     ActivationFormat,
     QuantizedActivation,
 )
-from moe_engine.kernels.symm_mem.regions import COUNTED, RETURNED, SENT, Regions, Slot
+from moe_engine.kernels.symm_mem.regions import RETURNED, SENT, Regions
 from moe_engine.kernels.symm_mem.tiles import TILES
 from moe_engine.kernels.symm_mem.triton_combine import (
     combine_send_constants,
@@ -30,15 +30,18 @@ from moe_engine.kernels.symm_mem.triton_combine import (
     sum_kernel,
 )
 from moe_engine.kernels.symm_mem.triton_dispatch import (
-    notify_constants,
-    notify_kernel,
     receive_constants,
     receive_kernel,
     send_constants,
     send_kernel,
+    wait_kernel,
 )
+from moe_engine.kernels.symm_mem.triton_flags import rank_constants
+from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, resident_programs
 
-STATE_WORDS = 16  # per slot: the epoch, and a ticket per kernel that raises flags; slots in separate cache lines
+STATE_WORDS = 16
+"""Per slot: the epoch, a ticket of send and of combine_send, a barrier of receive and of sum; slots in separate cache
+lines."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,14 @@ class Arrival:
     """Result of a dispatch, valid until the next dispatch of its slot.
 
     Attributes:
-        rows: [El, C, D] in the activation dtype, the first counts[e] of expert e; empty if FP8 rows are passed on
-            quantized.
-        sent: the rows as dispatched, e4m3 [El, C, D], and their scales float32 [El, C, D / 128], column-major per
-            expert if the experts read them so; None without FP8.
+        rows: [El, C, D], the first counts[e] of expert e: in the activation dtype, or e4m3 with scales.
+        scales: float32 [El, C, D / 128], column-major per expert if the experts read them so; or None.
         counts: int32 [El].
-        positions: int32 [M * K]: row index of each of this rank's pairs at its expert, -1: not sent.
     """
 
     rows: Tensor
-    sent: tuple[Tensor, Tensor] | None
+    scales: Tensor | None
     counts: Tensor
-    positions: Tensor
 
 
 class SymmMemExchange:
@@ -69,135 +68,139 @@ class SymmMemExchange:
         addresses: this rank's addresses of every rank's memory, its own included.
         lost: int32 [R], initially zero, written by the device and read by the host without waiting: timed-out ranks.
         limit_s: timeout of a kernel's wait for other ranks.
+        waits_apart: other streams compute meanwhile: a launch of one program waits, and the next one needs no other
+            rank. Otherwise the launch that needs the rows waits itself, which saves one.
     """
 
     def __init__(
         self, regions: Regions, num_slots: int, rank: int, memory: Tensor, addresses: Sequence[int], lost: Tensor,
-        limit_s: float, dtype: torch.dtype,
+        limit_s: float, dtype: torch.dtype, waits_apart: bool = False,
     ) -> None:  # fmt: skip
         self._regions = regions
-        self._rank = rank
+        self._rank, self._apart = rank, waits_apart
         self._memory = memory  # kept alive: kernels hold only its address
         self._lost = lost
         self._limit_ns = int(limit_s * 1e9)
         device = memory.device
         self._slots = [regions.slot(number) for number in range(num_slots)]
+        self._dtype, self._programs = dtype, resident_programs(device)
         self._peers = torch.tensor(list(addresses), dtype=torch.int64, device=device)
         self._state = torch.zeros(num_slots, STATE_WORDS, dtype=torch.int64, device=device)
-        self._numbers = [torch.empty(regions.max_pairs, dtype=torch.int32, device=device) for _ in self._slots]
         self._failed = torch.zeros(1, dtype=torch.int64, device=device)
-        self._arrivals = [self._make_arrival(slot, dtype) for slot in self._slots]
-        self._columns: list[Tensor | None] = [None for _ in self._slots]
 
-    def _make_arrival(self, slot: Slot, dtype: torch.dtype) -> Arrival:
-        regions, device = self._regions, self._memory.device
-        shape = (regions.num_local, regions.capacity, regions.hidden)
+        def words(*shape: int) -> list[Tensor]:
+            return [torch.zeros(*shape, dtype=torch.int32, device=device) for _ in self._slots]
 
-        def part(begin: int, size: tuple[int, ...], kind: torch.dtype) -> Tensor:
-            return self._memory[begin : begin + torch.Size(size).numel() * kind.itemsize].view(kind).view(size)
+        self._targets = words(regions.max_tokens, regions.num_ranks)
+        self._positions = words(regions.capacity, regions.top_k)
+        self._counts = words(regions.num_local)
+        self._partial = words(self._programs, triton.next_power_of_2(regions.num_local))
+        self._arrivals: list[dict[tuple[bool, bool], Arrival]] = [{} for _ in self._slots]
+        """By whether rows stay FP8, and whether their scales are in columns."""
 
-        sent = None
-        if regions.fp8:
-            rows = torch.empty(0, dtype=dtype, device=device)  # allocated on demand
-            sent = part(slot.rows, shape, FP8), part(slot.scales, (*shape[:2], shape[2] // BLOCK), torch.float32)
-        else:
-            rows = part(slot.rows, shape, dtype)
-        counts = torch.zeros(regions.num_local, dtype=torch.int32, device=device)
-        return Arrival(rows, sent, counts, torch.full((regions.max_pairs,), -1, dtype=torch.int32, device=device))
+    def _arrival(self, number: int, rows: bool, columns: bool) -> Arrival:
+        """Memory of a slot's batch, allocated by the first dispatch with this format: before a graph is captured."""
+        found = self._arrivals[number].get((rows, columns))
+        if found is None:
+            regions, memory = self._regions, self._memory
+            shape = (regions.num_local, regions.capacity, regions.hidden)
+            scales, blocks = None, regions.hidden // BLOCK
+            if rows and columns:
+                padded = memory.new_empty(regions.num_local, blocks, self._scale_stride, dtype=torch.float32)
+                scales = padded[..., : regions.capacity].transpose(1, 2)
+            elif rows:
+                scales = memory.new_empty(*shape[:2], blocks, dtype=torch.float32)
+            batch = memory.new_empty(shape, dtype=FP8 if rows else self._dtype)
+            found = self._arrivals[number][rows, columns] = Arrival(batch, scales, self._counts[number])
+        return found
+
+    @property
+    def _scale_stride(self) -> int:
+        return -(-self._regions.capacity // 4) * 4
 
     def lost_ranks(self) -> list[int]:
         """Ranks that a kernel timed out on, as far as visible to the host."""
         return self._lost.nonzero().flatten().tolist()
 
-    def dispatch(self, x: Activation, ids: Tensor, number: int, format: ActivationFormat = UNQUANTIZED) -> Arrival:
-        """Dispatches x [T, D] to experts ids int32 [T, K], through slot `number`.
+    def dispatch(
+        self, x: Activation, ids: Tensor, weights: Tensor, number: int, format: ActivationFormat = UNQUANTIZED
+    ) -> Arrival:
+        """Dispatches x [T, D] to experts ids int32 [T, K] with weights float32 [T, K], through slot `number`.
 
         Args:
             x: may be quantized if dispatch is FP8.
             format: the experts' activation format: sets the FP8 scales; FP8 rows are dequantized unless it has `rows`.
         """
-        ids = ids.contiguous()
-        self.notify(ids, number)
-        self.send(x if isinstance(x, QuantizedActivation) else x.contiguous(), ids, number, format.power_of_two)
+        x = x if isinstance(x, QuantizedActivation) else x.contiguous()
+        self.send(x, ids.contiguous(), weights.float().contiguous(), number, format.power_of_two)
         return self.receive(number, widen=not format.rows, columns=format.rows and format.column_scales)
 
-    def combine(self, rows: Tensor, weights: Tensor, number: int) -> Tensor:
-        """rows [El, C, D], the experts' results, and weights float32 [T, K] -> [T, D] in rows' dtype."""
+    def combine(self, rows: Tensor, num_tokens: int, number: int) -> Tensor:
+        """rows [El, C, D], the experts' results -> the weighted sums [T, D] of this rank's T tokens, in rows' dtype."""
         self.combine_send(rows.contiguous(), number)
-        return self.sum(weights.float().contiguous(), rows.dtype, number)
+        return self.sum(num_tokens, rows.dtype, number)
 
     # -- the same in single launches; tensors contiguous
 
-    def notify(self, ids: Tensor, number: int) -> None:
-        """Sends this rank's row counts and begins the slot's next epoch. Does not wait."""
-        regions, slot, ranks = self._regions, self._slots[number], self._regions.num_ranks
-        notify_kernel[(ranks,)](
-            ids, self._peers, self._state[number], self._numbers[number], ids.numel(), self._rank, slot.counts,
-            slot.flags[COUNTED], **notify_constants(regions.num_local, ranks),
-            num_warps=TILES.notify_warps,
-        )  # fmt: skip
-
-    def send(self, x: Activation, ids: Tensor, number: int, power_of_two: bool = False) -> None:
-        """Dispatches rows, after waiting for the counts of all ranks."""
+    def send(self, x: Activation, ids: Tensor, weights: Tensor, number: int, power_of_two: bool = False) -> None:
+        """Sends rows, choices and weights, and begins the slot's next epoch. Does not wait."""
         regions, slot = self._regions, self._slots[number]
         data, scales, stride = x, None, 0
         if isinstance(x, QuantizedActivation):
             data, scales, stride = x.rows.data.view(torch.uint8), x.rows.scales, x.rows.scale_stride
         constants = send_constants(
-            ids.shape[1], regions.hidden, regions.num_local, regions.num_ranks, regions.fp8, power_of_two,
+            regions.top_k, regions.hidden, regions.num_local, regions.num_ranks, regions.fp8, power_of_two,
             scales is not None,
         )  # fmt: skip
-        send_kernel[(max(ids.numel(), 1),)](
-            data, scales, ids, self._numbers[number], self._arrivals[number].positions, self._peers,
-            self._state[number], self._failed, self._lost, stride, ids.numel(), self._rank, regions.capacity,
-            regions.max_pairs, self._limit_ns, slot.counts, slot.flags[COUNTED], slot.flags[SENT], slot.origins,
-            slot.rows, slot.scales, **constants, num_warps=TILES.row_warps,
+        send_kernel[(max(len(ids), 1),)](
+            data, scales, ids, weights, self._targets[number], self._peers, self._state[number], self._failed, stride,
+            len(ids), self._rank, regions.max_tokens, slot.sizes, slot.ids, slot.weights, slot.rows, slot.scales,
+            slot.flags[SENT], **constants, num_warps=TILES.row_warps,
         )  # fmt: skip
 
     def receive(self, number: int, widen: bool = True, columns: bool = False) -> Arrival:
-        """Waits for the rows of all ranks. `widen`: dequantizes FP8 rows. `columns`: transposes their scales."""
-        regions, slot, arrival = self._regions, self._slots[number], self._arrivals[number]
-        widens = regions.fp8 and widen
-        if widens and not arrival.rows.numel():
-            assert arrival.sent is not None
-            arrival = replace(arrival, rows=arrival.rows.new_empty(arrival.sent[0].shape))
-            self._arrivals[number] = arrival
-        transposes, scales = regions.fp8 and columns, None
-        if transposes:
-            assert arrival.sent is not None
-            scales = self._columns[number]
-            if scales is None:
-                blocks = regions.hidden // BLOCK
-                scales = self._memory.new_empty(
-                    regions.num_local, blocks, -(-regions.capacity // 4) * 4, dtype=torch.float32
-                )
-                self._columns[number] = scales
-            by_row = scales[..., : regions.capacity].transpose(1, 2)
-            arrival = replace(arrival, sent=(arrival.sent[0], by_row))
-        constants = receive_constants(regions.hidden, regions.num_local, regions.num_ranks, widens, transposes)
-        receive_kernel[(regions.num_local, TILES.receive_parts if widens or transposes else 1)](
-            self._peers, self._state[number], self._failed, self._lost, arrival.counts, arrival.rows, scales,
-            self._rank, regions.capacity, -(-regions.capacity // 4) * 4, self._limit_ns, slot.counts,
-            slot.flags[SENT], slot.rows, slot.scales, **constants, num_warps=TILES.row_warps,
+        """Waits for the tokens of all ranks. `widen`: dequantizes FP8 rows. `columns`: orders their scales so."""
+        regions, slot = self._regions, self._slots[number]
+        stays = regions.fp8 and not widen
+        arrival = self._arrival(number, stays, stays and columns)
+        constants = receive_constants(
+            regions.top_k, regions.hidden, regions.num_local, regions.num_ranks, regions.fp8, regions.fp8 and widen,
+            stays and columns, self._apart,
+        )  # fmt: skip
+        self._wait_apart(number, slot.flags[SENT])
+        rows = arrival.rows.view(torch.uint8) if stays else arrival.rows
+        receive_kernel[(min(self._programs, regions.capacity),)](
+            self._peers, self._state[number], self._failed, self._lost, self._partial[number], self._positions[number],
+            arrival.counts, rows, arrival.scales, self._rank, regions.max_tokens, self._scale_stride, self._limit_ns,
+            slot.sizes, slot.ids, slot.rows, slot.scales, slot.flags[SENT], **constants, num_warps=TILES.row_warps,
+            **COOPERATIVE,
         )  # fmt: skip
         return arrival
 
     def combine_send(self, rows: Tensor, number: int) -> None:
-        """Sends the experts' results to the tokens' ranks. Does not wait."""
+        """Sends each token's weighted sum over this rank's experts. Does not wait."""
         regions, slot = self._regions, self._slots[number]
-        combine_send_kernel[(regions.num_local, TILES.return_parts)](
-            rows, self._arrivals[number].counts, self._peers, self._state[number], self._failed, self._rank,
-            regions.capacity, regions.max_pairs, slot.origins, slot.returned, slot.flags[RETURNED],
-            **combine_send_constants(regions.hidden, regions.num_ranks), num_warps=TILES.row_warps,
+        combine_send_kernel[(min(TILES.return_programs, regions.capacity),)](
+            rows, self._positions[number], self._peers, self._state[number], self._failed, self._rank,
+            regions.max_tokens, slot.sizes, slot.weights, slot.returned, slot.flags[RETURNED],
+            **combine_send_constants(regions.top_k, regions.hidden, regions.num_ranks), num_warps=TILES.row_warps,
         )  # fmt: skip
 
-    def sum(self, weights: Tensor, dtype: torch.dtype, number: int) -> Tensor:
-        """Weighted sum, after waiting for the results of all ranks."""
-        regions, slot, (num_tokens, top_k) = self._regions, self._slots[number], weights.shape
-        out = torch.empty(num_tokens, regions.hidden, dtype=dtype, device=weights.device)
-        sum_kernel[(max(num_tokens, 1), triton.cdiv(regions.hidden, TILES.sum_cols))](
-            self._arrivals[number].positions, weights, out, self._peers, self._state[number], self._failed, self._lost,
-            num_tokens, self._rank, self._limit_ns, slot.returned, slot.flags[RETURNED],
-            **sum_constants(top_k, regions.hidden, regions.num_ranks), num_warps=TILES.sum_warps,
+    def sum(self, num_tokens: int, dtype: torch.dtype, number: int) -> Tensor:
+        """Sums over the ranks, after waiting for all of them."""
+        regions, slot = self._regions, self._slots[number]
+        out = torch.empty(num_tokens, regions.hidden, dtype=dtype, device=self._memory.device)
+        self._wait_apart(number, slot.flags[RETURNED])
+        sum_kernel[(min(self._programs, max(num_tokens, 1)),)](
+            self._targets[number], out, self._peers, self._state[number], self._failed, self._lost, num_tokens,
+            self._rank, regions.max_tokens, self._limit_ns, slot.returned, slot.flags[RETURNED],
+            **sum_constants(regions.hidden, regions.num_ranks, self._apart), num_warps=TILES.row_warps, **COOPERATIVE,
         )  # fmt: skip
         return out
+
+    def _wait_apart(self, number: int, flags_at: int) -> None:
+        if self._apart:
+            wait_kernel[(1,)](
+                self._peers, self._state[number], self._failed, self._lost, self._rank, self._limit_ns, flags_at,
+                **rank_constants(self._regions.num_ranks), num_warps=1,
+            )  # fmt: skip

@@ -14,38 +14,31 @@ class PeerTiles:
     """`origin`: source of the values.
 
     Attributes:
-        notify_step: pairs compared with each other at once.
-        row_cols: row elements per iteration; row_blocks: blocks of 128 of an FP8 row.
-        receive_parts: programs per expert for dequantizing FP8 rows; return_parts: the same for sending results.
-        copy_programs: programs of one row copy.
-        sum_cols: elements of a token per summing program.
+        place_step: choices compared with each other at once; place_counts: counts of other programs read at once.
+        row_warps: of a program, which holds a row in registers.
+        return_programs: of combine's sends.
+        row_cols, copy_programs, copy_warps: elements per iteration and programs of one row copy.
     """
 
     origin: str
-    notify_step: int
-    notify_warps: int
-    row_cols: int
-    row_blocks: int
+    place_step: int
+    place_counts: int
     row_warps: int
-    receive_parts: int
-    return_parts: int
+    return_programs: int
+    row_cols: int
     copy_programs: int
-    sum_cols: int
-    sum_warps: int
+    copy_warps: int
 
 
 TILES = PeerTiles(
-    "unmeasured default: 8 bf16 elements per thread, programs for several waves of 132 SMs at 128 tokens of 8 choices",
-    notify_step=64,
-    notify_warps=8,
+    "unmeasured default: 32 elements per thread, two programs per SM of 132 where none waits",
+    place_step=64,
+    place_counts=2048,
+    row_warps=8,
+    return_programs=264,
     row_cols=1024,
-    row_blocks=8,
-    row_warps=4,
-    receive_parts=8,
-    return_parts=16,
     copy_programs=264,
-    sum_cols=1024,
-    sum_warps=4,
+    copy_warps=4,
 )
 
 

@@ -1,9 +1,11 @@
-"""Combine in Triton over symmetric memory: results are sent to the tokens' ranks and summed there.
+"""Combine in Triton over symmetric memory: a rank sums its experts' results of a token and sends the sum.
 
-    combine_send: writes every result to its token's rank: [M * K, D], one row per pair
-    sum:          waits for all ranks, then the weighted sum of a token's results, in float32, in choice order
+    combine_send: the weighted sum of a token's results on this rank, in float32, in choice order, is written once to
+                  the token's rank: [R, M, D]
+    sum:          waits for all ranks, then the sum over the ranks, in float32, in rank order
 
-Legend: T tokens, K experts per token, M max tokens of a rank, El experts of a rank, R ranks, C rows per expert.
+Legend: T tokens, K experts per token, M max tokens of a rank, El experts of a rank, R ranks, C rows per expert,
+D hidden.
 """
 
 from __future__ import annotations
@@ -14,89 +16,107 @@ import triton
 import triton.language as tl
 
 from moe_engine.kernels.symm_mem.tiles import SHAPES, TILES
-from moe_engine.kernels.symm_mem.triton_flags import await_flags, is_last, part_of, raise_flags, rank_constants
+from moe_engine.kernels.symm_mem.triton_flags import (
+    all_have_arrived,
+    is_last,
+    part_of,
+    raise_flags,
+    rank_constants,
+)
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.grid_barrier import COOPERATIVE
 
-_SIZES = ["rank", "capacity", "max_pairs", "limit_ns", "num_tokens"]
-_OFFSETS = ["origins_at", "returned_at", "flags_at"]
+_SIZES = ["rank", "max_tokens", "limit_ns", "num_tokens"]
+_OFFSETS = ["sizes_at", "weights_at", "returned_at", "flags_at"]
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS])
 def combine_send_kernel(
-    rows, counts, peers, state, failed, rank, capacity, max_pairs,
-    origins_at: tl.int64, returned_at: tl.int64, flags_at: tl.int64,
-    WIDTH: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+    rows, positions, peers, state, failed, rank, max_tokens,
+    sizes_at: tl.int64, weights_at: tl.int64, returned_at: tl.int64, flags_at: tl.int64,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Sends rows [El, C, WIDTH], the first counts [El] of each expert, to the ranks in the slot's origins.
+    """Sums rows [El, C, WIDTH] of each arrived token with a choice here, by positions [R * M, K].
 
-    Raises no flag after a timeout: peers must not take missing rows for sent ones. Grid (El, programs per expert).
+    Raises no flag after a timeout: peers must not take missing rows for sent ones. Any one-dimensional grid.
     """
-    expert, part = tl.program_id(0), tl.program_id(1)
-    origins = part_of(peers, rank, origins_at, tl.int32)
-    for row in range(part, tl.load(counts + expert), tl.num_programs(1)):
-        number = expert * capacity + row
-        origin = tl.load(origins + number)
-        source = origin // max_pairs
+    programs = tl.num_programs(0)
+    complete = tl.load(failed, volatile=True) == 0
+    sizes = part_of(peers, rank, sizes_at, tl.int32)
+    weights = part_of(peers, rank, weights_at, tl.float32)
+    lanes, cols = tl.arange(0, LANES), tl.arange(0, COLS)
+    most = tl.max(tl.load(sizes + lanes, mask=lanes < tl.where(complete, RANKS, 0), other=0), axis=0)
+    for index in range(tl.program_id(0), RANKS * most, programs):
+        source, token = index // most, index % most
+        line = tl.cast(source * max_tokens + token, tl.int64)
+        real = token < tl.load(sizes + source)
+        total = tl.zeros((COLS,), tl.float32)
+        here = token - token  # choices on this rank
+        for k in tl.static_range(TOP_K):
+            row = tl.load(positions + line * TOP_K + k, mask=real, other=-1).to(tl.int64)
+            weight = tl.load(weights + line * TOP_K + k, mask=row >= 0, other=0.0)
+            width = tl.where(row >= 0, WIDTH, 0)
+            total += weight * tl.load(rows + row * WIDTH + cols, mask=cols < width, other=0.0).to(tl.float32)
+            here += (row != -1).to(tl.int32)
         returned = part_of(peers, source, returned_at, rows.dtype.element_ty)
-        target = returned + (origin - source * max_pairs).to(tl.int64) * WIDTH
-        result = rows + number.to(tl.int64) * WIDTH
-        for begin in range(0, WIDTH, COLS):
-            places = begin + tl.arange(0, COLS)
-            tl.store(target + places, tl.load(result + places, mask=places < WIDTH), mask=places < WIDTH)
-    if is_last(state + 3, tl.num_programs(0) * tl.num_programs(1)) & (tl.load(failed) == 0):
+        place = returned + (tl.cast(rank, tl.int64) * max_tokens + token) * WIDTH + cols
+        tl.store(place, total.to(rows.dtype.element_ty), mask=cols < tl.where(here > 0, WIDTH, 0))
+    if is_last(state + 2, programs) & (tl.load(failed, volatile=True) == 0):
         raise_flags(peers, rank, flags_at, tl.load(state), RANKS, LANES)
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS], do_not_specialize_on_alignment=["weights"])
+@triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS])
 def sum_kernel(
-    positions, weights, out, peers, state, failed, lost, num_tokens, rank,
+    targets, out, peers, state, failed, lost, num_tokens, rank, max_tokens,
     limit_ns: tl.int64, returned_at: tl.int64, flags_at: tl.int64,
-    TOP_K: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
+    WIDTH: tl.constexpr, COLS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """out [T, WIDTH] = sum_k weights[t, k] * returned[t, k] over sent choices (positions [T, K] >= 0).
+    """out [T, WIDTH] = the sum of returned [R, M, WIDTH] over the token's ranks, targets [T, R].
 
-    Zeros after a timeout. Grid (max(T, 1), WIDTH / COLS): a rank without tokens waits too, since its next launches
-    require that all other ranks have reached this point.
+    Zeros after a timeout. Cooperative, any one-dimensional grid: a rank without tokens waits too, since its next
+    launches require that all other ranks have reached this point.
     """
-    token = tl.program_id(0)
-    flags = part_of(peers, rank, flags_at, tl.int64)
-    complete = await_flags(flags, tl.load(state), failed, lost, limit_ns, RANKS, LANES)
-    inside = token < num_tokens
+    complete = all_have_arrived(
+        part_of(peers, rank, flags_at, tl.int64), state, state + 4, failed, lost, limit_ns, RANKS, LANES, APART
+    )
     returned = part_of(peers, rank, returned_at, out.dtype.element_ty)
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    total = tl.zeros((COLS,), tl.float32)
-    for k in tl.static_range(TOP_K):
-        pair = token * TOP_K + k
-        sent = (tl.load(positions + pair, mask=inside, other=-1) >= 0) & complete
-        weight = tl.load(weights + pair, mask=sent, other=0.0)
-        width = tl.where(sent, WIDTH, 0)
-        value = tl.load(returned + pair.to(tl.int64) * WIDTH + cols, mask=cols < width, other=0.0)
-        total += weight * value.to(tl.float32)
-    place = out + token.to(tl.int64) * WIDTH + cols
-    tl.store(place, total.to(out.dtype.element_ty), mask=cols < tl.where(inside, WIDTH, 0))
+    cols = tl.arange(0, COLS)
+    for token in range(tl.program_id(0), num_tokens, tl.num_programs(0)):
+        total = tl.zeros((COLS,), tl.float32)
+        for source in tl.static_range(RANKS):
+            sent = tl.load(targets + token * RANKS + source) * complete.to(tl.int32)
+            row = returned + (tl.cast(source * max_tokens + token, tl.int64)) * WIDTH
+            total += tl.load(row + cols, mask=cols < sent * WIDTH, other=0.0).to(tl.float32)
+        place = out + tl.cast(token, tl.int64) * WIDTH + cols
+        tl.store(place, total.to(out.dtype.element_ty), mask=cols < WIDTH)
 
 
-def combine_send_constants(hidden: int, num_ranks: int) -> dict[str, Any]:
-    return {"WIDTH": hidden, **rank_constants(num_ranks), "COLS": TILES.row_cols}
+def combine_send_constants(top_k: int, hidden: int, num_ranks: int) -> dict[str, Any]:
+    return {"TOP_K": top_k, **_row_constants(hidden, num_ranks)}
 
 
-def sum_constants(top_k: int, hidden: int, num_ranks: int) -> dict[str, Any]:
-    return {"TOP_K": top_k, "WIDTH": hidden, **rank_constants(num_ranks), "COLS": TILES.sum_cols}
+def sum_constants(hidden: int, num_ranks: int, apart: bool = False) -> dict[str, Any]:
+    return {**_row_constants(hidden, num_ranks), "APART": apart}
+
+
+def _row_constants(hidden: int, num_ranks: int) -> dict[str, Any]:
+    return {"WIDTH": hidden, "COLS": triton.next_power_of_2(hidden), **rank_constants(num_ranks)}
 
 
 def aot_cases() -> list[AotCase]:
     """Cases of the shapes in `tiles.SHAPES`; combine is bf16 for any dispatch dtype."""
     own = {"peers": "*i64", "state": "*i64", "failed": "*i64", "lost": "*i32", "limit_ns": "i64"}
-    arguments = own | dict.fromkeys(_SIZES[:3], "i32") | {"num_tokens": "i32"} | dict.fromkeys(_OFFSETS, "i64")
-    arguments |= {"rows": "*bf16", "counts": "*i32", "positions": "*i32", "weights": "*fp32:1", "out": "*bf16"}
+    arguments = own | dict.fromkeys(("rank", "max_tokens", "num_tokens"), "i32") | dict.fromkeys(_OFFSETS, "i64")
+    arguments |= {"rows": "*bf16", "positions": "*i32", "targets": "*i32", "out": "*bf16"}
     found = []
     for shape in (shape for shape in SHAPES if not shape.fp8):
         size = shape.hidden, shape.num_ranks
-        for kernel, name, constants, warps in (
-            (combine_send_kernel, "combine_send", combine_send_constants(*size), TILES.row_warps),
-            (sum_kernel, "sum", sum_constants(shape.top_k, *size), TILES.sum_warps),
+        for kernel, name, constants, options in (
+            (combine_send_kernel, "combine_send", combine_send_constants(shape.top_k, *size), {}),
+            (sum_kernel, "sum", sum_constants(*size), COOPERATIVE),
         ):
             names = [argument for argument in kernel.arg_names if argument not in constants]
             signature = {argument: arguments[argument] for argument in names}
-            found.append(AotCase(f"peer_{name}_{shape.name}", kernel, signature, constants, warps, 3, False))
+            case = f"peer_{name}_{shape.name}"
+            found.append(AotCase(case, kernel, signature, constants, TILES.row_warps, 3, False, options))
     return found

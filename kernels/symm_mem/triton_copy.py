@@ -23,7 +23,7 @@ def copy_rows_kernel(rows, out, end, WIDTH: tl.constexpr, COLS: tl.constexpr):
 def copy_rows(rows: Tensor, out: Tensor, end: Tensor) -> None:
     """rows, out [M, D] contiguous, of one dtype; end int32 [1]. No host synchronisation."""
     copy_rows_kernel[(TILES.copy_programs,)](
-        rows, out, end, WIDTH=rows.shape[1], COLS=TILES.row_cols, num_warps=TILES.row_warps
+        rows, out, end, WIDTH=rows.shape[1], COLS=TILES.row_cols, num_warps=TILES.copy_warps
     )
 
 
@@ -33,7 +33,7 @@ def aot_cases() -> list[AotCase]:
     return [
         AotCase(
             f"peer_copy_{width}", copy_rows_kernel, signature, {"WIDTH": width, "COLS": TILES.row_cols},
-            TILES.row_warps, 3, False,
+            TILES.copy_warps, 3, False,
         )
         for width in sorted({shape.hidden for shape in SHAPES})
     ]  # fmt: skip

@@ -1,13 +1,12 @@
-"""Dispatch in Triton over symmetric memory: three launches, and no copy on arrival.
+"""Dispatch in Triton over symmetric memory: two launches.
 
-    notify:  sends this rank's row counts per expert to every rank
-    send:    from all counts a rank computes the position of its rows at each expert and writes them there
-    receive: waits for the rows, sums the counts; FP8 rows may be dequantized
+    send:    writes a token's row once to every rank that has some of its experts, with its choices and their weights
+    receive: waits for all ranks' tokens, then copies each row to its experts' rows; FP8 rows may be dequantized
 
 Rows of an expert are ordered by rank, then by token: equal inputs give equal bits. No host synchronisation; `send`
-waits for the counts of all ranks, `receive` for their rows. Offsets are int64 whatever their value, so that launch
-sizes do not select the kernel. Legend: T tokens, K experts per token, P = T * K pairs (token, choice), E experts over
-all ranks, El of a rank, R ranks, C rows per expert, D hidden.
+waits for nothing. Offsets are int64 whatever their value, so that launch sizes do not select the kernel. Legend: T
+tokens, K experts per token, El experts of a rank, R ranks, M max tokens of a rank, C rows per expert, D hidden, N
+programs.
 """
 
 from __future__ import annotations
@@ -20,189 +19,230 @@ import triton.language as tl
 from moe_engine.kernels.quantization.protocol import BLOCK
 from moe_engine.kernels.quantization.triton_rows import quantize_tile
 from moe_engine.kernels.symm_mem.tiles import SHAPES, TILES, CompiledShape
-from moe_engine.kernels.symm_mem.triton_flags import await_flags, is_last, part_of, raise_flags, rank_constants
+from moe_engine.kernels.symm_mem.triton_flags import (
+    all_have_arrived,
+    await_flags,
+    is_last,
+    part_of,
+    raise_flags,
+    rank_constants,
+)
 from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, grid_barrier
 
 _BLOCK = tl.constexpr(BLOCK)
-_SCALE_ROWS = tl.constexpr(16)
-_SIZES = ["num_pairs", "rank", "capacity", "max_pairs", "scale_stride", "limit_ns"]
-_OFFSETS = ["counts_at", "counted_at", "sent_at", "origins_at", "rows_at", "scales_at"]
+_SIZES = ["num_tokens", "rank", "max_tokens", "scale_stride", "limit_ns"]
+_OFFSETS = ["sizes_at", "ids_at", "weights_at", "rows_at", "scales_at", "sent_at"]
 
 
-@triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS], do_not_specialize_on_alignment=["ids"])
-def notify_kernel(
-    ids, peers, state, numbers, num_pairs, rank, counts_at: tl.int64, counted_at: tl.int64,
-    NUM_LOCAL: tl.constexpr, LOCAL: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr,
+@triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS], do_not_specialize_on_alignment=["ids", "weights"])
+def send_kernel(
+    x, x_scales, ids, weights, targets, peers, state, failed,
+    scale_stride, num_tokens, rank, max_tokens, sizes_at: tl.int64, ids_at: tl.int64, weights_at: tl.int64,
+    rows_at: tl.int64, scales_at: tl.int64, sent_at: tl.int64,
+    TOP_K: tl.constexpr, CHOICES: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, NUM_LOCAL: tl.constexpr,
+    RANKS: tl.constexpr, LANES: tl.constexpr, FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CARRIES: tl.constexpr,
 ):  # fmt: skip
-    """Program d counts the pairs for the experts of rank d and indexes them within their expert: numbers [P].
+    """Program t sends token t of x [T, WIDTH]; targets [T, R]: 1 if the rank has a choice of the token. With FP8 the
+    row is quantized on its way; CARRIES: x is bytes of e4m3 values, with scales x_scales [WIDTH / 128, T].
 
-    Begins the slot's next epoch. Grid (R,).
+    Begins the slot's next epoch. Raises no flag after a timeout. Grid (max(T, 1),).
     """
-    first = tl.program_id(0) * NUM_LOCAL
-    experts = tl.arange(0, LOCAL)
-    lane = tl.arange(0, STEP)
+    token = tl.program_id(0)
+    live = token < num_tokens
     epoch = tl.load(state) + 1
-    total = tl.zeros((LOCAL,), tl.int32)
-    for begin in range(0, num_pairs, STEP):
-        pairs = begin + lane
-        chosen = tl.load(ids + pairs, mask=pairs < num_pairs, other=-1) - first
-        here = (chosen >= 0) & (chosen < NUM_LOCAL)
-        named = (chosen[:, None] == experts[None, :]) & here[:, None]
-        earlier = (chosen[:, None] == chosen[None, :]) & (lane[None, :] < lane[:, None])
-        place = tl.sum(tl.where(named, total[None, :], 0), axis=1) + tl.sum(earlier.to(tl.int32), axis=1)
-        tl.store(numbers + pairs, place, mask=here)
-        total += tl.sum(named.to(tl.int32), axis=0)
+    choice = tl.arange(0, CHOICES)
+    named = choice < tl.where(live, TOP_K, 0)
+    width = tl.where(live, WIDTH, 0)
+    expert = tl.load(ids + token * TOP_K + choice, mask=named, other=-1)
+    weight = tl.load(weights + token * TOP_K + choice, mask=named, other=0.0)
+    line = (rank * max_tokens + token).to(tl.int64)
+    if FP8:
+        BLOCKS: tl.constexpr = WIDTH // _BLOCK
+        block = tl.arange(0, COLS // _BLOCK)
+        place = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+        tile = tl.load(x + token.to(tl.int64) * WIDTH + place, mask=place < width, other=0)
+        if CARRIES:
+            numbers = tile
+            scale = tl.load(x_scales + block * scale_stride + token, mask=block * _BLOCK < width, other=0.0)
+        else:
+            numbers, scale = quantize_tile(tile.to(tl.float32), POWER_OF_TWO)
+    else:
+        place = tl.arange(0, COLS)
+        numbers = tl.load(x + token.to(tl.int64) * WIDTH + place, mask=place < width, other=0.0)
     for peer in range(RANKS):
-        counts = part_of(peers, peer, counts_at, tl.int32)
-        tl.store(counts + rank * (RANKS * NUM_LOCAL) + first + experts, total, mask=experts < NUM_LOCAL)
-    if is_last(state + 1, RANKS):
+        first = peer * NUM_LOCAL
+        there = (expert >= first) & (expert < first + NUM_LOCAL)
+        chosen = tl.minimum(tl.sum(there.to(tl.int32), axis=0), 1)
+        to_send = width * chosen
+        tl.store(targets + token * RANKS + peer, chosen, mask=live)
+        choices = line * TOP_K + choice
+        tl.store(part_of(peers, peer, ids_at, tl.int32) + choices, tl.where(there, expert - first, -1), mask=named)
+        tl.store(part_of(peers, peer, weights_at, tl.float32) + choices, weight, mask=named & there)
+        if FP8:
+            scales = part_of(peers, peer, scales_at, tl.float32) + line * BLOCKS
+            tl.store(scales + block, scale, mask=block * _BLOCK < to_send)
+        if FP8 and not CARRIES:
+            rows = part_of(peers, peer, rows_at, tl.float8e4nv)
+        else:
+            rows = part_of(peers, peer, rows_at, x.dtype.element_ty)
+        tl.store(rows + line * WIDTH + place, numbers, mask=place < to_send)
+        if token == 0:
+            tl.store(part_of(peers, peer, sizes_at, tl.int32) + rank, num_tokens)
+    if is_last(state + 1, tl.num_programs(0)):
         tl.store(state, epoch)
-        raise_flags(peers, rank, counted_at, epoch, RANKS, LANES)
+        if tl.load(failed, volatile=True) == 0:  # peers must not take missing rows for sent ones
+            raise_flags(peers, rank, sent_at, epoch, RANKS, LANES)
+
+
+@triton.jit(do_not_specialize=["rank", "limit_ns", "flags_at"])
+def wait_kernel(
+    peers, state, failed, lost, rank, limit_ns: tl.int64, flags_at: tl.int64,
+    RANKS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Waits for all ranks' flags at byte `flags_at`, on one SM: kernels of another stream have the others.
+    Grid (1,)."""
+    await_flags(part_of(peers, rank, flags_at, tl.int64), tl.load(state), failed, lost, limit_ns, RANKS, LANES)
 
 
 @triton.jit
-def _write_row(
-    x, x_scales, row, scales, scale_stride,
-    WIDTH: tl.constexpr, COLS: tl.constexpr, FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CARRIES: tl.constexpr,
-):  # fmt: skip
-    """Copies x [WIDTH] to row [WIDTH], possibly of another rank; with FP8 quantized in the same pass, scales
-    [WIDTH / 128]. CARRIES: x is already quantized, with scales `scale_stride` apart."""
-    if FP8:
-        blocks = tl.arange(0, COLS)
-        places = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-        for begin in range(0, WIDTH, COLS * _BLOCK):
-            inside = begin + places < WIDTH
-            some = begin + blocks * _BLOCK < WIDTH
-            tile = tl.load(x + begin + places, mask=inside, other=0)
-            if CARRIES:
-                numbers = tile
-                scale = tl.load(x_scales + (begin // _BLOCK + blocks) * scale_stride, mask=some)
-            else:
-                numbers, scale = quantize_tile(tile.to(tl.float32), POWER_OF_TWO)
-            tl.store(row + begin + places, numbers, mask=inside)
-            tl.store(scales + begin // _BLOCK + blocks, scale, mask=some)
-    else:
-        for begin in range(0, WIDTH, COLS):
-            places = begin + tl.arange(0, COLS)
-            tl.store(row + places, tl.load(x + places, mask=places < WIDTH), mask=places < WIDTH)
-
-
-@triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS], do_not_specialize_on_alignment=["ids"])
-def send_kernel(
-    x, x_scales, ids, numbers, positions, peers, state, failed, lost,
-    scale_stride, num_pairs, rank, capacity, max_pairs, limit_ns: tl.int64, counts_at: tl.int64, counted_at: tl.int64,
-    sent_at: tl.int64, origins_at: tl.int64, rows_at: tl.int64, scales_at: tl.int64,
-    TOP_K: tl.constexpr, WIDTH: tl.constexpr, NUM_LOCAL: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
-    COLS: tl.constexpr, FP8: tl.constexpr, POWER_OF_TWO: tl.constexpr, CARRIES: tl.constexpr,
-):  # fmt: skip
-    """Program p writes pair p's row of x [T, WIDTH] to its expert; positions [P] receives the expert's row index, -1 if
-    not sent: no such expert, or more than C rows. CARRIES: x is bytes of e4m3 values, with scales x_scales
-    [WIDTH / 128, T]. Grid (max(P, 1),)."""
-    pair = tl.program_id(0)
-    epoch = tl.load(state)
-    flags = part_of(peers, rank, counted_at, tl.int64)
-    complete = await_flags(flags, epoch, failed, lost, limit_ns, RANKS, LANES)
-    inside = pair < num_pairs
-    expert = tl.load(ids + pair, mask=inside, other=-1)
-    known = (expert >= 0) & (expert < RANKS * NUM_LOCAL) & complete
-    expert = tl.where(known, expert, 0)
-    owner = expert // NUM_LOCAL
-    counts = part_of(peers, rank, counts_at, tl.int32)
-    lanes = tl.arange(0, LANES)
-    earlier = lanes < tl.where(known, rank, 0)
-    before = tl.load(counts + lanes * (RANKS * NUM_LOCAL) + expert, mask=earlier, other=0)
-    place = tl.sum(before, axis=0) + tl.load(numbers + pair, mask=known, other=0)
-    fits = known & (place < capacity)
-    tl.store(positions + pair, tl.where(fits, place, -1), mask=inside)
-    if fits:
-        number = (expert - owner * NUM_LOCAL) * capacity + place
-        origins = part_of(peers, owner, origins_at, tl.int32)
-        tl.store(origins + number, rank * max_pairs + pair)
-        line = number.to(tl.int64)
-        if FP8 and not CARRIES:
-            rows = part_of(peers, owner, rows_at, tl.float8e4nv)
-        else:
-            rows = part_of(peers, owner, rows_at, x.dtype.element_ty)
-        scales = part_of(peers, owner, scales_at, tl.float32) + line * (WIDTH // _BLOCK)
-        token = pair // TOP_K
-        token_scales = x_scales
-        if CARRIES:
-            token_scales += token
-        _write_row(
-            x + token.to(tl.int64) * WIDTH, token_scales, rows + line * WIDTH, scales, scale_stride,
-            WIDTH, COLS, FP8, POWER_OF_TWO, CARRIES,
-        )  # fmt: skip
-    # no flag after a timeout of any program: peers must not take missing rows for sent ones
-    if is_last(state + 2, tl.num_programs(0)) & complete & (tl.load(failed, volatile=True) == 0):
-        raise_flags(peers, rank, sent_at, epoch, RANKS, LANES)
+def _choices_of(ids, sizes, pair, end, most, max_tokens, TOP_K: tl.constexpr):
+    """(experts of pairs, -1: none; their places in ids [R, M, K]); pair (source * most + token) * K + choice."""
+    row = pair // TOP_K
+    source, token = row // most, row % most
+    real = (pair < end) & (token < tl.load(sizes + source, mask=pair < end, other=0))
+    place = (source * max_tokens + token) * TOP_K + pair % TOP_K
+    return tl.load(ids + place, mask=real, other=-1), place, real
 
 
 @triton.jit(do_not_specialize=[*_SIZES, *_OFFSETS])
 def receive_kernel(
-    peers, state, failed, lost, counts_out, out, columns, rank, capacity, scale_stride,
-    limit_ns: tl.int64, counts_at: tl.int64, sent_at: tl.int64, rows_at: tl.int64, scales_at: tl.int64,
-    WIDTH: tl.constexpr, NUM_LOCAL: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, COLS: tl.constexpr,
-    FP8: tl.constexpr, COLUMNS: tl.constexpr,
+    peers, state, failed, lost, partial, positions, counts_out, out, out_scales,
+    rank, max_tokens, scale_stride, limit_ns: tl.int64,
+    sizes_at: tl.int64, ids_at: tl.int64, rows_at: tl.int64, scales_at: tl.int64, sent_at: tl.int64,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, NUM_LOCAL: tl.constexpr, LOCAL: tl.constexpr,
+    RANKS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, OTHERS: tl.constexpr, FP8: tl.constexpr,
+    WIDEN: tl.constexpr, COLUMNS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """counts_out [El]: rows received per expert; with FP8 they are dequantized into out [El, C, WIDTH]. With COLUMNS
-    their scales are copied to columns [El, WIDTH / 128, scale_stride], the order in which DeepGEMM reads them.
+    """Rows of each expert: out [El, C, WIDTH] and counts_out [El]; positions [R * M, K]: the row of each choice, -1: of
+    another rank, -2: one of more than C rows. FP8: the rows are e4m3, with out_scales [El, C, WIDTH / 128], or, with
+    COLUMNS, [El, WIDTH / 128, scale_stride], the order in which DeepGEMM reads them. WIDEN: out is dequantized.
 
-    After a timeout all counts are 0. Grid (El, programs per expert).
+    partial: int32 [N, LOCAL], scratch. After a timeout all counts are 0. Cooperative, grid (N,).
     """
-    expert, part = tl.program_id(0), tl.program_id(1)
-    flags = part_of(peers, rank, sent_at, tl.int64)
-    complete = await_flags(flags, tl.load(state), failed, lost, limit_ns, RANKS, LANES)
-    counts = part_of(peers, rank, counts_at, tl.int32) + rank * NUM_LOCAL + expert
-    lanes = tl.arange(0, LANES)
-    arrived = lanes < tl.where(complete, RANKS, 0)
-    sizes = tl.load(counts + lanes * (RANKS * NUM_LOCAL), mask=arrived, other=0)
-    count = tl.minimum(tl.sum(sizes, axis=0), capacity)
-    tl.store(counts_out + expert, count, mask=part == 0)
-    if COLUMNS:
-        BLOCKS: tl.constexpr = WIDTH // _BLOCK
-        source = part_of(peers, rank, scales_at, tl.float32) + expert.to(tl.int64) * capacity * BLOCKS
-        target = columns + expert.to(tl.int64) * BLOCKS * scale_stride
-        block = tl.arange(0, COLS)[None, :]
-        for begin in range(part * _SCALE_ROWS, count, tl.num_programs(1) * _SCALE_ROWS):
-            line = begin + tl.arange(0, _SCALE_ROWS)[:, None]
-            inside = (line < count) & (block < BLOCKS)
-            tl.store(target + block * scale_stride + line, tl.load(source + line * BLOCKS + block, mask=inside), inside)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    complete = all_have_arrived(
+        part_of(peers, rank, sent_at, tl.int64), state, state + 3, failed, lost, limit_ns, RANKS, LANES, APART
+    )
+    ids, sizes = part_of(peers, rank, ids_at, tl.int32), part_of(peers, rank, sizes_at, tl.int32)
+    lanes, experts, lane = tl.arange(0, LANES), tl.arange(0, LOCAL), tl.arange(0, STEP)
+    most = tl.max(tl.load(sizes + lanes, mask=lanes < tl.where(complete, RANKS, 0), other=0), axis=0)
+    each = tl.cdiv(RANKS * most, programs)
+    first = tl.minimum(program * each, RANKS * most)
+    last = tl.minimum(first + each, RANKS * most)
+    total = tl.zeros((LOCAL,), tl.int32)
+    for begin in range(first * TOP_K, last * TOP_K, STEP):
+        chosen, _, _ = _choices_of(ids, sizes, begin + lane, last * TOP_K, most, max_tokens, TOP_K)
+        total += tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), axis=0)
+    tl.store(partial + program * LOCAL + experts, total)
+    grid_barrier(state + 3)
+    total = tl.zeros((LOCAL,), tl.int32)
+    start = tl.zeros((LOCAL,), tl.int32)
+    for begin in range(0, programs, OTHERS):
+        other = begin + tl.arange(0, OTHERS)
+        counts = tl.load(partial + other[:, None] * LOCAL + experts[None, :], mask=(other < programs)[:, None], other=0)
+        total += tl.sum(counts, axis=0)
+        start += tl.sum(tl.where((other < program)[:, None], counts, 0), axis=0)
+    capacity = RANKS * max_tokens
+    if program == 0:
+        tl.store(counts_out + experts, tl.minimum(total, capacity), mask=experts < NUM_LOCAL)
+    for begin in range(first * TOP_K, last * TOP_K, STEP):
+        chosen, place, real = _choices_of(ids, sizes, begin + lane, last * TOP_K, most, max_tokens, TOP_K)
+        match = chosen[:, None] == experts[None, :]
+        earlier = (chosen[:, None] == chosen[None, :]) & (lane[None, :] < lane[:, None])
+        row = tl.sum(tl.where(match, start[None, :], 0), axis=1) + tl.sum(earlier.to(tl.int32), axis=1)
+        fits = (chosen >= 0) & (row < capacity)
+        row = tl.where(fits, chosen * capacity + row, tl.where(chosen >= 0, -2, -1))
+        tl.store(positions + place, row, mask=real)
+        start += tl.sum(match.to(tl.int32), axis=0)
+    tl.debug_barrier()
+    for index in range(first, last):
+        source, token = index // most, index % most
+        if token < tl.load(sizes + source):
+            line = tl.cast(source * max_tokens + token, tl.int64)
+            _copy_row(
+                peers, rank, rows_at, scales_at, positions, out, out_scales, line, scale_stride, capacity,
+                TOP_K, WIDTH, COLS, FP8, WIDEN, COLUMNS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _copy_row(
+    peers, rank, rows_at, scales_at, positions, out, out_scales, line, scale_stride, capacity,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, COLS: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Row `line` of this rank's arrived rows to its experts' rows; not read without any."""
+    most = tl.load(positions + line * TOP_K)
+    for k in tl.static_range(1, TOP_K):
+        most = tl.maximum(most, tl.load(positions + line * TOP_K + k))
+    width = tl.where(most >= 0, WIDTH, 0)
     if FP8:
-        rows = part_of(peers, rank, rows_at, tl.float8e4nv)
-        scales = part_of(peers, rank, scales_at, tl.float32)
-        blocks = tl.arange(0, COLS)
-        places = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-        for row in range(part, count, tl.num_programs(1)):
-            line = (expert * capacity + row).to(tl.int64)
-            for begin in range(0, WIDTH, COLS * _BLOCK):
-                inside = begin + places < WIDTH
-                tile = tl.load(rows + line * WIDTH + begin + places, mask=inside, other=0.0).to(tl.float32)
-                of_blocks = scales + line * (WIDTH // _BLOCK) + begin // _BLOCK + blocks
-                tile *= tl.load(of_blocks, mask=begin + blocks * _BLOCK < WIDTH, other=0.0)[:, None]
-                tl.store(out + line * WIDTH + begin + places, tile.to(out.dtype.element_ty), mask=inside)
-
-
-def notify_constants(num_local: int, num_ranks: int) -> dict[str, Any]:
-    local = triton.next_power_of_2(num_local)
-    return {"NUM_LOCAL": num_local, "LOCAL": local, **rank_constants(num_ranks), "STEP": TILES.notify_step}
+        BLOCKS: tl.constexpr = WIDTH // _BLOCK
+        block = tl.arange(0, COLS // _BLOCK)
+        place = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+        scale = tl.load(
+            part_of(peers, rank, scales_at, tl.float32) + line * BLOCKS + block, mask=block * _BLOCK < width, other=0.0
+        )
+        if WIDEN:
+            rows = part_of(peers, rank, rows_at, tl.float8e4nv)
+            tile = tl.load(rows + line * WIDTH + place, mask=place < width, other=0.0).to(tl.float32)
+            tile = (tile * scale[:, None]).to(out.dtype.element_ty)
+        else:
+            rows = part_of(peers, rank, rows_at, tl.uint8)
+            tile = tl.load(rows + line * WIDTH + place, mask=place < width, other=0)
+    else:
+        place = tl.arange(0, COLS)
+        rows = part_of(peers, rank, rows_at, out.dtype.element_ty)
+        tile = tl.load(rows + line * WIDTH + place, mask=place < width, other=0.0)
+    for k in tl.static_range(TOP_K):
+        row = tl.load(positions + line * TOP_K + k).to(tl.int64)
+        inside = tl.where(row >= 0, WIDTH, 0)
+        tl.store(out + row * WIDTH + place, tile, mask=place < inside)
+        if FP8 and not WIDEN:
+            if COLUMNS:
+                scale_place = (row // capacity) * BLOCKS * scale_stride + row % capacity + block * scale_stride
+            else:
+                scale_place = row * BLOCKS + block
+            tl.store(out_scales + scale_place, scale, mask=block * _BLOCK < inside)
 
 
 def send_constants(
     top_k: int, hidden: int, num_local: int, num_ranks: int, fp8: bool, power_of_two: bool = False,
     carries: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    how = {"POWER_OF_TWO": power_of_two and not carries, "CARRIES": carries}
-    constants = receive_constants(hidden, num_local, num_ranks, fp8)
-    del constants["COLUMNS"]
-    return {"TOP_K": top_k, **constants, **how}
+    return {
+        "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), "WIDTH": hidden, "COLS": row_columns(hidden),
+        "NUM_LOCAL": num_local, **rank_constants(num_ranks), "FP8": fp8,
+        "POWER_OF_TWO": power_of_two and not carries, "CARRIES": carries,
+    }  # fmt: skip
 
 
 def receive_constants(
-    hidden: int, num_local: int, num_ranks: int, fp8: bool, columns: bool = False
+    top_k: int, hidden: int, num_local: int, num_ranks: int, fp8: bool, widen: bool = False, columns: bool = False,
+    apart: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
-    cols = triton.next_power_of_2(hidden // BLOCK) if columns else TILES.row_blocks if fp8 else TILES.row_cols
-    constants = {"WIDTH": hidden, "NUM_LOCAL": num_local, **rank_constants(num_ranks), "COLS": cols, "FP8": fp8}
-    return constants | {"COLUMNS": columns}
+    local = triton.next_power_of_2(num_local)
+    return {
+        "TOP_K": top_k, "WIDTH": hidden, "COLS": row_columns(hidden), "NUM_LOCAL": num_local, "LOCAL": local,
+        **rank_constants(num_ranks), "STEP": TILES.place_step, "OTHERS": max(1, TILES.place_counts // local),
+        "FP8": fp8, "WIDEN": widen, "COLUMNS": columns, "APART": apart,
+    }  # fmt: skip
+
+
+def row_columns(hidden: int) -> int:
+    """Elements of a tile that holds a row: whole blocks, a power of two."""
+    return max(BLOCK, triton.next_power_of_2(hidden))
 
 
 def aot_cases() -> list[AotCase]:
@@ -213,24 +253,26 @@ def aot_cases() -> list[AotCase]:
 def _cases_of(shape: CompiledShape) -> list[AotCase]:
     own = {"peers": "*i64", "state": "*i64", "failed": "*i64", "lost": "*i32"}
     sizes = dict.fromkeys(_SIZES[:-1], "i32") | {"limit_ns": "i64"} | dict.fromkeys(_OFFSETS, "i64")
-    tensors = dict.fromkeys(("numbers", "positions", "counts_out"), "*i32") | {"ids": "*i32:1"}
-    tensors |= dict.fromkeys(("x", "out"), "*bf16") | {"columns": "*fp32"}
-    arguments = own | sizes | tensors
-    sizes_of = (shape.hidden, shape.num_local, shape.num_ranks, shape.fp8)
-    found = []
-    kernels = [
-        (notify_kernel, "notify", notify_constants(shape.num_local, shape.num_ranks), TILES.notify_warps),
-        (send_kernel, "send", send_constants(shape.top_k, *sizes_of) | {"x_scales": None}, TILES.row_warps),
-        (receive_kernel, "receive", receive_constants(*sizes_of) | {"columns": None}, TILES.row_warps),
-    ]
+    tensors = dict.fromkeys(("targets", "partial", "positions", "counts_out"), "*i32") | {"ids": "*i32:1"}
+    tensors |= dict.fromkeys(("x", "out"), "*bf16") | {"weights": "*fp32:1", "x_scales": "*fp32"}
+    arguments = own | sizes | tensors | {"out_scales": "*fp32", "flags_at": "i64"}
+    sizes_of = (shape.top_k, shape.hidden, shape.num_local, shape.num_ranks, shape.fp8)
+    none, found = {"x_scales": None}, []
+    kernels = [(send_kernel, "send", send_constants(*sizes_of) | none)]
+    widen = receive_constants(*sizes_of, widen=shape.fp8) | {"out_scales": None}
+    kernels.append((receive_kernel, "receive", widen))
     if shape.fp8:
-        carries = send_constants(shape.top_k, *sizes_of, carries=True)
-        kernels.append((send_kernel, "send_rows", carries, TILES.row_warps))
-        columns = receive_constants(shape.hidden, shape.num_local, shape.num_ranks, False, columns=True)
-        kernels.append((receive_kernel, "receive_rows", columns, TILES.row_warps))
-    for kernel, name, constants, warps in kernels:
-        arguments |= {"x": "*u8", "x_scales": "*fp32"} if name == "send_rows" else {}
+        kernels.append((send_kernel, "send_rows", send_constants(*sizes_of, carries=True)))
+        kernels.append((receive_kernel, "receive_rows", receive_constants(*sizes_of, columns=True)))
+        apart = receive_constants(*sizes_of, columns=True, apart=True)
+        kernels.append((receive_kernel, "receive_apart_rows", apart))
+        kernels.append((wait_kernel, "wait", rank_constants(shape.num_ranks)))
+    for kernel, name, constants in kernels:
+        arguments |= {"x": "*u8", "out": "*u8"} if name.endswith("_rows") else {}
         names = [argument for argument in kernel.arg_names if argument not in constants]
         signature = {argument: arguments[argument] for argument in names}
-        found.append(AotCase(f"peer_{name}_{shape.name}", kernel, signature, constants, warps, 3, False))
+        options = COOPERATIVE if kernel is receive_kernel else {}
+        warps = 1 if kernel is wait_kernel else TILES.row_warps
+        case = f"peer_{name}_{shape.name}"
+        found.append(AotCase(case, kernel, signature, constants, warps, 3, False, options))
     return found

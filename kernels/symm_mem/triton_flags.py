@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moe_engine.kernels.triton.grid_barrier import grid_barrier, pause
+
 
 @triton.jit
 def part_of(peers, rank, offset, ELEMENT: tl.constexpr):
@@ -43,6 +45,7 @@ def await_flags(flags, epoch, failed, lost, limit_ns, RANKS: tl.constexpr, LANES
     waited = begin - begin
     patient = _some_are_late(flags, epoch, RANKS, LANES)
     while patient:
+        pause()
         patient = _some_are_late(flags, epoch, RANKS, LANES)
         waited = nanoseconds() - begin
         patient = patient & (waited < limit_ns) & (tl.load(failed, volatile=True) == 0)
@@ -54,6 +57,19 @@ def await_flags(flags, epoch, failed, lost, limit_ns, RANKS: tl.constexpr, LANES
         tl.store(lost + lanes, 1, mask=present & (seen < epoch))
         tl.store(failed, 1)
     return late == 0
+
+
+@triton.jit
+def all_have_arrived(
+    flags, state, barrier, failed, lost, limit_ns, RANKS: tl.constexpr, LANES: tl.constexpr, APART: tl.constexpr
+):  # fmt: skip
+    """`await_flags` of the slot's epoch by one program, for all programs of a cooperative launch: the others wait for
+    that one, on this device. False after any timeout. APART: `wait_kernel` has waited."""
+    if not APART:
+        if tl.program_id(0) == 0:
+            await_flags(flags, tl.load(state), failed, lost, limit_ns, RANKS, LANES)
+        grid_barrier(barrier)
+    return tl.load(failed, volatile=True) == 0
 
 
 @triton.jit

@@ -84,7 +84,7 @@ class SpeculativeArgs:
     speculative_simulated_accept_length: float | None = flag(
         None,
         "For benchmarks: accept drafts at random, so that a verify step yields this many tokens on average (at least "
-        "1), whatever the model says. Answers are not the model's; the log and every response have a mark.",
+        "1), not by the model's tokens. Answers are not the model's; the log and every response have a mark.",
         metavar="TOKENS",
     )
     speculative_ngram_min_match_window_size: int = flag(

@@ -199,9 +199,9 @@ class LateMasks:
         for request, tree, begin, end in spans:
             if not self._try(request, self._complete, request, bool(any_allowed[begin]), tree, tables[begin:end]):
                 tables[begin:end] = self._all  # the request has ended: its sampled token will be dropped
-        if self._jumps.enabled:
-            self._report_forced(tables, [(request, begin) for request, _, begin, _ in spans], forced)
         self._worker.sample(StepMasks(plan.number, plan.masked, counts, tables.astype("<u4", copy=False).tobytes()))
+        if self._jumps.enabled:  # after the masks, for which the worker may wait
+            self._report_forced(tables, [(request, begin) for request, _, begin, _ in spans], forced)
 
     def _report_forced(
         self, tables: np.ndarray, places: list[tuple[Request, int]], behind: Mapping[Request, list[int]]

@@ -7,6 +7,7 @@ takes N's result, appends its tokens and sends one message. The core never handl
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -35,6 +36,9 @@ logger = logging.getLogger("moe_engine")
 
 IDLE_POLL_SECONDS = 0.2
 """Interval of an idle core's liveness updates in the shared status."""
+HANDOVER_SECONDS = 20e-6
+"""Pause of the loop after the first step of an idle engine. Without it this thread would keep the GIL while it computes
+masks and looks for another plan, and the worker's thread would start the forward only then."""
 CALL_POLL_SECONDS = 0.005
 """Poll interval of an idle core for its ranks' replies to a call."""
 STORAGE_POLL_SECONDS = 0.02
@@ -249,6 +253,8 @@ class EngineCore:
             self._output.publish(self._scheduler.update(result))
             self._reporter.finished(result, self._scheduler.speculator)
             self._status.step_ended(plan.number)
+        elif behind is not None and self._overlap:
+            time.sleep(HANDOVER_SECONDS)
         self._in_flight = behind
         if behind is not None and behind[0].masked:
             self._late_masks.send()

@@ -17,12 +17,16 @@ class AdmissionBackoff:
         self.decode_steps = 0
         self.prefills_in_a_row = 0
         """Plans without decodes since the last plan with some."""
+        self._left_waiting = False
+        """Whether the last of them left prompts behind."""
         self._retry_at = 0
         self._retracted_until = 0
         self._released_before = 0
         """Rows released before the last retraction."""
 
-    def count_plan(self, num_decodes: int) -> None:
+    def count_plan(self, num_decodes: int, left_waiting: bool) -> None:
+        """`left_waiting`: there are prompts that the plan has no room for."""
+        self._left_waiting = left_waiting
         if num_decodes:
             self.decode_steps += 1
             self.prefills_in_a_row = 0
@@ -32,6 +36,11 @@ class AdmissionBackoff:
     def count_decodes(self, steps: int) -> None:
         self.decode_steps += steps
         self.prefills_in_a_row = 0
+
+    def is_decode_turn(self, most: int) -> bool:
+        """Whether running requests come before prompts: after `most` plans of prompts, or after one that took all that
+        waited. Prompts that arrive one by one would otherwise keep running requests from their next token."""
+        return self.prefills_in_a_row >= most or (self.prefills_in_a_row > 0 and not self._left_waiting)
 
     def may_admit(self, num_released: int) -> bool:
         """Whether waiting requests are examined.

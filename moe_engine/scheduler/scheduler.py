@@ -6,7 +6,7 @@ token is still on the device, requests known to end by length are left out, and 
 not reallocated.
 
 Prefill has precedence: a plan has only prompts while some can be admitted (`--enable-mixed-chunk`: both), but after
-`max_consecutive_prefills` such plans the running requests get a decode step.
+`max_consecutive_prefills` such plans, or one that took all waiting prompts, the running requests get a decode step.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class Scheduler:
         if not draft.rows:
             return None
         self._suspect_turn = True
-        self.backoff.count_plan(draft.num_decodes)
+        self.backoff.count_plan(draft.num_decodes, bool(table.queue) or table.chunked is not None)
         return self._launch(draft, batch, num_before)
 
     def _schedule_alone(self, hold_prefill: bool) -> StepPlan | Literal[NeedsResult.NEEDS_RESULT] | None:
@@ -231,7 +231,7 @@ class Scheduler:
                     self._prefills.add(draft, batch)
             if draft.rows:
                 self._suspect_turn = False
-                self.backoff.count_plan(draft.num_decodes)
+                self.backoff.count_plan(draft.num_decodes, bool(table.queue) or table.chunked is not None)
                 return self._launch(draft, batch, num_before, suspect)
         return None
 
@@ -245,7 +245,7 @@ class Scheduler:
 
     def _is_decode_turn(self) -> bool:
         most = self.table.settings.max_consecutive_prefills
-        return self.backoff.prefills_in_a_row >= most and bool(self._decodes.candidates())
+        return self.backoff.is_decode_turn(most) and bool(self._decodes.candidates())
 
     def _launch(self, draft: PlanDraft, batch: PrefillBatch, num_before: int, alone: Request | None = None) -> StepPlan:
         table, kv_cache = self.table, self.kv_cache

@@ -14,18 +14,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http import HTTPStatus
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from moe_engine.server.start_queue import StartQueue
 
 MAX_HEAD_BYTES = 2**16
 HEAD_SECONDS = 60.0
 """Time limit for a complete request head, from the connection or from the head's first byte."""
 
 PRIVATE = frozenset(
-    {"_unset_keepalive_if_required", "cycle", "headers", "logger", "loop", "parser", "scope", "send_400_response"}
+    {
+        "_start_asgi_task",
+        "_unset_keepalive_if_required",
+        "cycle",
+        "headers",
+        "logger",
+        "loop",
+        "parser",
+        "scope",
+        "send_400_response",
+    }
     | {"transport", "on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete"}
 )
 """Attributes of `HttpToolsProtocol` used by `Connection` beyond `asyncio.Protocol`."""
@@ -40,31 +54,39 @@ EXCHANGE = "moe_engine.exchange"
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
+_QUEUES: WeakKeyDictionary[asyncio.AbstractEventLoop, StartQueue] = WeakKeyDictionary()
+"""Of each loop with connections."""
+
+
 class Exchange:
     """One request of a connection and its response, without ASGI's coroutines and tasks.
 
     Parts of the response may be written outside the request's task, which sends head and end. `is_open` is false before
     and after, and while the client reads too slowly.
+
+    Its references are weak: it is part of the scope, which they refer to, and connections are freed without the
+    garbage collector.
     """
 
     __slots__ = ("_connection", "_cycle")
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._cycle: Any = connection.cycle
+        self._connection = ref(connection)
+        self._cycle: Callable[[], Any] = ref(connection.cycle)
 
     def whole_body(self) -> bytes | None:
         """The request's body if all of it has arrived and none was read. Once: it counts as read."""
-        cycle = self._cycle
-        if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
+        cycle = self._cycle()
+        if cycle is None or cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
             return None
         body, cycle.body = bytes(cycle.body), bytearray()
         return body
 
     def is_open(self) -> bool:
-        cycle = self._cycle
+        cycle = self._cycle()
         return (
-            cycle.response_started
+            cycle is not None
+            and cycle.response_started
             and not cycle.flow.write_paused
             and not cycle.response_complete
             and not cycle.disconnected
@@ -72,19 +94,21 @@ class Exchange:
 
     def write(self, data: bytes) -> None:
         """Sends a part that is not empty. Call only while `is_open`."""
-        cycle = self._cycle
+        cycle = self._cycle()
         cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if cycle.chunked_encoding else data)
 
     @property
     def is_lost(self) -> bool:
         """Whether the client has disconnected."""
-        return self._connection.when_lost is None
+        connection = self._connection()
+        return connection is None or connection.when_lost is None
 
     @contextmanager
     def when_lost(self, callback: Callable[[], object]) -> Iterator[None]:
         """Calls `callback` if the client disconnects while the block runs."""
-        waiting = self._connection.when_lost
-        assert waiting is not None
+        connection = self._connection()
+        assert connection is not None and connection.when_lost is not None
+        waiting = connection.when_lost
         waiting.add(callback)
         try:
             yield
@@ -116,6 +140,12 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = 0
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        queue = _QUEUES.get(self.loop)
+        if queue is None:
+            queue = _QUEUES[self.loop] = StartQueue()
+        queue.add(partial(super()._start_asgi_task, cycle, app))
 
     def on_headers_complete(self) -> None:
         self._head_ended()

@@ -14,6 +14,7 @@ from moe_engine.config.args import EngineArgs
 from moe_engine.config.parallel import ParallelArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
 from moe_engine.executor.sharded_worker import fingerprint, rank_group_options
+from moe_engine.kernels.symm_mem.regions import Regions
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
@@ -413,6 +414,27 @@ def test_dispatch_buffers_are_counted(resolved) -> None:
             buffers(kind, **travels) < buffers(kind, **travels, moe_dispatch_dtype="fp8") < 2 * buffers(kind, **travels)
         )
     assert buffers("cpu", **travels) < buffers("cuda", **travels) / 2
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+def test_the_own_exchange_is_counted(resolved, dtype: str) -> None:
+    """What each further token of a rank takes: its regions in symmetric memory, and rows of every expert."""
+
+    def counted(tokens: int) -> tuple[int, int]:
+        config = resolved(
+            on=machine(100, 141, "cuda"), tp=4, moe_a2a_backend="symm_mem", moe_dispatch_dtype=dtype,
+            max_dispatch_tokens_per_rank=tokens,
+        )  # fmt: skip
+        moe, hidden, fp8 = config.model.moe, config.model.hidden_size, config.parallel.dispatch_fp8
+        assert fp8 == (dtype == "fp8")
+        local = moe.num_experts // config.parallel.topology.ep_size
+        regions = Regions(4, local, tokens, moe.top_k, hidden, 2, fp8)
+        allocated = regions.num_bytes(2) + 2 * local * regions.capacity * hidden * 2
+        ledger = sum(row.num_bytes for row in config.ledger.rows if row.name == "dispatch buffers")
+        return ledger, allocated
+
+    (ledger, allocated), (more, needed) = counted(16), counted(48)
+    assert needed - allocated <= more - ledger <= 1.1 * (needed - allocated)
 
 
 # -- from a plan to ranks

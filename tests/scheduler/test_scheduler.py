@@ -224,7 +224,19 @@ def test_running_requests_get_a_turn_between_many_prompts() -> None:
         made = plan(s)
         kinds.append(made.num_decodes)
         answer(s, made)
-    assert kinds == [0, 0, 1, 0, 0, 0, 1, 0, 0]
+    assert kinds == [1, 0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_running_requests_get_a_turn_between_prompts_that_arrive_one_by_one() -> None:
+    s = scheduler(chunked_prefill_size=64)
+    kinds = []
+    for i in range(4):
+        for name in "ab"[: 1 + i % 2]:
+            s.add(make_request(f"{name}{i}", [5 + i] * 4, 20, eos=False))
+        made = plan(s)
+        kinds.append((made.num_decodes, len(made.rows)))
+        answer(s, made)
+    assert kinds == [(0, 1), (1, 1), (0, 3), (4, 4)], "those that arrive meanwhile are prefilled together"
 
 
 def test_mixed_chunk() -> None:

@@ -27,7 +27,7 @@ launches: dict[str, int] = {}
 """By kernel."""
 LAUNCHED = "SIMULATED_CUDA_LAUNCHED"
 """Environment: a folder that gets an empty file named as each kernel that was launched."""
-WAITING = {"one_shot_kernel", "two_shot_kernel", "route_kernel", "place_kernel"}
+WAITING = {"one_shot_kernel", "two_shot_kernel", "route_kernel", "place_kernel", "receive_kernel", "sum_kernel"}
 """Kernels that wait for programs of the same launch, here or on other ranks: they must run beside each other."""
 
 

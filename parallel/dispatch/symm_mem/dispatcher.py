@@ -1,6 +1,7 @@
-"""`symm_mem`, low latency: each row is written once, directly to its expert, by our kernels over plain pointers.
+"""`symm_mem`, low latency: a token's row is written once to each rank that has some of its experts, by our kernels over
+plain pointers; that rank sums its experts' weighted results and returns one row.
 
-The received rows are the batch, without a copy, except FP8 rows, which are dequantized for experts that need it. There
+Received rows are copied to their experts' rows; FP8 rows are dequantized for experts that need it. There
 is no host synchronisation and no size on the host, so a captured graph may hold it: epochs and counts are on the
 device. A kernel's wait for a missing peer ends after the group's timeout; the host finds the late ranks in memory
 shared with the device, at its next call.
@@ -25,6 +26,8 @@ from moe_engine.parallel.dispatch.symm_mem.memory import SymmetricMemory
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_BYTES = 1 << 31  # rows and pairs have 32-bit indices
+MAX_WIDTH = 16384
+"""A program holds a row in registers."""
 
 
 def why_not(shape: DispatchShape) -> str | None:
@@ -34,6 +37,8 @@ def why_not(shape: DispatchShape) -> str | None:
     if shape.hidden * shape.dtype.itemsize % 16 or (shape.fp8 and shape.hidden % 128):
         return f"hidden {shape.hidden}: rows must be a multiple of 16 bytes"
     pairs = shape.num_ranks * shape.max_tokens * max(shape.top_k, shape.num_local)
+    if shape.hidden > MAX_WIDTH:
+        return f"hidden {shape.hidden} is above {MAX_WIDTH}"
     if pairs >= MAX_BYTES:
         return f"{pairs} rows exceed 32-bit indices"
     return None
@@ -50,12 +55,13 @@ class SymmMemDispatcher(Dispatcher):
 
     Args:
         memory: symmetric memory provider.
+        waits_apart: other streams compute during dispatch and combine.
 
     Raises:
         ValueError: the kernels do not support these sizes, or ranks cannot access each other's memory.
     """
 
-    def __init__(self, group: Group, shape: DispatchShape, memory: SymmetricMemory) -> None:
+    def __init__(self, group: Group, shape: DispatchShape, memory: SymmetricMemory, waits_apart: bool = False) -> None:
         reason = why_not(shape)
         if reason:
             raise ValueError(f"symm_mem does not support this model: {reason}")
@@ -66,8 +72,8 @@ class SymmMemDispatcher(Dispatcher):
         regions = Regions(
             num_ranks=shape.num_ranks,
             num_local=shape.num_local,
-            max_pairs=shape.max_tokens * shape.top_k,
-            capacity=shape.num_ranks * shape.max_tokens,
+            max_tokens=shape.max_tokens,
+            top_k=shape.top_k,
             hidden=shape.hidden,
             item_bytes=shape.dtype.itemsize,
             fp8=shape.fp8,
@@ -75,8 +81,9 @@ class SymmMemDispatcher(Dispatcher):
         shared = self._shared = memory.allocate(group, regions.num_bytes(NUM_LIVE))  # kept alive for the addresses
         lost = memory.words_for_host(group.size)
         self._exchange = SymmMemExchange(
-            regions, NUM_LIVE, group.rank, shared.own, shared.addresses, lost, group.timeout_s, shape.dtype
-        )
+            regions, NUM_LIVE, group.rank, shared.own, shared.addresses, lost, group.timeout_s, shape.dtype,
+            waits_apart,
+        )  # fmt: skip
 
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED
@@ -84,13 +91,10 @@ class SymmMemDispatcher(Dispatcher):
         if len(x) > self._shape.max_tokens:
             raise ValueError(f"{len(x)} tokens in one dispatch; this dispatcher was made for {self._shape.max_tokens}")
         slot = self._slots.take()
-        arrival = self._exchange.dispatch(x, topk_ids.to(torch.int32), slot, format)
+        arrival = self._exchange.dispatch(x, topk_ids.to(torch.int32), topk_weights, slot, format)
         self.check_peers()
-        rows, scales = arrival.rows, None
-        if arrival.sent is not None and format.rows:
-            rows, scales = arrival.sent
         batch = ExpertBatch(
-            "padded", rows, counts=arrival.counts, scales=scales, dtype=self._shape.dtype,
+            "padded", arrival.rows, counts=arrival.counts, scales=arrival.scales, dtype=self._shape.dtype,
             mean_rows=self._shape.mean_rows(len(x)),
         )  # fmt: skip
         return batch, PeerHandle(slot, len(x))
@@ -99,7 +103,7 @@ class SymmMemDispatcher(Dispatcher):
         if len(topk_weights) != handle.num_tokens:
             raise ValueError(f"{handle.num_tokens} tokens were dispatched; there are weights for {len(topk_weights)}")
         self._slots.release(handle.slot)
-        out = self._exchange.combine(rows, topk_weights, handle.slot)
+        out = self._exchange.combine(rows, handle.num_tokens, handle.slot)
         self.check_peers()
         return out
 

@@ -70,7 +70,7 @@ def spoil(memory: HostSymmetricMemory, group: DistributedGroup) -> None:
     group.barrier()
 
 
-FLAG_END = 3 * 256  # bytes of a slot: flags of three kinds, for up to 32 ranks
+FLAG_END = 2 * 256  # bytes of a slot: flags of two kinds, for up to 32 ranks
 
 
 def run_routings(rank: int, setup: Setup, routings: list[Routing], phase: Phase = "decode") -> list[Outcome]:
@@ -101,12 +101,12 @@ def replay(rank: int, setup: Setup, routings: list[Routing]) -> list[Outcome]:
     outcomes = []
     for step, routing in enumerate(routings):
         x, ids, weights = routing.of(rank, setup.hidden, DTYPES[setup.dtype])
-        arrival = exchange.dispatch(x, ids, 0)
+        arrival = exchange.dispatch(x, ids, weights, 0)
         rows = torch.full_like(arrival.rows, float("nan"))
         counts = arrival.counts.tolist()
         for e, valid in enumerate(counts):
             rows[e, :valid] = arrival.rows[e, :valid]
-        outcomes.append(Outcome(exchange.combine(rows, weights, 0), counts))
+        outcomes.append(Outcome(exchange.combine(rows, len(x), 0), counts))
         time.sleep(0.01 * ((rank + step) % 2))
     return outcomes
 

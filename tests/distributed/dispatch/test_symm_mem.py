@@ -169,13 +169,13 @@ def test_a_peer_that_died_is_an_error_within_the_bound(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 def test_regions_are_aligned_and_apart(num_ranks: int, fp8: bool) -> None:
-    regions = Regions(num_ranks, 3, 10, 5 * num_ranks, 384, 2, fp8)
+    regions = Regions(num_ranks, 3, 5, 2, 384, 2, fp8)
     one, two = regions.slot(0), regions.slot(1)
-    begins = [*one.flags, one.counts, one.origins, one.rows, one.scales, one.returned, one.end]
+    begins = [*one.flags, one.sizes, one.ids, one.weights, one.rows, one.scales, one.returned, one.end]
     assert begins == sorted(begins) and all(begin % ALIGNMENT == 0 for begin in begins)
-    rows = 3 * 5 * num_ranks * 384
-    sizes = [8 * num_ranks] * 3 + [4 * num_ranks * num_ranks * 3, 4 * 3 * 5 * num_ranks]
-    sizes += [rows * (1 if fp8 else 2), rows // 128 * 4 * fp8, 10 * 384 * 2]
+    elements, choices = 5 * num_ranks * 384, 5 * num_ranks * 2
+    sizes = [8 * num_ranks] * 2 + [4 * num_ranks, 4 * choices, 4 * choices]
+    sizes += [elements * (1 if fp8 else 2), elements // 128 * 4 * fp8, elements * 2]
     assert all(end - begin >= size for begin, end, size in zip(begins[:-1], begins[1:], sizes, strict=True))
     assert two.flags[0] == one.end and regions.num_bytes(2) == two.end == 2 * one.end
 

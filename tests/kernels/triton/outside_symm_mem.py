@@ -27,16 +27,14 @@ SHAPE = next(shape for shape in SHAPES if shape.name == "v2_lite_ep2")
 
 def launch(max_tokens: int, sizes: tuple[int, ...]) -> None:
     """Both directions through both slots, in buffers for `max_tokens` tokens of a rank."""
-    capacity = SHAPE.num_ranks * max_tokens
-    pairs = max_tokens * SHAPE.top_k
-    regions = Regions(SHAPE.num_ranks, SHAPE.num_local, pairs, capacity, SHAPE.hidden, 2, SHAPE.fp8)
+    regions = Regions(SHAPE.num_ranks, SHAPE.num_local, max_tokens, SHAPE.top_k, SHAPE.hidden, 2, SHAPE.fp8)
     memory = torch.empty(regions.num_bytes(2), dtype=torch.uint8, device="meta")
     exchange = SymmMemExchange(regions, 2, 1, memory, [0, 0], torch.zeros(2, dtype=torch.int32), 0.5, torch.bfloat16)
     for number, tokens in enumerate(sizes):
         x = torch.empty(tokens, SHAPE.hidden, dtype=torch.bfloat16, device="meta")
         ids = torch.empty(tokens, SHAPE.top_k, dtype=torch.int32, device="meta")
-        arrival = exchange.dispatch(x, ids, number % 2)
-        exchange.combine(torch.empty_like(arrival.rows), ids.float(), number % 2)
+        arrival = exchange.dispatch(x, ids, ids.float(), number % 2)
+        exchange.combine(torch.empty_like(arrival.rows), tokens, number % 2)
 
 
 def launch_sums(sizes: tuple[int, ...]) -> None:
@@ -53,7 +51,8 @@ def launch_sums(sizes: tuple[int, ...]) -> None:
             ranks.add_rms_norm_quantized(ActivationFormat(unquantized, True), x, x, weight, 1e-6)
 
 
-def main(cache: str) -> None:
+def main() -> None:
+    cache = sys.argv[1]
     cases = [*triton_dispatch.aot_cases(), *triton_combine.aot_cases()]
     cases = [case for case in cases if case.name.endswith(SHAPE.name)]
     cases += [case for case in triton_all_reduce.aot_cases() if case.name.endswith("v2_lite_tp2")]
@@ -69,4 +68,4 @@ def main(cache: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -1,16 +1,19 @@
-"""Kernels that write to peers: all ranks in this process phase by phase, and outside the interpreter. Over processes
+"""Kernels that write to peers: all ranks in this process, phase by phase. Over processes
 that wait for each other they are tested in tests/distributed/dispatch/test_symm_mem.py."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu_suite.exchange import Load, RanksHere, error_of
-from tests.kernels.triton.test_aot import outside
+from moe_engine.kernels.symm_mem.regions import ALIGNMENT
+from tests.kernels.triton import beside
+
+exchange = pytest.importorskip("moe_engine.kernels.symm_mem.exchange", reason="needs triton")
 
 SMALL = Load(num_ranks=3, num_local=2, top_k=3, hidden=128, tokens=4, dtype=torch.float32, fp8=False)
 
@@ -36,9 +39,61 @@ def test_what_the_gpu_suite_runs(load, bound):
     assert not ranks.lost.any()
 
 
-def test_the_size_of_a_launch_does_not_choose_the_kernel(tmp_path):
-    """One kernel of each for any number of tokens and any offsets, and it is the one compiled ahead of time."""
-    done = outside("tests.kernels.triton.outside_symm_mem", str(tmp_path), cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    num_cases, launched, num_cached = json.loads(done.stdout)
-    assert len(launched) == num_cached == num_cases == 9
+def kernels() -> list[Any]:
+    from moe_engine.kernels.symm_mem import triton_combine, triton_dispatch
+
+    dispatch = [triton_dispatch.send_kernel, triton_dispatch.wait_kernel, triton_dispatch.receive_kernel]
+    return [*dispatch, triton_combine.combine_send_kernel, triton_combine.sum_kernel]
+
+
+@pytest.mark.parametrize(
+    ("load", "apart"), [(SMALL, True), (replace(SMALL, dtype=torch.bfloat16, fp8=True, hidden=256), False)]
+)
+def test_programs_of_all_ranks_wait_for_each_other(load, apart, monkeypatch):
+    """Three programs where they wait, ranks in any order, one of them without tokens; a token takes one row of a rank,
+    whatever its choices there."""
+    monkeypatch.setattr(exchange, "resident_programs", lambda device: 3)
+    ranks = RanksHere(load, "cpu", apart)
+    for own in ranks.memory:
+        own[2 * ALIGNMENT :] = 0xFF  # all but flags
+    idle = 1
+    for seed in (1, 2):
+
+        def whole(rank: int, number: int = seed % 2) -> torch.Tensor:
+            own, few = ranks.ranks[rank], slice(0) if rank == idle else slice(None)
+            arrival = own.dispatch(ranks.x[rank, few], ranks.ids[rank, few], ranks.weights[rank, few], number)
+            return own.combine(ranks.experts(rank, arrival), 0 if rank == idle else load.tokens, number)
+
+        found = beside.run_ranks([lambda r=r: whole(r) for r in range(load.num_ranks)], kernels(), seed)
+        active = [rank for rank in range(load.num_ranks) if rank != idle]
+        assert len(found[idle]) == 0
+        bound = 6e-2 if load.fp8 else 1e-6
+        assert error_of(torch.stack([found[r] for r in active]), ranks.expected()[active]) <= bound
+    slot = load.regions.slot(0)  # of the second run
+    for owner, own in enumerate(ranks.memory):
+        end = slot.rows + load.regions.capacity * load.hidden * (1 if load.fp8 else 4)
+        rows = own[slot.rows : end].view(load.num_ranks, load.tokens, -1)
+        chosen = (ranks.ids // load.num_local == owner).any(2)
+        chosen[idle] = False
+        assert torch.equal((rows != 0xFF).any(2), chosen)
+    assert not ranks.lost.any()
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch):
+    """Its peers end after the limit with zeros, raise no flag for missing rows, and do not wait again."""
+    monkeypatch.setattr(exchange, "resident_programs", lambda device: 2)
+    monkeypatch.setattr("benchmarks.gpu_suite.exchange.LIMIT_S", 2.0)
+    ranks = RanksHere(SMALL, "cpu")
+
+    def whole(rank: int) -> tuple[list[int], torch.Tensor]:
+        own = ranks.ranks[rank]
+        arrival = own.dispatch(ranks.x[rank], ranks.ids[rank], ranks.weights[rank], 0)
+        counts = arrival.counts.tolist()
+        return counts, own.combine(torch.zeros_like(arrival.rows), SMALL.tokens, 0)
+
+    for _ in range(2):
+        for counts, out in beside.run_ranks([lambda r=r: whole(r) for r in (0, 2)], kernels(), 3):
+            assert counts == [0, 0] and not out.any()
+    assert ranks.lost.tolist() == [0, 1, 0]
+    returned = [own[ALIGNMENT : 2 * ALIGNMENT].view(torch.int64) for own in ranks.memory]
+    assert not torch.cat(returned).any(), "results of a failed dispatch were announced"

@@ -1,0 +1,84 @@
+"""Costs of dispatch and combine through symmetric memory, by their arguments.
+
+Rates and latencies of messages are DeepEP's measured ones: own kernels have not run. A token takes one row of each rank
+that has some of its experts; `Routing.target_ranks` are the ranks it may choose.
+
+Legend: a argument namespace, s setting, R ranks, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.step_costs.costs import Cost, Setting, cost_of, size
+from benchmarks.step_costs.libraries import targets_of
+
+CHOICE_BYTES = 8
+"""An expert id and its weight."""
+
+
+def _rows_a_token(s: Setting) -> float:
+    return targets_of(s.routing.top_k, s.routing.target_ranks)
+
+
+def _rate(s: Setting, key: str) -> float:
+    assert s.hardware is not None
+    return float(s.hardware["deepep"]["low_latency"]["node"][key])
+
+
+def _streamed_us(s: Setting, num_bytes: float) -> float:
+    assert s.hardware is not None
+    return num_bytes / float(s.hardware["stream_bytes_per_s"]) * 1e6
+
+
+def _row_bytes(a: Any, x: Tensor) -> int:
+    """Of a row as sent."""
+    return a.WIDTH + a.WIDTH // 128 * 4 if a.FP8 else a.WIDTH * x.element_size()
+
+
+@cost_of("send_kernel")
+def send(a: Any, s: Setting) -> Cost:
+    """As many rows arrive here, from other ranks."""
+    rows = a.num_tokens * _rows_a_token(s) * _row_bytes(a, a.x)
+    moved = rows + a.num_tokens * a.RANKS * a.TOP_K * CHOICE_BYTES
+    sent = moved * (a.RANKS - 1) / a.RANKS
+    scales = a.x_scales if isinstance(a.x_scales, Tensor) else None
+    return Cost(
+        size(a.x, scales, a.ids, a.weights), moved, nvlink=sent, link_us=sent / _rate(s, "dispatch_bytes_per_s") * 1e6
+    )
+
+
+@cost_of("receive_kernel")
+def receive(a: Any, s: Setting) -> Cost:
+    """Waits, then copies."""
+    arrived = s.routing.tokens / a.RANKS * _rows_a_token(s)
+    width = a.WIDTH * a.out.element_size() + (a.WIDTH // 128 * 4 if a.FP8 and not a.WIDEN else 0)
+    read = arrived * _row_bytes(a, a.out) + 2 * s.routing.tokens * a.TOP_K * 4
+    written = s.routing.rows * width + s.routing.tokens * a.TOP_K * 4
+    waiting = 0.0 if a.APART else _rate(s, "dispatch_us")
+    return Cost(read, written, link_us=waiting + _streamed_us(s, read + written))
+
+
+@cost_of("combine_send_kernel")
+def combine_send(a: Any, s: Setting) -> Cost:
+    row = a.WIDTH * a.rows.element_size()
+    returned = s.routing.tokens / a.RANKS * _rows_a_token(s) * row
+    sent = returned * (a.RANKS - 1) / a.RANKS
+    read = s.routing.rows * row + s.routing.tokens * a.TOP_K * CHOICE_BYTES
+    return Cost(read, returned, nvlink=sent, link_us=sent / _rate(s, "combine_bytes_per_s") * 1e6)
+
+
+@cost_of("sum_kernel")
+def sums(a: Any, s: Setting) -> Cost:
+    """Waits, then sums."""
+    read, written = a.num_tokens * _rows_a_token(s) * a.WIDTH * a.out.element_size(), size(a.out)
+    waiting = 0.0 if a.APART else _rate(s, "combine_us")
+    return Cost(read, written, link_us=waiting + _streamed_us(s, read + written))
+
+
+@cost_of("wait_kernel")
+def waits(a: Any, s: Setting) -> Cost:
+    """For rows or for results: the mean of both latencies, of which a layer has one each."""
+    return Cost(8 * a.RANKS, 0, link_us=(_rate(s, "dispatch_us") + _rate(s, "combine_us")) / 2)
