@@ -224,7 +224,7 @@ def draw(points: list[dict[str, Any]], path: Path, title: str) -> None:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.multi_turn_load",
+        prog="moe-engine bench multi_turn_load",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
