@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moe_engine.kernels.delta.cpu import CpuDelta
     from moe_engine.kernels.delta.protocol import DeltaKernel
     from moe_engine.kernels.delta.reference import TorchDelta
+    from moe_engine.kernels.delta.triton_delta import TritonDelta
     from moe_engine.kernels.experts.cpu import CpuExperts
     from moe_engine.kernels.experts.deep_gemm import DeepGemmExperts
     from moe_engine.kernels.experts.protocol import ExpertsKernel
@@ -66,5 +67,5 @@ if TYPE_CHECKING:
     SAMPLING: list[SamplingKernel] = [TorchSampling(), CpuSampling(), TritonSampling(), FlashInferSampling()]
     PERMUTATION: list[Permutation] = [TorchPermutation(), CpuPermutation(), TritonPermutation()]
     INDEXER: list[IndexerKernel] = [TorchIndexer(), CpuIndexer(), TritonIndexer(), DeepGemmIndexer()]
-    DELTA: list[DeltaKernel] = [TorchDelta(), CpuDelta()]
+    DELTA: list[DeltaKernel] = [TorchDelta(), CpuDelta(), TritonDelta()]
     LORA: list[LoraKernel] = [TorchLora(), CpuLora(), TritonLora()]

@@ -95,6 +95,26 @@ class StateRuns:
         """Whether each run has one token, whose state is stored."""
         return self.num_tokens == len(self.lens) and all(self.stored)
 
+    @cached_property
+    def run_of(self) -> Tensor:
+        """[T] int32: the run of each token."""
+        device = self.starts.device
+        counts = torch.tensor(list(self.lens), device=device)
+        return torch.arange(len(self.lens), dtype=torch.int32, device=device).repeat_interleave(
+            counts, output_size=self.num_tokens
+        )
+
+    @cached_property
+    def stored_tokens(self) -> tuple[Tensor, Tensor]:
+        """[S] int32: the tokens whose state is stored, run after run; [R + 1] int32: the first of each run."""
+        tokens, firsts, begin = [], [0], 0
+        for count, stored in zip(self.lens, self.stored):
+            tokens += [begin + place - 1 for place in stored]
+            firsts.append(len(tokens))
+            begin += count
+        both = torch.tensor([*firsts, *tokens], dtype=torch.int32).to(self.starts.device)
+        return both[len(firsts) :], both[: len(firsts)]
+
     @classmethod
     def plain(cls, lens: Sequence[int], rows: Tensor) -> StateRuns:
         """Each run reads the state in its row, and stores the state after its last token there."""

@@ -70,21 +70,30 @@ class TorchDelta:
         begin = 0
         for index, (count, stored) in enumerate(zip(runs.lens, runs.stored)):
             own = slice(begin, begin + count)
-            text = torch.cat((states.tail[runs.reads[index]], mixed[own].transpose(0, 1)), 1)  # [Hk, K-1+n, C]
+            text = torch.cat((row_of(states.tail, runs.reads, index), mixed[own].transpose(0, 1)), 1)  # [Hk, K-1+n, C]
             taken = convolve(text, weights.conv).transpose(0, 1)  # [n, Hk, C]
             q, k, v = split_heads(functional.silu(taken).to(mixed.dtype), shape)
-            memory = states.memory[runs.reads[index]]
+            memory = row_of(states.memory, runs.reads, index)
             first = 0
             for last in dict.fromkeys((*stored, count)):
                 part, piece = slice(begin + first, begin + last), slice(first, last)
                 out[part], memory = delta_rule(q[piece], k[piece], v[piece], decay[part], beta[part], memory)
                 if last in stored:
-                    row = runs.rows[begin + last - 1]
-                    states.memory[row] = memory
-                    states.tail[row] = text[:, last : last + shape.taps - 1]
+                    store_row(states.memory, runs.rows, begin + last - 1, memory)
+                    store_row(states.tail, runs.rows, begin + last - 1, text[:, last : last + shape.taps - 1])
                 first = last
             begin += count
         return out
+
+
+def row_of(states: Tensor, rows: Tensor, index: int) -> Tensor:
+    """states[rows[index]], without waiting for an accelerator."""
+    return states.index_select(0, rows[index : index + 1])[0]
+
+
+def store_row(states: Tensor, rows: Tensor, index: int, value: Tensor) -> None:
+    """states[rows[index]] = value, likewise."""
+    states.index_copy_(0, rows[index : index + 1], value.unsqueeze(0))
 
 
 def gates(ba: Tensor, weights: DeltaWeights, shape: DeltaShape) -> tuple[Tensor, Tensor]:

@@ -39,16 +39,19 @@ class KnownTexts:
         return Drafts(torch.cat((task.roots[:, None], drafts), 1))
 
 
-NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
+MTP: dict[str, Any] = {
+    "speculative_algorithm": "NEXTN", "speculative_num_steps": 3, "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[{}, NGRAM], ids=["plain", "drafts"])
+@pytest.fixture(scope="module", params=[{}, MTP], ids=["plain", "drafts"])
 def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[InProcessEngine, torch.nn.Module]]:
     import transformers
 
     seed = random.randrange(2**31)
     print(f"seed of the checkpoint {seed}")
-    path = make_checkpoint("qwen3_next", tmp_path_factory.mktemp("model"), seed)
+    path = make_checkpoint("qwen3_next", tmp_path_factory.mktemp("model"), seed, num_mtp_layers=1)
     engine = InProcessEngine(path, tmp_path_factory.mktemp("status") / "status", **FLAGS | request.param)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     yield engine, model.eval()
@@ -80,12 +83,13 @@ def make_script(rng: random.Random, count: int) -> list[Scripted]:
     return script
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scheduling", [{}, {"enable_mixed_chunk": True}, {"overlap": False}], ids=str)
 def test_answers_equal_transformers(served: Any, scheduling: dict[str, Any]) -> None:
     engine, model = served
     seed = random.randrange(2**31)
     print(f"seed {seed}")
-    script = make_script(random.Random(seed), 5 * ROWS)
+    script = make_script(random.Random(seed), 4 * ROWS)
     answers = engine.run(script, schedule_conservativeness=0.0, **scheduling)
     assert any(answer.retractions for answer in answers.values())
     assert any(answer.cached_tokens for answer in answers.values())
@@ -96,8 +100,7 @@ def test_answers_equal_transformers(served: Any, scheduling: dict[str, Any]) -> 
             check(model, item.prompt_ids, got.token_ids, [entry.logprob for entry in got.logprobs], item.rid)
 
 
-@pytest.mark.parametrize("scheduling", [{}, {"enable_mixed_chunk": True}], ids=str)
-def test_accepted_and_rejected_drafts(served: Any, scheduling: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepted_and_rejected_drafts(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state after the last accepted draft is kept, also where none or all are accepted."""
     engine, model = served
     speculation = engine.worker.runner.speculation
@@ -110,7 +113,7 @@ def test_accepted_and_rejected_drafts(served: Any, scheduling: dict[str, Any], m
     texts = [item.prompt_ids + first[item.rid].token_ids for item in script]
     known = KnownTexts(engine.worker.runner.rows.history, texts, random.Random(seed))
     monkeypatch.setattr(speculation.drafter, "propose", known.propose)
-    answers = engine.run(script, schedule_conservativeness=0.0, **scheduling)
+    answers = engine.run(script, schedule_conservativeness=0.0, enable_mixed_chunk=True)
     drafts = engine.scheduler.stats().speculation
     assert 20 < sum(drafts.accepted) < sum(drafts.proposed) - 20
     for item in script:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
 from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
-from moe_engine.kernels.backends import FAMILIES, Backends
+from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.registry import Choice
@@ -80,8 +80,8 @@ def build_triton(choices: tuple[Choice, ...]) -> Backends:
     for choice in choices:
         if (choice.family, choice.row.name) == ("experts", NoExperts.name):
             built[choice.family] = NoExperts()
-        elif choice.row.name == "triton" or choice.family in ("ops", "linear", "experts"):
+        elif choice.row.name == "triton" or choice.family in ("ops", "linear", "experts", "delta"):
             built[choice.family] = choice.build()
     built.setdefault("attention", NoAttention())
     built.setdefault("sampling", NoSampling())
-    return Backends(**{family: built[family] for family in FAMILIES}, choices=choices)
+    return Backends(**built, choices=choices)

@@ -11,6 +11,8 @@ from moe_engine.cli.compile_kernels.exercise import exercise
 from moe_engine.cli.compile_kernels.other_rows import NoExperts, build_triton
 from moe_engine.cli.main import main
 from moe_engine.config.args import EngineArgs
+from moe_engine.kernels.backends import plan_kernels
+from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.reference import TorchExperts
 from moe_engine.kernels.warmup_sizes import StepSize, ladder, step_sizes
@@ -66,3 +68,12 @@ def test_targets_have_shared_memory_limits():
     from moe_engine.kernels.triton.aot import SHARED_LIMIT
 
     assert {target.arch for target in GPUS.values()} <= set(SHARED_LIMIT)
+
+
+@pytest.mark.parametrize("row", ["torch", "triton"])
+def test_kernels_that_only_some_models_need_are_built(row: str) -> None:
+    rows = dict.fromkeys(("attention", "experts", "linear", "ops", "sampling", "delta"), row)
+    device = Device("cuda", "absent", (9, 0), compiler="c++")
+    choices = plan_kernels(device, Need("bfloat16", attention="gqa", delta=True), rows).choices
+    delta = build_triton(choices).delta
+    assert delta is not None and delta.name == row

@@ -1,0 +1,244 @@
+"""The gated delta net on a GPU: convolution, last inputs, delta rule and gated norm, a launch each.
+
+The delta rule of runs of up to `SHORT` tokens (decodes, verifications, short prompts) is one kernel whose programs keep
+a block of a state's columns in registers, token after token. Longer prompts take the chunks of the torch row between
+the other kernels.
+
+Legend: as in `protocol`; S stored states of a step, BV columns of a value head of one program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2
+
+from moe_engine.kernels.delta.protocol import DeltaInputs, DeltaShape, DeltaStates, DeltaWeights, StateRuns
+from moe_engine.kernels.delta.reference import LENGTH_EPS, delta_rule, gates, row_of, split_heads, store_row
+from moe_engine.kernels.triton.aot import AotCase
+from moe_engine.kernels.triton.launch import element, stride_of, with_contiguous_rows
+
+SHORT = 64
+_CHANNELS, _COLUMNS = 256, 32
+"""Channels of a program of the convolution; columns of a value head of a program of the delta rule."""
+
+
+@triton.jit
+def conv_kernel(
+    qkvz, taken, tail, conv, run_of, starts, reads, stride,
+    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """taken [T, HEADS, MIXED] = silu(convolution of the run's inputs behind its tail). Grid (T, HEADS, MIXED/BLOCK)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    live = channel < MIXED
+    run = tl.load(run_of + token)
+    begin, read = tl.load(starts + run), tl.load(reads + run)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = token - (TAPS - 1) + tap
+        here = (channel < MIXED) & (channel * 0 + at >= begin)
+        new = tl.load(qkvz + at * stride + head * PROJECTED + channel, here, 0.0).to(tl.float32)
+        place = (read * HEADS + head) * (TAPS - 1) + (TAPS - 1 + at - begin)
+        old = tl.load(tail + place * MIXED + channel, live & ~here, 0.0).to(tl.float32)
+        total += (new + old) * tl.load(conv + (head * TAPS + tap) * MIXED + channel, live, 0.0)
+    out = total / (1.0 + tl.exp(-total))
+    tl.store(taken + (token * HEADS + head) * MIXED + channel, out.to(taken.dtype.element_ty), live)
+
+
+@triton.jit
+def tail_kernel(
+    qkvz, tail, stored, stored_starts, rows, starts, reads, stride,
+    HEADS: tl.constexpr, MIXED: tl.constexpr, PROJECTED: tl.constexpr, TAPS: tl.constexpr, LINES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The last inputs after each stored token of a run, in order: the row that a run reads is stored last.
+    Grid (R, HEADS, MIXED / BLOCK)."""
+    run, head = tl.program_id(0), tl.program_id(1)
+    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    line = tl.arange(0, LINES)[:, None]
+    live = (channel < MIXED) & (line < TAPS - 1)
+    begin, read = tl.load(starts + run), tl.load(reads + run)
+    for index in range(tl.load(stored_starts + run), tl.load(stored_starts + run + 1)):
+        token = tl.load(stored + index)
+        at = token - (TAPS - 2) + line
+        new = tl.load(qkvz + at.to(tl.int64) * stride + head * PROJECTED + channel, live & (at >= begin), 0.0)
+        place = (read * HEADS + head) * (TAPS - 1) + (TAPS - 1 + at - begin)
+        old = tl.load(tail + place * MIXED + channel, live & (at < begin), 0.0)
+        target = (tl.load(rows + token) * HEADS + head) * (TAPS - 1) + line
+        tl.store(tail + target * MIXED + channel, tl.where(at >= begin, new, old), live)
+
+
+@triton.jit
+def delta_kernel(
+    taken, ba, memory, out, a_log, dt_bias, rows, starts, reads, stride,
+    KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, MIXED: tl.constexpr,
+    LONGEST: tl.constexpr, EPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """out [T, Hv, VALUE] and the stored states of runs of at most LONGEST tokens. Grid (R, Hv, VALUE / BLOCK_V)."""
+    run, head = tl.program_id(0), tl.program_id(1)
+    begin, end, read = tl.load(starts + run), tl.load(starts + run + 1), tl.load(reads + run)
+    if end - begin > LONGEST:
+        return
+    HEADS: tl.constexpr = KEY_HEADS * SHARED
+    group, place = head // SHARED, head % SHARED
+    key = tl.arange(0, BLOCK_K)
+    column = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = (key < KEY)[:, None] & (column < VALUE)[None, :]
+    tile = key[:, None] * VALUE + column[None, :]
+    state = tl.load(memory + (read * HEADS + head) * (KEY * VALUE) + tile, inside, 0.0)
+    rate = -tl.exp(tl.load(a_log + head))
+    bias = tl.load(dt_bias + head)
+    for step in range(0, end - begin):
+        token = begin.to(tl.int64) + step
+        mixed = taken + (token * KEY_HEADS + group) * MIXED
+        q = tl.load(mixed + key, key < KEY, 0.0).to(tl.float32)
+        k = tl.load(mixed + KEY + key, key < KEY, 0.0).to(tl.float32)
+        v = tl.load(mixed + 2 * KEY + place * VALUE + column, column < VALUE, 0.0).to(tl.float32)
+        q *= tl.rsqrt(tl.sum(q * q) + EPS) * tl.rsqrt(tl.full((), KEY, tl.float32))
+        k *= tl.rsqrt(tl.sum(k * k) + EPS)
+        gate = ba + token * stride + 2 * group * SHARED + place
+        a = tl.load(gate + SHARED).to(tl.float32) + bias
+        soft = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(gate).to(tl.float32)))
+        beta = beta.to(ba.dtype.element_ty).to(tl.float32)  # models are trained with this rounding
+        state *= tl.exp(rate * soft)
+        change = (v - tl.sum(k[:, None] * state, 0)) * beta
+        state += k[:, None] * change[None, :]
+        result = tl.sum(q[:, None] * state, 0)
+        target = out + (token * HEADS + head) * VALUE + column
+        tl.store(target, result.to(out.dtype.element_ty), column < VALUE)
+        row = tl.load(rows + token)
+        if row >= 0:
+            tl.store(memory + (row * HEADS + head) * (KEY * VALUE) + tile, state, inside)
+
+
+@triton.jit
+def gated_norm_kernel(
+    x, qkvz, weight, stride, eps,
+    KEY_HEADS: tl.constexpr, SHARED: tl.constexpr, VALUE: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x [T, Hv, VALUE] = weight * x / rms(x) * silu(z), in place. Grid (T, Hv)."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    group, place = head // SHARED, head % SHARED
+    column = tl.arange(0, BLOCK)
+    live = column < VALUE
+    at = x + (token * KEY_HEADS * SHARED + head) * VALUE + column
+    value = tl.load(at, live, 0.0).to(tl.float32)
+    normed = value * tl.rsqrt(tl.sum(value * value) / VALUE + eps)
+    normed = normed.to(x.dtype.element_ty).to(tl.float32)
+    gate = group * (MIXED + SHARED * VALUE) + MIXED + place * VALUE + column
+    z = tl.load(qkvz + token * stride + gate, live, 0.0).to(tl.float32)
+    scaled = tl.load(weight + column, live, 0.0) * normed * (z / (1.0 + tl.exp(-z)))
+    tl.store(at, scaled.to(x.dtype.element_ty), live)
+
+
+class TritonDelta:
+    """`DeltaKernel`."""
+
+    name = "triton"
+
+    def run(
+        self, inputs: DeltaInputs, weights: DeltaWeights, states: DeltaStates, runs: StateRuns, shape: DeltaShape
+    ) -> Tensor:
+        qkvz, ba = (with_contiguous_rows(x) for x in inputs)
+        num = runs.num_tokens
+        taken = qkvz.new_empty(num, shape.key_heads, shape.mixed)
+        out = qkvz.new_empty(num, shape.value_heads, shape.value)
+        if not num:
+            return out.flatten(1)
+        blocks, stride = triton.cdiv(shape.mixed, _CHANNELS), stride_of(qkvz, 0)
+        conv_kernel[(num, shape.key_heads, blocks)](
+            qkvz, taken, states.tail, weights.conv, runs.run_of, runs.starts, runs.reads, stride,
+            **_conv_constants(shape), num_warps=4,
+        )  # fmt: skip
+        tail_kernel[(len(runs.lens), shape.key_heads, blocks)](
+            qkvz, states.tail, *runs.stored_tokens, runs.rows, runs.starts, runs.reads, stride,
+            **_conv_constants(shape), LINES=next_power_of_2(shape.taps - 1), num_warps=4,
+        )  # fmt: skip
+        rule = _rule_constants(shape)
+        delta_kernel[(len(runs.lens), shape.value_heads, triton.cdiv(shape.value, rule["BLOCK_V"]))](
+            taken, ba, states.memory, out, weights.a_log, weights.dt_bias, runs.rows, runs.starts, runs.reads,
+            stride_of(ba, 0), **rule, num_warps=4,
+        )  # fmt: skip
+        if max(runs.lens) > SHORT:
+            _long_runs(taken, ba, weights, states.memory, runs, shape, out)
+        gated_norm_kernel[(num, shape.value_heads)](
+            out, qkvz, weights.norm, stride, weights.eps, **_norm_constants(shape), num_warps=1
+        )
+        return out.flatten(1)
+
+
+def _long_runs(
+    taken: Tensor, ba: Tensor, weights: DeltaWeights, memory: Tensor, runs: StateRuns, shape: DeltaShape, out: Tensor
+) -> None:
+    """The delta rule of runs of more than `SHORT` tokens, in chunks."""
+    begin = 0
+    for index, (count, stored) in enumerate(zip(runs.lens, runs.stored)):
+        own = slice(begin, begin + count)
+        if count > SHORT:
+            q, k, v = split_heads(taken[own], shape)
+            decay, beta = gates(ba[own], weights, shape)
+            state, first = row_of(memory, runs.reads, index), 0
+            for last in dict.fromkeys((*stored, count)):
+                part = slice(first, last)
+                found, state = delta_rule(q[part], k[part], v[part], decay[part], beta[part], state)
+                out[begin + first : begin + last] = found.to(out.dtype)
+                if last in stored:
+                    store_row(memory, runs.rows, begin + last - 1, state)
+                first = last
+        begin += count
+
+
+def _conv_constants(shape: DeltaShape) -> dict[str, Any]:
+    return {
+        "HEADS": shape.key_heads, "MIXED": shape.mixed, "PROJECTED": shape.projected, "TAPS": shape.taps,
+        "BLOCK": _CHANNELS,
+    }  # fmt: skip
+
+
+def _rule_constants(shape: DeltaShape) -> dict[str, Any]:
+    return {
+        "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "KEY": shape.key, "VALUE": shape.value,
+        "MIXED": shape.mixed, "LONGEST": SHORT, "EPS": LENGTH_EPS, "BLOCK_K": max(16, next_power_of_2(shape.key)),
+        "BLOCK_V": min(_COLUMNS, max(16, next_power_of_2(shape.value))),
+    }  # fmt: skip
+
+
+def _norm_constants(shape: DeltaShape) -> dict[str, Any]:
+    return {
+        "KEY_HEADS": shape.key_heads, "SHARED": shape.shared, "VALUE": shape.value, "MIXED": shape.mixed,
+        "BLOCK": next_power_of_2(shape.value),
+    }  # fmt: skip
+
+
+def delta_cases(label: str, shape: DeltaShape, dtype: torch.dtype = torch.bfloat16) -> list[AotCase]:
+    """The specialisations that a step launches."""
+    kind, name = f"*{element(dtype)}", f"{label}_{element(dtype)}"
+    places = {"starts": "*i32", "reads": "*i64", "stride": "i32:16"}
+    inputs = {"qkvz": kind, "tail": kind, **places}
+    conv = {**inputs, "taken": kind, "conv": "*fp32", "run_of": "*i32"}
+    tail = {**inputs, "stored": "*i32", "stored_starts": "*i32", "rows": "*i64"}
+    rule = {"taken": kind, "ba": kind, "out": kind, "rows": "*i64", **places}
+    rule |= dict.fromkeys(("memory", "a_log", "dt_bias"), "*fp32")
+    norm = {"x": kind, "qkvz": kind, "weight": "*fp32", "stride": "i32:16", "eps": "fp32"}
+    lines = {"LINES": next_power_of_2(shape.taps - 1)}
+    return [
+        AotCase(f"delta_conv_{name}", conv_kernel, conv, _conv_constants(shape), 4, 3, False),
+        AotCase(f"delta_tail_{name}", tail_kernel, tail, _conv_constants(shape) | lines, 4, 3, False),
+        AotCase(f"delta_rule_{name}", delta_kernel, rule, _rule_constants(shape), 4, 3, False),
+        AotCase(f"delta_norm_{name}", gated_norm_kernel, norm, _norm_constants(shape), 1, 3, False),
+    ]
+
+
+def aot_cases() -> list[AotCase]:
+    """Qwen3-Next on one GPU and on four."""
+    return [
+        *delta_cases("qwen3_next", DeltaShape(16, 32, 128, 128, 4)),
+        *delta_cases("qwen3_next_tp4", DeltaShape(4, 8, 128, 128, 4)),
+        *delta_cases("qwen3_next", DeltaShape(16, 32, 128, 128, 4), torch.float32),
+    ]
