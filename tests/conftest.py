@@ -44,6 +44,8 @@ LONG = (
     "slurm/test_serve.py",
     "simulated_cuda/test_ranks.py",
     "slurm/test_smoke.py",
+    "slurm/test_scripts.py",
+    "disaggregation/test_pair.py",
     "distributed/engine/test_forms.py",
     "worker/test_torch_compile.py",
     "benchmarks/test_step_costs.py",

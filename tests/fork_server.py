@@ -63,11 +63,13 @@ def read_in_imports(environ: dict[str, str]) -> dict[str, str]:
 class ForkedProcess:
     """What `ChildProcess` uses of `subprocess.Popen`. The server waits for the process and sends its return code."""
 
-    def __init__(self, address: str, command: list[str], output: tuple[int, int] = (1, 2)) -> None:
+    def __init__(
+        self, address: str, command: list[str], output: tuple[int, int] = (1, 2), environ: dict[str, str] | None = None
+    ) -> None:
         read, write = os.pipe()
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.connect(address)
-        request = pickle.dumps((command, os.getpid(), dict(os.environ), os.getcwd()))
+        request = pickle.dumps((command, os.getpid(), environ or dict(os.environ), os.getcwd()))
         socket.send_fds(self._server, [request], [read, *output])
         os.close(read)
         self.stdin = os.fdopen(write, "wb")
@@ -139,19 +141,43 @@ class Starter:
 
 
 class ForkServer:
-    """Runs until this process ends: the server's standard input is a pipe from it."""
+    """Runs until this process ends: the server's standard input is a pipe from it.
 
-    def __init__(self) -> None:
+    Args:
+        environ: variables that differ from those of this process, in the server and in what `run` starts.
+        preloaded: modules imported beside `PRELOADED`.
+    """
+
+    def __init__(self, environ: dict[str, str] | None = None, preloaded: tuple[str, ...] = ()) -> None:
+        self._environ = os.environ | (environ or {})
         self.address = f"\0moe-engine-tests-{os.getpid()}-{secrets.token_hex(8)}"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
             listening.bind(self.address)
             listening.listen(64)
             number = listening.fileno()
-            command = [sys.executable, "-m", "tests.fork_server", self.address[1:], str(number), "-" * COMMAND_ROOM]
-            environ = os.environ | SET_BY_SERVER
+            command = [sys.executable, "-m", "tests.fork_server", self.address[1:], str(number), ",".join(preloaded)]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True, env=environ
-            )
+                [*command, "-" * COMMAND_ROOM],
+                stdin=subprocess.PIPE, pass_fds=[number], start_new_session=True, env=self._environ | SET_BY_SERVER,
+            )  # fmt: skip
+
+    def run(self, command: list[str], folder: Path, timeout_s: float, **environ: str) -> tuple[int, str, str]:
+        """``python -m`` command in a forked process: return code, standard output and error. It is killed when the
+        time is over.
+
+        Args:
+            folder: of the files with its output.
+            environ: further variables. Those that imports read come too late.
+        """
+        paths = folder / "stdout", folder / "stderr"
+        with open(paths[0], "wb") as out, open(paths[1], "wb") as err:
+            process = ForkedProcess(self.address, command, (out.fileno(), err.fileno()), self._environ | environ)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            process.kill()
+            process.stdin.close()
+        return code, paths[0].read_text(), paths[1].read_text()
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -233,7 +259,7 @@ def show_command(command: list[str]) -> None:
 def main() -> NoReturn:
     from moe_engine.processes import child
 
-    for name in PRELOADED:
+    for name in (*PRELOADED, *filter(None, sys.argv[3].split(","))):
         importlib.import_module(name)
     child.start_interpreter = Starter(f"\0{sys.argv[1]}", dict(os.environ), child.start_interpreter)
     gc.collect()

@@ -45,7 +45,7 @@ class Load:
 
 V3_EP8 = Load(8, 32, 8, 7168, 128, torch.bfloat16, fp8=False)
 V3_BESIDE = replace(V3_EP8, num_local=4, tokens=4)
-"""Max 32 waiting programs per rank: two per SM, which every kernel's registers allow."""
+"""Ranks on streams of one GPU: few programs, so that a waiting one never keeps those it waits for from starting."""
 TINY = Load(3, 2, 3, 256, 4, torch.bfloat16, fp8=False)
 TINY_BESIDE = replace(TINY, num_ranks=1, num_local=4)
 """Only these: a dry run may use a device with serialised launches."""
@@ -53,9 +53,10 @@ OnPhase = Callable[[str, Callable[[], Any]], Any]
 
 
 class RanksHere:
-    """All ranks of a load, in one process. Expert e multiplies by 1 + e / E."""
+    """All ranks of a load, in one process. Expert e multiplies by 1 + e / E. waits_apart: cooperative launches of one
+    device may run one after another, so that only launches of one program may wait for other ranks there."""
 
-    def __init__(self, load: Load, device: str) -> None:
+    def __init__(self, load: Load, device: str, waits_apart: bool = False) -> None:
         from moe_engine.kernels.symm_mem.exchange import SymmMemExchange
 
         self._load = load
@@ -64,7 +65,7 @@ class RanksHere:
         addresses = [own.data_ptr() for own in self.memory]
         self.lost = torch.zeros(load.num_ranks, dtype=torch.int32, pin_memory=device == "cuda")
         self.ranks = [
-            SymmMemExchange(load.regions, NUM_SLOTS, rank, own, addresses, self.lost, LIMIT_S, load.dtype)
+            SymmMemExchange(load.regions, NUM_SLOTS, rank, own, addresses, self.lost, LIMIT_S, load.dtype, waits_apart)
             for rank, own in enumerate(self.memory)
         ]
         shape = (load.num_ranks, load.tokens)
@@ -167,7 +168,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 def _error_beside(load: Load) -> float:
     """Error of ranks on separate streams; infinite if one was lost."""
-    ranks = RanksHere(load, "cuda")
+    ranks = RanksHere(load, "cuda", waits_apart=True)
     expected = ranks.expected()
     for number in range(NUM_SLOTS):
         ranks.run(number, apart=True)

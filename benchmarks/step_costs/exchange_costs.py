@@ -57,7 +57,8 @@ def receive(a: Any, s: Setting) -> Cost:
     width = a.WIDTH * a.out.element_size() + (a.WIDTH // 128 * 4 if a.FP8 and not a.WIDEN else 0)
     read = arrived * _row_bytes(a, a.out) + 2 * s.routing.tokens * a.TOP_K * 4
     written = s.routing.rows * width + s.routing.tokens * a.TOP_K * 4
-    return Cost(read, written, link_us=_rate(s, "dispatch_us") + _streamed_us(s, read + written))
+    waiting = 0.0 if a.APART else _rate(s, "dispatch_us")
+    return Cost(read, written, link_us=waiting + _streamed_us(s, read + written))
 
 
 @cost_of("combine_send_kernel")
@@ -73,4 +74,11 @@ def combine_send(a: Any, s: Setting) -> Cost:
 def sums(a: Any, s: Setting) -> Cost:
     """Waits, then sums."""
     read, written = a.num_tokens * _rows_a_token(s) * a.WIDTH * a.out.element_size(), size(a.out)
-    return Cost(read, written, link_us=_rate(s, "combine_us") + _streamed_us(s, read + written))
+    waiting = 0.0 if a.APART else _rate(s, "combine_us")
+    return Cost(read, written, link_us=waiting + _streamed_us(s, read + written))
+
+
+@cost_of("wait_kernel")
+def waits(a: Any, s: Setting) -> Cost:
+    """For rows or for results: the mean of both latencies, of which a layer has one each."""
+    return Cost(8 * a.RANKS, 0, link_us=(_rate(s, "dispatch_us") + _rate(s, "combine_us")) / 2)

@@ -34,7 +34,9 @@ from moe_engine.kernels.symm_mem.triton_dispatch import (
     receive_kernel,
     send_constants,
     send_kernel,
+    wait_kernel,
 )
+from moe_engine.kernels.symm_mem.triton_flags import rank_constants
 from moe_engine.kernels.triton.grid_barrier import COOPERATIVE, resident_programs
 
 STATE_WORDS = 16
@@ -66,14 +68,16 @@ class SymmMemExchange:
         addresses: this rank's addresses of every rank's memory, its own included.
         lost: int32 [R], initially zero, written by the device and read by the host without waiting: timed-out ranks.
         limit_s: timeout of a kernel's wait for other ranks.
+        waits_apart: other streams compute meanwhile: a launch of one program waits, and the next one needs no other
+            rank. Otherwise the launch that needs the rows waits itself, which saves one.
     """
 
     def __init__(
         self, regions: Regions, num_slots: int, rank: int, memory: Tensor, addresses: Sequence[int], lost: Tensor,
-        limit_s: float, dtype: torch.dtype,
+        limit_s: float, dtype: torch.dtype, waits_apart: bool = False,
     ) -> None:  # fmt: skip
         self._regions = regions
-        self._rank = rank
+        self._rank, self._apart = rank, waits_apart
         self._memory = memory  # kept alive: kernels hold only its address
         self._lost = lost
         self._limit_ns = int(limit_s * 1e9)
@@ -161,8 +165,9 @@ class SymmMemExchange:
         arrival = self._arrival(number, stays, stays and columns)
         constants = receive_constants(
             regions.top_k, regions.hidden, regions.num_local, regions.num_ranks, regions.fp8, regions.fp8 and widen,
-            stays and columns,
+            stays and columns, self._apart,
         )  # fmt: skip
+        self._wait_apart(number, slot.flags[SENT])
         rows = arrival.rows.view(torch.uint8) if stays else arrival.rows
         receive_kernel[(min(self._programs, regions.capacity),)](
             self._peers, self._state[number], self._failed, self._lost, self._partial[number], self._positions[number],
@@ -185,9 +190,17 @@ class SymmMemExchange:
         """Sums over the ranks, after waiting for all of them."""
         regions, slot = self._regions, self._slots[number]
         out = torch.empty(num_tokens, regions.hidden, dtype=dtype, device=self._memory.device)
+        self._wait_apart(number, slot.flags[RETURNED])
         sum_kernel[(min(self._programs, max(num_tokens, 1)),)](
             self._targets[number], out, self._peers, self._state[number], self._failed, self._lost, num_tokens,
             self._rank, regions.max_tokens, self._limit_ns, slot.returned, slot.flags[RETURNED],
-            **sum_constants(regions.hidden, regions.num_ranks), num_warps=TILES.row_warps, **COOPERATIVE,
+            **sum_constants(regions.hidden, regions.num_ranks, self._apart), num_warps=TILES.row_warps, **COOPERATIVE,
         )  # fmt: skip
         return out
+
+    def _wait_apart(self, number: int, flags_at: int) -> None:
+        if self._apart:
+            wait_kernel[(1,)](
+                self._peers, self._state[number], self._failed, self._lost, self._rank, self._limit_ns, flags_at,
+                **rank_constants(self._regions.num_ranks), num_warps=1,
+            )  # fmt: skip

@@ -109,8 +109,8 @@ class ParallelArgs:
     )
     disable_shared_expert_overlap: bool = flag(
         False,
-        "Compute the shared expert before dispatch. By default GPUs with DeepEP compute it during dispatch, on another "
-        "stream.",
+        "Compute the shared expert before dispatch. By default GPUs with DeepEP or symm_mem compute it during "
+        "dispatch, on another stream.",
     )
     disable_shared_experts_fusion: bool = flag(
         False,

@@ -151,8 +151,9 @@ def _with_dispatcher(config: ResolvedConfig, parallel: ParallelContext) -> Paral
     limits = config.limits
     shape = dispatch_shape(config.model, parallel, getattr(torch, config.dtype), limits.forward_tokens)
     shape = replace(shape, fp8=plan.dispatch_fp8)
-    parallel = with_dispatcher(parallel, plan.dispatch, shape, limits.low_latency_tokens)
-    return replace(parallel, overlap=_overlap(config, parallel))
+    overlap = _overlap(config, parallel)
+    parallel = with_dispatcher(parallel, plan.dispatch, shape, limits.low_latency_tokens, overlaps=overlap is not None)
+    return replace(parallel, overlap=overlap)
 
 
 def _overlap(config: ResolvedConfig, parallel: ParallelContext) -> Overlap | None:
@@ -172,9 +173,9 @@ def _overlap(config: ResolvedConfig, parallel: ParallelContext) -> Overlap | Non
 
 
 def _overlaps_by_default(config: ResolvedConfig) -> bool:
-    """DeepEP runs on GPUs only. Its kernels leave most multiprocessors free, and a second stream of a captured step
-    costs no launch."""
+    """These run on GPUs only. They wait on few multiprocessors, and a second stream of a captured step costs no
+    launch."""
     dispatch, moe = config.parallel.dispatch, config.model.moe
     if config.args.parallel.disable_shared_expert_overlap or dispatch is None or moe is None:
         return False
-    return dispatch.row.name == "deepep" and bool(moe.shared_width)
+    return dispatch.row.name in ("deepep", "symm_mem") and bool(moe.shared_width)

@@ -51,7 +51,14 @@ def fixed_rows(given: SizingInput) -> tuple[LedgerRow, ...]:
         *_attention_rows(given),
         *_exchange_rows(given),
         *graph_row(
-            graphs, given.local_model, size, topology.attn_dp_size, limits.running, given.logits_rows, given.uses_mtp
+            graphs,
+            given.local_model,
+            size,
+            topology.attn_dp_size,
+            limits.running,
+            given.logits_rows,
+            given.uses_mtp,
+            given.head is not None,
         ),
         *_expert_rows(given),
     ]

@@ -180,15 +180,17 @@ class PrefillTier(HostTier):
         self._end_all("the cache of the prefill server was cleared", None)
         self._stages = False
         super().reset()
+        held = set(self.held_pages())
+        self._free = [page for page in self._free if page not in held]
 
     def _end_all(self, reason: str, step: int | None) -> None:
+        """The places are given back when the thread has reported the ends: it may be reading them."""
         for room, outgoing in self.outgoing.items():
             self.link.command("end", room, reason)
-            for _, places in outgoing.pieces:
-                self._give_unstored(places)
+            outgoing.is_done = True
             if outgoing.node is not None and step is not None:
                 self.tree.unlock(outgoing.node, step)
-        self.outgoing.clear()
+            outgoing.node = None
 
     # -- integrity
 

@@ -47,8 +47,11 @@ class RequestTable:
         self.lora = LoraSlots(config.lora_slots) if config.lora_slots else None
         """Slots of LoRA adapters, if the launch has any."""
         self.jumps = JumpForward(config)
-        self.timeouts = RequestTimeouts.of(config, clock)
+        self.timeouts: RequestTimeouts | None = None
         """Time limits of requests; None without any."""
+        self._clock = clock
+        self._set_timeouts()
+        self.settings.on_change.append(self._set_timeouts)
         self.live: dict[str, Request] = {}
         self.decodes: list[Request] = []
         self.chunked: Waiting | None = None
@@ -60,6 +63,9 @@ class RequestTable:
         self.num_released = 0
         """Rows released so far; a change means that admission may succeed again."""
         self._seq = 0
+
+    def _set_timeouts(self) -> None:
+        self.timeouts = RequestTimeouts.of(self.settings, self._clock)
 
     @property
     def num_running(self) -> int:

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import inf
+from typing import Protocol
 
-from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.types import FinishReason, Request
 
 LEAST_PAUSE = 0.01
 """Seconds between two scans of the requests, at least."""
+
+
+class Limits(Protocol):
+    """Seconds; None: no limit."""
+
+    @property
+    def request_waiting_timeout(self) -> float | None: ...
+
+    @property
+    def request_running_timeout(self) -> float | None: ...
 
 
 class RequestTimeouts:
@@ -23,22 +33,22 @@ class RequestTimeouts:
     arrives, or has its first step, after a scan is over its limit no earlier than the shortest limit after that scan.
     """
 
-    def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: Limits, clock: Callable[[], float]) -> None:
         """
         Args:
             clock: in seconds; the clock of `Request.queued_at` and `Request.first_scheduled`.
         """
-        waiting, running = config.request_waiting_timeout, config.request_running_timeout
+        waiting, running = limits.request_waiting_timeout, limits.request_running_timeout
         self._waiting = inf if waiting is None else waiting
         self._running = inf if running is None else running
         self._clock = clock
         self._next_scan = 0.0
 
     @classmethod
-    def of(cls, config: SchedulerConfig, clock: Callable[[], float]) -> RequestTimeouts | None:
+    def of(cls, limits: Limits, clock: Callable[[], float]) -> RequestTimeouts | None:
         """None without limits."""
-        limits = (config.request_waiting_timeout, config.request_running_timeout)
-        return None if limits == (None, None) else cls(config, clock)
+        values = (limits.request_waiting_timeout, limits.request_running_timeout)
+        return None if values == (None, None) else cls(limits, clock)
 
     def overdue(self, live: Iterable[Request]) -> list[tuple[list[str], FinishReason]]:
         """Requests over a limit that no abort has reached yet: (rids, reason) for each limit.

@@ -14,6 +14,9 @@ from typing import Any
 from moe_engine.errors import InputError
 from moe_engine.scheduler.config import SchedulerConfig
 
+LEAST_TIMEOUT = 0.001
+"""Seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -61,6 +64,12 @@ SETTINGS: dict[str, Setting] = {
     ),
     "schedule_policy": Setting(lambda c: c.policy, _no_bounds, str, choices=_policies),
     "max_queued_requests": Setting(lambda c: c.max_queued_requests, lambda c: (1, math.inf), has_off=True),
+    "request_waiting_timeout": Setting(
+        lambda c: c.request_waiting_timeout, lambda c: (LEAST_TIMEOUT, math.inf), float, has_off=True
+    ),
+    "request_running_timeout": Setting(
+        lambda c: c.request_running_timeout, lambda c: (LEAST_TIMEOUT, math.inf), float, has_off=True
+    ),
 }
 """By flag. The values are those of one scheduler."""
 
@@ -105,6 +114,14 @@ class RunSettings:
     @property
     def max_queued_requests(self) -> int | None:
         return self._values["max_queued_requests"]
+
+    @property
+    def request_waiting_timeout(self) -> float | None:
+        return self._values["request_waiting_timeout"]
+
+    @property
+    def request_running_timeout(self) -> float | None:
+        return self._values["request_running_timeout"]
 
     @property
     def chunk_tokens(self) -> int | None:

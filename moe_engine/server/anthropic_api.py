@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.server.anthropic_prompt import NAMES, chat_request

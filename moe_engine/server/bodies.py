@@ -21,7 +21,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.prepare import THREAD_CHARS, ReadRequest

@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.errors import InputError, MoeEngineError
 from moe_engine.frontend.client_api import kernel_flags

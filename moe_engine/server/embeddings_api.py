@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import sys
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.frontend.encoding import EncodeRequest, Encoding, check_kind, encode_input
 from moe_engine.frontend.frontend import Job

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-from fastapi import Request, Response
 from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.memory_release import MemoryReleases

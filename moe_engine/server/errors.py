@@ -9,7 +9,8 @@ from functools import wraps
 from typing import Any
 
 import msgspec
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.errors import EngineDeadError, GenerationError, InputError
 from moe_engine.server.openai_answers import ErrorFields

@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request, Response
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moe_engine.errors import InputError

@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from fastapi import Request, Response
 from msgspec.structs import asdict
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.chunks import Chunks

@@ -8,8 +8,9 @@ import gc
 import time
 from typing import Annotated
 
-from fastapi import Request, Response
 from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.server.http_io import read_small

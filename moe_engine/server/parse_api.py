@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.server.http_io import decode_body, encode_json

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import check_kind

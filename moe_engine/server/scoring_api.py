@@ -8,7 +8,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.errors import InputError
 from moe_engine.frontend.encoding import check_kind, encode_input

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Request, Response
 from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.frontend.sessions import Sessions
 from moe_engine.server.http_io import json_response, read_small

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from moe_engine.frontend.group_updates import GroupUpdates, Trainer
 from moe_engine.frontend.weight_updates import Updated, WeightUpdates

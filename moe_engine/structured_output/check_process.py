@@ -18,8 +18,9 @@ from typing import IO
 
 import msgspec
 
+from moe_engine.processes.background import yield_to_steps
 from moe_engine.processes.watched_thread import start_watched
-from moe_engine.structured_output.backend import GrammarError, GrammarSettings
+from moe_engine.structured_output.backend import GrammarBackend, GrammarError, GrammarSettings
 from moe_engine.structured_output.constraint import Constraint
 from moe_engine.structured_output.open_backend import open_backend
 from moe_engine.tokenizer.tokenizer import TokenizerSource
@@ -27,7 +28,6 @@ from moe_engine.tokenizer.tokenizer import TokenizerSource
 MAX_MEMORY_BYTES = 4 << 30
 STACK_BYTES = 4 << 20
 """Half of a thread's usual stack: what passes here does not overflow the engine's."""
-NICENESS = 5
 LENGTH_BYTES = 4
 
 
@@ -64,7 +64,7 @@ def read_frame(stream: IO[bytes]) -> bytes:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(NICENESS)
+    yield_to_steps()
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     threading.stack_size(STACK_BYTES)
     work = partial(_work, sys.stdin.buffer, sys.stdout.buffer)
@@ -78,17 +78,25 @@ def _work(requests: IO[bytes], answers: IO[bytes]) -> None:
         write_frame(answers, msgspec.msgpack.encode(None))
         while True:
             constraint = msgspec.msgpack.decode(read_frame(requests), type=Constraint)
-            problem, prepared = None, None
-            try:
-                backend.compile(constraint).matcher()  # its messages are better than those of the prepared form
-                prepared = backend.prepare(constraint)
-            except GrammarError as error:
-                problem = str(error)
-            except MemoryError:
-                problem = "compiling it needs too much memory"
-            write_frame(answers, msgspec.msgpack.encode(Verdict(problem, prepared)))
+            write_frame(answers, msgspec.msgpack.encode(verdict_of(backend, constraint)))
     except (EOFError, BrokenPipeError):
         pass
+
+
+def verdict_of(backend: GrammarBackend, constraint: Constraint) -> Verdict:
+    """Compiles a constraint in the form that the engine will compile."""
+    try:
+        try:
+            prepared = backend.prepare(constraint)
+            backend.compile(prepared).matcher()
+            return Verdict(None, prepared)
+        except GrammarError as error:
+            backend.compile(constraint).matcher()  # its message has the place in the client's form
+            return Verdict(str(error))
+    except GrammarError as error:
+        return Verdict(str(error))
+    except MemoryError:
+        return Verdict("compiling it needs too much memory")
 
 
 if __name__ == "__main__":

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from functools import cached_property
-from threading import Lock, get_native_id
+from threading import Lock
 
+from moe_engine.processes.background import yield_to_steps
 from moe_engine.structured_output.backend import CompiledGrammar, GrammarBackend
 from moe_engine.structured_output.constraint import Constraint
 
 THREADS = 2
-NICENESS = 10
 MAX_GRAMMARS = 256
 MAX_SOURCE_CHARS = 16 << 20
 """Of all grammars that are kept; a grammar's memory grows with its source."""
@@ -59,15 +56,8 @@ class GrammarCompiler:
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(THREADS, thread_name_prefix="grammars", initializer=_yield_to_steps)
+        return ThreadPoolExecutor(THREADS, thread_name_prefix="grammars", initializer=yield_to_steps)
 
     @cached_property
     def _backend(self) -> GrammarBackend:
         return self._open_backend()
-
-
-def _yield_to_steps() -> None:
-    """The calling thread gets a core when no step needs it. Linux has priorities of threads; elsewhere nothing."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), NICENESS)

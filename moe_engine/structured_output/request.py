@@ -41,6 +41,9 @@ IN_STRUCTURED_OUTPUTS = {
 """Fields of vLLM's `structured_outputs`."""
 ANY_OBJECT = '{"type":"object"}'
 
+_decode = msgspec.json.Decoder().decode
+_encode = msgspec.json.Encoder().encode
+
 Found = tuple[str, str, Any]
 """Client's name, kind, value."""
 
@@ -127,6 +130,8 @@ def json_source(field: str, value: Any, types: tuple[type, ...]) -> str:
     """A JSON value, or its text, as compact JSON. The order of keys is kept: properties are generated in it."""
     try:
         if isinstance(value, str):
+            if (plain := _plain_json(value, types)) is not None:
+                return plain
             value = json.loads(value)
         source = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
         source.encode()
@@ -143,6 +148,18 @@ def json_source(field: str, value: Any, types: tuple[type, ...]) -> str:
     if not isinstance(value, types):
         raise InputError(f"{field}: expected a JSON object, got {source:.80}", field=field)
     return source
+
+
+def _plain_json(text: str, types: tuple[type, ...]) -> str | None:
+    """The compact JSON of a text without deep nesting, several times as fast as the standard library: all threads wait
+    meanwhile. None: the standard library decides."""
+    if text.count("{") + text.count("[") > MAX_DEPTH:
+        return None
+    try:
+        value = _decode(text)
+        return _encode(value).decode() if isinstance(value, types) else None
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
 
 
 def _check_depth(field: str, value: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,8 @@ class ChatTemplate:
         sources = {"default": source} if isinstance(source, str) else dict(source)
         if "default" not in sources:
             raise ConfigError(f"chat template: none is named 'default' among {sorted(sources)}; give --chat-template")
-        environment = _environment()
         try:
-            self._templates = {name: environment.from_string(text) for name, text in sources.items()}
+            self._templates = {name: _compiled(text) for name, text in sources.items()}
         except jinja2.TemplateSyntaxError as exc:
             raise ConfigError(f"chat template, line {exc.lineno}: {exc.message}") from exc
         self._wants_parts = {name: bool(_LOOPS_OVER_CONTENT.search(text)) for name, text in sources.items()}
@@ -104,6 +104,11 @@ class ChatTemplate:
             raise InputError(
                 f"messages: the chat template cannot render them ({type(exc).__name__}: {exc})", field="messages"
             ) from exc
+
+
+@lru_cache(8)
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
 
 
 def load_chat_template(

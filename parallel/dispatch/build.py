@@ -54,6 +54,7 @@ class Groups:
         nvshmem, shuffles: NVSHMEM's operations; None: those of its Python package, or of torch.
         on_host: True if the host permutes rows itself and may wait in every mode; None: as for the group of `experts`.
         permutation: permute/unpermute kernels; None: this machine's best.
+        overlaps: computation on another stream overlaps with dispatch.
     """
 
     experts: Group
@@ -67,6 +68,7 @@ class Groups:
     shuffles: Shuffles | None = None
     on_host: bool | None = None
     permutation: Permutation | None = None
+    overlaps: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -243,7 +245,7 @@ def _symm_mem(groups: Groups, shapes: Shapes) -> list[Dispatcher]:
 
     memory = groups.symm_mem or TorchSymmetricMemory(groups.process_group)
     return _with_low_latency(
-        groups, shapes, "all_to_all", lambda shape: SymmMemDispatcher(groups.experts, shape, memory)
+        groups, shapes, "all_to_all", lambda shape: SymmMemDispatcher(groups.experts, shape, memory, groups.overlaps)
     )
 
 

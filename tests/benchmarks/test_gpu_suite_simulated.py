@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_suite import cases
+from benchmarks.gpu_suite import cases, exchange
 from benchmarks.gpu_suite.attempts import DEVICE_LOST, MOST_LOSSES, Attempts, DeviceLost
-from benchmarks.gpu_suite.exchange import V3_BESIDE
 from benchmarks.gpu_suite.parts import PARTS, run_apart
 from benchmarks.gpu_suite.setting import Setting
 from benchmarks.gpu_suite.texts import summary
-from moe_engine.kernels.symm_mem.tiles import TILES
 from tests.examples import FACTOR
 from tests.simulated_cuda.failures import BREAKS
 from tests.simulated_cuda.install import require
@@ -139,10 +137,16 @@ def test_summary_names_what_was_missed_and_what_failed():
     assert "part decode failed: RuntimeError: no memory" in text
 
 
-def test_all_ranks_that_wait_for_each_other_fit_on_one_gpu():
-    """Two programs of four warps fit a multiprocessor with any number of registers: 2 * 128 threads * 255 of 65536."""
-    waiting = (
-        V3_BESIDE.tokens * V3_BESIDE.top_k, V3_BESIDE.num_local * TILES.receive_parts,
-        V3_BESIDE.tokens * -(-V3_BESIDE.hidden // TILES.sum_cols),
-    )  # fmt: skip
-    assert max(TILES.row_warps, TILES.sum_warps) <= 4 and V3_BESIDE.num_ranks * max(waiting) <= 2 * 132
+def test_ranks_on_one_gpu_wait_in_launches_of_one_program(monkeypatch):
+    """Programs that wait for other ranks, 8, leave room for all others on 132 multiprocessors."""
+    made = []
+
+    class Ranks(exchange.RanksHere):
+        def __init__(self, load: exchange.Load, device: str, waits_apart: bool = False) -> None:
+            made.append((load.num_ranks, device, waits_apart))
+            raise LookupError
+
+    monkeypatch.setattr(exchange, "RanksHere", Ranks)
+    with pytest.raises(LookupError):
+        exchange._error_beside(exchange.V3_BESIDE)
+    assert made == [(8, "cuda", True)]

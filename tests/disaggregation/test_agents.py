@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from moe_engine.core.kv_transfer.open import with_transfers
+from moe_engine.errors import EngineDeadError
+from moe_engine.scheduler.transfer_link import TransferLink
 from tests.disaggregation.agents import AgentPair, nothing_is_held, until
 from tests.disaggregation.transport_names import each_transport
 
@@ -73,3 +77,20 @@ def test_ends_of_either_side_are_messages() -> None:
                 assert pair.decode.wait(room, "failed")[2] == "the request ended"
             pair.prefill.wait(room, "ended")
         nothing_is_held(pair)
+
+
+def test_the_core_plans_at_once_what_a_report_changes() -> None:
+    """Reports are applied before the core's wait, which would last 0.2 s."""
+    woken, applied = [], []
+    tier = SimpleNamespace(link=TransferLink(), exchange=lambda step: applied.append(tier.link.reports.popleft()))
+    scheduler = SimpleNamespace(kv_cache=SimpleNamespace(step=3))
+    check = with_transfers(lambda: None, tier, scheduler, lambda: woken.append(len(applied)))  # type: ignore[arg-type]
+    tier.link.reports.append(("filled", 1, 2))
+    check()
+    assert applied == [("filled", 1, 2)] and woken == [1]
+    tier.exchange = lambda step: None
+    check()
+    assert woken == [1]
+    tier.link.broken = "the thread has ended"
+    with pytest.raises(EngineDeadError, match="has ended"):
+        check()

@@ -51,7 +51,9 @@ def expected() -> dict[str, Any]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(form, marks=pytest.mark.exhaustive if form == "two replicas" else []) for form in FORMS],
+    params=[
+        pytest.param(form, marks=[] if form in ("one rank", "ep2, chain") else pytest.mark.exhaustive) for form in FORMS
+    ],
 )
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with ServerProcess(tmp_path_factory.mktemp("server"), *COMMON, *FORMS[request.param]) as server:

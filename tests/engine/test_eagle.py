@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,25 @@ CHAIN = {"speculative_num_steps": DEPTH, "speculative_eagle_topk": 1, "speculati
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
 
-@pytest.fixture(scope="module", params=FORMS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(request.param, tmp_path_factory.mktemp("eagle"))
+QUICK = ("eagle2 mapped", "eagle3 on mla", "eagle3 of mla")
+"""Each layout, each attention of a head, a token map, a draft vocabulary."""
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    made: dict[str, Pair] = {}
+
+    def get(name: str) -> Pair:
+        if name not in made:
+            made[name] = make_pair(name, tmp_path_factory.mktemp("eagle"))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture
+def trained(pairs: Callable[[str], Pair]) -> Pair:
+    return pairs("eagle3 on mla")
 
 
 def script(pair: Pair, temperature: float = 0.0, tokens: int = 24, together: bool = False) -> list[Scripted]:
@@ -40,7 +57,13 @@ def run(
     return {rid: answer.token_ids for rid, answer in answers.items()}, engine
 
 
-def test_acceptance_equals_an_offline_count_and_tokens_those_without_drafts(pair: Pair, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in FORMS]
+)
+def test_acceptance_equals_an_offline_count_and_tokens_those_without_drafts(
+    pairs: Callable[[str], Pair], tmp_path: Path, name: str
+) -> None:
+    pair = pairs(name)
     plain, _ = run(pair, tmp_path / "plain", script(pair), drafts=False)
     # without a step in flight it is known which steps are the last
     drafted, engine = run(pair, tmp_path / "drafted", script(pair), overlap=False, **CHAIN)
@@ -55,11 +78,6 @@ def test_acceptance_equals_an_offline_count_and_tokens_those_without_drafts(pair
     assert 0 < accepted[0] < proposed[0], "acceptance is trivial"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair("eagle3 on mla", tmp_path_factory.mktemp("trained"))
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 1.0},
     "tree": {"flags": TREE},
@@ -69,8 +87,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "retracted": {"flags": {**CHAIN, "max_total_tokens": 112, "schedule_conservativeness": 0.0}, "together": True},
 }
 
+OFTEN = ("sampled tree", "chunks and pages", "retracted")
 
-@pytest.mark.parametrize("way", WAYS)
+
+@pytest.mark.parametrize(
+    "way", [way if way in OFTEN else pytest.param(way, marks=pytest.mark.exhaustive) for way in WAYS]
+)
 def test_answers_are_those_without_drafts(trained: Pair, tmp_path: Path, way: str) -> None:
     options = WAYS[way]
     items = [

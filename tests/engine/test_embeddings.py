@@ -132,6 +132,7 @@ def test_an_embedding_engine_refuses_text(engine: Engine) -> None:
         engine.encode()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("normalizes", [False, True])
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token", "lasttoken"])
 def test_pooling_of_sentence_transformers_files(

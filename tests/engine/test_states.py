@@ -93,6 +93,7 @@ def check_answer(model: torch.nn.Module, item: Scripted, answer: Answer) -> None
         assert found[:count] == pytest.approx(wanted[:count], abs=TOLERANCE), item.rid
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "scheduling", [{}, {"enable_mixed_chunk": True}, {"overlap": False, "chunked_prefill_size": 7}], ids=str
 )

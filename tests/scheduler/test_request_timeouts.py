@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from moe_engine.errors import InputError
 from moe_engine.scheduler import SchedulerConfig
 from moe_engine.scheduler.request_timeouts import LEAST_PAUSE, RequestTimeouts
 from moe_engine.types import FinishReason
@@ -92,3 +93,26 @@ def test_requests_are_scanned_only_when_one_may_be_late() -> None:
     assert late() == [] and scans == 2
     now = 4.0
     assert late() == [["b"]] and scans == 3
+
+
+def test_limits_change_while_requests_wait_and_run() -> None:
+    """`/set_internal_state` changes the limits of requests that are there already, and takes them away."""
+    sim = Simulation(config(max_rows=1))
+    settings = sim.scheduler.table.settings
+    for i in range(3):
+        sim.add(make_request(str(i), [3 + i] * 6, 150, eos=False, ignore_eos=True))
+    for _ in range(5):
+        sim.turn()
+    assert sim.scheduler.table.timeouts is None
+    settings.set({"request_waiting_timeout": 0.02})
+    for _ in range(20):
+        sim.turn()
+    assert [outcome.reason for outcome in sim.outcomes.values()] == [None, "abort", "abort"]
+    settings.set({"request_waiting_timeout": None, "request_running_timeout": None})
+    assert sim.scheduler.table.timeouts is None
+    settings.set({"request_running_timeout": 0.001})
+    sim.run_to_end()
+    assert sim.outcomes["0"].reason == "abort"
+    with pytest.raises(InputError, match=r"request_running_timeout: expected a number of at least 0\.001, or null"):
+        settings.set({"request_running_timeout": 0})
+    sim.check_end()

@@ -79,6 +79,7 @@ def test_any_configuration_computes_the_same(
     play(sim, random.Random(seed), 40, arrival, abort, long)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("page", [1, 16])
 @pytest.mark.parametrize("mixed", [False, True])

@@ -55,6 +55,7 @@ def test_every_window_is_there(
     assert pages.pool.num_free == pages.pool.num_total and not pages.page_of
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("page", [1, 4])
 def test_small_pools_evict_windows_and_share_prefixes(overlap: bool, page: int) -> None:

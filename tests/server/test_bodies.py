@@ -271,7 +271,7 @@ def test_a_process_that_dies_is_named_and_replaced():
             target=lambda: answers.append(httpx.post(address + "/detokenize", content=body, timeout=60))
         )
         ask.start()
-        until(lambda: has_memory(130 * 2**20))  # it has the body
+        until(lambda: has_memory(100 * 2**20))  # it has the body
         os.kill(children()[0].pid, signal.SIGKILL)
         ask.join()
         assert answers[0].status_code == 413

@@ -9,6 +9,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -47,8 +48,14 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 USAGE = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 
+@lru_cache
+def _description(settings: str) -> dict[str, Any]:
+    return get(FakeClient(), "/openapi.json", **json.loads(settings)).json()
+
+
 def description(**settings: Any) -> dict[str, Any]:
-    return get(FakeClient(), "/openapi.json", **settings).json()
+    """Made once for the same settings: it takes longer than a request."""
+    return _description(json.dumps(settings, sort_keys=True))
 
 
 def operations(found: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:

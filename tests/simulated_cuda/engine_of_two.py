@@ -21,6 +21,7 @@ import psutil
 from moe_engine import Engine
 from tests.distributed.engine.forms import Answer, Wanted, serve
 from tests.engine.harness import InProcessEngine, Scripted
+from tests.fork_server import children
 
 PLAIN: dict[str, Any] = {
     "max_total_tokens": 256, "context_length": 40, "max_running_requests": 4, "chunked_prefill_size": 32,
@@ -50,7 +51,7 @@ def expected(
 
 async def after_a_death(engine: Engine, prompt: list[int]) -> str:
     """The error of a request whose rank is killed."""
-    ranks = [child for child in psutil.Process().children(recursive=True) if "rank_main" in " ".join(child.cmdline())]
+    ranks = [child for child in children(psutil.Process(), True) if "rank_main" in " ".join(child.cmdline())]
     try:
         async with asyncio.timeout(60):
             while True:  # the one that it is killed in may end all the same
@@ -64,7 +65,7 @@ async def after_a_death(engine: Engine, prompt: list[int]) -> str:
         return str(error)
 
 
-def main(folder: Path, seed: int) -> dict[str, Any]:
+def run(folder: Path, seed: int) -> dict[str, Any]:
     rng = random.Random(seed)
     path = folder / "model"
     sampling = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS}
@@ -86,7 +87,11 @@ def main(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]))))
+def main() -> None:
+    print(json.dumps(run(Path(sys.argv[1]), int(sys.argv[2]))))
     sys.stdout.flush()
     os._exit(0)  # an engine that lost a rank
+
+
+if __name__ == "__main__":
+    main()

@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def main(folder: Path, seed: int, case: str) -> dict[str, Any]:
+def run(folder: Path, seed: int, case: str) -> dict[str, Any]:
     rng = random.Random(seed)
     path, launched = folder / "model", folder / "launched"
     sampling = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS}
@@ -53,6 +53,10 @@ def main(folder: Path, seed: int, case: str) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))
+def main() -> None:
+    print(json.dumps(run(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])))
     sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

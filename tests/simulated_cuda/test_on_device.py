@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.fork_server import ForkServer
+
 FOLDER = Path(__file__).with_name("on_device")
 ENGINES = FOLDER / "test_engines.py"
 FILES = {"engines": [ENGINES], "parts": sorted({*FOLDER.glob("test_*.py")} - {ENGINES})}
@@ -17,8 +15,7 @@ FILES = {"engines": [ENGINES], "parts": sorted({*FOLDER.glob("test_*.py")} - {EN
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("files", FILES.values(), ids=FILES)
-def test_on_device(files: list[Path]) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "tests.simulated_cuda.plugin", "-p", "no:cacheprovider"]
-    command += [*map(str, files), "--durations=12"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0 and "skipped" not in done.stdout, done.stdout[-20000:] + done.stderr[-3000:]
+def test_on_device(files: list[Path], device_server: ForkServer, tmp_path: Path) -> None:
+    command = ["pytest", "-p", "tests.simulated_cuda.plugin", "-p", "no:cacheprovider", *map(str, files)]
+    code, out, errors = device_server.run([*command, "--durations=12"], tmp_path, 890.0)
+    assert code == 0 and " passed" in out and "skipped" not in out, out[-20000:] + errors[-3000:]

@@ -4,23 +4,21 @@ gives the tokens of one on the CPU."""
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.distributed.dispatch.ranks import Ranks
 from tests.examples import FACTOR
+from tests.fork_server import ForkServer
 from tests.models.checkpoints import make_checkpoint
 from tests.simulated_cuda import rank_calls
 from tests.simulated_cuda.install import COUNT
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 90.0
 
 
@@ -104,15 +102,18 @@ def make_model(folder: Path) -> None:
     make_checkpoint("deepseek_v3", folder / "model", seed, num_attention_heads=8, num_hidden_layers=2)
 
 
-def test_an_engine_of_two(tmp_path: Path) -> None:
+def run_program(server: ForkServer, name: str, folder: Path, *arguments: str) -> Any:
+    """The JSON that a program of this folder prints, with a checkpoint in `folder` and a seed."""
+    make_model(folder)
+    command = [f"tests.simulated_cuda.{name}", str(folder), str(random.randrange(2**32)), *arguments]
+    code, out, errors = server.run(command, folder, 250.0)
+    assert code == 0, errors[-3000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def test_an_engine_of_two(device_server: ForkServer, tmp_path: Path) -> None:
     """Attention groups, tokens that travel beside computation, experts that move; then one of the two is killed."""
-    make_model(tmp_path)
-    path = f"{ROOT}/tests/simulated_cuda/site:{ROOT}"
-    environment = {**os.environ, "PYTHONPATH": path, COUNT: "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.simulated_cuda.engine_of_two", str(tmp_path), str(random.randrange(2**32))]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_program(device_server, "engine_of_two", tmp_path)
     assert found["differences"] == {}
     assert found["problems"] == []
     assert found["rebalances"] > 0
@@ -129,15 +130,8 @@ def test_a_rank_starts_on_its_own_device_and_connects_before_a_library_looks(ran
     "case",
     ["two ranks, graphs", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("four ranks", "two ranks, NCCL"))],
 )
-def test_a_tensor_parallel_engine(case: str, tmp_path: Path) -> None:
+def test_a_tensor_parallel_engine(case: str, device_server: ForkServer, tmp_path: Path) -> None:
     """Sums by the custom all-reduce, replayed and eager, or by NCCL where it is disabled."""
-    make_model(tmp_path)
-    path = f"{ROOT}/tests/simulated_cuda/site:{ROOT}"
-    environment = {**os.environ, "PYTHONPATH": path, COUNT: "4", "OMP_NUM_THREADS": "1"}
-    module, seed = "tests.simulated_cuda.tensor_parallel_engine", str(random.randrange(2**32))
-    command = [sys.executable, "-m", module, str(tmp_path), seed, case]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = run_program(device_server, "tensor_parallel_engine", tmp_path, case)
     assert found["differences"] == {}
     assert bool(found["launched"]) == ("NCCL" not in case)

@@ -47,6 +47,11 @@ class Target:
     def logits(self, states: Tensor) -> Tensor:
         return self.model.lm_head(states)
 
+    def continued(self, prompt: list[int], count: int) -> list[int]:
+        """A prompt with its greedy answer of `count` tokens."""
+        ids = torch.tensor([prompt])
+        return self.model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None)[0].tolist()
+
 
 @dataclass
 class Form:

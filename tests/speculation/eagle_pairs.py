@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ FLAGS: dict[str, Any] = {"dtype": "float32", "max_total_tokens": 2048, "max_runn
 MAP = tuple(range(0, 256, 2))
 FORMS = {
     "eagle2": ("llama", Form(eagle3=False, bias=True)),
+    "eagle2 of qwen3": ("qwen3", Form(eagle3=False)),
     "eagle2 mapped": ("qwen3", Form(eagle3=False, token_map=MAP)),
     "eagle3": ("qwen3", Form(num_tokens=200)),
     "eagle3 on mla": ("deepseek_v3", Form(num_tokens=160)),
@@ -43,18 +46,28 @@ class Pair:
         return flags | more
 
 
-def make_pair(name: str, folder: Path, steps: int = 40) -> Pair:
+def make_pair(name: str, folder: Path, steps: int = 40, texts: int = 4, **fields: Any) -> Pair:
+    """`texts`: of the target, on which the head is trained for `steps`. `fields`: of the target's config.json."""
     kind, form = FORMS[name]
-    path = agreeing_checkpoint(kind, folder / "target", random.randrange(1000), num_hidden_layers=LAYERS)
+    path = agreeing_checkpoint(kind, folder / "target", random.randrange(1000), num_hidden_layers=LAYERS, **fields)
     target = Target(path)
     head = ReferenceHead(form, target, random.randrange(1000))
     prompts = [[random.randrange(250) for _ in range(5 * i + 4)] for i in range(4)]
-    texts = []
-    for prompt in prompts:
-        ids = torch.tensor([[*prompt, random.randrange(250)]])
-        texts.append(target.model.generate(ids, max_new_tokens=48, do_sample=False, eos_token_id=None)[0].tolist())
-    head.distil(texts, steps)
+    starts: list[list[int]] = [prompts[i % 4] + [random.randrange(250)] for i in range(texts)]
+    head.distil([target.continued(start, 48) for start in starts], steps)
     written = head.write(folder / "head")
+    (folder / "starts.json").write_text(json.dumps(starts))
     if form.token_map:
         torch.save(list(form.token_map), written / "map.pt")
     return Pair(path, head, written, prompts)
+
+
+def main() -> None:
+    """``python -m tests.speculation.eagle_pairs NAME FOLDER SEED FIELDS``, for a process that cannot train."""
+    name, folder, seed, fields = sys.argv[1:]
+    random.seed(int(seed))
+    make_pair(name, Path(folder), 150, 8, **json.loads(fields))
+
+
+if __name__ == "__main__":
+    main()

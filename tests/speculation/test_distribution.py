@@ -121,7 +121,10 @@ def first_drafts(steps: list[Step], drafter: ToyDrafter) -> dict[tuple[int, int,
     return found
 
 
-@pytest.mark.parametrize(("single", "acc"), [(1.0, 1.0), (1.0, 0.4), (0.3, 1.0), (0.5, 0.7)])
+@pytest.mark.parametrize(
+    ("single", "acc"),
+    [(1.0, 1.0), (0.5, 0.7), *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in ((1.0, 0.4), (0.3, 1.0)))],
+)
 def test_thresholds_accept_with_their_probability(single: float, acc: float) -> None:
     params = SamplingParams(temperature=0.9, ignore_eos=True)
     config = SpeculationConfig("standalone", 1, accept_threshold_single=single, accept_threshold_acc=acc)

@@ -31,7 +31,7 @@ def _transient(config: ResolvedConfig) -> int:
     return rows["activations"] + rows.get("n-gram search", 0) + sampling
 
 
-REPRESENTATIVE = ("none", "nextn tree", "standalone tree, lossy", "ngram")
+REPRESENTATIVE = ("none", "standalone tree, lossy", "ngram")
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from moe_engine.processes.addresses import LOOPBACK, network_address, own_addres
 from moe_engine.processes.rendezvous_address import host_of
 from moe_engine.processes.runtime_dir import RuntimeDir
 from moe_engine.processes.zmq_sockets import job_keys
+from moe_engine.scheduler.decode_tier import DecodeTier
+from moe_engine.scheduler.prefill_tier import PrefillTier
 from moe_engine.scheduler.scheduler import Scheduler
 from moe_engine.scheduler.transfer_link import TransferLink
 
@@ -51,7 +53,7 @@ def open_transfers(
     layout = layout_of(config)
     if layout.num_ranks == 1:
         _start(config, worker, tier.link, wake, group, 0)
-        return _with_transfers(check, tier, scheduler)
+        return with_transfers(check, tier, scheduler, wake)
     folder = RuntimeDir()
     keys = job_keys(config.parallel.secret)
     sends = config.args.disaggregation.disaggregation_mode == "prefill"
@@ -67,7 +69,7 @@ def open_transfers(
         check()
 
     joined.folder = folder  # type: ignore[attr-defined]  # as long as the core
-    return _with_transfers(joined, tier, scheduler)
+    return with_transfers(joined, tier, scheduler, wake)
 
 
 def follow_transfers(config: ResolvedConfig, worker: Worker, group: int, rank: int) -> None:
@@ -84,12 +86,20 @@ def follow_transfers(config: ResolvedConfig, worker: Worker, group: int, rank: i
     copies.on_join = join  # type: ignore[union-attr]
 
 
-def _with_transfers(check: Callable[[], None], tier: Any, scheduler: Scheduler) -> Callable[[], None]:
+def with_transfers(
+    check: Callable[[], None], tier: PrefillTier | DecodeTier, scheduler: Scheduler, wake: Callable[[], None]
+) -> Callable[[], None]:
+    """The core's check, which applies reports, too. It runs before the core's wait: what it changes may be planned at
+    once, so the core does not wait then."""
+
     def both() -> None:
         check()
         if tier.link.broken:
             raise EngineDeadError(tier.link.broken)
+        changes = bool(tier.link.reports)
         tier.exchange(scheduler.kv_cache.step)
+        if changes:
+            wake()
 
     return both
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moe_engine.models.eagle_config import HeadConfig
 from moe_engine.planning.resolved_config import ResolvedConfig
 from moe_engine.planning.weights_identity import weights_identity
 
@@ -23,7 +24,7 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "architecture": model.architecture,
         "layers": str(layers),
         "draft layers": str(model.num_nextn_predict_layers if drafts == "nextn" else 0),
-        "EAGLE head": "none" if head is None else str(head.layer.attention.kv_parts(config.kv_cache_dtype)),
+        "EAGLE head": "none" if head is None else _of_head(head, config),
         "cache": f"{model.attention.kind} {model.attention.kv_parts(config.kv_cache_dtype)}",
         "--kv-cache-dtype": config.kv_cache_dtype,
         "vocabulary": str(model.vocab_size),
@@ -31,6 +32,12 @@ def cache_schema(config: ResolvedConfig) -> dict[str, str]:
         "--disaggregation-transfer-backend": config.args.disaggregation.disaggregation_transfer_backend,
         "--quantization": str(model.quantization) if hasattr(model, "quantization") else "",
     }
+
+
+def _of_head(head: HeadConfig, config: ResolvedConfig) -> str:
+    """Its KV, whose heads are divided over the ranks otherwise than the model's: both servers have as many ranks."""
+    ranks = config.parallel.topology.attn_tp_size
+    return f"{head.layer.attention.kv_parts(config.kv_cache_dtype)} on {ranks} rank{'s' * (ranks > 1)}"
 
 
 def difference(prefill: dict[str, str], decode: dict[str, str]) -> str | None:

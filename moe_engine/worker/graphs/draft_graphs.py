@@ -22,6 +22,7 @@ from moe_engine.kernels.attention.renewable import InPlacePlanner, RenewablePlan
 from moe_engine.kernels.decoder.drafting import RowTables
 from moe_engine.kernels.speculation.protocol import ChainBuffers, ChainKernels, SimulatedAcceptance
 from moe_engine.models.batch import ForwardBatch, Model
+from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.dp_step import DPSteps
@@ -43,7 +44,8 @@ from moe_engine.worker.speculation.mtp import MTPDrafter
 class DraftParts:
     """What the graphs of a rank are made of.
 
-    `tables`: of all rows, on the device.
+    `tables`: of all rows, on the device. `plan_drafts` plans the draft forwards, `plan_in_place` verification: an EAGLE
+    head has an attention backend of its own. `taps`: of the model, if the head reads them.
     """
 
     model: Model
@@ -52,12 +54,14 @@ class DraftParts:
     tables: RowTables
     memory: ChainMemory
     plan_in_place: InPlacePlanner
+    plan_drafts: InPlacePlanner
     page_size: int
     shared: DPSteps
     passes: LogitsPasses
     outputs: StepOutputs
     stream: DeviceStream
     simulated: SimulatedAcceptance | None = None
+    taps: HiddenTaps | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class _ShapeRun:
             self._batch(1, chain.draft_positions[s], chain.draft_slots[s], chain.draft_lens[s], chain.draft_real)
             for s in range(chain.num_drafts)
         ]
+        self._own_plan: RenewablePlan | None = None
         flat = chain.positions.flatten(), chain.slots.flatten(), chain.lens, chain.real.flatten()
         self._verified = replace(self._batch(shape.count, *flat), input_ids=chain.ids.flatten())
 
@@ -108,13 +113,26 @@ class _ShapeRun:
     def plan(self) -> RenewablePlan | None:
         """Plans all forwards anew, for one capture: the plan of verification; None if the attention backend plans on
         the host by exact lengths."""
-        drafts = [self._parts.plan_in_place(batch.attention) for batch in self._drafts]
+        drafts = [self._parts.plan_drafts(batch.attention) for batch in self._drafts]
         plan = self._parts.plan_in_place(self._verified.attention)
         if plan is None or not all(some is not None and some.on_device for some in (*drafts, plan)):
             return None
         self._drafts = [replace(batch, attention_plan=some) for batch, some in zip(self._drafts, drafts)]
         self._verified = replace(self._verified, attention_plan=plan)
+        own = self._parts.plan_drafts is not self._parts.plan_in_place and bool(drafts)
+        self._own_plan = drafts[0] if own else None
         return plan
+
+    def renew(self, plan: RenewablePlan, lens: list[int]) -> None:
+        """Renews the plans with upper bounds of the context tokens [R]. What a plan writes serves all plans of its
+        backend: one of a head's own backend is enough for all drafts."""
+        self.queries.context_lens[:] = lens
+        plan.renew()
+        if self._own_plan is not None:
+            queries = self._drafts[0].attention.decode
+            assert queries is not None
+            queries.context_lens[:] = lens
+            self._own_plan.renew()
 
     @property
     def queries(self) -> PagedQueries:
@@ -129,7 +147,10 @@ class _ShapeRun:
         for step, batch in enumerate(self._drafts):
             assert state is not None
             state = parts.drafter.layers.forward(0, chain.draft_ids[step], state, batch)
-            torch.clamp_min(self._drawn(state, step, batch), 0, out=chain.draft_ids[step + 1])
+            drafts, ids = chain.draft_ids[step + 1], parts.drafter.layers.ids
+            torch.clamp_min(self._drawn(state, step, batch), 0, out=drafts)
+            if ids is not None:
+                drafts.copy_(ids.index_select(0, drafts))
         if self._drafts:
             chain.ids[:, 1:].copy_(chain.draft_ids[1:].t())
 
@@ -150,6 +171,7 @@ class _ShapeRun:
         parts, chain = self._parts, self.chain
         parts.kernels.accept(parts.tables, chain, parts.simulated)
         hidden, _ = parts.outputs.of(chain.ids.numel(), chain.ids.numel())
+        hidden = parts.drafter.layers.prepare(hidden if parts.taps is None else parts.taps.take())
         parts.kernels.keep_states(parts.tables.states, hidden, chain)
         parts.drafter.layers.remember(0, chain.next_ids.flatten(), hidden, self._verified)
 
@@ -206,8 +228,7 @@ class DraftGraphs:
         """
         graphs = self._graphs[shape]
         self._parts.memory.fill(rows)
-        graphs.run.queries.context_lens[:] = most + [shape.count] * (shape.size - len(most))
-        graphs.plan.renew()
+        graphs.run.renew(graphs.plan, most + [shape.count] * (shape.size - len(most)))
         graphs.draft.replay()
         return graphs.run.chain
 

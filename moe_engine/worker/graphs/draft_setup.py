@@ -29,8 +29,8 @@ def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
     drafter = step.drafter
     if not isinstance(drafter, MTPDrafter):
         return f"{step.config.method} drafts: the host computes which tokens the drafter has not seen"
-    if drafter.attention is not runner.attention:
-        return "an EAGLE head: its attention has a plan of its own"
+    if drafter.attention.capabilities.plan_in_place is None:
+        return f"the {drafter.attention.name} attention backend of the drafter cannot be replayed for other steps"
     if drafter.layers.num_layers > 1:
         return "several MTP layers: each runs over another number of earlier tokens"
     if runner.rows.windows is not None or runner.window is not None:
@@ -46,7 +46,10 @@ def draft_parts(
     assert step is not None and rows.history is not None
     drafter, history = step.drafter, rows.history
     assert isinstance(drafter, MTPDrafter) and drafter.states is not None
-    most = max(settings.counts) - 1
+    most, plan_drafts = max(settings.counts) - 1, drafter.attention.capabilities.plan_in_place
+    assert plan_drafts is not None
+    if drafter.attention is runner.attention:
+        plan_drafts = plan_in_place
     return DraftParts(
         model=runner.model,
         drafter=drafter,
@@ -54,12 +57,14 @@ def draft_parts(
         tables=RowTables(rows.slot_table, history.tokens, history.lengths, rows.last_token, drafter.states),
         memory=ChainMemory(max(settings.sizes), most, rows.sampling, runner.stream),
         plan_in_place=plan_in_place,
+        plan_drafts=plan_drafts,
         page_size=runner.kv_pool.page_size,
         shared=runner.shared,
         passes=runner.sampler.passes,
         outputs=outputs,
         stream=runner.stream,
         simulated=_simulated(step.config),
+        taps=runner.taps,
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.kv_connectors import copies_class
+from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import ParallelContext
 from moe_engine.storage.backends import open_storage
@@ -32,14 +34,21 @@ class Share:
 
 
 def share_of(options: WorkerOptions, parallel: ParallelContext) -> Share:
-    """MLA's latent is whole on every rank; KV heads are divided, and repeated where there are more ranks than heads."""
-    whole = options.model.attention.kv_parts(options.kv_dtype)
-    local = local_config(options.model, parallel).attention.kv_parts(options.kv_dtype)
+    """MLA's latent is whole on every rank; KV heads are divided, and repeated where there are more ranks than heads.
+    With an EAGLE head the common division of both."""
     size, rank = parallel.attn_tp_size, parallel.attn_tp_rank
+    layers = [options.model, *([] if options.draft_head is None else [options.draft_head.layer])]
+    count = math.lcm(*(_num_shares(layer, options.kv_dtype, parallel) for layer in layers))
+    return Share(rank * count // size, count, rank * count % size == 0)
+
+
+def _num_shares(model: ModelConfig, kv_dtype: str, parallel: ParallelContext) -> int:
+    whole = model.attention.kv_parts(kv_dtype)
+    local = local_config(model, parallel).attention.kv_parts(kv_dtype)
+    size = parallel.attn_tp_size
     ratios = {_numbers(a) / _numbers(b) for a, b in zip(whole, local)}
     ratio = ratios.pop() if len(ratios) == 1 else 0.0
-    count = int(ratio) if ratio == int(ratio) and ratio and size % int(ratio) == 0 else size
-    return Share(rank * count // size, count, rank * count % size == 0)
+    return int(ratio) if ratio == int(ratio) and ratio and size % int(ratio) == 0 else size
 
 
 def _numbers(part: tuple[int, ...]) -> int:

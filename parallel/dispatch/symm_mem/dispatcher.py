@@ -55,12 +55,13 @@ class SymmMemDispatcher(Dispatcher):
 
     Args:
         memory: symmetric memory provider.
+        waits_apart: other streams compute during dispatch and combine.
 
     Raises:
         ValueError: the kernels do not support these sizes, or ranks cannot access each other's memory.
     """
 
-    def __init__(self, group: Group, shape: DispatchShape, memory: SymmetricMemory) -> None:
+    def __init__(self, group: Group, shape: DispatchShape, memory: SymmetricMemory, waits_apart: bool = False) -> None:
         reason = why_not(shape)
         if reason:
             raise ValueError(f"symm_mem does not support this model: {reason}")
@@ -80,8 +81,9 @@ class SymmMemDispatcher(Dispatcher):
         shared = self._shared = memory.allocate(group, regions.num_bytes(NUM_LIVE))  # kept alive for the addresses
         lost = memory.words_for_host(group.size)
         self._exchange = SymmMemExchange(
-            regions, NUM_LIVE, group.rank, shared.own, shared.addresses, lost, group.timeout_s, shape.dtype
-        )
+            regions, NUM_LIVE, group.rank, shared.own, shared.addresses, lost, group.timeout_s, shape.dtype,
+            waits_apart,
+        )  # fmt: skip
 
     def dispatch(
         self, x: Activation, topk_ids: Tensor, topk_weights: Tensor, format: ActivationFormat = UNQUANTIZED

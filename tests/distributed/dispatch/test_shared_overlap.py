@@ -1,4 +1,4 @@
-"""The shared expert is computed during dispatch by default where DeepEP carries tokens between GPUs."""
+"""The shared expert is computed during dispatch by default where DeepEP or own kernels carry tokens between GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from moe_engine.executor.sharded_worker import _overlaps_by_default
         ("deepep", 2048, False, True),
         ("deepep", 2048, True, False),
         ("deepep", 0, False, False),
-        ("symm_mem", 2048, False, False),
+        ("symm_mem", 2048, False, True),
+        ("all_to_all", 2048, False, False),
         (None, 2048, False, False),
     ],
 )

@@ -28,6 +28,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "replicas": {"dp_size": 2},
 }
 
+QUICK = ("dp attention", "tokens that travel")
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
@@ -49,7 +51,7 @@ def expected(pair: Pair) -> list[tuple[list[int], int]]:
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(f, marks=pytest.mark.exhaustive) if f in ("groups of 2", "replicas") else f for f in FORMS]
+    "form", [form if form in QUICK else pytest.param(form, marks=pytest.mark.exhaustive) for form in FORMS]
 )
 def test_forms(pair: Pair, expected: list[tuple[list[int], int]], form: str) -> None:
     with Engine(str(pair.path), **pair.flags(**FLAGS), **FORMS[form]) as engine:

@@ -41,7 +41,7 @@ MORE: list[dict[str, Any]] = [
     {"ranks": 4, "attention": "groups of 2", "experts": "all_to_all", "overlapped": "two", "dense": "whole"},
     {"ranks": 4, "attention": "groups of 2", "experts": "ep of 2", "model": "qwen3_moe", "replicas": 1, "page": 16},
 ]
-CASES: list[Case] = pairwise_cover(FEW, allowed, seed=1) + [{**PLAIN, **case} for case in MORE]
+CASES: list[Case] = pairwise_cover(FEW, allowed, seed=42) + [{**PLAIN, **case} for case in MORE]
 
 
 @dataclass

@@ -43,7 +43,7 @@ def names_of(path: Path, form: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "form",
-    [pytest.param(form, marks=[pytest.mark.exhaustive] if form == "two replicas" else []) for form in RANKS],
+    [pytest.param(form, marks=[] if form in ("tp2", "dp2") else pytest.mark.exhaustive) for form in RANKS],
 )
 def test_broadcast_weights_serve(
     checkpoints: dict[str, Path],  # noqa: F811

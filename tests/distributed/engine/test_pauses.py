@@ -87,7 +87,10 @@ async def attempt(engine: Engine, mode: PauseMode, work: Any, many: int) -> list
     return list(await asyncio.gather(*tasks, late))
 
 
-@pytest.mark.parametrize("form", ["one rank", "dp2", "two replicas", pytest.param("tp2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "form",
+    ["one rank", "dp2", *(pytest.param(form, marks=pytest.mark.exhaustive) for form in ("two replicas", "tp2"))],
+)
 def test_answers_are_those_without_a_pause(form: str, checkpoints: dict[str, Path]) -> None:  # noqa: F811
     many = 120 if form == "dp2" else MANY  # a step of attention groups, which exchange facts, takes longer
     with open_engine(checkpoints["old"], **FORMS[form]) as engine:

@@ -90,7 +90,7 @@ async def under_load(engine: Engine, work: Callable[[Answers], Awaitable[None]])
 
 
 @pytest.mark.parametrize(
-    "form", [pytest.param(form, marks=pytest.mark.exhaustive if form == "dp2" else []) for form in FORMS]
+    "form", [pytest.param(form, marks=pytest.mark.exhaustive if form in ("dp2", "tp2") else []) for form in FORMS]
 )
 def test_no_answer_mixes_two_checkpoints(
     checkpoints: dict[str, Path], expected: dict[str, list[list[int]]], form: str

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 import torch
+
+from tests.fork_server import ForkServer
 
 collect_ignore_glob: list[str] = []
 
@@ -36,6 +39,16 @@ else:
         propagate, knobs.propagate_env = knobs.propagate_env, False
         knobs.runtime.interpret = True  # for modules of kernels, imported later
         knobs.propagate_env = propagate
+
+
+@pytest.fixture(scope="session")
+def compiling() -> Iterator[ForkServer]:
+    """Forks processes outside the interpreter, in which Triton and its compiler are imported."""
+    here = "tests.kernels.triton."
+    modules = ("triton.compiler", f"{here}outside", f"{here}outside_experts", f"{here}outside_symm_mem")
+    server = ForkServer({"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}, (*modules, "benchmarks.aot_table"))
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)

@@ -124,8 +124,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def reachable(cache: str) -> Any:
-    """Of each model: the number of kernels that the ladder of steps needs, those that further steps of the plan need
-    besides, and those that they need besides a ladder of its two ends."""
+    """Of each model: the number and the names of the kernels that the ladder of steps needs, those that further steps
+    of the plan need besides, and those that they need besides a ladder of its two ends."""
     found = {}
     for name, (config, flags) in MODELS.items():
         folder = Path(cache, name)
@@ -150,7 +150,7 @@ def reachable(cache: str) -> Any:
                     pass
             needed.append(kernels)
         missing = (sorted({kernel for kernel, _ in needed[1] - warm}) for warm in (needed[0], needed[2]))
-        found[name] = len(needed[0]), *missing
+        found[name] = len(needed[0]), sorted({kernel for kernel, _ in needed[0]}), *missing
     return found
 
 
@@ -178,5 +178,10 @@ NAMES: dict[str, Callable[[str], Any]] = {
     "agreement": agreement, "guarding": guarding, "reachable": reachable, "dispatched": dispatched,
 }  # fmt: skip
 
-if __name__ == "__main__":
+
+def main() -> None:
     print(json.dumps(NAMES[sys.argv[1]](sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

@@ -58,7 +58,7 @@ def expected(tokens: int, capacity: int) -> list[AotCase]:
     found += triton_grouped_gemm.cases_of(DEEPSEEK_V2_LITE, 64, mean, False, pairs=pairs)
     names = [f"fp8_quantize_{HIDDEN}", f"groups_quantize_padded_{HIDDEN}", f"expert_permute_{HIDDEN}"]
     if tokens > 100:
-        names += [f"expert_count_{RANK}", f"expert_place_padded_{RANK}", "expert_count_64", "expert_place_64"]
+        names += [f"expert_count_{RANK}", f"expert_place_padded_{RANK}", "expert_count_and_place_64"]
     else:  # few pairs: one launch
         names += [f"expert_place_alone_padded_{RANK}", *([] if pairs else ["expert_place_alone_64"])]
     names.append("expert_combine_2048")

@@ -51,7 +51,8 @@ def launch_sums(sizes: tuple[int, ...]) -> None:
             ranks.add_rms_norm_quantized(ActivationFormat(unquantized, True), x, x, weight, 1e-6)
 
 
-def main(cache: str) -> None:
+def main() -> None:
+    cache = sys.argv[1]
     cases = [*triton_dispatch.aot_cases(), *triton_combine.aot_cases()]
     cases = [case for case in cases if case.name.endswith(SHAPE.name)]
     cases += [case for case in triton_all_reduce.aot_cases() if case.name.endswith("v2_lite_tp2")]
@@ -67,4 +68,4 @@ def main(cache: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -76,6 +76,7 @@ def in_order(parts: Tensor) -> Tensor:
     return total.to(parts.dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("one_shot", [True, False])

@@ -6,9 +6,6 @@ kernels cannot be compiled.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from moe_engine.kernels.triton import guard
 from moe_engine.kernels.triton.availability import version
 from moe_engine.kernels.triton.modules import MODULES
 from tests.examples import FACTOR
+from tests.fork_server import ForkServer
 
 pytest.importorskip("triton", reason="needs triton")
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,23 +23,21 @@ KNOWN_BEFORE_3_9 = {
     "latent attention, 128 heads, 1 tokens, bf16 sm_100",  # too much shared memory: `why_not_latent` refuses the row
     "expanded attention, heads of 192 and 128, fp32 sm_100",  # spills 48 bytes; no model is served so
 }
-PROBLEM_FREE = (0, 1)  # exit code 1: some kernel is not fit to ship; the tests below say which
+COMPLETE = (0, 1)  # exit code 1: some kernel is not fit to ship; the tests below say which
 
 
-def outside(module: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a module without the interpreter, with a Triton cache of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=280)
+def output_of(compiling: ForkServer, folder: Path, module: str, *arguments: str, codes: tuple[int, ...] = (0,)) -> str:
+    """Runs a module outside the interpreter, with a Triton cache of its own: `folder`."""
+    code, out, errors = compiling.run([module, *arguments], folder, 280.0, TRITON_CACHE_DIR=str(folder))
+    assert code in codes, errors[-3000:]
+    return out
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def reports(compiling: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("aot")
     arguments = ("--one-of-each" if FACTOR > 1 else "--quick", "--processes", "2", "--output", str(folder / "aot.json"))
-    done = outside("benchmarks.aot_table", *arguments, cache=folder / "cache")
-    assert done.returncode in PROBLEM_FREE, done.stderr[-3000:]
+    output_of(compiling, folder, "benchmarks.aot_table", *arguments, codes=COMPLETE)
     return json.loads((folder / "aot.json").read_text())["kernels"]
 
 
@@ -67,36 +63,47 @@ def test_every_module_with_cases_is_listed():
     assert len(MODULES) == len(set(MODULES))
 
 
-def test_cases_are_what_launches_ask_for(tmp_path):
+def test_cases_are_what_launches_ask_for(compiling, tmp_path):
     """The keys in Triton's cache of the cases are those of the launches of the real rows, for any token count."""
-    done = outside("tests.kernels.triton.outside", "agreement", str(tmp_path), cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    out = output_of(compiling, tmp_path, "tests.kernels.triton.outside", "agreement", str(tmp_path))
+    found = json.loads(out)
     assert found["not launched"] == found["no case"] == [] and len(found["launched"]) > 10, found
 
 
-def test_the_guard_counts_what_compiles_after_ready(tmp_path):
-    done = outside("tests.kernels.triton.outside", "guarding", str(tmp_path), cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == [0, 0, 1]
-    assert "rms_norm_kernel was compiled" in done.stderr
+def test_cases_of_experts_are_what_launches_ask_for(compiling, tmp_path):
+    """As above: odd counts, one, multiples of 16."""
+    found = json.loads(output_of(compiling, tmp_path, "tests.kernels.triton.outside_experts"))
+    assert found["not launched"] == found["no case"] == [] and len(found["launched"]) > 15, found
 
 
-def test_warm_up_reaches_every_kernel_of_a_plan(tmp_path):
+def test_the_size_of_a_launch_does_not_choose_the_kernel_of_symmetric_memory(compiling, tmp_path):
+    """One kernel of each for any number of tokens and any offsets, and it is the one compiled ahead of time."""
+    out = output_of(compiling, tmp_path, "tests.kernels.triton.outside_symm_mem", str(tmp_path))
+    num_cases, launched, num_cached = json.loads(out)
+    assert len(launched) == num_cached == num_cases == 8
+
+
+def test_the_guard_counts_what_compiles_after_ready(compiling, tmp_path):
+    out = output_of(compiling, tmp_path, "tests.kernels.triton.outside", "guarding", str(tmp_path))
+    assert json.loads(out) == [0, 0, 1]
+    assert "rms_norm_kernel was compiled" in (tmp_path / "stderr").read_text()
+
+
+def test_warm_up_reaches_every_kernel_of_a_plan(compiling, tmp_path):
     """Steps of any size need no kernel that the ladder's did not; a ladder of its ends would have missed some."""
-    done = outside("tests.kernels.triton.outside", "reachable", str(tmp_path / "models"), cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for name, (count, missing, missing_without) in json.loads(done.stdout).items():
+    out = output_of(compiling, tmp_path, "tests.kernels.triton.outside", "reachable", str(tmp_path / "models"))
+    for name, (count, names, missing, missing_without) in json.loads(out).items():
         assert count > 20 and missing == [], name
+        attention = {"paged_kernel"} if name == "qwen3" else {"latent_kernel", "expanded_kernel"}
+        assert attention | {"rms_norm_kernel", "draw_kernel"} <= set(names), name
         assert "router_logits_kernel" in missing_without, name
 
 
-def test_experts_whose_tokens_travel_warm_up_every_tile(tmp_path):
+def test_experts_whose_tokens_travel_warm_up_every_tile(compiling, tmp_path):
     """A warm-up's own tokens may all go to other ranks. Two products for each of four sizes, and for three means of
     padded rows."""
-    done = outside("tests.kernels.triton.outside", "dispatched", str(tmp_path), cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for runs, num_warm, num_needed, missing in json.loads(done.stdout):
+    out = output_of(compiling, tmp_path, "tests.kernels.triton.outside", "dispatched", str(tmp_path))
+    for runs, num_warm, num_needed, missing in json.loads(out):
         assert runs == 14 and missing == 0 and num_warm == num_needed >= 7
 
 
@@ -104,3 +111,27 @@ def test_the_guard_is_silent_until_something_compiles():
     guard.reset()
     guard.ready()
     assert guard.compilations_after_ready() == 0
+
+
+def test_a_launch_finds_everything_that_was_compiled_for_it(compiling, tmp_path):
+    """``moe-engine compile`` for a rank of two whose tokens travel. Experts, attention and sampling, which compile for
+    seconds, are compiled above."""
+    families = ("--linear-backend", "--moe-runner-backend", "--attention-backend", "--sampling-backend")
+    flags = [text for family in families for text in (family, "torch")]
+    flags += ["--tp", "2", "--ep", "2", "--moe-a2a-backend", "all_to_all", "--context-length", "32"]
+    flags += ["--max-running-requests", "1", "--chunked-prefill-size", "4"]
+    command = ("moe_engine.cli.main", "compile", "--output", str(tmp_path / "kernels"), *flags)
+    found = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        folder.mkdir()
+        out = output_of(compiling, folder, *command)
+        index = json.loads((tmp_path / "kernels" / "moe-engine-kernels.json").read_text())
+        found.append((out, index["kernels"]))
+    names = {kernel["name"] for kernel in index["kernels"]}
+    assert {"rms_norm_kernel", "route_kernel", "one_shot_kernel", "absorb_kernel"} <= names
+    assert index["about"]["tp_size"] == 2 and index["about"]["arch"] == 90
+    if version() >= (3, 9):  # an older compiler spills 8 bytes in place_kernel
+        assert all(kernel["spill_bytes"] == 0 for kernel in index["kernels"])
+    count = len(found[0][1])
+    assert f"{count} kernels" in found[1][0] and f"{count} of them there already" in found[1][0]
+    assert len(found[1][1]) == count

@@ -1,11 +1,7 @@
-"""``moe-engine compile``: the kernels of a launch land in a folder, and the launch finds all of them there."""
+"""``moe-engine compile``: flags, sizes of steps, rows without kernels. `test_aot.py` runs the command."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,39 +15,11 @@ from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Device, Need
 from moe_engine.kernels.experts.batch import ExpertBatch
 from moe_engine.kernels.experts.reference import TorchExperts
-from moe_engine.kernels.triton import availability
 from moe_engine.kernels.warmup_sizes import StepSize, ladder, step_sizes
 from moe_engine.planning.hardware import GPUS
 from moe_engine.planning.prepare import prepare
 
 pytest.importorskip("triton", reason="needs triton")
-ROOT = Path(__file__).resolve().parents[3]
-SMALL = ("--max-running-requests", "1", "--chunked-prefill-size", "4", "--context-length", "32")
-
-
-def compile_into(folder: Path, *flags: str) -> tuple[str, dict]:
-    """Output and index of the command for the embedded model, in a process that compiles in earnest."""
-    command = [sys.executable, "-m", "moe_engine.cli.main", "compile", "--output", str(folder), *SMALL, *flags]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout, json.loads((folder / "moe-engine-kernels.json").read_text())
-
-
-def test_a_launch_finds_everything_that_was_compiled_for_it(tmp_path):
-    """A rank of two whose tokens travel; without the products in FP8, whose many forms are compiled elsewhere."""
-    flags = ("--tp", "2", "--ep", "2", "--moe-a2a-backend", "all_to_all", "--linear-backend", "torch")
-    _, index = compile_into(tmp_path, *flags)
-    names = {kernel["name"] for kernel in index["kernels"]}
-    assert {"rms_norm_kernel", "write_latent_kernel", "route_kernel", "limits_kernel", "draw_kernel"} <= names
-    assert {"latent_kernel", "expanded_kernel"} <= names
-    assert index["about"]["tp_size"] == 2 and index["about"]["arch"] == 90
-    if availability.version() >= (3, 9):  # an older compiler spills 8 bytes in place_kernel
-        assert all(kernel["spill_bytes"] == 0 for kernel in index["kernels"])
-    count = len(index["kernels"])
-    out, again = compile_into(tmp_path, *flags)
-    assert f"{count} kernels" in out and f"{count} of them there already" in out
-    assert len(again["kernels"]) == count
 
 
 def test_rows_in_plain_torch_need_no_compilation():

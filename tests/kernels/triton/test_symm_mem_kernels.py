@@ -1,9 +1,8 @@
-"""Kernels that write to peers: all ranks in this process phase by phase, and outside the interpreter. Over processes
+"""Kernels that write to peers: all ranks in this process, phase by phase. Over processes
 that wait for each other they are tested in tests/distributed/dispatch/test_symm_mem.py."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from benchmarks.gpu_suite.exchange import Load, RanksHere, error_of
 from moe_engine.kernels.symm_mem.regions import ALIGNMENT
 from tests.kernels.triton import beside
-from tests.kernels.triton.test_aot import outside
 
 exchange = pytest.importorskip("moe_engine.kernels.symm_mem.exchange", reason="needs triton")
 
@@ -44,16 +42,18 @@ def test_what_the_gpu_suite_runs(load, bound):
 def kernels() -> list[Any]:
     from moe_engine.kernels.symm_mem import triton_combine, triton_dispatch
 
-    dispatch = [triton_dispatch.send_kernel, triton_dispatch.receive_kernel]
+    dispatch = [triton_dispatch.send_kernel, triton_dispatch.wait_kernel, triton_dispatch.receive_kernel]
     return [*dispatch, triton_combine.combine_send_kernel, triton_combine.sum_kernel]
 
 
-@pytest.mark.parametrize("load", [SMALL, replace(SMALL, dtype=torch.bfloat16, fp8=True, hidden=256)])
-def test_programs_of_all_ranks_wait_for_each_other(load, monkeypatch):
+@pytest.mark.parametrize(
+    ("load", "apart"), [(SMALL, True), (replace(SMALL, dtype=torch.bfloat16, fp8=True, hidden=256), False)]
+)
+def test_programs_of_all_ranks_wait_for_each_other(load, apart, monkeypatch):
     """Three programs where they wait, ranks in any order, one of them without tokens; a token takes one row of a rank,
     whatever its choices there."""
     monkeypatch.setattr(exchange, "resident_programs", lambda device: 3)
-    ranks = RanksHere(load, "cpu")
+    ranks = RanksHere(load, "cpu", apart)
     for own in ranks.memory:
         own[2 * ALIGNMENT :] = 0xFF  # all but flags
     idle = 1
@@ -97,11 +97,3 @@ def test_a_rank_that_never_comes_is_named(monkeypatch):
     assert ranks.lost.tolist() == [0, 1, 0]
     returned = [own[ALIGNMENT : 2 * ALIGNMENT].view(torch.int64) for own in ranks.memory]
     assert not torch.cat(returned).any(), "results of a failed dispatch were announced"
-
-
-def test_the_size_of_a_launch_does_not_choose_the_kernel(tmp_path):
-    """One kernel of each for any number of tokens and any offsets, and it is the one compiled ahead of time."""
-    done = outside("tests.kernels.triton.outside_symm_mem", str(tmp_path), cache=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    num_cases, launched, num_cached = json.loads(done.stdout)
-    assert len(launched) == num_cached == num_cases == 8
