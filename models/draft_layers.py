@@ -17,7 +17,7 @@ from moe_engine.parallel.step_sizes import StepSizes
 
 
 class DraftLayers(Protocol):
-    """Drafts in `num_layers` layers, each with its own cache; after the last one, that layer goes on."""
+    """Drafts in `num_layers` layers, each with its own cache; after the last one, that layer continues."""
 
     ids: Tensor | None
     """The target's ids [W] int64 of the draft vocabulary, ascending; None: it is the target's vocabulary."""

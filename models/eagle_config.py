@@ -1,4 +1,4 @@
-"""EAGLE heads: what config.json and the headers of a published head say, and the tensors that it has. Imports no torch.
+"""EAGLE heads: fields of config.json and headers of a published head, and the tensors that it has. Imports no torch.
 
 A head drafts from hidden states of the model that it was trained for (the target). EAGLE-1 and -2 (arXiv 2401.15077,
 2406.16858) read the last hidden state, EAGLE-3 (2503.01840) those of three layers, joined by `fc`. Names of tensors are
@@ -95,7 +95,7 @@ class HeadConfig:
 
 def is_head(names: Collection[str], tensors: Collection[str]) -> bool:
     """Whether a checkpoint with these architectures and tensors is an EAGLE head. The authors' EAGLE-2 heads name the
-    target's architecture; their tensors tell them apart."""
+    target's architecture; their tensors distinguish them."""
     return any(_EAGLE.search(name) for name in names) or "fc.weight" in tensors
 
 
@@ -244,6 +244,6 @@ def _with_vocabulary(head: HeadConfig, fields: Fields, files: Mapping[str, Weigh
     if count != head.layer.vocab_size and not has_ids:
         raise ConfigError(
             f"{fields.source}: draft_vocab_size is {count} of {head.layer.vocab_size} tokens, and the head has no d2t, "
-            "which says which ones"
+            "which names them"
         )
     return replace(head, own_head=count, has_ids=has_ids)

@@ -120,3 +120,24 @@ def test_a_cached_prefix_has_the_heads_keys_and_values(trained: Pair, tmp_path: 
     assert answers["r1"].token_ids == answers["r0"].token_ids
     stats = engine.scheduler.stats().speculation
     assert stats is not None and all(count % 2 == 0 for count in (*stats.proposed, *stats.accepted))
+
+
+def test_the_host_tier_keeps_the_heads_keys_and_values(trained: Pair, tmp_path: Path) -> None:
+    """A prompt whose KV was evicted and loaded again has as many drafts accepted as one that is computed again."""
+    prompt = trained.prompts[-1] * 2
+    fillers = [[token % 250 for token in range(7 * i, 7 * i + 70)] for i in range(1, 4)]
+    sampling = {"temperature": 0.0, "ignore_eos": True}
+    prompts = [prompt, *fillers, prompt]
+    items = [Scripted(f"r{i}", p, 16, arrives=200 * i, sampling=sampling) for i, p in enumerate(prompts)]
+    limits = {"max_total_tokens": 160, "context_length": 96, "max_running_requests": 2, "hicache_ratio": 4}
+    found = []
+    for tier in ({"disable_radix_cache": True}, {"enable_hierarchical_cache": True}):
+        engine = InProcessEngine(trained.path, tmp_path / str(len(found)), **trained.flags(**CHAIN, **limits, **tier))
+        try:
+            answers = engine.run(items, overlap=False)
+        finally:
+            engine.close()
+        stats = engine.scheduler.stats()
+        found.append(({rid: answer.token_ids for rid, answer in answers.items()}, stats.speculation))
+    assert answers["r4"].cached_tokens > len(prompt) // 2 and stats.host_hit_tokens_total > 0
+    assert found[0] == found[1]
