@@ -21,6 +21,9 @@ from moe_engine.validation import OffOnly, check_unicode
 
 Text = Annotated[str, Meta(min_length=1)]
 Ids = Annotated[list[TokenId], Meta(min_length=1)]
+CacheSalt = Annotated[
+    str, Meta(min_length=1, description="only requests with the same salt share cached prefixes; vLLM's field")
+]
 Rid = Annotated[str, Meta(min_length=1, max_length=256)]
 LogprobStart = Annotated[int, Meta(ge=-1, le=MAX_COUNT, description="-1: no log-probabilities of the prompt")]
 Priority = Annotated[int, Meta(ge=-(2**31), le=MAX_COUNT)]
@@ -74,7 +77,7 @@ class GenerateRequest(Struct, kw_only=True):
     return_hidden_states: bool | list[bool | None] | None = None
     return_routed_experts: OffOnly = None
     max_thinking_tokens: OffOnly = None
-    cache_salt: OffOnly = None
+    cache_salt: CacheSalt | list[CacheSalt | None] | None = None
 
 
 class GenerateInput(GenerateRequest, kw_only=True):
@@ -154,8 +157,7 @@ def split_prompts(
     _check_count(sum(s.n for s in samplings), max_sequences, inp.text_field)
     prompts = []
     for i in range(count):
-        extra_key = _pick(inp.extra_key, i, count, is_batch, "extra_key")
-        check_unicode(extra_key or "", "extra_key")
+        extra_key = _namespace(inp, i, count, is_batch)
         processor = _pick(inp.custom_logit_processor, i, count, is_batch, "custom_logit_processor")
         prompts.append(
             Prompt(
@@ -300,6 +302,15 @@ def _pick(value: Any, index: int, count: int, is_batch: bool, where: str) -> Any
     if len(value) != count:
         raise InputError(f"{where}: {len(value)} values for {count} prompts; give one for each", field=where)
     return value[index]
+
+
+def _namespace(inp: GenerateInput, index: int, count: int, is_batch: bool) -> str | None:
+    """Requests share cached prefixes if their `extra_key` and `cache_salt` are the same."""
+    extra_key = _pick(inp.extra_key, index, count, is_batch, "extra_key")
+    salt = _pick(inp.cache_salt, index, count, is_batch, "cache_salt")
+    check_unicode(extra_key or "", "extra_key")
+    check_unicode(salt or "", "cache_salt")
+    return extra_key if salt is None else f"{len(salt)}:{salt}{extra_key or ''}"
 
 
 def _logprobs(inp: GenerateInput, index: int, count: int, is_batch: bool) -> LogprobOptions | None:

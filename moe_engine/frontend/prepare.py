@@ -37,8 +37,9 @@ from moe_engine.tokenizer.tokenizer import Tokenizer
 from moe_engine.types import SamplingParams
 
 BULK = (
-    "text", "input_ids", "sampling_params", "rid", "extra_key", "token_ids_logprob", "top_logprobs_num",
-    "custom_logit_processor", "lora_path", "session_params", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    "text", "input_ids", "sampling_params", "rid", "extra_key", "cache_salt", "token_ids_logprob",
+    "top_logprobs_num", "custom_logit_processor", "lora_path", "session_params", "bootstrap_host", "bootstrap_port",
+    "bootstrap_room",
 )  # fmt: skip
 """Fields of a request that its prompts hold."""
 FormatOf = Callable[[LogprobOptions], LogprobFormat]

@@ -14,6 +14,7 @@ from moe_engine.frontend.generate_input import (
     BootstrapHost,
     BootstrapPort,
     BootstrapRoom,
+    CacheSalt,
     DpRank,
     GenerateInput,
     Priority,
@@ -71,7 +72,7 @@ class CommonRequest(SamplingFields, kw_only=True):
     bootstrap_host: BootstrapHost | list[BootstrapHost | None] | None = None
     bootstrap_port: BootstrapPort | list[BootstrapPort | None] | None = None
     bootstrap_room: BootstrapRoom | list[BootstrapRoom | None] | None = None
-    cache_salt: OffOnly = None
+    cache_salt: CacheSalt | None = None
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
@@ -215,6 +216,7 @@ def generate_input(req: CommonRequest, defaults: Mapping[str, Any], length_field
         stream=req.stream,
         priority=req.priority,
         extra_key=req.extra_key,
+        cache_salt=req.cache_salt,
         model=req.model,
         lora_path=req.lora_path,
         session_params=req.session_params,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired, Required, TypedDict
 import msgspec
 from msgspec import Meta
 
-from moe_engine.frontend.generate_input import DpRank, Priority, Rid, Text
+from moe_engine.frontend.generate_input import CacheSalt, DpRank, Priority, Rid, Text
 from moe_engine.sampling_checks import MAX_COUNT, SamplingFields
 from moe_engine.validation import Effort, NotAvailable, OffOnly
 
@@ -74,6 +74,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     rid: Rid | None = None
     priority: Priority | None = None
     extra_key: str | None = None
+    cache_salt: CacheSalt | None = None
     routed_dp_rank: DpRank | None = None
     seed: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
