@@ -129,13 +129,14 @@ class MemoryArgs:
     )
     hicache_storage_backend: str | None = flag(
         None,
-        "Storage below the host-RAM tier, which a restarted server finds again: file (a folder), or the "
-        "path of a class, as package.module:Class. Needs --enable-hierarchical-cache.",
+        "Storage below the host-RAM tier, which a restarted server finds again: file (a folder), nixl (a folder, by a "
+        "NIXL plugin), mooncake (Mooncake's store), or the path of a class, as package.module:Class. Needs "
+        "--enable-hierarchical-cache.",
         metavar="NAME",
     )
     hicache_storage_dir: str | None = flag(
         None,
-        "Folder of file storage. Left out: SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR, or a folder of this user "
+        "Folder of file and nixl storage. Left out: SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR, or a folder of this user "
         "below the system's temporary folder.",
         metavar="FOLDER",
     )

@@ -39,10 +39,11 @@ class SchedulingArgs:
         "tokens). Left out: throughput where requests wait, latency elsewhere.",
         metavar="TEXT",
     )
-    session_hold: float = flag(
-        30.0,
+    session_hold: float | None = flag(
+        None,
         "Longest wait, in seconds, of a request that could only run by evicting KV of sessions whose next turn is "
-        "expected. 0: no KV is held for sessions. No effect with --enable-hierarchical-cache, which loads KV back.",
+        "expected. Left out: as long as a rotation of sessions takes that costs 2.5% of the time. 0: no KV is held for "
+        "sessions. No effect with --hicache-storage-backend, which reads KV back.",
         metavar="SECONDS",
     )
     schedule_conservativeness: float = flag(

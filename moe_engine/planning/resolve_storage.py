@@ -16,6 +16,7 @@ from moe_engine.errors import ConfigError
 from moe_engine.planning.resolution_log import Record
 from moe_engine.step_settings import StorageSettings
 from moe_engine.storage.backends import BACKENDS, class_at
+from moe_engine.storage.mooncake_storage import settings_in, settings_of
 
 STORAGE_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 EXTRA = "--hicache-storage-backend-extra-config"
@@ -85,6 +86,9 @@ def storage_settings(args: EngineArgs, environ: Mapping[str, str]) -> StorageSet
         return None
     extra = read_extra(memory)
     numbers = {name: extra.pop(name, value) for name, value in NUMBERS.items()}
+    if memory.hicache_storage_backend == "mooncake":
+        extra = settings_in(environ) | extra
+        settings_of(extra)
     own = os.path.join(tempfile.gettempdir(), f"hicache-{os.getuid()}")
     return StorageSettings(
         memory.hicache_storage_backend,

@@ -26,7 +26,7 @@ from moe_engine.scheduler.waiting_queue import Waiting, WaitingQueue
 from moe_engine.types import Request, Status
 
 _UNLIMITED = 1 << 60
-MAX_HELD = 64
+MAX_HELD = 8
 """Requests that are examined in a step although held sessions leave no room; of the others, only those that return."""
 SHARED_TOKENS = 32
 """Prompts that share this many uncached tokens are not prefilled in the same batch: the second waits a step."""
@@ -175,7 +175,7 @@ class Admission:
             return batch
         barred, num_held = False, 0
         if may_admit and self._sessions is not None:
-            self._sessions.plan(self._kv_cache.available)
+            self._sessions.plan(self._kv_cache.available, num_running)
         if may_admit and not (batch.jobs and budget.exhausted):
             for entry in self._policy.order(self._queue, self._kv_cache.tree):
                 if may_join is not None and not may_join(entry.request):
@@ -183,7 +183,7 @@ class Admission:
                 if self._lora is not None and not self._lora.may_join(entry.request, barred):
                     barred |= self._lora.bars(entry.request)
                     continue
-                if num_held >= MAX_HELD and self._sessions is not None and not self._sessions.is_returning(entry):
+                if num_held >= MAX_HELD and self._sessions is not None and not self._sessions.may_evict(entry):
                     continue
                 if self._is_computed_by(batch, entry):
                     continue
@@ -200,6 +200,9 @@ class Admission:
                     batch.blocked = Blocked.BUDGET
                     break
             self._queue.admit(batch.admitted)
+            if self._sessions is not None:
+                for entry in batch.admitted:
+                    self._sessions.admitted(entry)
             self.blocked = batch.blocked
         if self._sessions is not None:
             self._sessions.holds_back = num_held > 0
@@ -242,7 +245,8 @@ class Admission:
             return False
         left = config.ceil_page(len(entry.tokens) - entry.matched(kv_cache.tree).length)
         total = left + expected_growth(request, config.clip_max_new_tokens) + config.page_size
-        if (num_running or batch.jobs) and not budget.has_room(total):
+        alone = not num_running and not batch.jobs
+        if (not alone and not budget.has_room(total)) or self._must_leave(entry, total, budget, alone):
             return False  # `_admit` refuses it for the same reason
         if storage is not None:
             if storage.must_wait(entry):
@@ -275,11 +279,7 @@ class Admission:
         """Whether the request waits because sessions that return would lose their KV."""
         if self._sessions is None:
             return False
-        held = self._sessions.held_for(entry)
-        if not held:
-            return False
-        room = self._kv_cache.available if alone else budget.rem_total
-        return total + held >= self._sessions.share_for(entry) * room
+        return self._sessions.must_wait(entry, total, self._kv_cache.available if alone else budget.rem_total)
 
     def _admit(self, entry: Waiting, batch: PrefillBatch, budget: PrefillBudget, num_running: int) -> Blocked:
         config, kv_cache, request = self._config, self._kv_cache, entry.request

@@ -71,8 +71,9 @@ class SchedulerConfig:
     """Different LoRA adapters of one batch (``--max-loras-per-batch``); 0: no LoRA."""
     jump_forward: bool = False
     """Whether forced tokens of a grammar take one step together (`scheduler/jump_forward.py`)."""
-    session_hold: float = 30.0
-    """Longest wait of a request for sessions whose KV is held (`session_hold.py`), in seconds; 0: none is held."""
+    session_hold: float | None = None
+    """Longest wait of a request for sessions whose KV is held (`session_hold.py`), in seconds; None: as long as their
+    rotation takes; 0: none is held."""
     autopilot: bool = False
     """Whether the run settings follow the load (`scheduler/autopilot`)."""
     ttft_slo: float | None = None

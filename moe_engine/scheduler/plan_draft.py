@@ -37,6 +37,8 @@ class StepRecord:
     """By index in `sampled`, of decodes: forced tokens before the sampled one (`jump_forward`)."""
     alone: Request | None = None
     """The suspect that runs alone in this step."""
+    launched: float = 0.0
+    """When it was planned, by the scheduler's clock."""
 
     @property
     def decoded(self) -> list[Request]:

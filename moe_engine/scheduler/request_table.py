@@ -42,8 +42,7 @@ class RequestTable:
         self.settings = RunSettings(config)
         self.kv_cache = _kv_cache_of(config)
         self.queue = WaitingQueue(config)
-        reloads = self.kv_cache.connector is not None or config.disable_radix_cache
-        self.sessions = SessionHold(0.0 if reloads else config.session_hold, self.kv_cache.tree, clock)
+        self.sessions = SessionHold.of(config, self.kv_cache.tree, clock)
         self.lora = LoraSlots(config.lora_slots) if config.lora_slots else None
         """Slots of LoRA adapters, if the launch has any."""
         self.jumps = JumpForward(config)
@@ -162,7 +161,7 @@ class RequestTable:
         request.finish_reason = reason
         node = self._release_row(request)
         if reason.type != "abort":
-            self.sessions.ended(request.prompt_ids + request.output_ids, node)
+            self.sessions.ended(request, node)
 
     def retract(self, victims: list[Request]) -> None:
         """Moves running requests back to the front region of the queue; their KV stays cached until it is evicted.

@@ -255,7 +255,7 @@ class Scheduler:
         state_ops = kv_cache.take_state_ops(batch.jobs, zip(draft.sampled[: draft.num_decodes], draft.starts))
         more = kv_ops, kv_cache.take_window_pages(), table.take_lora_loads(), state_ops
         plan, record = draft.finish(kv_cache.step, table.row_writes, table.finished_rows, follow, *more)
-        table.row_writes, table.finished_rows, record.alone = [], [], alone
+        table.row_writes, table.finished_rows, record.alone, record.launched = [], [], alone, self._clock()
         self._in_flight.append(record)
         if self.keeps_facts:
             self.last_facts = plan_facts(plan, draft, batch, num_before, table)

@@ -1,33 +1,44 @@
 """Holds the KV of sessions whose next turn is expected, so that throughput does not fall when sessions exceed the pool.
 
-Turns of many sessions in rotation would each evict what the next one needs. Instead the sessions whose KV is cached
-keep it, and requests that could only run by evicting it wait, at most `--session-hold` seconds after they arrived; then
-they are admitted as without this policy.
+Turns of many sessions in rotation would each evict what the next one needs. Instead a set of sessions that fits keeps
+its KV, and requests that could only run by evicting it wait. The rule is derived, not fitted; `return_times` has its
+core, and all quantities are measured:
 
-A session is recognized by its prefix: a request returns if its prompt continues the tokens of an ended one. Held is the
-KV of returned requests that wait, and of ended requests for about the pause after which requests have returned lately.
-Where requests do not return, nothing is held.
+- Held are sessions whose next turn waits, then those whose pause is worth their place, the most valuable first, as far
+  as they fit together with the growth of a turn for each.
+- A request that evicts no held KV runs. It also leaves room for the net growth of the held sessions over the horizon:
+  a session that was admitted earlier than that would be computed again before its place had paid for it.
+- The request that has waited longest may evict held KV if evictions for this reason have cost at most `ROTATION` of the
+  time. So it waits at most for the KV evicted for the requests in front of it, times the seconds to compute it, divided
+  by `ROTATION`. A limit in seconds (`--session-hold SECONDS`) lets it run earlier, at any cost.
+
+A session is recognized by its prefix: a request returns if its prompt continues the tokens of an ended one. Where
+requests do not return, nothing is held. With a host tier evicted KV is loaded back, so what is held are sessions on
+device and host together, and nothing waits until the host is full too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
+from moe_engine.scheduler.config import SchedulerConfig
 from moe_engine.scheduler.radix_cache import Node, RadixCache
+from moe_engine.scheduler.return_times import MEMORY, ReturnTimes, StepTimes
 from moe_engine.scheduler.waiting_queue import Waiting
+from moe_engine.types import Request
 
 MAX_SESSIONS = 512
 HEAD, TAIL = 32, 16
 """Tokens by which an ended request is recognized: the first ones, and the last ones of what is cached."""
-SHARE = 0.3
-"""Ended requests are held if at least this share of them returns."""
-DEVIATIONS = 4.0
-"""They are held for the mean pause and so many mean deviations of it."""
-MOST = 0.75
-"""At most this share of the pool beside running requests is held; the rest is for their growth."""
-WEIGHT = 0.2
-"""Of a new observation in the means."""
+ROTATION = 0.025
+"""Share of the time that may go to computing KV again that was evicted so that another session can run: half of what
+throughput may fall (0.05)."""
+LEAST_CACHED = 0.5
+"""A session of whose KV less is cached counts as evicted."""
+PLANNING = 0.05
+"""Share of the time that `plan` may take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,47 +48,103 @@ class _Session:
     node: Node
     end: int
     ended: float
-    head: tuple[int, ...]
+    head: Hashable
     tail: tuple[int, ...]
     entry: Waiting | None = None
+    is_lost: bool = False
+    """Has been silent for so long that it counts as ended."""
 
 
 class SessionHold:
     """
     Args:
-        bound: longest wait of a request, in seconds; 0: nothing is held.
+        limit: longest wait of a request in seconds; None: as long as rotation takes; 0: nothing is held.
+        host_tokens: size of the host tier; 0: there is none.
+        max_running: requests that may run at once.
     """
 
-    def __init__(self, bound: float, tree: RadixCache, clock: Callable[[], float]) -> None:
-        self._bound, self._tree, self._clock = bound, tree, clock
+    def __init__(
+        self,
+        limit: float | None,
+        tree: RadixCache,
+        clock: Callable[[], float],
+        num_slots: int = 0,
+        host_tokens: int = 0,
+        max_running: int = 1,
+    ) -> None:
+        self._limit, self._tree, self._clock = limit, tree, clock
+        self._below = max(host_tokens - num_slots, 0)
+        """Tokens that stay loadable when the pool is full: a host tier may have a copy of all that is on the device."""
+        self._pool = num_slots + self._below
+        self.is_off = limit == 0
         self._sessions: dict[int, _Session] = {}
         """In the order of their ends."""
-        self._by_head: dict[tuple[int, ...], dict[int, _Session]] = {}
+        self._by_head: dict[Hashable, dict[int, _Session]] = {}
         self._num = 0
+        self.times, self.returns = StepTimes(max_running), ReturnTimes()
+        self._output = self._prompt = self._length = self._gap = 0.0
+        """Means of a turn: output tokens, new prompt tokens, tokens at its end; seconds between two ends."""
+        self._last_end = 0.0
         self.holds_back = False
         """Whether the last admission passed over requests because of held sessions."""
         self._held = 0
         self._before: dict[Waiting, int] = {}
-        """Of waiting requests whose KV is held: tokens that are held for sessions that ended earlier."""
-        self._returning = 0.0
-        """Mean share of ended requests that return; `_pause`: mean time until they do, and its mean deviation."""
-        self._pause = self._deviation = 0.0
+        """Of waiting requests whose KV is held: tokens held with more right."""
+        self._reserve = 0.0
+        self._passed: dict[Waiting, None] = {}
+        """Requests that were passed over, the longest waiting first."""
+        self._credit, self._credited = 0.0, 0.0
+        """Seconds of computing again that rotation may cause; when it was last increased."""
+        self._rotating: Waiting | None = None
+        """The request that may run by evicting held KV, which costs `_rotation_cost` seconds."""
+        self._rotation_cost = 0.0
+        self._next_plan = 0.0
 
-    def ended(self, tokens: Sequence[int], node: Node) -> None:
-        """A request has ended; its KV is cached up to `node`."""
-        if not self._bound or node.parent is None or node.end < HEAD:
+    @classmethod
+    def of(cls, config: SchedulerConfig, tree: RadixCache, clock: Callable[[], float]) -> SessionHold:
+        """Off where KV is not kept, or where evicted KV goes to a storage or another server."""
+        off = config.disable_radix_cache or config.storage is not None or config.kv_connector != "host"
+        limit = 0.0 if off else config.session_hold
+        return cls(limit, tree, clock, config.num_slots, config.host_tier_tokens, config.max_rows)
+
+    # -- observations
+
+    def stepped(
+        self, launched: float, now: float, spans: Mapping[int, tuple[int, int]], num_decodes: int, waits: bool
+    ) -> None:
+        """A step has ended that computed these `spans` of prompts; `waits`: while requests waited."""
+        if self.is_off or not (spans or num_decodes):
             return
+        num_prompt = sum([end - start for start, end in spans.values()]) if spans else 0
+        self.times.add(launched, now, num_prompt, num_decodes, waits)
+
+    def ended(self, request: Request, node: Node) -> None:
+        """A request has ended; its KV is cached up to `node`."""
+        if self.is_off or node.parent is None or node.end < HEAD:
+            return
+        now, tokens = self._clock(), request.prompt_ids + request.output_ids
+        first = not self._length
+        weight = 1.0 if first else MEMORY
+        self._output += (len(request.output_ids) - self._output) * weight
+        self._length += (len(tokens) - self._length) * weight
+        if not first:
+            gap = max(now - self._last_end, 1e-6)
+            self._gap += (gap - self._gap) * (MEMORY if self._gap else 1.0)
+        self._last_end = now
         self._num += 1
-        head, tail = tuple(tokens[:HEAD]), tuple(tokens[node.end - TAIL : node.end])
-        session = self._sessions[self._num] = _Session(node, node.end, self._clock(), head, tail)
+        head = request.namespace, tuple(tokens[:HEAD])
+        session = _Session(node, node.end, now, head, tuple(tokens[node.end - TAIL : node.end]))
+        self._sessions[self._num] = session
         self._by_head.setdefault(head, {})[self._num] = session
         if len(self._sessions) > MAX_SESSIONS:
             self._drop(next(iter(self._sessions)))
 
     def arrived(self, entry: Waiting) -> None:
         """A request waits: perhaps the next turn of a session."""
+        if self.is_off:
+            return
         found, tokens, length = None, entry.tokens, 0
-        for number, session in self._by_head.get(tuple(tokens[:HEAD]), {}).items():
+        for number, session in self._by_head.get((entry.request.namespace, tuple(tokens[:HEAD])), {}).items():
             end = session.end
             fits = session.entry is None and length < end <= len(tokens)
             if fits and tuple(tokens[end - TAIL : end]) == session.tail:
@@ -86,67 +153,160 @@ class SessionHold:
             return
         session = self._sessions[found]
         session.entry = entry
-        pause = self._clock() - session.ended
-        if not self._returning:
-            self._pause, self._deviation = pause, pause / 2
-        self._deviation += (abs(pause - self._pause) - self._deviation) * WEIGHT
-        self._pause += (pause - self._pause) * WEIGHT
-        self._returning += (1.0 - self._returning) * WEIGHT
+        if session.is_lost:
+            session.is_lost = False
+            self.returns.found()
+        self.returns.returned(self._clock() - session.ended)
+        new = len(tokens) - session.end
+        self._prompt += (new - self._prompt) * (MEMORY if self._prompt else 1.0)
 
-    def plan(self, available: int) -> None:
-        """Decides what is held, for the next calls of `held_for`.
+    # -- what is held
+
+    @property
+    def growth(self) -> float:
+        """Tokens that a turn adds to its session."""
+        return self._prompt + self._output
+
+    @property
+    def horizon(self) -> float:
+        """Seconds for which room is worth as much as computing its content (`return_times`)."""
+        return self._pool * self.times.per_token * self.times.price
+
+    def plan(self, available: int, num_running: int) -> None:
+        """Decides what is held, for the next calls of `must_wait`.
 
         Args:
             available: tokens of the pool that no running request has.
         """
-        self._held, self._before = 0, {}
+        now = self._clock()
         if not self._sessions:
+            self._held, self._before, self._reserve = 0, {}, 0.0
             return
-        now, limit, seen = self._clock(), int(MOST * available), set[Node]()
-        window = min(self._bound, self._pause + DEVIATIONS * self._deviation) if self._returning >= SHARE else 0.0
-        holds: list[_Session] = []
+        if now < self._next_plan:
+            return
+        room = available + self._below
+        self._choose(now, room - num_running * (self.growth + self._output), num_running)
+        self._next_plan = now + (self._clock() - now) / PLANNING
+
+    def _rank(self, now: float, horizon: float) -> list[_Session]:
+        """Sessions that are worth their place, the most valuable first; then by time. What is missing of a session
+        takes room and saves nothing."""
+        patience = self.returns.patience
+        ranked: list[tuple[float, float, int]] = []
         for number, session in list(self._sessions.items()):
-            if not self._is_current(session, now):
+            entry, silence = session.entry, now - session.ended
+            if session.is_lost:
+                continue
+            if entry is None and patience and silence > patience:
+                session.is_lost = True
+                self.returns.lost()
+            elif entry is not None and not entry.is_queued:
                 self._drop(number)
-                continue
-            if session.entry is None and now - session.ended >= window:
-                continue
-            if self._held >= limit or not session.node.alive or session.node.end != session.end:
-                continue
-            if session.entry is not None:
-                self._before[session.entry] = self._held
-            holds.append(session)
-            walk: Node | None = session.node
-            while walk is not None and walk not in seen and not walk.lock:
-                seen.add(walk)
-                self._held += len(walk.tokens)
-                walk = walk.parent
-        for session in reversed(holds):  # what is not held is evicted first, then the sessions that ended last
-            self._tree.refresh(session.node)
+            elif (cached := _cached(session.node).end / session.end) >= LEAST_CACHED:
+                value = self.returns.value(silence) if entry is None else horizon
+                if value > 0:
+                    since = session.ended if entry is None else entry.request.queued_at
+                    ranked.append((-value * cached, since, number))
+        ranked.sort()
+        return [self._sessions[number] for _, _, number in ranked]
 
-    def held_for(self, entry: Waiting) -> int:
-        """Evictable tokens that a request must leave in the cache: those of all held sessions, or of those before its
-        own; 0 once it has waited for the bound."""
-        if not self._held or self._clock() - entry.request.queued_at >= self._bound:
-            return 0
-        return self._before.get(entry, self._held)
+    def _choose(self, now: float, room: float, num_running: int) -> None:
+        horizon, growth = self.horizon, self.growth
+        self.returns.update(horizon)
+        self._held, self._before = 0, {}
+        holds, displaced, seen = list[_Session](), list[tuple[_Session, int]](), set[Node]()
+        for session in self._rank(now, horizon):
+            size, path = self._cached_path(session, seen)
+            if self._held + size + growth * (len(holds) + 1) <= room:
+                if session.entry is not None:
+                    self._before[session.entry] = self._held
+                seen.update(path)
+                holds.append(session)
+                self._held += size
+            elif session.entry is not None:
+                displaced.append((session, size))
+        self._reserve = 0.0
+        turns = len(holds) + (num_running if self.returns.value(0.0) > 0 else 0)  # running sessions will be held
+        if turns:
+            self._reserve = max(self._growth_reserve(horizon), growth * turns + self._output * num_running)
+        before = int(self._held + growth * turns)
+        for session, size in displaced:  # they come before requests of which nothing is cached
+            assert session.entry is not None
+            self._before[session.entry] = before
+            before += size
+            self._reserve += size
+            self._tree.refresh(_cached(session.node))
+        for session in reversed(holds):  # what is not held is evicted first, then what is worth least
+            self._tree.refresh(_cached(session.node))
 
-    def is_returning(self, entry: Waiting) -> bool:
-        """Whether a request is the next turn of a session whose KV is held."""
-        return entry in self._before
+    def _growth_reserve(self, horizon: float) -> float:
+        """Room that a further session leaves free. Held sessions grow by G tokens a second, and one ends every T
+        seconds, which frees its room. With the reserve R a held session is evicted before that with the probability
+        exp(-R / (G T)); then it costs the time to compute L tokens. Waiting for the end instead leaves L tokens of the
+        pool unused for T seconds at most. Both are equal at R = G T log(1 + horizon / T), without ends at G horizon.
+        """
+        if not self._gap:
+            return 0.0
+        rate, ends = self.growth / self._gap, (1 - self.returns.share) / self._gap
+        return rate * math.log1p(horizon * ends) / ends if ends > 1e-9 else rate * horizon
 
-    def share_for(self, entry: Waiting) -> float:
-        """Of the room, what a request and the KV that is held may take together: a session that could not be held
-        afterwards would only evict and be evicted."""
-        return 1.0 if entry in self._before else MOST
-
-    def _is_current(self, session: _Session, now: float) -> bool:
-        if session.entry is not None:
-            return session.entry.is_queued
-        if now - session.ended <= self._bound:
+    def must_wait(self, entry: Waiting, total: int, room: float) -> bool:
+        """Whether a request that takes `total` of `room` tokens waits because sessions would lose their KV."""
+        if not (self._held or self._reserve) or entry.request.retractions:
+            return False
+        before = self._before.get(entry)
+        missing = total + (self._held + self._reserve if before is None else before) - (room + self._below)
+        if missing < 0:
+            return False
+        now = self._clock()
+        if self._is_over(entry):
+            return False
+        if not self._passed:
+            self._credited = now
+        self._passed.setdefault(entry)
+        if entry is not self._longest():
             return True
-        self._returning -= self._returning * WEIGHT
+        cost = total * self.times.per_token
+        self._credit = min(self._credit + (now - self._credited) * ROTATION, cost)
+        self._credited = now
+        if self._credit < cost:
+            return True
+        self._rotating, self._rotation_cost = entry, cost
         return False
+
+    def admitted(self, entry: Waiting) -> None:
+        """A request runs."""
+        if self._passed and entry in self._passed:
+            del self._passed[entry]
+        if entry is self._rotating:
+            self._credit -= self._rotation_cost
+            self._rotating = None
+
+    def _longest(self) -> Waiting | None:
+        """The request that was passed over first and still waits."""
+        while self._passed:
+            first = next(iter(self._passed))
+            if first.is_queued:
+                return first
+            del self._passed[first]
+        return None
+
+    def may_evict(self, entry: Waiting) -> bool:
+        """Whether it is worth examining a request although many were passed over."""
+        return entry in self._before or entry is self._longest() or self._is_over(entry)
+
+    def _is_over(self, entry: Waiting) -> bool:
+        return self._limit is not None and self._clock() - entry.request.queued_at >= self._limit
+
+    def _cached_path(self, session: _Session, seen: set[Node]) -> tuple[int, list[Node]]:
+        """Evictable nodes of a session that are not in `seen`; their tokens, and those that are not cached any more."""
+        node = walk = _cached(session.node)
+        size, path = session.end - node.end, list[Node]()
+        while walk.parent is not None and walk not in seen and not walk.lock:
+            path.append(walk)
+            size += len(walk.tokens)
+            walk = walk.parent
+        return size, path
 
     def _drop(self, number: int) -> None:
         session = self._sessions.pop(number)
@@ -154,3 +314,10 @@ class SessionHold:
         del of_head[number]
         if not of_head:
             del self._by_head[session.head]
+
+
+def _cached(node: Node) -> Node:
+    """The node, or the part in front of it that is still cached."""
+    while node.parent is not None and not node.alive and getattr(node, "places", None) is None:
+        node = node.parent
+    return node

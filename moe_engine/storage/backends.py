@@ -6,8 +6,10 @@ the same arguments.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 from moe_engine.errors import ConfigError
 from moe_engine.step_settings import StorageSettings
@@ -22,7 +24,19 @@ def _file(settings: StorageSettings, rank: int) -> PageStorage:
     return FileStorage(settings.directory, settings.max_bytes)
 
 
-BACKENDS: dict[str, Maker] = {"file": _file}
+def _nixl(settings: StorageSettings, rank: int) -> PageStorage:
+    from moe_engine.storage.nixl_storage import NixlStorage
+
+    return NixlStorage(settings.directory, settings.max_bytes, extra_of(settings))
+
+
+def _mooncake(settings: StorageSettings, rank: int) -> PageStorage:
+    from moe_engine.storage.mooncake_storage import MooncakeStorage
+
+    return MooncakeStorage(extra_of(settings))
+
+
+BACKENDS: dict[str, Maker] = {"file": _file, "nixl": _nixl, "mooncake": _mooncake}
 
 
 def open_storage(settings: StorageSettings, rank: int = 0) -> PageStorage:
@@ -45,6 +59,12 @@ def open_storage(settings: StorageSettings, rank: int = 0) -> PageStorage:
             f"--hicache-storage-backend {settings.backend}: {type(storage).__name__} has no method {', '.join(missing)}"
         )
     return storage
+
+
+def extra_of(settings: StorageSettings) -> dict[str, Any]:
+    """`--hicache-storage-backend-extra-config`, without the settings of prefetching."""
+    found: dict[str, Any] = json.loads(settings.extra) if settings.extra else {}
+    return found
 
 
 def class_at(path: str) -> Maker:

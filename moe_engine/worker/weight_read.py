@@ -6,6 +6,7 @@ A kernel may have packed, merged or cut a tensor. The module that holds it is bu
 
 from __future__ import annotations
 
+from math import prod
 from typing import Annotated, Any
 
 import msgspec
@@ -60,7 +61,7 @@ class WeightRead:
         except InputError as error:
             raise MoeEngineError(error.message) from None
         rows = min(shape[0], args.truncate_size)
-        total = rows * (shape[1] if len(shape) > 1 else 1)
+        total = rows * prod(shape[1:])
         if total > MAX_ELEMENTS:
             raise MoeEngineError(f"truncate_size {rows}: {total} values; ask for at most {MAX_ELEMENTS} at once")
         if self._experts.balance is not None:

@@ -181,7 +181,7 @@ def test_flags_of_the_host_tier(resolved):
     assert resolved(page_size=16, hicache_write_policy="write_back", **storage).page_size == 16
     for given, why in [
         ({"hicache_storage_backend": "file"}, "add --enable-hierarchical-cache"),
-        ({**storage, "hicache_storage_backend": "files"}, "unknown; use file, or the path"),
+        ({**storage, "hicache_storage_backend": "files"}, "unknown; use file, nixl, mooncake, or the path"),
         ({**storage, "hicache_storage_size": -1.0}, "must not be negative"),
         ({**storage, "hicache_storage_backend_extra_config": "[1]"}, "not a JSON object"),
         ({**storage, "hicache_storage_backend_extra_config": "@/no/such"}, "give a JSON object, or @FILE"),

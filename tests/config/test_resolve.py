@@ -52,7 +52,8 @@ def test_nothing_stays_auto(resolved):
                 "bucket_inter_token_latency", "bucket_e2e_request_latency", "prompt_tokens_buckets",
                     "generation_tokens_buckets", "workload_profile", "slo", "kv_events_config", "completion_template",
                 "hicache_storage_backend", "hicache_storage_dir", "hicache_storage_backend_extra_config",
-                "request_waiting_timeout", "request_running_timeout", "max_mamba_cache_size"}  # fmt: skip
+                "request_waiting_timeout", "request_running_timeout", "max_mamba_cache_size",
+                "session_hold"}  # fmt: skip
     for part in (SpeculativeArgs, ParallelArgs, ExpertArgs, GraphArgs, LoraArgs):  # they ask for nothing
         may_stay |= {info.name for info in fields_of(part)}
     for part in PARTS.values():

@@ -37,7 +37,7 @@ class FaultyTransport:
         self.num_faults += found
         return found
 
-    def register(self, num_bytes: int) -> Memory:
+    def register(self, num_bytes: int, *, is_target: bool = True) -> Memory:
         if self.fault():
             raise TransportError("made up: no memory")
         number = next(self.numbers)

@@ -35,6 +35,7 @@ def test_tokens_are_those_of_one_server(transport: str, tmp_path: Path) -> None:
             assert "repaired" not in server.log
 
 
+@pytest.mark.exhaustive
 def test_servers_with_other_transports_refuse_each_other(tmp_path: Path) -> None:
     ids = [random.randrange(20, 1000) for _ in range(100)]
     with Pair(tmp_path, decode=("--disaggregation-transfer-backend", "shm")) as pair:

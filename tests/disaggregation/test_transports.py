@@ -121,6 +121,9 @@ def test_shared_memory_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monkey
     third = both.target.register(SIZE)
     both.close()
     assert third.array.nbytes == SIZE and not list(tmp_path.iterdir())
+    own = both.source.register(SIZE, is_target=False)  # of a sender, whose process may be killed
+    assert own.array.nbytes == SIZE and not list(tmp_path.iterdir())
+    both.source.release(own)
     name, inode, size = wire.decode(third.description)
     for wrong in ([f"../{name}", inode, size], ["passwd", inode, size], [name, inode, size]):
         with pytest.raises(TransportError):

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from moe_engine.executor.make_worker import worker_options
 from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
+from moe_engine.worker.weight_read import ReadArgs, WeightRead
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.engine.test_states import check
 from tests.models.checkpoints import make_checkpoint
@@ -127,3 +130,21 @@ def test_the_ledger_has_the_bytes_of_the_pools(served: Any) -> None:
     ledger, runner = engine.config.ledger, engine.worker.runner
     assert runner.rows.states.num_bytes == ledger.bytes_of("request states") > 0
     assert runner.kv_pool.num_bytes == ledger.kv_bytes
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.linear_attn.conv1d.weight", "model.layers.0.input_layernorm.weight"])
+def test_weights_by_name_are_those_of_the_checkpoint(served: Any, name: str) -> None:
+    """Taps are stored in another order, norms with 1 added."""
+    engine, _ = served
+    if engine.worker.runner.speculation is not None:
+        pytest.skip("the same weights")
+    stored = load_file(f"{engine.config.model_path}/model.safetensors")[name]
+    found = WeightRead(engine.worker.runner, worker_options(engine.config), engine.worker.experts).read(
+        ReadArgs(name, 10)
+    )
+    values = torch.zeros(stored[:10].numel())
+    values[torch.frombuffer(bytearray(found["numbers"]), dtype=torch.int64)] = torch.frombuffer(
+        bytearray(found["values"]), dtype=torch.float32
+    )
+    assert found["shape"] == [min(10, stored.shape[0]), *stored.shape[1:]]
+    torch.testing.assert_close(values, stored[:10].flatten(), rtol=1e-6, atol=1e-6)

@@ -21,8 +21,9 @@ def test_admission_stops_for_so_many_decode_steps(events: list[tuple[str, int]])
             backoff.count_decodes(count)
             decodes, prefills = decodes + count, 0
         elif event == "prefill":
-            backoff.count_plan(0)
+            backoff.count_plan(0, left_waiting=count % 2 == 0)
             prefills += 1
+            assert backoff.is_decode_turn(prefills) and backoff.is_decode_turn(prefills + 1) is (count % 2 == 1)
         elif event == "full":
             backoff.out_of_memory()
             full_until = decodes + RETRY_DECODE_STEPS

@@ -3,123 +3,233 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from moe_engine.scheduler import Scheduler, SchedulerConfig
-from moe_engine.scheduler.scheduler import NEEDS_RESULT
+from moe_engine.scheduler import SchedulerConfig, admission
+from moe_engine.scheduler.radix_cache import RadixCache
+from moe_engine.scheduler.session_hold import ROTATION, SessionHold
 from moe_engine.scheduler.waiting_queue import Waiting
-from moe_engine.types import Request, StepPlan
-from tests.scheduler.simulator import FakeWorker, make_request
+from tests.examples import examples
+from tests.scheduler.session_load import Load, Shape
+from tests.scheduler.simulator import make_request
 
-POOL, PROMPT, LONGEST, TURN, OUTPUT = 4000, 350, 550, 10, 10
-STEP, TOKEN = 0.02, 0.0005
-"""Seconds of a step, and of each of its prompt tokens more."""
-
-
-@dataclass
-class Session:
-    number: int
-    text: list[int]
-    due: float = 0.0
-    turns: int = 0
-    waits: list[float] = field(default_factory=list)
-    request: Request | None = None
-
-
-class Load:
-    """Sessions in closed loop over a scheduler, in virtual time: each sends its next turn after a short pause."""
-
-    def __init__(self, num_sessions: int, pause: float, turns: bool = True, **config: float) -> None:
-        base = SchedulerConfig(num_slots=POOL, context_len=2000, max_rows=8, chunked_prefill_size=512)
-        self.config = replace(base, **config)  # type: ignore[arg-type]
-        self.now = 0.0
-        self.scheduler = Scheduler(self.config, clock=lambda: self.now)
-        self.worker = FakeWorker(self.config)
-        self.rng = random.Random(5)
-        self.pause, self.turns = pause, turns
-        self.sessions = [Session(i, self.text(PROMPT)) for i in range(num_sessions)]
-        self.num_tokens = 0
-
-    def text(self, count: int) -> list[int]:
-        return [self.rng.randrange(2, 50) for _ in range(count)]
-
-    def arrivals(self) -> None:
-        for session in self.sessions:
-            if session.request is None and session.due <= self.now:
-                if len(session.text) > LONGEST or not self.turns:
-                    session.text = self.text(PROMPT)  # a new conversation takes the place of the old one
-                rid = f"{session.number}.{session.turns}"
-                session.request = make_request(rid, list(session.text), OUTPUT, eos=False, ignore_eos=True)
-                self.scheduler.add(session.request)
-
-    def step(self) -> None:
-        self.arrivals()
-        plan = self.scheduler.schedule()
-        if plan is None or plan is NEEDS_RESULT:
-            self.now += 0.001
-            return
-        assert isinstance(plan, StepPlan)
-        self.worker.submit(plan)
-        self.now += STEP + TOKEN * (plan.num_tokens - plan.num_decodes)
-        ended = {event.rid for event in self.scheduler.update(self.worker.execute()) if event.finish_reason}
-        for session in self.sessions:
-            request = session.request
-            if request is not None and request.rid in ended:
-                assert request.first_scheduled is not None
-                session.waits.append(request.first_scheduled - request.queued_at)
-                session.text = [*request.prompt_ids, *request.output_ids, *self.text(TURN)]
-                session.due, session.request = self.now + self.pause * self.rng.uniform(0.5, 1.5), None
-                session.turns += 1
-                self.num_tokens += OUTPUT
-
-    def run(self, seconds: float, warm: float = 20.0) -> float:
-        """Output tokens per second, behind the first seconds."""
-        while self.now < warm:
-            self.step()
-        begin, self.num_tokens = self.now, 0
-        while self.now < begin + seconds:
-            self.step()
-        assert self.scheduler.check_integrity() == []
-        return self.num_tokens / (self.now - begin)
+SHORT = Shape()
+"""Sessions of 350 to 550 tokens, pauses that are short beside a turn."""
+SHAPES = {
+    "short pauses": SHORT,
+    "any number of turns": replace(SHORT, fixed_turns=False, num_turns=8, pauses="exponential", pause=0.3),
+    "chat": Shape(
+        pool=20_000,
+        rows=16,
+        prompt=(100, 1500),
+        turn=(20, 200),
+        output=(10, 60),
+        num_turns=6,
+        fixed_turns=False,
+        pause=2.0,
+        pauses="lognormal",
+        token=0.0002,
+    ),
+    "long pauses": Shape(
+        pool=8000,
+        prompt=(200, 600),
+        turn=(20, 60),
+        output=(20, 40),
+        num_turns=12,
+        fixed_turns=False,
+        pause=4.0,
+        pauses="exponential",
+    ),
+}
 
 
-@pytest.mark.parametrize("pause", [0.05, pytest.param(0.5, marks=pytest.mark.exhaustive)])
-def test_throughput_does_not_fall_with_offered_load(pause: float) -> None:
+def config_of(shape: Shape, **changes: object) -> SchedulerConfig:
+    base = SchedulerConfig(num_slots=shape.pool, context_len=shape.pool // 2, max_rows=shape.rows)
+    return replace(base, **{"chunked_prefill_size": 512, **changes})  # type: ignore[arg-type]
+
+
+def throughput(shape: Shape, times: float, seconds: float, **changes: object) -> float:
+    """At so many times the sessions that fit into the pool (into the host tier, if that is larger)."""
+    config = config_of(shape, **changes)
+    fit = max(config.num_slots, config.host_tier_tokens) / shape.footprint
+    return Load(shape, max(1, round(times * fit)), config).run(seconds, warm=seconds / 2)
+
+
+def drawn_shape(rng: random.Random) -> Shape:
+    """Sessions, pauses, costs and a pool at random."""
+    low, turn, output = rng.randint(100, 600), rng.randint(5, 60), rng.randint(8, 30)
+    shape = Shape(
+        rows=rng.choice([4, 8, 16]),
+        prompt=(low, rng.randint(low, 3 * low)),
+        turn=(turn, 2 * turn),
+        output=(output // 2, output),
+        num_turns=rng.choice([5, 10]),
+        fixed_turns=rng.random() < 0.5,
+        pause=10 ** rng.uniform(-1.3, -0.3),
+        pauses=rng.choice(["uniform", "exponential", "lognormal", "two"]),
+        token=10 ** rng.uniform(-4, -3),
+        decode=rng.choice([0.0, 0.001]),
+    )
+    return replace(shape, pool=int(rng.choice([6, 10]) * shape.footprint))
+
+
+slow = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == "short pauses" else slow) for name in SHAPES])
+def test_throughput_does_not_fall_with_offered_load(name: str) -> None:
     """At 1, 2 and 4 times the pool; at 4 times without the policy."""
-    held = [Load(num, pause).run(40) for num in (9, 18, 36)]
-    assert min(held) >= 0.93 * max(held), held
-    plain = Load(36, pause, session_hold=0.0).run(20)
-    assert plain < 0.6 * held[2], (plain, held)
+    shape = SHAPES[name]
+    seconds = 40 if name == "short pauses" else 150
+    held = [throughput(shape, times, seconds) for times in (1, 2, 4)]
+    peak = max(held[:2])  # a rise with the load is no fall
+    share = 0.95 if name == "short pauses" else 0.9
+    assert held[1] >= share * held[0] and held[2] >= share * peak, held
+    plain = throughput(shape, 4, 20, session_hold=0.0)
+    assert plain < 0.85 * held[2], (plain, held)
 
 
-def test_requests_wait_no_longer_than_the_bound_and_the_queue() -> None:
-    load = Load(36, 0.05, session_hold=5.0)
-    load.run(60)
-    assert all(session.turns >= 4 for session in load.sessions)
-    assert max(max(session.waits) for session in load.sessions) < 5.0 + 15.0
+@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=slow) for seed in range(4))])
+def test_drawn_loads(seed: int) -> None:
+    """Sessions that have ended are not known to have: at 2 and 4 times the pool they cost more than at once the pool,
+    where a new session takes their place. Hence 0.85 here."""
+    shape = drawn_shape(random.Random(seed))
+    held = [throughput(shape, times, 30 if seed == 4 else 100) for times in (1, 2, 4)]
+    assert min(held[1:]) >= 0.85 * max(held), (held, shape)
+
+
+@pytest.mark.parametrize("name", ["short pauses", pytest.param("long pauses", marks=slow)])
+def test_beside_a_host_tier_of_twice_the_pool(name: str) -> None:
+    """At 1, 2 and 4 times the host tier; loads take a twentieth of computing."""
+    shape = replace(SHAPES[name], load=SHAPES[name].token / 20)
+    changes = {"host_tier_tokens": 2 * shape.pool}
+    seconds, share = (25, 0.85) if name == "short pauses" else (150, 0.95)
+    held = [throughput(shape, times, seconds, **changes) for times in (1, 2, 4)]
+    assert min(held[1:]) >= share * max(held), held
+    plain = throughput(shape, 2, 15, session_hold=0.0, **changes)
+    assert plain < 0.85 * held[1], (plain, held)
+
+
+@pytest.mark.parametrize("policy", ["write_back", "write_through"])
+def test_sessions_that_fit_the_host_tier_lose_nothing(policy: str) -> None:
+    """Their returning turns compute the new tokens only."""
+    shape = replace(SHORT, pool=2000, num_turns=1000, turn=(0, 1), output=(2, 2), load=1e-5)
+    config = config_of(shape, host_tier_tokens=2 * shape.pool, hicache_write_policy=policy)
+    load = Load(shape, int(1.8 * shape.pool / 400), config)
+    for session in load.sessions:
+        del session.text[350:]
+    load.run(3, warm=5)
+    turns = len(load.waits)
+    assert turns > 50 and load.num_computed <= 15 * turns  # matches of less than 10 tokens are computed
+    connector = load.scheduler.kv_cache.connector
+    assert connector is not None and connector.num_loaded_tokens > 0
+
+
+@settings(max_examples=examples(5), deadline=None)
+@given(
+    limit=st.sampled_from([0.5, 2.0, 5.0]),
+    times=st.sampled_from([2, 4]),
+    host=st.sampled_from([0, 2]),
+    most=st.sampled_from([1, 8]),
+    seed=st.integers(0, 10**6),
+)
+def test_nothing_is_passed_over_after_the_limit(limit: float, times: int, host: int, most: int, seed: int) -> None:
+    shape = drawn_shape(random.Random(seed))
+    config = config_of(shape, session_hold=limit, host_tier_tokens=host * shape.pool)
+    load = Load(shape, round(times * max(1, host) * shape.pool / shape.footprint), config)
+    longest = 0.0
+    sessions = load.scheduler.table.sessions
+    asked = sessions.must_wait
+
+    def watch(entry: Waiting, total: int, room: float) -> bool:
+        nonlocal longest
+        waits = asked(entry, total, room)
+        if waits:
+            longest = max(longest, load.now - entry.request.queued_at)
+        return waits
+
+    sessions.must_wait = watch  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "MAX_HELD", most)
+        load.run(6, warm=0)
+        waiting = load.scheduler.table.queue.entries
+        over = [e for e in waiting if load.now - e.request.queued_at > limit and not sessions.may_evict(e)]
+    assert longest < limit and not over
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(
+    totals=st.lists(st.integers(1, 3000), min_size=1, max_size=8),
+    per_token=st.floats(1e-5, 1e-2),
+    pause=st.floats(0.01, 1.0),
+)
+def test_rotation_bounds_every_wait(totals: list[int], per_token: float, pause: float) -> None:
+    """Requests that find the whole pool held, asked every `pause` seconds: each waits at most for those in front of it
+    and itself, and together they cost no more than their share of the time."""
+    now = 0.0
+    hold = SessionHold(None, RadixCache(1, lambda slots, step: None), lambda: now, 1000)
+    hold._held = 10**6
+    for count in (0, 1000):
+        hold.times.add(now, now + 0.01 + count * per_token, count, 0, True)
+    per_token = hold.times.per_token
+    waiting = []
+    for number, total in enumerate(totals):
+        entry = Waiting(make_request(str(number), [2] * 3), [2] * 3, number, [2] * 3)
+        entry.is_queued = True
+        waiting.append((entry, total))
+    bound = spent = 0.0
+    for number, (first, total) in enumerate(waiting):
+        bound += total * per_token / ROTATION + pause
+        while (waits := [hold.must_wait(entry, need, 0.0) for entry, need in waiting[number:]])[0]:
+            assert all(waits)
+            now += pause
+            assert now <= bound * (1 + 1e-6) + pause, number
+        spent += total * per_token
+        first.is_queued = False
+        hold.admitted(first)
+        assert spent <= now * ROTATION * (1 + 1e-6) + 1e-9
+
+
+def test_no_session_starves() -> None:
+    """Every session has its turns, without a limit too."""
+    load = Load(SHORT, 36, config_of(SHORT))
+    load.run(30, warm=0)
+    assert all(session.turns >= 1 for session in load.sessions)
 
 
 def test_requests_that_do_not_return_hold_nothing() -> None:
     """The same steps with and without the policy."""
     counts = []
-    for hold in (0.0, 30.0):
-        load = Load(24, 0.05, turns=False, session_hold=hold)
+    for hold in (0.0, None):
+        load = Load(replace(SHORT, num_turns=1), 24, config_of(SHORT, session_hold=hold))
         load.run(20)
-        counts.append((load.num_tokens, round(load.now, 6)))
+        counts.append((load.num_tokens, load.num_computed, round(load.now, 6)))
     assert counts[0] == counts[1]
 
 
 def test_a_session_is_recognized_by_its_prefix() -> None:
-    load = Load(1, 0.05)
+    load = Load(SHORT, 1, config_of(SHORT))
     sessions = load.scheduler.table.sessions
-    while load.sessions[0].turns < 4:
+    while load.sessions[0].turns < 5:
         load.step()
-    assert sessions._returning > 0.4 and 0.0 < sessions._pause < 0.1
-    sessions.plan(load.scheduler.kv_cache.available)
-    stranger = Waiting(make_request("s", load.text(100), 4), load.text(100), 99, load.text(100))
+    returns = sessions.returns
+    assert returns.share > 0.8 and all(0.02 < pause < 0.2 for pause in returns.pauses)
+    sessions.times._spare = 0.1 * sessions.times._total
+    while load.sessions[0].request is not None:
+        load.step()
+    available = load.scheduler.kv_cache.available
+    sessions.plan(available, 0)
+    tokens = load.text(100)
+    stranger = Waiting(make_request("s", tokens, 4), tokens, 99, tokens)
     stranger.request.queued_at = load.now
-    assert sessions.held_for(stranger) >= PROMPT  # what the one session has cached
-    load.now += 31.0
-    assert sessions.held_for(stranger) == 0  # the bound
+    assert sessions.must_wait(stranger, available - 300, available)  # what the one session has cached
+    again = Waiting(make_request("t", tokens, 4), tokens, 100, tokens)
+    again.request.retractions = 1
+    assert not sessions.must_wait(again, available - 300, available)  # its client has tokens already
+    load.now += returns.patience + 1
+    sessions.plan(available, 0)
+    assert not sessions.must_wait(stranger, available - 300, available)

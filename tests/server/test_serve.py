@@ -135,7 +135,7 @@ def test_flags_reach_the_http_server(monkeypatch):
 
     fake = FakeClient()
     fake.cause_of_death = lambda: None
-    monkeypatch.setattr("moe_engine.frontend.client.CoreClient", lambda *_: fake)
+    monkeypatch.setattr("moe_engine.frontend.client.CoreClient", lambda *_, **__: fake)
     monkeypatch.setattr("moe_engine.server.serve.serve", serve_http)
     flags = ["--timeout-keep-alive", "7", "--timeout-graceful-shutdown", "3"]
     flags += ["--uvicorn-access-log-exclude-prefixes", "/health", "/metrics"]

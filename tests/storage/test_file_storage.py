@@ -157,7 +157,7 @@ def test_errors_of_a_backend_are_misses(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_backends_are_named_or_refused(tmp_path: Path) -> None:
     assert isinstance(open_storage(StorageSettings("file", str(tmp_path))), FileStorage)
-    for name, why in [("files", "unknown; use file, or the path"), ("os:nothing", "cannot be loaded"),
+    for name, why in [("files", "unknown; use file, nixl, mooncake, or the path"), ("os:nothing", "cannot be loaded"),
                       ("builtins:object", "cannot be opened"), ("builtins:print", "has no method exists")]:  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             open_storage(StorageSettings(name, str(tmp_path)))

@@ -221,7 +221,7 @@ class PrefillAgent(TransferThread):
             return
         try:
             self._transport.open(peer, description)
-            memory = self._transport.register(NUM_SLOTS * slot_bytes)
+            memory = self._transport.register(NUM_SLOTS * slot_bytes, is_target=False)
         except TransportError as error:
             logger.error("%s", error)
             self._tell(peer, ["refused", str(error)])

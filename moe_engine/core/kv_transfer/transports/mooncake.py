@@ -58,7 +58,7 @@ class MooncakeTransport:
         """Peer -> (name of its engine, address of its memory, bytes)."""
         self._spare: dict[int, list[np.ndarray]] = {}
 
-    def register(self, num_bytes: int) -> Memory:
+    def register(self, num_bytes: int, *, is_target: bool = True) -> Memory:
         spare = self._spare.get(num_bytes)
         if spare:
             array = spare.pop()

@@ -54,7 +54,7 @@ class NixlTransport:
         except Exception as error:  # of the library's own types
             raise TransportError(f"nixl does not start with {BACKEND}: {error}") from error
 
-    def register(self, num_bytes: int) -> Memory:
+    def register(self, num_bytes: int, *, is_target: bool = True) -> Memory:
         spare = self._spare.get(num_bytes)
         try:
             if spare:

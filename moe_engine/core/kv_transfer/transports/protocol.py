@@ -55,8 +55,11 @@ class Write(Protocol):
 
 
 class Transport(Protocol):
-    def register(self, num_bytes: int) -> Memory:
-        """New memory, that peers may write to and that writes may read from.
+    def register(self, num_bytes: int, *, is_target: bool = True) -> Memory:
+        """New memory that writes may read from.
+
+        Args:
+            is_target: peers write to it, by its description.
 
         Raises:
             TransportError: it cannot be had.

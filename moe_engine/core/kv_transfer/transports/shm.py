@@ -41,7 +41,9 @@ class SharedMemoryTransport:
         self._peers: dict[bytes, np.ndarray] = {}
         self._names: set[Path] = set()
 
-    def register(self, num_bytes: int) -> Memory:
+    def register(self, num_bytes: int, *, is_target: bool = True) -> Memory:
+        if not is_target:  # without a name, which a killed process would leave behind
+            return Memory(np.empty(num_bytes, np.uint8))
         try:
             file, name = tempfile.mkstemp(prefix=PREFIX, dir=FOLDER)
             try:
@@ -60,6 +62,8 @@ class SharedMemoryTransport:
         return Memory(array, wire.encode([path.name, inode, num_bytes]), path)
 
     def release(self, memory: Memory) -> None:
+        if memory.handle is None:
+            return
         self._names.discard(memory.handle)
         with suppress(OSError):
             memory.handle.unlink()

@@ -34,7 +34,7 @@ class TcpTransport:
         self._peers: dict[bytes, tuple[int, int]] = {}
         """Peer -> (number of its memory, bytes)."""
 
-    def register(self, num_bytes: int) -> Memory:
+    def register(self, num_bytes: int, *, is_target: bool = True) -> Memory:
         number = next(self._numbers)
         description = wire.encode([number, num_bytes])
         self._memories[number] = Memory(np.empty(num_bytes, np.uint8), description, number)

@@ -1,0 +1,185 @@
+"""What the KV of a session is worth while its next turn is awaited: measured pauses, measured costs of steps, and the
+rule that follows from them.
+
+Throughput depends on room in the KV pool and on time to compute; in a closed system its relative sensitivities to both
+add up to 1. Holding a session's L tokens for tau seconds takes the share L / P of a pool of P tokens for as long;
+dropping them costs the time to compute them again if the session returns. At the margin KV is therefore held as long as
+some moment of giving up has
+
+    expected time until the return or that moment  <  P(return until then) * horizon,
+    horizon = P * seconds to compute a token * (1 - sensitivity to room) / (sensitivity to room),
+
+a "five-minute rule" (Gray and Putzolu, SIGMOD 1987) with measured prices: where the engine idles for want of room, KV
+is given up soon, and where computing is the limit it is kept. The expectation is over the pauses that were seen and the
+share of requests that never returned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+
+MAX_PAUSES = 256
+MEMORY = 1 / 256
+"""Weight of a new observation in means."""
+SHORT_MEMORY = 1 / 512
+PRIOR = 1e-3
+"""Seconds that the first measurements outweigh."""
+PATIENCE = 4.0
+"""A session is given up for lost after so many times its longest likely pause."""
+
+
+class Line:
+    """Least squares of seconds over a count, older observations with less weight."""
+
+    def __init__(self) -> None:
+        self._w = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        keep = 1 - MEMORY
+        self._w = self._w * keep + 1
+        self._x = self._x * keep + x
+        self._y = self._y * keep + y
+        self._xx = self._xx * keep + x * x
+        self._xy = self._xy * keep + x * y
+
+    @property
+    def is_known(self) -> bool:
+        return self._w > 0
+
+    @property
+    def ratio(self) -> float:
+        """Mean seconds for one."""
+        return self._y / self._x if self._x else 0.0
+
+    @property
+    def slope(self) -> float:
+        """At least 0; a single count says nothing about it: 0."""
+        spread = self._xx * self._w - self._x * self._x
+        if spread <= 1e-9 * self._xx * self._w:
+            return 0.0
+        return max((self._xy * self._w - self._x * self._y) / spread, 0.0)
+
+    def at(self, x: float) -> float:
+        if not self._w:
+            return 0.0
+        return max((self._y + self.slope * (x * self._w - self._x)) / self._w, 0.0)
+
+
+class StepTimes:
+    """Seconds of steps, and what more room in the KV pool would be worth.
+
+    Args:
+        max_running: requests that may run at once.
+    """
+
+    def __init__(self, max_running: int = 1) -> None:
+        self._last, self._max_running = 0.0, max_running
+        self._prefill, self._decode = Line(), Line()
+        self._spare, self._total = 0.5 * PRIOR, PRIOR
+
+    def add(self, launched: float, now: float, prompt_tokens: int, decodes: int, contended: bool) -> None:
+        """A step has ended. Steps in flight run one behind the other.
+
+        Args:
+            contended: requests wait.
+        """
+        idle = max(launched - self._last, 0.0) if self._last else 0.0
+        seconds, self._last = now - max(launched, self._last), now
+        if seconds <= 0:
+            return
+        spare = idle
+        if not prompt_tokens:
+            self._decode.add(decodes, seconds)
+            if decodes < self._max_running:
+                spare += min(self._decode.at(0), seconds)
+        else:
+            if decodes and self._decode.is_known:
+                seconds = max(seconds - self._decode.at(decodes), 0.0)
+            self._prefill.add(prompt_tokens, seconds)
+        if contended:
+            keep = 1 - SHORT_MEMORY
+            self._spare = self._spare * keep + spare
+            self._total = self._total * keep + idle + seconds
+
+    @property
+    def per_token(self) -> float:
+        """Seconds for a further prompt token; before that is known, those of a token on average."""
+        return self._prefill.slope or self._prefill.ratio
+
+    @property
+    def price(self) -> float:
+        """What compute is worth in units of room: (1 - s) / s. The relative sensitivity s of the throughput to
+        the room is the share of the time in which further requests would have run for nothing: idle time, and the part
+        of decode steps that does not depend on their number."""
+        return (self._total - self._spare) / max(self._spare, 0.01 * self._total)
+
+
+class ReturnTimes:
+    """Pauses of sessions between two turns."""
+
+    def __init__(self) -> None:
+        self.pauses: deque[float] = deque(maxlen=MAX_PAUSES)
+        self._returned = self._lost = 0.0
+        self._horizon = 0.0
+        self._num_seen = self._num_used = 0
+        self._sorted: list[float] = []
+        self._values: list[float] = []
+        """What holding is worth right behind each pause of `_sorted`, and at 0 in front of all."""
+
+    @property
+    def share(self) -> float:
+        """Of ended requests that return."""
+        seen = self._returned + self._lost
+        return self._returned / seen if seen else 0.0
+
+    def returned(self, pause: float) -> None:
+        self.pauses.append(pause)
+        self._observe(1.0)
+
+    def lost(self) -> None:
+        self._observe(0.0)
+
+    def found(self) -> None:
+        """A session that counted as lost has returned."""
+        self._lost = max(self._lost - 1, 0.0)
+
+    def _observe(self, returned: float) -> None:
+        keep = 1 - MEMORY
+        self._returned = self._returned * keep + returned
+        self._lost = self._lost * keep + 1 - returned
+        self._num_seen += 1
+
+    @property
+    def patience(self) -> float:
+        """Silence after which a session counts as lost."""
+        return PATIENCE * max(self.pauses, default=0.0)
+
+    def update(self, horizon: float) -> None:
+        """Sets the horizon in seconds; the values follow when they have become inexact."""
+        stale = self._num_seen - self._num_used >= min(8, self._num_used + 1)
+        if stale or abs(horizon - self._horizon) > 0.1 * self._horizon:
+            self._horizon, self._num_used = horizon, self._num_seen
+            self._solve()
+
+    def _solve(self) -> None:
+        """Backwards over the pauses: the best of giving up now and of waiting for the next possible return."""
+        pauses = self._sorted = sorted(self.pauses)
+        count, share = len(pauses), self.share
+        values = self._values = [0.0] * (count + 1)
+        for k in range(count - 1, -1, -1):
+            values[k] = max(0.0, self._gain(k, pauses[k] - (pauses[k - 1] if k else 0.0), share))
+
+    def _gain(self, k: int, wait: float, share: float) -> float:
+        """Of waiting `wait` seconds for the pause number k, when it and later ones are possible."""
+        count = len(self._sorted)
+        mass = share / count
+        hazard = mass / (mass * (count - k) + 1 - share)
+        return hazard * self._horizon + (1 - hazard) * self._values[k + 1] - wait
+
+    def value(self, silence: float) -> float:
+        """Of holding a session that has been silent for so long, in seconds of the pool; 0: not worth its place."""
+        k = bisect_right(self._sorted, silence)
+        if k >= len(self._sorted):
+            return 0.0
+        return max(0.0, self._gain(k, self._sorted[k] - silence, self.share))

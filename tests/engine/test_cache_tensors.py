@@ -1,0 +1,53 @@
+"""The cache tensors that each model family declares (keys and values, latents, index keys, drafts' layers, eight bits)
+survive host tier and storage tier, bit for bit: device, host, file, and the host and device of another engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moe_engine.kernels.attention.kv_format import STORED
+from moe_engine.models.config import ModelConfig
+from moe_engine.models.config_file import load_model_config
+from moe_engine.worker.device_stream import DeviceStream
+from moe_engine.worker.kv_cache.kv_pool import KVPool, kv_spec
+from tests.engine.test_storage_tier import round_trip
+from tests.models.checkpoints import _FAMILY, KINDS, SPARSE_KINDS, hub_fields
+
+FORMATS = ("bfloat16", "fp8_e4m3", "fp8_e5m2")
+
+
+def config_of(kind: str, folder: Path) -> ModelConfig:
+    """Of the family's tiny checkpoint; no weights are written."""
+    fields = hub_fields(kind) | {"architectures": [f"{_FAMILY[kind][0]}ForCausalLM"], "model_type": kind}
+    if kind == "deepseek_v2_lite":
+        fields["model_type"] = "deepseek_v2"
+    (folder / "config.json").write_text(json.dumps(fields))
+    return load_model_config(folder)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *SPARSE_KINDS])
+def test_every_tensor_of_every_family_comes_back(kind: str, tmp_path: Path) -> None:
+    config = config_of(kind, tmp_path)
+    assert set(FORMATS) <= STORED.keys()
+    for number, kv_dtype in enumerate(FORMATS):
+        mtp = number % 2  # a draft layer behind the model's own
+        spec = kv_spec(config, kv_dtype, mtp)
+        pool = KVPool(spec, 24, 4, DeviceStream("cpu"))
+        layers = config.num_layers - len(config.state_layers) + mtp
+        assert len({line.split(".")[0] for line in pool.schema()}) == layers
+        assert sum(pool.row_widths) == spec.bytes_per_token
+        folder = tmp_path / kv_dtype
+        round_trip(pool, folder, ("page_first", "layer_first") if mtp else ("layer_first", "page_first"))
+
+
+def test_families_declare_different_tensors(tmp_path: Path) -> None:
+    """The cases above have one tensor a layer, keys beside values, a latent with an index key in some layers."""
+    schemas = {}
+    for kind in ("deepseek_v3", "qwen3", "deepseek_v32"):
+        pool = KVPool(kv_spec(config_of(kind, tmp_path), "bfloat16"), 4, 4, DeviceStream("cpu"))
+        schemas[kind] = [len(pool.layers[0])] if isinstance(pool.layers[0], tuple) else [1]
+        schemas[kind].append(len(set(pool.row_widths)))
+    assert schemas == {"deepseek_v3": [1, 1], "qwen3": [2, 1], "deepseek_v32": [2, 2]}

@@ -1,0 +1,92 @@
+"""What held KV is worth: against the best of all moments to give up, and least squares by numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_engine.scheduler.return_times import MEMORY, Line, ReturnTimes, StepTimes
+from tests.examples import examples
+
+PAUSES = st.lists(st.floats(0.01, 50.0), min_size=1, max_size=20)
+
+
+def best(pauses: list[float], share: float, horizon: float, silence: float) -> float:
+    """Over all moments of giving up: P(return until then) * horizon - expected time until then or the return."""
+    later = [pause for pause in pauses if pause > silence]
+    weight = share / len(pauses)
+    alive = weight * len(later) + 1 - share
+    found = 0.0
+    for end in later:
+        returned = [pause for pause in later if pause <= end]
+        spent = sum(pause - silence for pause in returned) * weight + (alive - weight * len(returned)) * (end - silence)
+        found = max(found, (weight * len(returned) * horizon - spent) / alive)
+    return found
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(pauses=PAUSES, num_lost=st.integers(0, 20), horizon=st.floats(0.0, 100.0), silence=st.floats(0.0, 60.0))
+def test_value_is_that_of_the_best_moment_to_give_up(
+    pauses: list[float], num_lost: int, horizon: float, silence: float
+) -> None:
+    times = ReturnTimes()
+    for pause in pauses:
+        times.returned(pause)
+    for _ in range(num_lost):
+        times.lost()
+    times.update(horizon)
+    expected = best(pauses, times.share, horizon, silence)
+    assert math.isclose(times.value(silence), expected, rel_tol=1e-6, abs_tol=1e-6)
+
+
+def test_share_counts_sessions_that_return_after_all() -> None:
+    times = ReturnTimes()
+    assert times.share == 0.0 and times.value(0.0) == 0.0
+    times.returned(1.0)
+    times.lost()
+    assert 0.45 < times.share < 0.55
+    times.found()
+    assert times.share > 0.99
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(points=st.lists(st.tuples(st.integers(1, 500), st.floats(0.001, 1.0)), min_size=3, max_size=30))
+def test_line_is_the_weighted_least_squares(points: list[tuple[int, float]]) -> None:
+    line = Line()
+    for x, y in points:
+        line.add(x, y)
+    counts, seconds = np.array(points, dtype=float).T
+    if np.ptp(counts) < 1:
+        assert line.slope == 0.0
+        return
+    weights = np.sqrt((1 - MEMORY) ** np.arange(len(points) - 1, -1, -1))
+    slope, intercept = np.polyfit(counts, seconds, 1, w=weights)
+    assert math.isclose(line.slope, max(slope, 0.0), rel_tol=1e-5, abs_tol=1e-9)
+    if slope > 0:
+        assert math.isclose(line.at(100), max(slope * 100 + intercept, 0.0), rel_tol=1e-4, abs_tol=1e-7)
+
+
+def test_price_of_compute_from_step_times() -> None:
+    """Decode steps of 0.02 s + 1 ms a request, prompts of 0.01 s + 1 ms a token, a fifth of the time idle."""
+    times, now, spare, total = StepTimes(max_running=4), 0.0, 0.0, 0.0
+    for turn in range(4000):
+        idle = 0.01 if turn % 4 == 0 else 0.0
+        launched = now + idle
+        count, decodes = (0, turn % 4 + 1) if turn % 2 else (30 + turn % 5, 0)
+        seconds = 0.02 + 0.001 * decodes if decodes else 0.01 + 0.001 * count
+        now = launched + seconds
+        times.add(launched, now, count, decodes, contended=True)
+        spare += idle + (0.02 if 0 < decodes < 4 else 0.0)  # with all rows in use more room changes nothing
+        total += idle + seconds
+    assert math.isclose(times.per_token, 0.001, rel_tol=1e-6)
+    assert math.isclose(times.price, total / spare - 1, rel_tol=0.05)
+
+
+def test_overlapped_steps_are_not_counted_twice() -> None:
+    times = StepTimes()
+    for step in range(50):  # each is planned when the one before it begins
+        times.add(max(step - 1, 0) * 0.1, (step + 1) * 0.1, 0, 1, contended=True)
+    assert math.isclose(times._total, 5.0, rel_tol=0.1)
