@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_cases import Call, KernelCase, NotServed, normal
-from moe_engine.kernels.attention.kv_format import FP8_GROUPS
-from moe_engine.kernels.attention.latent_records import pack
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.shapes import AttentionShape, named_shapes
+from moe_engine.kernels.kv_format.formats import FP8_GROUPS
+from moe_engine.kernels.kv_format.latent_records import pack
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 PAGE = 64
 """A page size that every row supports."""

@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moe_engine.kernels.attention.cpu import CpuGQA, CpuMLA
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.cpu.library import load
 from moe_engine.kernels.device import cpu_device
 from moe_engine.kernels.experts.cpu import CpuExperts
 from moe_engine.kernels.linear.cpu import CpuLinear
 from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 Call = Callable[[], Any]
 DTYPE = torch.bfloat16

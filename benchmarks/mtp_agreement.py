@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.checkpoints import SPECIAL_TOKENS
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.backends import plan_kernels
 from moe_engine.kernels.device import Need, cpu_device
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import activation_dtype
 from moe_engine.models.config_file import load_model_config

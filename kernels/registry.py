@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
-from moe_engine.kernels.attention.workspaces import Workspace
 from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.workspaces import Workspace
 
 
 @dataclass(frozen=True)

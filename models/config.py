@@ -13,35 +13,13 @@ from functools import cached_property
 from typing import Any
 
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.attention import kv_format
+from moe_engine.kernels.kv_format import formats as kv_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
+from moe_engine.models.rope_config import RopeConfig
 
 STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Data types of `StatePart`, with the bytes of a number."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding. `width` channels of a head are rotated, as pairs (2j, 2j+1) if `interleaved`, else (j, j+R/2).
-
-    kind: ``default``, ``linear`` (positions divided by factor), ``yarn`` or ``llama3``. `attention_factor` multiplies
-    cosines and sines; `softmax_factor` multiplies the softmax scale (DeepSeek's mscale_all_dim, squared).
-    """
-
-    theta: float
-    width: int
-    interleaved: bool
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_position: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float = 1.0
-    softmax_factor: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 from moe_engine.errors import ConfigError
-from moe_engine.models.config import RopeConfig
+from moe_engine.models.rope_config import RopeConfig
 
 _MISSING: Any = object()
 _JSON_KINDS: Mapping[type, str] = {dict: "object", list: "list"}

@@ -232,6 +232,26 @@ def test_no_file_imports_itself_by_way_of_others():
         pytest.fail(" -> ".join(error.args[1]))
 
 
+@pytest.mark.parametrize("package", ["kernels", "models", "parallel"])
+def test_no_folder_imports_itself_by_way_of_others(package):
+    """An engineer can draw them: formats and structs, then families, then tables and what chooses rows."""
+    arrows: dict[str, set[str]] = {}
+    for path, tree in sources().items():
+        if path.startswith(f"{package}/"):
+            others = {folder_of(other) for other in files_imported(path, tree) if other.startswith(f"{package}/")}
+            arrows.setdefault(folder_of(path), set()).update(others - {folder_of(path)})
+    assert sum(map(len, arrows.values())) > 15
+    try:
+        tuple(TopologicalSorter(arrows).static_order())
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def folder_of(path: str) -> str:
+    """``kernels/ops/cpu.py`` -> ops, ``kernels/device.py`` -> device.py."""
+    return path.split("/")[1]
+
+
 def test_linked_packages_are_imported_by_their_full_name():
     found = [
         f"{path}:{line}: import {name} as moe_engine.{name}"

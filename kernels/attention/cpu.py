@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.sparse import over_absorbed
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, latent_form, rows
 from moe_engine.kernels.decoder.calls import DecoderCalls
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 
 class _Backend:

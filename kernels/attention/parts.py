@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import PagedQueries
+from moe_engine.kernels.queries import PagedQueries
 
 MAX_MERGED = 1 << 22
 """Elements merged at once; bounds the float32 temporaries."""

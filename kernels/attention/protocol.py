@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.renewable import InPlacePlanner
 from moe_engine.kernels.attention.selected import SparseAttention
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 if TYPE_CHECKING:
     from moe_engine.kernels.decoder.calls import DecoderCalls

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.parts import Chunk, merge_chunks
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
+from moe_engine.kernels.kv_format import head_records, latent_records
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 MAX_SCORES = 1 << 22
 """Max score elements in memory; longer query chunks are cut into blocks."""

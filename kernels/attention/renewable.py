@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from moe_engine.kernels.attention.queries import AttentionBatch
+from moe_engine.kernels.queries import AttentionBatch
 
 
 class RenewablePlan(Protocol):

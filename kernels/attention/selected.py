@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.renewable import RenewablePlan
+from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.uploads import upload
 
 

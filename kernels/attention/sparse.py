@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import MLABackend
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention import head_records, latent_records
-from moe_engine.kernels.attention.kv_format import PLAIN
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.cpu.library import Library
+from moe_engine.kernels.kv_format import head_records, latent_records
+from moe_engine.kernels.kv_format.formats import PLAIN
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 KIND = {torch.float32: 0, torch.bfloat16: 1}
 ANY_KIND = -1

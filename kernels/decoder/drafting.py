@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.decoder.layers import FusedMLA, FusedMoE
 from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 
 

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.cpu.tensors import ANY_KIND, ExpertPanels, Panels, common_kind, find, kind_of, latent_form, rows
 from moe_engine.kernels.decoder.counting import CountPlace
-from moe_engine.kernels.experts.batch import ExpertWeights
 from moe_engine.kernels.linear.protocol import PreparedLinear
 from moe_engine.kernels.ops.cpu import router_struct
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
+from moe_engine.kernels.queries import PagedQueries
 
 MAX_TOKENS = 64
 """Max tokens of a step for which a call of whole layers is faster than the layers' separate calls."""
@@ -72,6 +71,21 @@ class MLALayer:
     scale: float
 
 
+class PackedExperts(Protocol):
+    """What a fused layer reads of `ExpertWeights`: packed weights and sizes."""
+
+    @property
+    def data(self) -> Any: ...
+    @property
+    def bias(self) -> Any: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class MoELayer:
     """The weights of a mixture-of-experts layer on one rank."""
@@ -79,7 +93,7 @@ class MoELayer:
     gate: Tensor  # [E, D] float32
     bias: Tensor | None  # [E] float32
     router: RouterSpec
-    experts: ExpertWeights
+    experts: PackedExperts
     shared: tuple[PreparedLinear, PreparedLinear] | None  # the shared expert: gate and up [2I, D], down [D, I]
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.cpu.tensors import KIND, common_kind, find, latent_form
 from moe_engine.kernels.decoder.layers import FusedMLA, FusedMoE, L, P, Weight, kind_of_weights, weight_struct
 from moe_engine.kernels.linear.protocol import PreparedLinear
+from moe_engine.kernels.queries import PagedQueries
 
 
 @dataclass(frozen=True)

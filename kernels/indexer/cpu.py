@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.cpu.library import Library, load
 from moe_engine.kernels.cpu.tensors import Plan, find, head_form, kind_of, rows
 from moe_engine.kernels.indexer import index_keys
 from moe_engine.kernels.indexer.protocol import LOGITS_BYTES
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 
 class CpuIndexer:

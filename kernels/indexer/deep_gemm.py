@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.kv_format import head_scale_offset
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import triton_keys, triton_select
 from moe_engine.kernels.indexer.protocol import LOGITS_BYTES
 from moe_engine.kernels.indexer.triton_indexer import IndexPlan, TritonIndexer
+from moe_engine.kernels.kv_format.formats import head_scale_offset
+from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.launch import with_contiguous_rows
 from moe_engine.kernels.vendors.probe import DEEP_GEMM_INDEXER
 

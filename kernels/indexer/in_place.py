@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from moe_engine.kernels.attention.protocol import MLABackend
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.renewable import InPlacePlanner, RenewablePlan
 from moe_engine.kernels.attention.selected import Selected, num_visible
 from moe_engine.kernels.device import IndexWidths
 from moe_engine.kernels.indexer.protocol import IndexerKernel
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.uploads import upload
 
 

@@ -14,9 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.kv_format import head_scale_offset
-from moe_engine.kernels.attention.latent_records import LARGEST_E4M3, as_bytes, as_float32
-from moe_engine.kernels.quantization.reference import power_of_two_above
+from moe_engine.kernels.kv_format.formats import head_scale_offset
+from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3, as_bytes, as_float32
+from moe_engine.kernels.powers_of_two import power_of_two_above
 
 LEAST_MAGNITUDE = 1e-4
 """Magnitudes below it are quantized with its scale."""

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.queries import PagedQueries
 
 LOGITS_BYTES = 256 << 20
 """Max bytes of scores at once; query tokens with more are scored in parts."""

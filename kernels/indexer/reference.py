@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.reference import hidden_keys, requests_of
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys
+from moe_engine.kernels.queries import PagedQueries
 
 MAX_SCORES = 1 << 22
 """Max scores of heads in memory."""

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer import index_keys, triton_keys, triton_select
 from moe_engine.kernels.indexer.protocol import LOGITS_BYTES
 from moe_engine.kernels.indexer.triton_scores import KEYS, scores, tokens_of_a_record
+from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.launch import with_contiguous_rows
 from moe_engine.kernels.uploads import upload
 

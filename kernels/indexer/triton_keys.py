@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe_engine.kernels.attention.kv_format import head_scale_offset
-from moe_engine.kernels.attention.latent_records import LARGEST_E4M3
 from moe_engine.kernels.indexer.index_keys import LEAST_MAGNITUDE
+from moe_engine.kernels.kv_format.formats import head_scale_offset
+from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 

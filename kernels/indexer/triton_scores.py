@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.attention.kv_format import head_scale_offset
-from moe_engine.kernels.attention.queries import PagedQueries
+from moe_engine.kernels.kv_format.formats import head_scale_offset
+from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.attention import head_records, latent_records
-from moe_engine.kernels.attention.kv_format import PLAIN
+from moe_engine.kernels.kv_format import head_records, latent_records
+from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.ops.protocol import OpsCapabilities, RotaryTable, RouterSpec
 
 

@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.attention import latent_records
-from moe_engine.kernels.attention.kv_format import FP8_GROUPS, FP8_RANGE, PLAIN, record_bytes, scales_offset
+from moe_engine.kernels.kv_format import latent_records
+from moe_engine.kernels.kv_format.formats import FP8_GROUPS, FP8_RANGE, PLAIN, record_bytes, scales_offset
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.triton_fp8_cache import write_record
 from moe_engine.kernels.ops.triton_rotary import turn_rows, write_row

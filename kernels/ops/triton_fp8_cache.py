@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.attention.head_records import form_of as head_form
-from moe_engine.kernels.attention.kv_format import (
+from moe_engine.kernels.kv_format.formats import (
     E4M3,
     FP8_GROUPS,
     FP8_RANGE,
@@ -26,7 +25,8 @@ from moe_engine.kernels.attention.kv_format import (
     record_bytes,
     scales_offset,
 )
-from moe_engine.kernels.attention.latent_records import LARGEST_E4M3, LARGEST_E5M2
+from moe_engine.kernels.kv_format.head_records import form_of as head_form
+from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3, LARGEST_E5M2
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.triton_rotary import normed_latent, turned_pairs
 from moe_engine.kernels.triton.aot import AotCase

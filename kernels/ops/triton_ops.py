@@ -7,8 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention import head_records, latent_records
-from moe_engine.kernels.attention.kv_format import PLAIN
+from moe_engine.kernels.kv_format import head_records, latent_records
+from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.ops import triton_absorb, triton_fp8_cache, triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import OpsCapabilities, QuantizedNorms, RotaryTable, RouterSpec
 from moe_engine.kernels.ops.triton_combine_norm import combine_norm

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moe_engine.kernels.powers_of_two import power_of_two_above
 from moe_engine.kernels.quantization.protocol import BLOCK, FP8, FP8_MAX, MIN_AMAX, BlockWeight, QuantizedRows
 
 
@@ -24,12 +25,6 @@ def quantize_rows(x: Tensor, power_of_two: bool = False) -> QuantizedRows:
     rows.data.copy_(quantized.flatten(1)[:, :k])
     rows.scales.copy_(scales)
     return rows
-
-
-def power_of_two_above(scales: Tensor) -> Tensor:
-    """The smallest powers of two >= the scales, which are positive."""
-    mantissa, exponent = torch.frexp(scales)  # scale = mantissa * 2^exponent, mantissa in [1/2, 1)
-    return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
 
 
 def rms_norm_quantize(

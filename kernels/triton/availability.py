@@ -6,8 +6,8 @@ from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 
-from moe_engine.kernels.attention.kv_format import E4M3
 from moe_engine.kernels.device import Device
+from moe_engine.kernels.kv_format.formats import E4M3
 
 DTYPES = ("bfloat16", "float16", "float32")
 OLDEST = (8, 0)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from moe_engine.kernels.attention import limits
-from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
 from moe_engine.kernels.device import Device, Need
-from moe_engine.kernels.vendors import probe
+from moe_engine.kernels.kv_format.formats import E4M3, E5M2, is_fp8
+from moe_engine.kernels.vendors import limits, probe
 
 
 def deep_gemm(device: Device, need: Need) -> str | None:

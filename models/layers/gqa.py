@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import GQABackend
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat
+from moe_engine.kernels.queries import PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import CacheGroup, GQAConfig, ModelConfig
 from moe_engine.models.cut import Cut

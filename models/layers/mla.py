@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import MLABackend
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.decoder.layers import MAX_TOKENS, FusedMLA, MLALayer
 from moe_engine.kernels.ops.protocol import RotaryTable
@@ -26,6 +25,7 @@ from moe_engine.kernels.quantization.protocol import (
     QuantizedActivation,
     common_format,
 )
+from moe_engine.kernels.queries import PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.cut import Cut

@@ -14,8 +14,8 @@ import torch
 
 from moe_engine.kernels.attention.parts import chunk_lens
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks, MLABackend
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries, SharedRun
 from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries, SharedRun
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.ops.protocol import RotaryTable
-from moe_engine.models.config import RopeConfig
+from moe_engine.models.rope_config import RopeConfig
 
 _ROWS_AT_ONCE = 1 << 15
 

@@ -12,10 +12,10 @@ from itertools import groupby
 from typing import Any
 
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, MLABackend
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer.in_place import SelectionInPlace
 from moe_engine.kernels.indexer.protocol import IndexerKernel
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.layers import mla_chunks
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from moe_engine.kernels.attention.kv_format import E4M3
-from moe_engine.kernels.attention.workspaces import AttentionLoad
+from moe_engine.kernels.kv_format.formats import E4M3
 from moe_engine.kernels.registry import Row
+from moe_engine.kernels.workspaces import AttentionLoad
 from moe_engine.models.config import MLAConfig, ModelConfig
 from moe_engine.models.needs import head_widths
 from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW, MAX_EXPANDED_TOKENS

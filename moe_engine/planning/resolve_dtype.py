@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.attention.kv_format import E4M3, E5M2, is_fp8
+from moe_engine.kernels.kv_format.formats import E4M3, E5M2, is_fp8
 from moe_engine.models.config import ModelConfig, activation_dtype
 from moe_engine.planning.machine import Machine
 from moe_engine.planning.resolution_log import Record

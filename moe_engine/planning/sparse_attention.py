@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError, NotAvailableYet
-from moe_engine.kernels.attention.kv_format import E4M3, E5M2
+from moe_engine.kernels.kv_format.formats import E4M3, E5M2
 from moe_engine.models.config import MLAConfig, ModelConfig
 
 

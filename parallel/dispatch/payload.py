@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.permutation.protocol import Part, Records
+from moe_engine.kernels.powers_of_two import power_of_two_above
 from moe_engine.kernels.quantization.protocol import (
     BLOCK,
     FP8,
@@ -22,7 +23,6 @@ from moe_engine.kernels.quantization.protocol import (
     QuantizedActivation,
     unquantized,
 )
-from moe_engine.kernels.quantization.reference import power_of_two_above
 from moe_engine.parallel.dispatch.protocol import DispatchShape, Tokens
 
 

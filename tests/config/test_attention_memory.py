@@ -12,10 +12,10 @@ import pytest
 
 from moe_engine.config.args import EngineArgs
 from moe_engine.errors import ConfigError
-from moe_engine.kernels.attention import workspaces
-from moe_engine.kernels.attention.workspaces import MIB, AttentionLoad
+from moe_engine.kernels import workspaces
 from moe_engine.kernels.device import HeadWidths
 from moe_engine.kernels.vendors import probe
+from moe_engine.kernels.workspaces import MIB, AttentionLoad
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.sizes import DRAFT_CATCH_UP, DRAFT_FEW
 from moe_engine.planning.explain import explain_text

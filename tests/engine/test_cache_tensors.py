@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_engine.kernels.attention.kv_format import STORED
+from moe_engine.kernels.kv_format.formats import STORED
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.worker.device_stream import DeviceStream

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries, SharedRun
 from moe_engine.kernels.attention.reference import TorchMLA
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries, SharedRun
 from moe_engine.models.layers import mla_chunks
 from moe_engine.models.layers.mla_chunks import AttentionChunk
 

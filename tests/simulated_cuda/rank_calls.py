@@ -182,7 +182,7 @@ def given_back(rank: int) -> list[str]:
 def dispatched(rank: int) -> tuple[Tensor, Tensor, list[str]]:
     """A prompt's tokens to experts and back, their weighted sums where expert e multiplies by e + 1, and what the host
     waited for."""
-    from moe_engine.kernels.permutation.choice import permutation
+    from moe_engine.kernels.permutation_choice import permutation
     from moe_engine.parallel.dispatch.all_to_all import VariableAllToAll
     from moe_engine.parallel.dispatch.exchanged import ExchangedDispatcher
     from moe_engine.parallel.dispatch.layouts import GroupedLayout

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.scheduler import NEEDS_RESULT, Scheduler, SchedulerConfig
 from moe_engine.types import NewRow, Request, SamplingParams, SpeculationConfig, StepPlan, StepResult

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
-from moe_engine.kernels.attention.queries import AttentionBatch
+from moe_engine.kernels.queries import AttentionBatch
 
 
 class RepeatedCall:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_engine.kernels.attention.queries import PagedQueries
+from moe_engine.kernels.queries import PagedQueries
 from moe_engine.types import NewRow, RowWrite, SamplingParams, StepPlan
 from moe_engine.worker.batch.batch_builder import BatchBuilder, StepBatch
 from moe_engine.worker.batch.mla_form import MLAFormPolicy

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.kv_format import head_width, latent_width
+from moe_engine.kernels.kv_format.formats import head_width, latent_width
 from moe_engine.models.config import GQAConfig, MLAConfig
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.loader import load_model

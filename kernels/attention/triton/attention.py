@@ -15,9 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.latent_records import FP8_GROUPS, FP8_TOKEN, PLAIN, form_of, record_bytes
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.schedule import Schedule, ScheduleBuffers, Split, schedule, upload
 from moe_engine.kernels.attention.sparse import over_absorbed
 from moe_engine.kernels.attention.triton.expanded import blocks, expanded_attention, expanded_tile
@@ -25,6 +23,8 @@ from moe_engine.kernels.attention.triton.gather import GATHER_ROWS, gather
 from moe_engine.kernels.attention.triton.latent import LatentTile, latent_attention, latent_tile
 from moe_engine.kernels.attention.triton.merge import merge_chunk
 from moe_engine.kernels.attention.triton.paged import PagedTile, paged_attention, paged_tile
+from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, FP8_TOKEN, PLAIN, form_of, record_bytes
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 FIXED_TOKENS = 512
 """Context tokens per segment in deterministic mode."""

@@ -17,15 +17,6 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.attention.latent_records import (
-    FP8_GROUPS,
-    FP8_RANGE,
-    FP8_TOKEN,
-    GROUP,
-    PLAIN,
-    scales_offset,
-)
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
 from moe_engine.kernels.attention.triton.merge import merge_partials
 from moe_engine.kernels.attention.triton.tiles import (
@@ -39,6 +30,15 @@ from moe_engine.kernels.attention.triton.tiles import (
     stored_columns,
     stored_values,
 )
+from moe_engine.kernels.kv_format.latent_records import (
+    FP8_GROUPS,
+    FP8_RANGE,
+    FP8_TOKEN,
+    GROUP,
+    PLAIN,
+    scales_offset,
+)
+from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 

@@ -14,9 +14,6 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2
 
-from moe_engine.kernels.attention.head_records import form_of
-from moe_engine.kernels.attention.kv_format import FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.schedule import RECORD, Schedule
 from moe_engine.kernels.attention.triton.merge import merge_partials
 from moe_engine.kernels.attention.triton.tiles import (
@@ -30,6 +27,9 @@ from moe_engine.kernels.attention.triton.tiles import (
     softmax_step,
     stored_columns,
 )
+from moe_engine.kernels.kv_format.formats import FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset
+from moe_engine.kernels.kv_format.head_records import form_of
+from moe_engine.kernels.queries import PagedQueries
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 

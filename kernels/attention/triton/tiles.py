@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_engine.kernels.attention.kv_format import FP8_RANGE, PLAIN
+from moe_engine.kernels.kv_format.formats import FP8_RANGE, PLAIN
 
 _PLAIN, _RANGE = tl.constexpr(PLAIN), tl.constexpr(FP8_RANGE)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import parts
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.paging import SLOTS, StepPlan, gathered_slots
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 
 class ChunkPlan(StepPlan):

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks, compile_merge, keys_and_values
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
 from moe_engine.kernels.attention.vendors.paging import (
@@ -29,8 +27,10 @@ from moe_engine.kernels.attention.vendors.paging import (
     prefix_sums,
 )
 from moe_engine.kernels.attention.vendors.trees import Tree
-from moe_engine.kernels.attention.workspaces import fa3_splits
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.vendors import limits
 from moe_engine.kernels.vendors.probe import FA3, accepts
+from moe_engine.kernels.workspaces import fa3_splits
 
 _LSE_KEYWORDS = ("return_softmax_lse", "return_attn_probs")
 """Of `flash_attn_varlen_func`, in sgl_kernel and in hopper/flash_attn_interface.py."""

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer, widest
 from moe_engine.kernels.attention.vendors.paging import Made, StepPlan
-from moe_engine.kernels.attention.workspaces import FLASHINFER_BYTES
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.workspaces import FLASHINFER_BYTES
 
 SPARE = 2
 """Free wrappers that stay unused before the one freed first is planned again."""

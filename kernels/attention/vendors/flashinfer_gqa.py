@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer
 from moe_engine.kernels.attention.vendors.paging import Paged, StepPlan, as_pages, host_ints, plan_of, prefix_sums
 from moe_engine.kernels.attention.vendors.trees import Tree
-from moe_engine.kernels.attention.workspaces import flashinfer_gqa_bytes
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.vendors import limits
 from moe_engine.kernels.vendors.probe import FLASHINFER
+from moe_engine.kernels.workspaces import flashinfer_gqa_bytes
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks, compile_merge, keys_and_values
 from moe_engine.kernels.attention.vendors.flashinfer import Lists, Planned, WrapperInPlace, Wrappers, workspace
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer
@@ -32,9 +30,11 @@ from moe_engine.kernels.attention.vendors.paging import (
     prefix_sums,
 )
 from moe_engine.kernels.attention.vendors.trees import Tree
-from moe_engine.kernels.attention.workspaces import FLASHINFER_SMALL_PLAN_BYTES, flashinfer_ragged_plan_bytes
 from moe_engine.kernels.device import probe
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.vendors import limits
 from moe_engine.kernels.vendors.probe import FLASHINFER
+from moe_engine.kernels.workspaces import FLASHINFER_SMALL_PLAN_BYTES, flashinfer_ragged_plan_bytes
 
 HOPPER = 9
 

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention import limits
-from moe_engine.kernels.attention.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
 from moe_engine.kernels.attention.protocol import AttentionCapabilities, ContextChunks, MLABackend
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.chunks import ChunkPlan, MergesChunks
 from moe_engine.kernels.attention.vendors.flashmla_records import Chosen, ChosenInPlace
 from moe_engine.kernels.attention.vendors.flashmla_sparse import sparse_attention
@@ -24,6 +21,9 @@ from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPla
 from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan, as_pages, gathered_slots, plan_of
 from moe_engine.kernels.attention.vendors.trees import Tree
 from moe_engine.kernels.device import IndexWidths, probe
+from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, PLAIN, form_of, unpack
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.vendors import limits
 from moe_engine.kernels.vendors.probe import FLASH_MLA, accepts, needs_no_arguments
 
 PAGE = 64

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer
 from moe_engine.kernels.attention.vendors.paging import StepPlan
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 LIST_MULTIPLE = 64
 """The number of listed tokens must be a multiple of this."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention import limits
-from moe_engine.kernels.attention.latent_records import PLAIN, form_of
 from moe_engine.kernels.attention.selected import Selected, SparseAttention
+from moe_engine.kernels.kv_format.latent_records import PLAIN, form_of
+from moe_engine.kernels.vendors import limits
 
 LISTED = 128
 """The number of listed tokens must be a multiple: of 64 for records, of 128 for the bf16 kernel on Hopper."""

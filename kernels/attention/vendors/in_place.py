@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 
 class PageBuffer:

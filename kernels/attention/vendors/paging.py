@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.uploads import pinned, upload
 
 Made = TypeVar("Made")

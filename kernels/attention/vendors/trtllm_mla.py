@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_engine.kernels.attention import limits
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.in_place import PageBuffer, TableInPlace
 from moe_engine.kernels.attention.vendors.paging import TABLE, Paged, StepPlan, as_pages, plan_of
-from moe_engine.kernels.attention.workspaces import TRTLLM_BYTES
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.vendors import limits
 from moe_engine.kernels.vendors.probe import TRTLLM_MLA
+from moe_engine.kernels.workspaces import TRTLLM_BYTES
 
 _QK_NOPE = 128
 """`qk_nope_head_dim`: a required argument that the decode kernels do not read."""

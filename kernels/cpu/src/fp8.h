@@ -1,4 +1,4 @@
-// 8-bit float formats, and KV cache rows that hold them; kernels/attention/kv_format.py describes the layouts.
+// 8-bit float formats, and KV cache rows that hold them; kernels/kv_format/formats.py describes the layouts.
 // Readers convert a row to T first: one rounding, and then the kernels of an unquantized cache.
 //
 // Legend: C latent, P rotary.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.permutation.choice import permutation
+from moe_engine.kernels.permutation_choice import permutation
 from moe_engine.kernels.quantization.protocol import UNQUANTIZED, Activation, ActivationFormat
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import dispatch_shape

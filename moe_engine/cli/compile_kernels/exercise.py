@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_engine.cli.compile_kernels.absent_ranks import AbsentSymmetricMemory, first_rank, with_exchange
 from moe_engine.cli.compile_kernels.steps import StepTensors
-from moe_engine.kernels.attention.kv_format import STORED
 from moe_engine.kernels.backends import Backends
+from moe_engine.kernels.kv_format.formats import STORED
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 from moe_engine.kernels.warmup_sizes import StepSize, step_sizes
 from moe_engine.models.batch import ForwardBatch, Model

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import AttentionCapabilities
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.experts.batch import ExpertBatch, ExpertWeights
 from moe_engine.kernels.experts.reference import TorchExperts
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.sampling.protocol import SamplingParameters
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.warmup_sizes import StepSize
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries, SharedRun
 from moe_engine.kernels.delta.protocol import StateRuns
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries, SharedRun
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.request_rows import RequestRows

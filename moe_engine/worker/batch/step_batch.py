@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch
 from moe_engine.kernels.delta.protocol import StateRuns
 from moe_engine.kernels.lora.protocol import AdapterTokens
+from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.models.batch import ForwardBatch, WindowSlots
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.sampling.sampler import SampledRows

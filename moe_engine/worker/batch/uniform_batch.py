@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.decoder.drafting import ChainSteps
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch
 from moe_engine.worker.batch.window_table import WindowTable

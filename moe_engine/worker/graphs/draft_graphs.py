@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.renewable import InPlacePlanner, RenewablePlan
 from moe_engine.kernels.decoder.drafting import RowTables
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.speculation.protocol import ChainBuffers, ChainKernels, SimulatedAcceptance
 from moe_engine.models.batch import ForwardBatch, Model
 from moe_engine.models.layers.hidden_taps import HiddenTaps

@@ -23,8 +23,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from moe_engine.errors import MoeEngineError
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.renewable import InPlacePlanner, RenewablePlan
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.models.batch import ForwardBatch, Model, WindowSlots
 from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.step_sizes import StepSizes

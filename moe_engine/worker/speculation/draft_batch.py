@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.protocol import GQABackend, MLABackend
-from moe_engine.kernels.attention.queries import AttentionBatch
 from moe_engine.kernels.decoder.drafting import ChainSteps
+from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.worker.batch.batch_builder import BatchBuilder
 from moe_engine.worker.batch.step_batch import RaggedTokens, StepBatch

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from moe_engine.kernels.permutation.choice import permutation
 from moe_engine.kernels.permutation.protocol import Permutation
 from moe_engine.kernels.permutation.reference import TorchPermutation
+from moe_engine.kernels.permutation_choice import permutation
 from moe_engine.parallel.collectives import SingleRank
 from moe_engine.parallel.dispatch.all_to_all import StaticAllToAll, VariableAllToAll
 from moe_engine.parallel.dispatch.allgather import AllGather

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.permutation.choice import permutation
+from moe_engine.kernels.permutation_choice import permutation
 from moe_engine.parallel.collectives import SingleRank
 from moe_engine.parallel.dispatch import host_memory
 from moe_engine.parallel.dispatch.host_all_to_all import HostAllToAll

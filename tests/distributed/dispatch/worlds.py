@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moe_engine.kernels.experts.protocol import ExpertBatch
-from moe_engine.kernels.permutation.choice import permutation
 from moe_engine.kernels.permutation.reference import TorchPermutation
+from moe_engine.kernels.permutation_choice import permutation
 from moe_engine.kernels.quantization import reference
 from moe_engine.kernels.quantization.groups import RowGroups
 from moe_engine.kernels.quantization.protocol import Activation, ActivationFormat, QuantizedActivation

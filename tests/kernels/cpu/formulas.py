@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.experts.batch import ExpertBiases
 from moe_engine.kernels.ops.protocol import RotaryTable, RouterSpec
 from moe_engine.kernels.quantization.protocol import BlockWeight, QuantizedRows
+from moe_engine.kernels.queries import PagedQueries
 
 DTYPES = (torch.bfloat16, torch.float32)
 NAN = float("nan")

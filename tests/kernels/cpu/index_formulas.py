@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.indexer.protocol import IndexerKernel
+from moe_engine.kernels.queries import PagedQueries
 
 TOP_K = 20
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.cpu import CpuGQA, CpuMLA
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.cpu.library import Library
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import (
     attend,

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention import head_records, latent_records
 from moe_engine.kernels.attention.cpu import CpuGQA, CpuMLA
-from moe_engine.kernels.attention.kv_format import E4M3, E5M2, FP8_GROUPS, FP8_RANGE, FP8_TOKEN, STORED
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.reference import TorchGQA, TorchMLA
 from moe_engine.kernels.cpu.library import Library
+from moe_engine.kernels.kv_format import head_records, latent_records
+from moe_engine.kernels.kv_format.formats import E4M3, E5M2, FP8_GROUPS, FP8_RANGE, FP8_TOKEN, STORED
 from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.reference import TorchOps
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from tests.kernels.cpu.formulas import close, normal, only, paged_queries, random_trees, rotary_table, slots_of
 
 LENS = [(1, 1), (1, 70), (3, 3), (1, 600), (5, 131), (16, 1100)]

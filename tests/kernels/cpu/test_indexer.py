@@ -11,7 +11,6 @@ from torch import Tensor
 
 from moe_engine.kernels.attention.cpu import CpuMLA
 from moe_engine.kernels.attention.protocol import MLABackend
-from moe_engine.kernels.attention.queries import AttentionBatch
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.selected import Selected, num_visible
 from moe_engine.kernels.cpu.library import Library
@@ -19,6 +18,7 @@ from moe_engine.kernels.indexer import index_keys
 from moe_engine.kernels.indexer.cpu import CpuIndexer
 from moe_engine.kernels.indexer.protocol import IndexerKernel
 from moe_engine.kernels.indexer.reference import TorchIndexer
+from moe_engine.kernels.queries import AttentionBatch
 from tests.kernels.cpu.conftest import threads
 from tests.kernels.cpu.formulas import (
     NAN,
@@ -138,8 +138,8 @@ def test_act_quant_follows_the_release() -> None:
 @pytest.mark.parametrize("heads", [4, 20])
 def test_attention_reads_the_selected_rows_only(library: Library, dtype: torch.dtype, heads: int, form: str) -> None:
     """Rows that no token selected are NaN; the result is that of attention over the selected rows."""
-    from moe_engine.kernels.attention import latent_records
-    from moe_engine.kernels.attention.kv_format import FP8_TOKEN
+    from moe_engine.kernels.kv_format import latent_records
+    from moe_engine.kernels.kv_format.formats import FP8_TOKEN
 
     latent, rotary = 48, 16
     counts = [1, 7, 64, 200, 130]

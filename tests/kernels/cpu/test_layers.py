@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention.cpu import CpuMLA
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.cpu.library import Library
 from moe_engine.kernels.decoder.calls import DecoderCalls
 from moe_engine.kernels.decoder.counting import CountCell, CountPlace
@@ -21,6 +20,7 @@ from moe_engine.kernels.linear.cpu import CpuLinear
 from moe_engine.kernels.linear.reference import TorchLinear
 from moe_engine.kernels.ops.cpu import CpuOps
 from moe_engine.kernels.ops.protocol import RouterSpec
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from tests.kernels.cpu.formulas import filled_cache, normal, paged_queries, random_trees, rotary_table, slots_of
 
 HIDDEN, HEADS, NOPE, ROTARY, VALUE, LATENT, EPS = 80, 5, 24, 16, 40, 48, 1e-6

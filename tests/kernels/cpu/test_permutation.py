@@ -12,10 +12,10 @@ from moe_engine.kernels import tables
 from moe_engine.kernels.cpu.library import Library, LibraryError
 from moe_engine.kernels.device import Need, cpu_device
 from moe_engine.kernels.permutation import choice as choice_module
-from moe_engine.kernels.permutation.choice import permutation
 from moe_engine.kernels.permutation.cpu import CpuPermutation
 from moe_engine.kernels.permutation.protocol import Permutation, Records
 from moe_engine.kernels.permutation.reference import TorchPermutation
+from moe_engine.kernels.permutation_choice import permutation
 from moe_engine.kernels.registry import Choice
 from tests.distributed.dispatch.row_sums import check_row_sums
 from tests.kernels.cpu.conftest import threads

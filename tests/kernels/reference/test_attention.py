@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import reference
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.reference import TorchGQA, TorchMLA
+from moe_engine.kernels.queries import PagedQueries
 
 LENGTHS = [(1, 7), (4, 4), (3, 11), (1, 1)]  # (query tokens, context) of each request
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.kv_format import E4M3, E5M2, STORED, head_width, latent_width
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.reference import TorchGQA, TorchMLA
+from moe_engine.kernels.kv_format.formats import E4M3, E5M2, STORED, head_width, latent_width
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.reference import TorchOps
+from moe_engine.kernels.queries import PagedQueries
 
 S = 8192
 SHARPNESS = 2.0

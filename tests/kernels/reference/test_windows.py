@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.attention.head_records import pack, unpack
-from moe_engine.kernels.attention.kv_format import FP8_TOKEN
 from moe_engine.kernels.attention.protocol import GQABackend
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.reference import TorchGQA
 from moe_engine.kernels.attention.schedule import Split, cut
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.cpu.availability import why_not
 from moe_engine.kernels.device import Device, Need, cpu_device
+from moe_engine.kernels.kv_format.formats import FP8_TOKEN
+from moe_engine.kernels.kv_format.head_records import pack, unpack
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import select
 from tests.kernels.cpu.formulas import close, normal, only, paged_queries, slots_of
 from tests.kernels.vendors import fa3_emulator, flashinfer_emulator

@@ -17,9 +17,9 @@ from benchmarks.gpu_suite.engine_points import V2_LITE, V3_LAYERS
 from moe_engine.cli.compile_kernels.exercise import exercise
 from moe_engine.cli.compile_kernels.other_rows import build_triton
 from moe_engine.config.args import EngineArgs
-from moe_engine.kernels.attention.kv_format import PLAIN
 from moe_engine.kernels.experts.protocol import ExpertBatch
 from moe_engine.kernels.experts.triton_experts import TritonExperts
+from moe_engine.kernels.kv_format.formats import PLAIN
 from moe_engine.kernels.linear import triton_heads
 from moe_engine.kernels.ops import triton_absorb, triton_norm, triton_rotary, triton_router
 from moe_engine.kernels.ops.protocol import RotaryTable

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from tests.kernels.cpu.formulas import attend, close, normal, paged_queries, random_trees
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.attention import latent_records
-from moe_engine.kernels.attention.kv_format import FP8_GROUPS, FP8_RANGE, FP8_TOKEN
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.schedule import ScheduleBuffers
 from moe_engine.kernels.device import Device, Need
+from moe_engine.kernels.kv_format import latent_records
+from moe_engine.kernels.kv_format.formats import FP8_GROUPS, FP8_RANGE, FP8_TOKEN
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import select
 from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, only, paged_queries, random_trees, slots_of
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_engine.kernels.attention import workspaces
-from moe_engine.kernels.attention.kv_format import PLAIN
+from moe_engine.kernels import workspaces
 from moe_engine.kernels.attention.schedule import ScheduleBuffers
-from moe_engine.kernels.attention.workspaces import MULTIPROCESSORS, AttentionLoad
 from moe_engine.kernels.device import HeadWidths
+from moe_engine.kernels.kv_format.formats import PLAIN
+from moe_engine.kernels.workspaces import MULTIPROCESSORS, AttentionLoad
 from tests.kernels.cpu.formulas import paged_queries
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_engine.kernels.attention.queries import AttentionBatch
+from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.models.config_file import load_model_config
 from moe_engine.models.layers import mla_chunks
 from moe_engine.models.loader import load_model

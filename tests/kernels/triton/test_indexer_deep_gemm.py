@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_engine.kernels.attention.kv_format import E4M3
 from moe_engine.kernels.device import Device, IndexWidths, Need
 from moe_engine.kernels.indexer import index_keys
+from moe_engine.kernels.kv_format.formats import E4M3
 from moe_engine.kernels.vendors.availability import deep_gemm_indexer
 from tests.kernels.cpu.formulas import normal, paged_queries, slots_of
 from tests.kernels.cpu.index_formulas import TOP_K, causal, check_choices, scores_of, select

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_engine.kernels.attention import latent_records
-from moe_engine.kernels.attention.kv_format import E4M3, E5M2, STORED, head_width, latent_width
+from moe_engine.kernels.kv_format import latent_records
+from moe_engine.kernels.kv_format.formats import E4M3, E5M2, STORED, head_width, latent_width
 from moe_engine.kernels.ops.protocol import RouterSpec
 from moe_engine.kernels.ops.reference import TorchOps
 from moe_engine.kernels.permutation.protocol import ExpertRows

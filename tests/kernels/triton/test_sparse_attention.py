@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_engine.kernels.attention import latent_records
-from moe_engine.kernels.attention.kv_format import FP8_GROUPS
 from moe_engine.kernels.attention.selected import Selected
+from moe_engine.kernels.kv_format import latent_records
+from moe_engine.kernels.kv_format.formats import FP8_GROUPS
 from tests.kernels.cpu.formulas import NAN, attend, close, normal
 
 triton_attention = pytest.importorskip("moe_engine.kernels.attention.triton.attention", reason="needs triton")

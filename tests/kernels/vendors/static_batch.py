@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.renewable import RenewablePlan
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 
 CONTEXT = 200
 SIZE = 4

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.latent_records import FP8_GROUPS, FP8_TOKEN, pack, record_bytes
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.selected import Selected
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
@@ -19,6 +17,8 @@ from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
 from moe_engine.kernels.device import IndexWidths
+from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, FP8_TOKEN, pack, record_bytes
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from tests.kernels.cpu.formulas import NAN, attend, close, filled_cache, normal, paged_queries, random_trees, slots_of
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 

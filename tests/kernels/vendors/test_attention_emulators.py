@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_engine.kernels.attention.latent_records import FP8_GROUPS, pack
+from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, pack
 from tests.kernels.cpu.formulas import normal
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 from tests.kernels.vendors.contract import ContractBroken

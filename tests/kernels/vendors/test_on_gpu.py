@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels import tables
-from moe_engine.kernels.attention.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.device import Need, probe
 from moe_engine.kernels.quantization import reference as fp8
+from moe_engine.kernels.queries import AttentionBatch, PagedQueries
 from moe_engine.kernels.registry import Row, select
 from moe_engine.worker.device_stream import make_graphs
 from tests.kernels.cpu.formulas import attend, close, filled_cache, normal, paged_queries, random_trees, slots_of

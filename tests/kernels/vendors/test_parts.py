@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from moe_engine.kernels.attention import parts
-from moe_engine.kernels.attention.latent_records import FP8_GROUPS, pack
 from moe_engine.kernels.attention.parts import chunk_lens, merge_chunks
-from moe_engine.kernels.attention.queries import PagedQueries
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.vendors.fa3 import FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA, _Expanded
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
+from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, pack
+from moe_engine.kernels.queries import PagedQueries
 from tests.kernels.cpu.formulas import close, filled_cache, normal, only, paged_queries, random_trees, slots_of
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moe_engine.kernels.attention import workspaces
+from moe_engine.kernels import workspaces
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.vendors.fa3 import FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
-from moe_engine.kernels.attention.workspaces import AttentionLoad
+from moe_engine.kernels.workspaces import AttentionLoad
 from moe_engine.models import sizes
 from moe_engine.models.needs import head_widths
 from tests.kernels.vendors import fa3_emulator, flashinfer_emulator

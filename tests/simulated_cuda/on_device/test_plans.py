@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.latent_records import FP8_GROUPS, pack
-from moe_engine.kernels.attention.queries import AttentionBatch
 from moe_engine.kernels.attention.reference import TorchMLA
 from moe_engine.kernels.attention.vendors.fa3 import FA3GQA, FA3MLA
 from moe_engine.kernels.attention.vendors.flashinfer_gqa import FlashInferGQA
 from moe_engine.kernels.attention.vendors.flashinfer_mla import FlashInferMLA
 from moe_engine.kernels.attention.vendors.flashmla import FlashMLA
 from moe_engine.kernels.attention.vendors.trtllm_mla import TrtllmMLA
+from moe_engine.kernels.kv_format.latent_records import FP8_GROUPS, pack
+from moe_engine.kernels.queries import AttentionBatch
 from moe_engine.worker.device_stream import CudaGraphs
 from tests.kernels.cpu.formulas import attend, close, normal
 from tests.kernels.vendors import fa3_emulator, flash_mla_emulator, flashinfer_emulator

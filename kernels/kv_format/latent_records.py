@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.kv_format import (
+from moe_engine.kernels.kv_format.formats import (
     FP8_GROUPS,
     FP8_RANGE,
     FP8_TOKEN,
@@ -18,7 +18,7 @@ from moe_engine.kernels.attention.kv_format import (
     record_bytes,
     scales_offset,
 )
-from moe_engine.kernels.quantization.reference import power_of_two_above
+from moe_engine.kernels.powers_of_two import power_of_two_above
 
 LARGEST_E4M3 = 448.0
 LARGEST_E5M2 = 57344.0

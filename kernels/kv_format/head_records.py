@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_engine.kernels.attention.kv_format import E4M3, FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset, head_width
-from moe_engine.kernels.attention.latent_records import as_bytes, as_float32, scale_of, to_e4m3, to_e5m2
+from moe_engine.kernels.kv_format.formats import E4M3, FP8_RANGE, FP8_TOKEN, PLAIN, head_scale_offset, head_width
+from moe_engine.kernels.kv_format.latent_records import as_bytes, as_float32, scale_of, to_e4m3, to_e5m2
 
 
 def form_of(cache: Tensor, width: int) -> int:

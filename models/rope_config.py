@@ -1,0 +1,28 @@
+"""Rotary position embeddings of a model, as config.json has them. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. `width` channels of a head are rotated, as pairs (2j, 2j+1) if `interleaved`, else (j, j+R/2).
+
+    kind: ``default``, ``linear`` (positions divided by factor), ``yarn`` or ``llama3``. `attention_factor` multiplies
+    cosines and sines; `softmax_factor` multiplies the softmax scale (DeepSeek's mscale_all_dim, squared).
+    """
+
+    theta: float
+    width: int
+    interleaved: bool
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float = 1.0
+    softmax_factor: float = 1.0
