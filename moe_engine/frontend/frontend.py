@@ -18,7 +18,7 @@ from moe_engine.frontend.client_api import DirectReader, EngineClient
 from moe_engine.frontend.generate_input import GenerateInput
 from moe_engine.frontend.generation import Generation, Piece
 from moe_engine.frontend.prepare import BURST, FormatOf, FrontendSettings, Job, Preparer, ReadRequest
-from moe_engine.frontend.sequence import COLLECTED, Lane, Observer, Sequence, direct_reader, feed, sequences_of
+from moe_engine.frontend.sequence import COLLECTED, Observer, PieceSink, Sequence, direct_reader, feed, sequences_of
 from moe_engine.frontend.served_adapters import ServedAdapters
 from moe_engine.frontend.served_weights import ServedWeights
 from moe_engine.frontend.sessions import Sessions
@@ -102,11 +102,11 @@ class Frontend:
                 pass
         return job.generations
 
-    async def pieces(self, job: Job, lane: Lane | None = None) -> AsyncGenerator[Piece]:
+    async def pieces(self, job: Job, sink: PieceSink | None = None) -> AsyncGenerator[Piece]:
         """New pieces of all sequences of a request, in order of arrival.
 
         Args:
-            lane: gets the pieces that it is ready for; the others are yielded. Pieces of one sequence keep their order.
+            sink: gets the pieces that it is ready for; the others are yielded. Pieces of one sequence keep their order.
 
         Raises:
             InputError: one of its ids belongs to a running request.
@@ -116,15 +116,15 @@ class Frontend:
                 if (adapter := adapters.get(generation.lora)) is not None:
                     generation.request.lora_id, generation.request.lora_pinned = adapter.id, adapter.pinned
                     generation.request.lora_key = adapter.key
-            async with aclosing(self._pieces(job, lane)) as pieces:
+            async with aclosing(self._pieces(job, sink)) as pieces:
                 async for piece in pieces:
                     yield piece
 
-    async def _pieces(self, job: Job, lane: Lane | None) -> AsyncGenerator[Piece]:
+    async def _pieces(self, job: Job, sink: PieceSink | None) -> AsyncGenerator[Piece]:
         sequences = self._enter(job)
         held = await self._hold_weights(job, sequences)
         try:
-            parts = self._run(sequences[0], lane) if len(sequences) == 1 else self._run_all(sequences, lane)
+            parts = self._run(sequences[0], sink) if len(sequences) == 1 else self._run_all(sequences, sink)
             async with aclosing(parts) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -147,14 +147,14 @@ class Frontend:
             generation.weight_version = self.weights.version
         return held
 
-    async def _run_all(self, sequences: list[Sequence], lane: Lane | None) -> AsyncGenerator[Piece]:
-        lane = lane if lane is COLLECTED else None  # pieces before it may still be in the queue
+    async def _run_all(self, sequences: list[Sequence], sink: PieceSink | None) -> AsyncGenerator[Piece]:
+        sink = sink if sink is COLLECTED else None  # pieces before it may still be in the queue
         queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(len(sequences))
         tasks: list[asyncio.Task[None]] = []
         remaining = len(sequences)
         try:
             for sequence in sequences:
-                tasks.append(asyncio.create_task(self._pump(sequence, queue, lane)))
+                tasks.append(asyncio.create_task(self._pump(sequence, queue, sink)))
                 if len(tasks) % BURST == 0:
                     await asyncio.sleep(0)
             while remaining:
@@ -213,28 +213,28 @@ class Frontend:
 
     # -- one sequence
 
-    async def _pump(self, sequence: Sequence, queue: asyncio.Queue[Any], lane: Lane | None) -> None:
+    async def _pump(self, sequence: Sequence, queue: asyncio.Queue[Any], sink: PieceSink | None) -> None:
         """Waits while the queue is full; deltas that arrive meanwhile are merged before any work is done on them."""
         try:
-            async with aclosing(self._run(sequence, lane)) as pieces:
+            async with aclosing(self._run(sequence, sink)) as pieces:
                 async for piece in pieces:
                     await queue.put(piece)
             await queue.put(None)
         except Exception as exc:
             await queue.put(exc)
 
-    async def _run(self, sequence: Sequence, lane: Lane | None) -> AsyncGenerator[Piece]:
+    async def _run(self, sequence: Sequence, sink: PieceSink | None) -> AsyncGenerator[Piece]:
         await sequence.go.wait()
         generation = sequence.generation
         observer = self.observer if generation.observed else None
         if observer is not None:
             observer.received(generation)
         try:
-            async with aclosing(self._deltas(sequence, direct_reader(sequence, observer, lane))) as deltas:
+            async with aclosing(self._deltas(sequence, direct_reader(sequence, observer, sink))) as deltas:
                 async for delta in deltas:
                     if sequence.failed is not None:
                         raise sequence.failed
-                    if generation.finish is None:  # else a stop string ended it in the lane
+                    if generation.finish is None:  # else a stop string ended it in the sink
                         feed(sequence, delta, observer)
                     _raise_if_refused(generation)
                     if generation.finish is not None:

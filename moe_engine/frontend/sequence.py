@@ -22,10 +22,10 @@ class Observer(Protocol):
     def finished(self, generation: Generation) -> None: ...
 
 
-class Lane(Protocol):
+class PieceSink(Protocol):
     """A reader that takes pieces as they arrive, in the engine's reader task: no task wakes for a token.
 
-    Pieces that end a sequence, and those that arrive while the lane is not ready, are yielded as without a lane.
+    Pieces that end a sequence, and those that arrive while the sink is not ready, are yielded as without a sink.
     """
 
     def ready(self) -> bool:
@@ -35,7 +35,7 @@ class Lane(Protocol):
 
 
 class _Collected:
-    """The lane of outputs that are read at their end."""
+    """The sink of outputs that are read at their end."""
 
     def ready(self) -> bool:
         return True
@@ -62,7 +62,7 @@ class Sequence:
     aborted: str | None = None
     """Reason of an abort."""
     failed: Exception | None = None
-    """Raised in its lane."""
+    """Raised in its sink."""
 
     def let_followers_go(self) -> None:
         for follower in self.followers:
@@ -96,15 +96,15 @@ def feed(sequence: Sequence, delta: RequestDelta, observer: Observer | None) -> 
         _observe(observer, generation, len(generation.output_ids) - before, last)
 
 
-def direct_reader(sequence: Sequence, observer: Observer | None, lane: Lane | None) -> DirectReader | None:
-    """Feeds plain deltas and passes their pieces to the lane. A stop string or an error wakes the task, which ends the
+def direct_reader(sequence: Sequence, observer: Observer | None, sink: PieceSink | None) -> DirectReader | None:
+    """Feeds plain deltas and passes their pieces to the sink. A stop string or an error wakes the task, which ends the
     sequence."""
-    if lane is None:
+    if sink is None:
         return None
     generation = sequence.generation
 
     def take(delta: RequestDelta) -> bool:
-        if not lane.ready():
+        if not sink.ready():
             return False
         try:
             feed(sequence, delta, observer)
@@ -112,7 +112,7 @@ def direct_reader(sequence: Sequence, observer: Observer | None, lane: Lane | No
                 return False  # the task ends the sequence
             piece = generation.take_piece()
             if piece is not None:
-                lane.put(piece)
+                sink.put(piece)
         except Exception as exc:
             sequence.failed = exc
             return False

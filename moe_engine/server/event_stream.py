@@ -52,7 +52,7 @@ class EventStream(StreamedResponse):
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange | None = scope.get(EXCHANGE)
-        lane = None if exchange is None else _Lane(exchange, self._events)
+        sink = None if exchange is None else _ConnectionSink(exchange, self._events)
         started = False
 
         async def start() -> None:
@@ -61,7 +61,7 @@ class EventStream(StreamedResponse):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
         try:
-            async with aclosing(self._frontend.pieces(self._job, lane)) as pieces:
+            async with aclosing(self._frontend.pieces(self._job, sink)) as pieces:
                 async for piece in pieces:
                     if data := self._events.of(piece):
                         if not started:
@@ -78,8 +78,8 @@ class EventStream(StreamedResponse):
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-class _Lane:
-    """Implements `frontend.sequence.Lane` over a connection."""
+class _ConnectionSink:
+    """Implements `frontend.sequence.PieceSink` over a connection."""
 
     def __init__(self, exchange: Exchange, events: Events) -> None:
         self.ready = exchange.is_open

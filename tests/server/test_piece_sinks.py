@@ -1,4 +1,4 @@
-"""Pieces written where they arrive (`frontend.sequence.Lane`): the same answers as through the request's task."""
+"""Pieces written where they arrive (`frontend.sequence.PieceSink`): the same answers as through the request's task."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ VARYING = re.compile(
 
 
 class CountingClient(FakeClient):
-    """Counts the deltas that lanes took."""
+    """Counts the deltas that sinks took."""
 
     num_direct = 0
 
@@ -107,7 +107,7 @@ def test_a_parser_that_fails_in_the_lane_ends_the_stream_and_the_request(monkeyp
 
 
 def test_a_client_that_does_not_read_loses_nothing():
-    """The lane closes when the connection's buffer is full: tokens merge, and all of them arrive later."""
+    """The sink closes when the connection's buffer is full: tokens merge, and all of them arrive later."""
     client = CountingClient("word " * 400)
     client.per_step = 20
     body = b'{"text": "x", "stream": true, "sampling_params": {"max_new_tokens": 200, "ignore_eos": true}}'
@@ -127,7 +127,7 @@ def test_a_client_that_does_not_read_loses_nothing():
 
 
 class _SometimesReady:
-    """A lane and a reader of the rest, whose pieces keep their order."""
+    """A sink and a reader of the rest, whose pieces keep their order."""
 
     def __init__(self, draws: random.Random) -> None:
         self._draws = draws
@@ -147,18 +147,18 @@ def test_pieces_of_lane_and_task_are_in_order(seed):
     draws = random.Random(seed)
     client = FakeClient("one two three four five six seven eight nine ten eleven twelve thirteen")
     client.per_step = draws.choice([1, 2])
-    lane = _SometimesReady(draws)
+    sink = _SometimesReady(draws)
 
     async def main():
         frontend = Frontend(client, client.tokenizer)
         job = await frontend.prepare(GenerateInput(text="x", stream=True))
-        async for piece in frontend.pieces(job, lane):
-            lane.seen += piece.token_ids
+        async for piece in frontend.pieces(job, sink):
+            sink.seen += piece.token_ids
         return job.generations[0]
 
     generation = asyncio.run(main())
-    assert lane.seen == generation.output_ids == client.script(client.requests[0])
-    assert lane.num_put > 0
+    assert sink.seen == generation.output_ids == client.script(client.requests[0])
+    assert sink.num_put > 0
 
 
 def test_an_inbox_offers_only_plain_deltas_that_its_reader_waits_for():
