@@ -17,7 +17,7 @@ CASES = pairwise_cover(FACTORS, allowed)
 
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    scale = Scale(num_requests=10, max_new_tokens=24, tiny_pool=112)
+    scale = Scale(num_requests=10, max_new_tokens=24, tiny_pool=128)
     return Matrix(tmp_path_factory.mktemp("matrix"), scale, seed=random.Random(41).randrange(1 << 20))
 
 

@@ -126,4 +126,4 @@ def test_many_gpus_are_searched_by_few_ledgers(folder: str):
     predictor = Predictor(facts, cluster, load_efficiency("moe-engine"), "fp8")
     result = Search(predictor, memory, WORKLOAD, Slo(), kept=lambda form: form.ranks >= 32).run(256, folder, 2)
     assert result.tried > 2000 and len(result.plans) == 2
-    assert len(set(asked)) < 250
+    assert len(set(asked)) < 600

@@ -46,6 +46,11 @@ class Candidate:
         return self
 
     @property
+    def of_one_launch(self) -> Candidate:
+        """The candidate as far as the flags of its launch depend on it: engines of a mode are launches of their own."""
+        return replace(self, replicas=1) if self.mode else self
+
+    @property
     def form_key(self) -> tuple[int, ...]:
         """Candidates with one key are variants of one form."""
         return self.form.ranks, self.form.attn_dp, self.form.ep

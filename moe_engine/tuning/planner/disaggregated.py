@@ -113,7 +113,8 @@ class DisaggregatedSearch:
         ]
         found: list[PrefillSide] = []
         for side in sorted(sides, key=lambda side: (side.seconds, -side.per_gpu)):
-            if not found or side.per_gpu > found[-1].per_gpu:
+            is_best = not found or side.per_gpu > found[-1].per_gpu
+            if is_best and not self._memory.of(side.candidate).refusal:
                 found.append(side)
         return found
 

@@ -114,18 +114,17 @@ class Search:
         fits: dict[Candidate, float] = {}  # rows of an engine's options that fit, as far as known
         for setup, prediction in sorted(met, key=lambda point: -point[1].output_per_gpu):
             engine = setup.decode
-            variant = engine.with_rows(0)
+            variant = replace(engine, rows=0, replicas=0)
             if setup.form_key in taken or engine.rows > fits.get(variant, engine.rows):
                 continue
-            rooms = tuple(self.memory.of(side) for side in setup.sides)
+            rooms = tuple(self.memory.of(side.of_one_launch) for side in setup.sides)
             refusals = [(side.text, room.refusal) for side, room in zip(setup.sides, rooms) if room.refusal]
             if refusals:
                 refused.setdefault(*refusals[0])
-                fits[variant] = engine.rows / 2
-                continue
-            rows = min(rooms[-1].tokens / self.load.held, rooms[-1].running)
+            rows = 0.0 if rooms[-1].refusal else min(rooms[-1].tokens / self.load.held, rooms[-1].running)
             if rows < engine.rows:
-                fits[variant] = rows
+                fits[variant] = rows or engine.rows / 2
+            if refusals or rows < engine.rows:
                 continue
             plans.append(Plan(setup, prediction, rooms))
             taken.add(setup.form_key)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_engine.kernels import permutation_choice as choice_module
 from moe_engine.kernels import tables
 from moe_engine.kernels.cpu.library import Library, LibraryError
 from moe_engine.kernels.device import Need, cpu_device
-from moe_engine.kernels.permutation import choice as choice_module
 from moe_engine.kernels.permutation.cpu import CpuPermutation
 from moe_engine.kernels.permutation.protocol import Permutation, Records
 from moe_engine.kernels.permutation.reference import TorchPermutation
