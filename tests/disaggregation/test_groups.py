@@ -217,4 +217,5 @@ def test_bytes_between_groups_of_different_sizes(prefill: int, decode: int, head
         sender.side.wait(9, "granted")
         sender.side.link.command("end", 9, "aborted")
         assert "aborted" in receiver.side.wait(9, "failed")[2]
-        assert "aborted" in sender.side.wait(9, "ended")[2]
+        reason = sender.side.wait(9, "ended")[2]
+        assert "aborted" in reason or "cancelled" in reason  # its own end, or the answer of the other side

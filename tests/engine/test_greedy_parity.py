@@ -15,6 +15,7 @@ import transformers
 
 from tests.engine.harness import InProcessEngine, Scripted
 from tests.models.checkpoints import make_checkpoint
+from tests.models.routing import num_clearly_routed
 
 NUM_PROMPTS = 64
 NUM_TOKENS = 64
@@ -58,4 +59,7 @@ def check_greedy(model: torch.nn.Module, prompt: list[int], tokens: list[int], w
         if token != int(best[position]):
             gap = float(logits[position].max() - logits[position, token])
             scale = float(logits[position].abs().max())
-            assert gap <= TIE * scale, f"{where}: token {position} is {token}, transformers' is {int(best[position])}"
+            if gap > TIE * scale:  # else right as well; nor does a token count behind a tie of experts
+                routed = num_clearly_routed(model, prompt + tokens[:-1]) - len(prompt) + 1
+                assert position >= routed, f"{where}: token {position} is {token}, not {int(best[position])}"
+                return

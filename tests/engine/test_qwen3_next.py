@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -20,6 +21,9 @@ from tests.engine.test_states import check
 from tests.models.checkpoints import make_checkpoint
 
 VOCAB, ROWS = 250, 5
+RETRACTIONS, CACHED = attrgetter("retractions"), attrgetter("cached_tokens")
+MOST_DRAWS = 4
+"""Scripts until one has both; few have not."""
 FLAGS: dict[str, Any] = {
     "dtype": "float32", "max_total_tokens": 320, "max_running_requests": ROWS, "chunked_prefill_size": 32,
     "max_mamba_cache_size": 2 * ROWS, "mamba_track_interval": 8,
@@ -90,17 +94,20 @@ def make_script(rng: random.Random, count: int) -> list[Scripted]:
 @pytest.mark.parametrize("scheduling", [{}, {"enable_mixed_chunk": True}, {"overlap": False}], ids=str)
 def test_answers_equal_transformers(served: Any, scheduling: dict[str, Any]) -> None:
     engine, model = served
-    seed = random.randrange(2**31)
-    print(f"seed {seed}")
-    script = make_script(random.Random(seed), 4 * ROWS)
-    answers = engine.run(script, schedule_conservativeness=0.0, **scheduling)
-    assert any(answer.retractions for answer in answers.values())
-    assert any(answer.cached_tokens for answer in answers.values())
-    for item in script:
-        assert item.aborted_at or len(answers[item.rid].token_ids) == item.max_new_tokens
-        got = answers[item.rid]
-        if got.token_ids:
-            check(model, item.prompt_ids, got.token_ids, [entry.logprob for entry in got.logprobs], item.rid)
+    for _ in range(MOST_DRAWS):
+        seed = random.randrange(2**31)
+        print(f"seed {seed}")
+        script = make_script(random.Random(seed), 4 * ROWS)
+        answers = engine.run(script, schedule_conservativeness=0.0, **scheduling)
+        for item in script:
+            got = answers[item.rid]
+            assert item.aborted_at or len(got.token_ids) == item.max_new_tokens
+            if got.token_ids:
+                own = [entry.logprob for entry in got.logprobs]
+                check(model, item.prompt_ids, got.token_ids, own, item.rid, tolerance=5e-4)
+        if all(any(of(answer) for answer in answers.values()) for of in (RETRACTIONS, CACHED)):
+            return
+    pytest.fail("no draw had both a retraction and a cached prefix")
 
 
 def test_accepted_and_rejected_drafts(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

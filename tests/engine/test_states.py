@@ -67,7 +67,10 @@ def make_script(rng: random.Random, count: int) -> list[Scripted]:
     return script
 
 
-def check(model: torch.nn.Module, prompt: list[int], tokens: list[int], logprobs: list[float], where: str = "") -> None:
+def check(
+    model: torch.nn.Module, prompt: list[int], tokens: list[int], logprobs: list[float], where: str = "",
+    tolerance: float = TOLERANCE,
+) -> None:  # fmt: skip
     """Each token is the best one of the reference, with its log-probability."""
     ids = prompt + tokens[:-1]
     count = max(0, num_clearly_routed(model, ids) - len(prompt) + 1)
@@ -75,7 +78,7 @@ def check(model: torch.nn.Module, prompt: list[int], tokens: list[int], logprobs
         scores = model(torch.tensor([ids])).logits[0, len(prompt) - 1 :].log_softmax(-1)
     chosen = scores.gather(1, torch.tensor(tokens)[:, None])[:count, 0]
     assert chosen.tolist() == pytest.approx(scores[:count].max(-1).values.tolist(), abs=1e-5), where
-    assert logprobs[:count] == pytest.approx(chosen.tolist(), abs=TOLERANCE), where
+    assert logprobs[:count] == pytest.approx(chosen.tolist(), abs=tolerance), where
 
 
 def check_answer(model: torch.nn.Module, item: Scripted, answer: Answer) -> None:
