@@ -17,7 +17,7 @@ CHAIN = {"speculative_num_steps": DEPTH, "speculative_eagle_topk": 1, "speculati
 TREE = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
 
-QUICK = ("eagle2 mapped", "eagle3 on mla", "eagle3 of mla")
+QUICK = ("eagle2 mapped", "eagle3 on mla")
 """Each layout, each attention of a head, a token map, a draft vocabulary."""
 
 
@@ -87,7 +87,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "retracted": {"flags": {**CHAIN, "max_total_tokens": 112, "schedule_conservativeness": 0.0}, "together": True},
 }
 
-OFTEN = ("sampled tree", "chunks and pages", "retracted")
+OFTEN = ("sampled tree", "retracted")
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "replicas": {"dp_size": 2},
 }
 
-QUICK = ("dp attention", "tokens that travel")
+QUICK = ("dp attention",)
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,7 @@ def test_tokens_equal_those_of_the_torch_row(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.exhaustive  # simulated_cuda/on_device has a whole engine with these kernels
 def test_a_sparse_model_equals_the_torch_rows(tmp_path: Path) -> None:
     """DeepSeek V3.2 beyond its top-k: Triton indexer, and Triton attention over its selection."""
     from moe_engine.kernels.indexer.triton_indexer import TritonIndexer
