@@ -55,10 +55,10 @@ types: $(STAMP_TEST) ## mypy
 	$(BIN)/mypy
 
 # Bytecode is kept whatever the environment says: the tests start hundreds of processes. A failed test runs a second
-# time with other draws; the summary lists it as RERUN with its seed. Five processes keep
+# time with other draws; the summary lists it as RERUN with its seed. Four processes keep
 # two cores busy while tests wait for time limits and starts.
 unit: $(STAMP_TEST) ## the tests only
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder --reruns 1 $(PYTEST_ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --reruns 1 $(PYTEST_ARGS)
 
 test-exhaustive: $(STAMP_TEST) ## all combinations and five times as many examples (half an hour)
 	@MOE_TEST_EXAMPLES=5 $(MAKE) --no-print-directory unit

@@ -157,7 +157,7 @@ class EngineCore:
     def _is_waiting(self) -> bool:
         """Whether requests wait for KV, or for sessions whose KV is held."""
         scheduler = self._scheduler
-        if scheduler.table.sessions.holds_back:
+        if scheduler.is_held_back:
             return True
         return self._kv_arrivals is not None and (scheduler.num_loading > 0 or scheduler.kv_cache.num_fetching() > 0)
 
@@ -165,7 +165,7 @@ class EngineCore:
         """How long `receive` waits."""
         if self._calls:
             return CALL_POLL_SECONDS
-        if self._scheduler.table.sessions.holds_back:
+        if self._scheduler.is_held_back:
             return STORAGE_POLL_SECONDS
         storage = self._scheduler.kv_cache.storage
         if storage is None or not storage.num_open or self._kv_arrivals is None:

@@ -328,6 +328,11 @@ class Scheduler:
         return self._in_flight[-1].sampled if self._in_flight else []
 
     @property
+    def is_held_back(self) -> bool:
+        """Whether requests wait only because the KV of sessions is held: they may run later without any event."""
+        return self.table.sessions.holds_back and bool(self.table.queue)
+
+    @property
     def num_waiting(self) -> int:
         """Requests with prompt tokens that are not planned yet."""
         return len(self.table.queue) + (self.table.chunked is not None)

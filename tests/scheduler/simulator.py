@@ -243,7 +243,7 @@ class Simulation:
         """Waits, as an idle core, until the worker reports loads of KV, or held sessions let requests pass. False if
         there are none."""
         self.now += 0.5
-        return self.scheduler.table.sessions.holds_back
+        return self.scheduler.is_held_back
 
     def check_budgets(self, plan: StepPlan) -> None:
         config = self.config

@@ -142,7 +142,7 @@ class TierSimulation(Simulation):
         done, self.worker.unreported = self.worker.unreported, []
         if done:
             self.scheduler.kv_arrived(done)
-        return bool(done) or (self.scheduler.table.sessions.holds_back and super().take_arrivals())
+        return bool(done) or (self.scheduler.is_held_back and super().take_arrivals())
 
     def check_end(self) -> None:
         connector = self.scheduler.kv_cache.connector
