@@ -48,14 +48,13 @@ class DeepGemmIndexer(TritonIndexer):
         if queries.num_requests != 1 or len(q) < LEAST_TOKENS or cache.dtype != torch.uint8:
             super().select(q, weights, cache, queries, top_k, selected, plan)
             return
-        own = plan if isinstance(plan, IndexPlan) and plan.queries is queries else IndexPlan.of(queries)
+        own = IndexPlan.find(plan, queries)
         q, weights = triton_keys.quantize_queries(with_contiguous_rows(q), with_contiguous_rows(weights))
         tokens, width, context = len(q), q.shape[2], queries.context_lens[0]
-        slots = queries.slot_table.index_select(0, queries.rows)[0, :context]
+        slots, ends = own.prompt
         records, offset = cache.squeeze(1).index_select(0, slots), head_scale_offset(width)
         keys = records[:, :width].contiguous().view(torch.float8_e4m3fn)
         scales = records[:, offset : offset + 4].contiguous().view(torch.float32).squeeze(1)
-        ends = torch.arange(context - tokens + 1, context + 1, dtype=torch.int32, device=q.device)  # visible tokens
         starts = torch.zeros_like(ends)
         step = max(1, self._budget // context)
         for first in range(0, tokens, step):

@@ -6,6 +6,7 @@ Legend: T query tokens, Hi index heads, I channels of an index head, S context t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,11 @@ class IndexPlan:
         longest = max(queries.context_lens, default=0) if longest is None else longest
         return cls(queries, upload(numbers, queries.rows.device), longest, {})
 
+    @classmethod
+    def find(cls, plan: Any, queries: PagedQueries) -> IndexPlan:
+        """`plan` if it is of these queries, else a new one."""
+        return plan if isinstance(plan, IndexPlan) and plan.queries is queries else cls.of(queries)
+
     def records_for(self, heads: int) -> tuple[Tensor, np.ndarray]:
         """Device records [N, 3], and the tokens before each of them [N + 1]."""
         if heads not in self.records:
@@ -60,6 +66,13 @@ class IndexPlan:
             table = np.stack((request, first, tokens), 1).astype(np.int32)
             self.records[heads] = upload(table, self.request_of.device), np.append(first, lens.sum())
         return self.records[heads]
+
+    @cached_property
+    def prompt(self) -> tuple[Tensor, Tensor]:
+        """Of queries of one request: slots of its context [S], and visible tokens of each query token [T], int32."""
+        context, tokens = self.queries.context_lens[0], self.queries.num_tokens
+        slots = self.queries.slot_table.index_select(0, self.queries.rows)[0, :context]
+        return slots, torch.arange(context - tokens + 1, context + 1, dtype=torch.int32, device=slots.device)
 
 
 class TritonIndexer:
@@ -97,7 +110,7 @@ class TritonIndexer:
     ) -> None:  # fmt: skip
         if not len(q):
             return
-        own = plan if isinstance(plan, IndexPlan) and plan.queries is queries else IndexPlan.of(queries)
+        own = IndexPlan.find(plan, queries)
         self._heads = q.shape[1]
         q, weights = with_contiguous_rows(q), with_contiguous_rows(weights)
         if cache.dtype == torch.uint8:

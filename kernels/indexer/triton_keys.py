@@ -13,6 +13,7 @@ from torch import Tensor
 from moe_engine.kernels.indexer.index_keys import LEAST_MAGNITUDE
 from moe_engine.kernels.kv_format.formats import head_scale_offset
 from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3
+from moe_engine.kernels.quantization.triton_rows import power_of_two_above
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import element
 
@@ -44,8 +45,7 @@ def _transformed(x, WIDTH: tl.constexpr, FACTOR: tl.constexpr):
         spread = tl.dot(x, signs.to(x.dtype))
     spread *= FACTOR
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(spread), axis=1), _LEAST), _LARGEST)
-    bits = scale.to(tl.int32, bitcast=True)  # up to a power of two: a non-zero mantissa carries into the exponent
-    scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = power_of_two_above(scale)
     return (spread * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale
 
 

@@ -29,6 +29,7 @@ from moe_engine.kernels.kv_format.head_records import form_of as head_form
 from moe_engine.kernels.kv_format.latent_records import LARGEST_E4M3, LARGEST_E5M2
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.ops.triton_rotary import normed_latent, turned_pairs
+from moe_engine.kernels.quantization.triton_rows import power_of_two_above
 from moe_engine.kernels.triton.aot import AotCase
 from moe_engine.kernels.triton.launch import UNALIGNED, element, stride_of, warps_for, with_contiguous_rows
 
@@ -79,8 +80,7 @@ def write_record(
     if KV_FORMAT == _GROUPS:
         groups = tl.reshape(latent, [BLOCK_C // _GROUP, _GROUP])
         scale = _scale_of(tl.max(tl.abs(groups), axis=1))
-        bits = scale.to(tl.int32, bitcast=True)  # a non-zero fraction carries into the exponent
-        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scale = power_of_two_above(scale)
         tl.store(target + column, tl.reshape(_e4m3(groups, scale[:, None]), [BLOCK_C]))
         floats = (target + LATENT).to(tl.pointer_type(tl.float32))
         tl.store(floats + tl.arange(0, BLOCK_C // _GROUP), scale)

@@ -25,12 +25,18 @@ _UNSPECIALIZED = ["num_rows", "scale_stride"]
 
 
 @triton.jit
+def power_of_two_above(scale):
+    """The smallest power of two >= a positive float32: a non-zero mantissa carries into the exponent."""
+    bits = scale.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def quantize_tile(x, POWER_OF_TWO: tl.constexpr):
     """x float32 [M, 128] -> (e4m3 [M, 128], scale [M]): amax / 448, or the power of two above it. NaN stays NaN."""
     scale = tl.div_rn(tl.maximum(tl.max(tl.abs(x), axis=1), _MIN_AMAX), _FP8_MAX)
-    if POWER_OF_TWO:  # a non-zero mantissa carries into the exponent
-        bits = scale.to(tl.int32, bitcast=True)
-        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+    if POWER_OF_TWO:
+        scale = power_of_two_above(scale)
     return (x * tl.div_rn(1.0, scale)[:, None]).to(tl.float8e4nv), scale  # the cast saturates
 
 
