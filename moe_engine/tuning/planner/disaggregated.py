@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from moe_engine.tuning.costs.form import KV_BYTES, Form
 from moe_engine.tuning.costs.step_cost import StepCostModel, StepShape
 from moe_engine.tuning.planner.candidate import Candidate
-from moe_engine.tuning.planner.forms import CHUNKS, ROWS, forms, variants
+from moe_engine.tuning.planner.forms import CHUNKS, ROWS, depths, forms, variants
 from moe_engine.tuning.planner.memory import RoomOf
 from moe_engine.tuning.planner.predict import TAIL, Prediction, Predictor, shares
 from moe_engine.tuning.planner.steady import Load, Steady, steady_state
@@ -143,10 +143,9 @@ class DisaggregatedSearch:
 
     def _decodes(self, gpus: int, kv: str, model_path: str) -> Iterator[tuple[Candidate, float]]:
         """Decode engines with the KV slots of an attention group."""
-        depths = self._predictor.depths
         for form in (form for size in self._sizes(gpus) for form in self._forms(size)):
             plain = Candidate(form, 1, kv, CHUNKS[0], 8, 0, model_path, "decode")
-            for drafts in depths:
+            for drafts in depths(self._predictor.facts):
                 room = self._memory.of(replace(plain, drafts=min(1, drafts)))
                 if room.refusal:
                     break

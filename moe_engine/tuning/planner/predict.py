@@ -12,7 +12,6 @@ from moe_engine.tuning.costs.model_facts import ModelFacts
 from moe_engine.tuning.costs.roofline import RooflineCost
 from moe_engine.tuning.hardware.table import Cluster
 from moe_engine.tuning.planner.candidate import Candidate
-from moe_engine.tuning.planner.forms import depths
 from moe_engine.tuning.planner.steady import Load, Steady, steady_state
 
 TAIL = 4.6
@@ -73,11 +72,6 @@ class Predictor:
     def accepted(self, drafts: int) -> float:
         """Mean accepted draft tokens of a step."""
         return sum(self.acceptance**place for place in range(1, drafts + 1))
-
-    @property
-    def depths(self) -> range:
-        """MTP depths of the model that may pay."""
-        return depths(self.facts)
 
     def predict(self, candidate: Candidate, load: Load) -> Prediction:
         form = candidate.form
