@@ -121,7 +121,8 @@ class StorageTier:
         ops = ops or KVOps()
         ops.fetches.extend(self._new_fetches)
         ops.backups.extend(self._new_backups)
-        ops.stops.extend(self._new_stops)
+        # ascending: a worker takes a number below the last one as begun, and reports nothing of it
+        ops.stops.extend(sorted(set(self._new_stops)))
         self._new_fetches, self._new_backups, self._new_stops = [], [], []
         return ops
 

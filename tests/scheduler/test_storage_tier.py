@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moe_engine.scheduler import SchedulerConfig
 from moe_engine.scheduler.page_keys import page_keys, root_key
 from moe_engine.step_settings import StorageSettings
-from moe_engine.types import SpeculationConfig, StepPlan
+from moe_engine.types import KVBackup, KVFetch, KVOps, SpeculationConfig, StepPlan
 from tests.examples import examples
 from tests.scheduler.simulator import make_request
 from tests.scheduler.storage_simulator import Faults, StorageSimulation
@@ -92,6 +92,15 @@ def test_failed_steps_store_nothing_wrong(seed: int, write: str, faults: Faults,
     sim = StorageSimulation(replace(BASE, hicache_write_policy=write), rng, faults, pages, overlap=True, late=late)
     play_failures(sim, rng, 30)
     check_contents(sim)
+
+
+def test_stops_of_a_failed_step_are_ascending() -> None:
+    """The step had a fetch and backups created before it."""
+    sim = StorageSimulation(BASE, random.Random(0), Faults(), {}, overlap=False, late=0.0)
+    storage_tier = sim.storage_tier
+    storage_tier.steps_failed([KVOps(fetches=[KVFetch(3, [], [])], backups=[KVBackup(1, [], []), KVBackup(2, [], [])])])
+    ops = storage_tier.take_ops(None)
+    assert ops is not None and ops.stops == [1, 2, 3]
 
 
 def check_contents(sim: StorageSimulation) -> None:

@@ -92,8 +92,11 @@ def ranks_of(server: ServerProcess) -> list[psutil.Process]:
 
 
 def is_rank(process: psutil.Process) -> bool:
+    """A child that a rank forks has the command line of the rank until its exec."""
     try:
-        return any("core_main" in part or "rank_main" in part for part in process.cmdline())
+        command, parent = process.cmdline(), process.parent()
+        names_a_rank = any("core_main" in part or "rank_main" in part for part in command)
+        return names_a_rank and (parent is None or parent.cmdline() != command)
     except psutil.Error:  # a short-lived process that probes the machine
         return False
 
