@@ -24,7 +24,7 @@ MAX_FUNCTION_LINES = 80
 
 FACTS = {
     "errors", "kv_ops", "row_sizes", "types", "step_settings", "token_masks", "sampling_checks",
-    "custom_logit_processor", "validation",
+    "custom_logit_processor", "validation", "image_tokens",
 }  # fmt: skip
 BASE = FACTS | {"structured_output", "kv_connectors"}
 MODEL = {"kernels", "parallel", "models"}
@@ -34,7 +34,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "kv_ops": set(),
     "row_sizes": set(),
-    "types": {"errors", "kv_ops", "structured_output"},
+    "image_tokens": set(),
+    "types": {"errors", "image_tokens", "kv_ops", "structured_output"},
     "step_settings": set(),
     "token_masks": {"errors", "types"},
     "custom_logit_processor": set(),
@@ -69,6 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 NO_TORCH_FILES = (
     "step_settings",
+    "image_tokens",
     "kv_ops",
     "row_sizes",
     "types",

@@ -27,6 +27,7 @@ from moe_engine.parallel.recording.config import recorder_directory
 from moe_engine.planning.checkpoint import locate, sums
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
 from moe_engine.planning.draft_model import load_draft, with_nextn
+from moe_engine.planning.images import with_images
 from moe_engine.planning.machine import Machine, probe_machine
 from moe_engine.planning.quantization import with_quantization
 from moe_engine.planning.remarks import unread_variables
@@ -62,6 +63,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
     folder = locate(args.model.model_path, args.model.revision, args.model.download_dir)
     model = load_model_config(folder, json.loads(args.model.json_model_override_args))
     model = with_quantization(with_pooling(model, args.model.is_embedding), args)
+    model = with_images(model, args, folder if folder.is_dir() else folder.parent)
     found = machine or probe_machine(args.model.device)
     config_folder = folder if folder.is_dir() else folder.parent
     draft = load_draft(args, model)

@@ -27,12 +27,14 @@ from moe_engine.kernels.triton import guard
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import local_config
+from moe_engine.models.vision.config import VisionConfig
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import StepPlan, StepResult
 from moe_engine.worker.batch.mla_form import form_policy
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.row_adapters import RowAdapters
+from moe_engine.worker.batch.row_images import RowImages
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.eplb.expert_control import ExpertControl
 from moe_engine.worker.eplb.expert_setup import attach_experts, with_experts
@@ -258,6 +260,7 @@ def _prepare(
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
     rows = RequestRows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
+    more = {} if config.vision is None else {"max_image_tokens": options.shapes.tokens or rows.width}
     model = load_model(
         options.model_path,
         config,
@@ -269,6 +272,7 @@ def _prepare(
         progress=progress,
         seed=options.dummy_seed,
         max_positions=rows.width,
+        **more,
     )
     loaded = time.perf_counter()
     pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), rows, stream, parallel)
@@ -289,6 +293,8 @@ def _prepare(
         assert isinstance(model, Decoder)
         runner.lora = LoraAdapters(model, config, options.lora, stream)
         rows.adapters = RowAdapters(options.max_rows, stream)
+    if config.vision is not None:
+        _add_images(runner, model, config.vision, options)
     draft_bytes = 0
     if speculation is not None:
         drafts = options.kernels.draft
@@ -315,6 +321,14 @@ def _prepare(
     )
     guard.ready()
     return runner, info, experts
+
+
+def _add_images(runner: ModelRunner, model: Any, vision: VisionConfig, options: WorkerOptions) -> None:
+    from moe_engine.worker.image_encoder import ImageEncoder
+
+    axes = bool(options.model.rope.axes)
+    runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes)
+    runner.images = ImageEncoder(model, options.image_cache_bytes, runner.stream)
 
 
 def _make_pools(
