@@ -17,7 +17,7 @@ from moe_engine.kernels.kv_format import formats as kv_format
 from moe_engine.models.formats.plain import PLAIN
 from moe_engine.models.formats.protocol import WeightFormat
 from moe_engine.models.rope_config import RopeConfig
-from moe_engine.models.vision.config import VisionConfig
+from moe_engine.models.vision_config import VisionConfig
 
 STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Data types of `StatePart`, with the bytes of a number."""

@@ -12,7 +12,7 @@ from typing import Any
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_families import parse_gqa
 from moe_engine.models.config_fields import Fields
-from moe_engine.models.vision.config import VisionConfig
+from moe_engine.models.vision_config import VisionConfig
 
 QWEN2_5_VL_SECTIONS = (16, 24, 24)
 

@@ -19,9 +19,9 @@ from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.dense import DenseModel
 from moe_engine.models.layers.decoder import Reloadable
-from moe_engine.models.vision.config import VisionConfig
 from moe_engine.models.vision.grid import Grid
-from moe_engine.models.vision.tensors import PREFIX
+from moe_engine.models.vision_config import VisionConfig
+from moe_engine.models.vision_tensors import PREFIX
 from moe_engine.models.weights import WeightSource
 from moe_engine.parallel.context import ParallelContext
 
@@ -30,7 +30,7 @@ class Tower(Protocol):
     """A vision tower, made with (`VisionConfig`, `WeightSource`, `Backends`); `VisionConfig.tower` names its class."""
 
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
-        """pixels [P, patch width] in the activation dtype -> rows of an image's tokens [N, `VisionConfig.row_width`]."""
+        """pixels [P, patch width] in the activation dtype -> rows of the tokens [N, `VisionConfig.row_width`]."""
 
 
 class ImageTextModel(DenseModel):

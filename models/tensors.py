@@ -14,7 +14,7 @@ from math import prod
 
 from moe_engine.models.config import DeltaConfig, GQAConfig, MLAConfig, ModelConfig
 from moe_engine.models.pooling import score_layers
-from moe_engine.models.vision.tensors import PREFIX, vision_tensors
+from moe_engine.models.vision_tensors import PREFIX, vision_tensors
 
 EMBEDDING = "model.embed_tokens.weight"
 _LAYERS = "model.layers."

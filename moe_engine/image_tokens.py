@@ -44,7 +44,7 @@ def image_key(pixels: bytes | memoryview, grid: Sequence[int]) -> bytes:
 
 
 def keyed_ids(ids: Sequence[int], images: Sequence[ImageTokens]) -> list[int]:
-    """The ids with those of image tokens replaced: token j of an image has the j-th 30 bits of a stream from its key."""
+    """The ids with those of image tokens replaced: token j of an image has 30 bits of a stream from its key."""
     out = list(ids)
     for image in images:
         words = array("I", hashlib.shake_128(image.key).digest(4 * image.count))
@@ -53,5 +53,5 @@ def keyed_ids(ids: Sequence[int], images: Sequence[ImageTokens]) -> list[int]:
 
 
 def needed_behind(images: Sequence[ImageTokens], cached: int) -> tuple[ImageTokens, ...]:
-    """The images of a prompt whose first `cached` tokens need no computation: without pixels if all tokens are there."""
+    """The images of a prompt whose first `cached` tokens are not computed: without pixels if all of theirs are there."""
     return tuple(replace(image, pixels=b"") if image.stop <= cached else image for image in images)

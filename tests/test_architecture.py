@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"errors"},
     "parallel": {"errors", "kernels"},
     "models": {"errors", "kernels", "parallel"},
+    "media": {"errors", "image_tokens", "models", "processes"},
     "scheduler": BASE,
     "tokenizer": BASE,
     "processes": {"errors"},
@@ -60,8 +61,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "executor": BASE | MODEL | PLAN | {"logs", "processes", "core", "worker"},
     "cluster": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "worker"},
     "elastic": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "worker"},
-    "frontend": BASE | MODEL | PLAN | {"logs", "processes", "core", "executor", "cluster", "elastic", "storage"},
-    "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "tuning"},
+    "frontend": BASE
+    | MODEL
+    | PLAN
+    | {"logs", "processes", "core", "executor", "cluster", "elastic", "storage", "media"},
+    "server": BASE | PLAN | {"logs", "processes", "executor", "cluster", "frontend", "media", "tuning"},
     "cli": BASE | MODEL | PLAN | {"logs", "processes", "frontend", "server", "tuning"},
     "launch_server": {"cli"},
     "__main__": {"cli"},
@@ -84,7 +88,17 @@ NO_TORCH_FILES = (
     "launch_server",
     "__init__",
 )
-NO_TORCH = ("structured_output", "storage", "scheduler", "tokenizer", "server", "processes", "tuning", *NO_TORCH_FILES)
+NO_TORCH = (
+    "media",
+    "structured_output",
+    "storage",
+    "scheduler",
+    "tokenizer",
+    "server",
+    "processes",
+    "tuning",
+    *NO_TORCH_FILES,
+)
 TORCH_IN_FUNCTIONS_ONLY = ("config", "planning", "frontend", "core", "executor", "cluster", "cli")
 MAY_IMPORT_TORCH = ("moe_engine/cli/compile_kernels/",)
 """Rooms of the packages above that are imported by one command alone."""

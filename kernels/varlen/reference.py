@@ -24,8 +24,8 @@ class TorchVarlen:
         for length, same in groupby(lens):
             runs = sum(1 for _ in same)
             stop = start + runs * length
-            parts = (x[start:stop].unflatten(0, (runs, length)).transpose(1, 2) for x in (q, k, v))  # [runs, H, L, Dh]
-            mixed = scaled_dot_product_attention(*parts, scale=scale)
+            own = [x[start:stop].unflatten(0, (runs, length)).transpose(1, 2) for x in (q, k, v)]  # [runs, H, L, Dh]
+            mixed = scaled_dot_product_attention(own[0], own[1], own[2], scale=scale)
             out[start:stop] = mixed.transpose(1, 2).flatten(0, 1)
             start = stop
         return out

@@ -14,9 +14,9 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.varlen.protocol import VarlenKernel
 from moe_engine.models.layers.linear import Linear
 from moe_engine.models.layers.norm import RMSNorm
-from moe_engine.models.vision.config import VisionConfig
 from moe_engine.models.vision.grid import Grid, patch_angles, window_order
-from moe_engine.models.vision.tensors import PREFIX, patch_shape
+from moe_engine.models.vision_config import VisionConfig
+from moe_engine.models.vision_tensors import PREFIX, patch_shape
 from moe_engine.models.weights import WeightSource
 
 
@@ -47,7 +47,9 @@ class Qwen25Tower:
         self._vision, self._ops = v, backends.ops
         assert backends.varlen is not None
         self._attention: VarlenKernel = backends.varlen
-        self.patches = Linear(backends.linear, reader.tensor(f"{PREFIX}patch_embed.proj.weight", patch_shape(v)).flatten(1))
+        self.patches = Linear(
+            backends.linear, reader.tensor(f"{PREFIX}patch_embed.proj.weight", patch_shape(v)).flatten(1)
+        )
         self.blocks = [_Block(v, reader, backends, f"{PREFIX}blocks.{i}") for i in range(v.num_layers)]
         self.merge_norm = RMSNorm(backends.ops, reader, f"{PREFIX}merger.ln_q", v.width, v.norm_eps)
         merged = v.merged_width

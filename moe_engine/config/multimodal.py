@@ -11,7 +11,8 @@ from moe_engine.config.values import parse_json_object
 @dataclass(frozen=True)
 class MultimodalArgs:
     language_model_only: bool = flag(
-        False, "Of a model with a vision tower load the language model alone: images are refused, and speculative decoding works."
+        False,
+        "Of a model with a vision tower load the language model alone: images are refused, drafts are allowed.",
     )
     allowed_local_media_path: str | None = flag(
         None,

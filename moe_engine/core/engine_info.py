@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moe_engine.models.config import PoolingConfig
+from moe_engine.models.vision_config import VisionConfig
 
 
 @dataclass(frozen=True)
@@ -40,3 +41,5 @@ class EngineInfo:
     """Storage below the host-RAM tier of the KV cache; None: there is none."""
     pooling: PoolingConfig | None = None
     """Of a model that is served for vectors; None: for text."""
+    vision: VisionConfig | None = None
+    """Of a model that takes images."""

@@ -14,7 +14,7 @@ from moe_engine.config.disaggregation import OFF
 from moe_engine.errors import ConfigError
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.config_fields import Fields, read_json
-from moe_engine.models.vision.config import VisionConfig
+from moe_engine.models.vision_config import VisionConfig
 from moe_engine.planning.ledger import LedgerRow
 from moe_engine.planning.step_limits import StepLimits
 

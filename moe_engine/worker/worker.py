@@ -27,7 +27,6 @@ from moe_engine.kernels.triton import guard
 from moe_engine.models import sizes
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import local_config
-from moe_engine.models.vision.config import VisionConfig
 from moe_engine.parallel.context import SINGLE, ParallelContext
 from moe_engine.token_masks import LaunchedStep, StepMasks
 from moe_engine.types import StepPlan, StepResult
@@ -260,7 +259,6 @@ def _prepare(
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
     rows = RequestRows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
-    more = {} if config.vision is None else {"max_image_tokens": options.shapes.tokens or rows.width}
     model = load_model(
         options.model_path,
         config,
@@ -272,7 +270,7 @@ def _prepare(
         progress=progress,
         seed=options.dummy_seed,
         max_positions=rows.width,
-        **more,
+        **_image_options(options, rows),
     )
     loaded = time.perf_counter()
     pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), rows, stream, parallel)
@@ -293,8 +291,7 @@ def _prepare(
         assert isinstance(model, Decoder)
         runner.lora = LoraAdapters(model, config, options.lora, stream)
         rows.adapters = RowAdapters(options.max_rows, stream)
-    if config.vision is not None:
-        _add_images(runner, model, config.vision, options)
+    _add_images(runner, model, options)
     draft_bytes = 0
     if speculation is not None:
         drafts = options.kernels.draft
@@ -323,7 +320,15 @@ def _prepare(
     return runner, info, experts
 
 
-def _add_images(runner: ModelRunner, model: Any, vision: VisionConfig, options: WorkerOptions) -> None:
+def _image_options(options: WorkerOptions, rows: RequestRows) -> dict[str, int]:
+    """Options of a model with a vision tower."""
+    return {} if options.model.vision is None else {"max_image_tokens": options.shapes.tokens or rows.width}
+
+
+def _add_images(runner: ModelRunner, model: Any, options: WorkerOptions) -> None:
+    """The parts of a runner that images need, if the model has a vision tower."""
+    if (vision := options.model.vision) is None:
+        return
     from moe_engine.worker.image_encoder import ImageEncoder
 
     axes = bool(options.model.rope.axes)

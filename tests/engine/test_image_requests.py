@@ -81,7 +81,9 @@ def test_equal_to_transformers(engine: InProcessEngine, oracle: Oracle) -> None:
         for i, wanted in enumerate(expected):
             assert_equal(answers[f"r{i}"], wanted)
             assert_equal(answers[f"again{i}"], wanted)
-    assert sum(answer.retractions for answer in engine.run(script, num_slots=60, schedule_conservativeness=0.0).values())
+    assert sum(
+        answer.retractions for answer in engine.run(script, num_slots=60, schedule_conservativeness=0.0).values()
+    )
 
 
 def test_images_share_prefixes_by_content(engine: InProcessEngine) -> None:

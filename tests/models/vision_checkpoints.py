@@ -1,5 +1,5 @@
-"""Tiny random checkpoints of models for images and text, with tokenizer, chat template and image processor; transformers'
-model as oracle."""
+"""Tiny random checkpoints of models for images and text, with tokenizer, chat template and image processor, and
+transformers' models as oracles."""
 
 from __future__ import annotations
 

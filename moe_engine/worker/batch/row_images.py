@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_engine.image_tokens import FIRST_KEY, ImageTokens
-from moe_engine.models.vision.config import VisionConfig
 from moe_engine.models.vision.positions import axis_positions
+from moe_engine.models.vision_config import VisionConfig
 from moe_engine.types import NewRow
 
 
