@@ -53,5 +53,5 @@ def keyed_ids(ids: Sequence[int], images: Sequence[ImageTokens]) -> list[int]:
 
 
 def needed_behind(images: Sequence[ImageTokens], cached: int) -> tuple[ImageTokens, ...]:
-    """The images of a prompt whose first `cached` tokens are not computed: without pixels if all of theirs are there."""
+    """The images of a prompt whose first `cached` tokens are there: without pixels if all of its tokens are."""
     return tuple(replace(image, pixels=b"") if image.stop <= cached else image for image in images)

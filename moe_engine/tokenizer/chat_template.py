@@ -27,11 +27,7 @@ from moe_engine.tokenizer.chat_messages import (
 )
 from moe_engine.tokenizer.deepseek_v32 import is_deepseek_v32, load_deepseek_v32
 
-_LOOPS_OVER_CONTENT = re.compile(
-    r"\{%-?\s*for\s[^%]*?\bin\s([^%]*?(\.content|\[['\"]content['\"]\])|content\s*-?%)"
-)
-    r"\{%-?\s*for\s[^%]*?\bin\s[^%]*?(\.content|\[['\"]content['\"]\])|\bin\s+content\s*-?%"
-)
+_LOOPS_OVER_CONTENT = re.compile(r"\{%-?\s*for\s[^%]*?\bin\s([^%]*?(\.content|\[['\"]content['\"]\])|content\s*-?%)")
 
 
 class GenerationTag(jinja2.ext.Extension):
