@@ -39,6 +39,15 @@ class ImageEncoder:
         self._drop_oldest()
         return ImageRows(upload(torch.from_numpy(step.tokens)), torch.cat(rows), upload(torch.from_numpy(step.axes)))
 
+    def warm_up(self) -> None:
+        """Runs the tower once, so that its kernels are compiled before the first image."""
+        vision = self._model.config.vision
+        assert vision is not None
+        side = 4 * vision.merge
+        pixels = torch.zeros(side * side, vision.patch_width, device=self._stream.device)
+        with torch.inference_mode():
+            self._model.encode(pixels, (1, side, side))
+
     def forget(self) -> None:
         """Drops all results: the weights have changed."""
         self._known.clear()

@@ -25,6 +25,7 @@ from moe_engine.kernels.registry import Choice
 from moe_engine.kernels.torch_regions import CompiledRegions
 from moe_engine.kernels.triton import guard
 from moe_engine.models import sizes
+from moe_engine.models.batch import Model
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.sharding import local_config
 from moe_engine.parallel.context import SINGLE, ParallelContext
@@ -244,7 +245,6 @@ def _prepare(
 ) -> tuple[ModelRunner, WorkerInfo, ExpertControl]:
     """Startup of the worker before READY; runs on the step thread."""
     from moe_engine.models.layers.decoder import Decoder
-    from moe_engine.models.loader import load_model
 
     began = time.perf_counter()
     guard.reset()
@@ -259,19 +259,7 @@ def _prepare(
     speculation = options.speculation
     num_drafts = speculation.num_slots(speculation.num_steps) if speculation is not None else 0
     rows = RequestRows(options.max_rows, options.context_len, config.vocab_size, stream, num_drafts=num_drafts)
-    model = load_model(
-        options.model_path,
-        config,
-        dtype=dtype,
-        device=stream.device,
-        backends=backends,
-        parallel=parallel,
-        load_format=options.load_format,
-        progress=progress,
-        seed=options.dummy_seed,
-        max_positions=rows.width,
-        **_image_options(options, rows),
-    )
+    model = _load(options, stream, backends, parallel, progress, rows)
     loaded = time.perf_counter()
     pool = _make_pools(options, local, dtype, num_mtp_layers(config, speculation), rows, stream, parallel)
     form = form_policy(
@@ -320,9 +308,31 @@ def _prepare(
     return runner, info, experts
 
 
-def _image_options(options: WorkerOptions, rows: RequestRows) -> dict[str, int]:
-    """Options of a model with a vision tower."""
-    return {} if options.model.vision is None else {"max_image_tokens": options.shapes.tokens or rows.width}
+def _load(
+    options: WorkerOptions,
+    stream: DeviceStream,
+    backends: Backends,
+    parallel: ParallelContext,
+    progress: bool,
+    rows: RequestRows,
+) -> Model:
+    """The model with its weights."""
+    from moe_engine.models.loader import load_model
+
+    images = {} if options.model.vision is None else {"max_image_tokens": options.shapes.tokens or rows.width}
+    return load_model(
+        options.model_path,
+        options.model,
+        dtype=getattr(torch, options.dtype),
+        device=stream.device,
+        backends=backends,
+        parallel=parallel,
+        load_format=options.load_format,
+        progress=progress,
+        seed=options.dummy_seed,
+        max_positions=rows.width,
+        **images,
+    )
 
 
 def _add_images(runner: ModelRunner, model: Any, options: WorkerOptions) -> None:
@@ -334,6 +344,8 @@ def _add_images(runner: ModelRunner, model: Any, options: WorkerOptions) -> None
     axes = bool(options.model.rope.axes)
     runner.rows.images = RowImages(options.max_rows, vision, has_axes=axes)
     runner.images = ImageEncoder(model, options.image_cache_bytes, runner.stream)
+    if runner.stream.asynchronous:
+        runner.images.warm_up()
 
 
 def _make_pools(
