@@ -407,7 +407,7 @@ class CoreClient:
 
 
 def _push(address: str, keys: JobKeys | None) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.asyncio.Context.instance().socket(zmq.PUSH, socket_class=zmq.Socket)
+    socket = zmq.Context(zmq.asyncio.Context.instance()).socket(zmq.PUSH)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)
     connect(socket, address, keys)

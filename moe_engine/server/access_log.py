@@ -11,6 +11,7 @@ import http
 import logging
 import time
 from contextlib import suppress
+from typing import Any
 
 from moe_engine.logs import DATE_FORMAT
 
@@ -32,9 +33,10 @@ class AccessFormatter(logging.Formatter):
         if second != self._second:
             self._second = second
             self._head = f"[{time.strftime(DATE_FORMAT, time.localtime(second))}] "
-        client, method, path, version, status = record.args  # type: ignore[misc]  # of uvicorn's one call
+        args: Any = record.args  # of uvicorn's one call
+        client, method, path, version, status = args
         line = f'{self._head}{record.levelname}:     {client} - "{method} {path} HTTP/{version}" {status}'
-        return line + _PHRASES.get(status, "")  # type: ignore[call-overload]
+        return line + _PHRASES.get(status, "")
 
 
 class AccessHandler(logging.StreamHandler):  # type: ignore[type-arg]  # typeshed's alone is generic

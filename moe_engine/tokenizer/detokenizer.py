@@ -30,8 +30,9 @@ class Detokenizer(Protocol):
 class ByteTable(Protocol):
     """Tokens as byte strings, by id."""
 
-    texts: Mapping[int, str | None]
-    """Text of a token whose bytes are whole characters, else None."""
+    @property
+    def texts(self) -> Mapping[int, str | None]:
+        """Text of a token whose bytes are whole characters, else None."""
 
     def __getitem__(self, token_id: int) -> bytes: ...
 
