@@ -15,7 +15,8 @@ MAX_BYTES = 64 * 2**20
 
 
 class ResponseStore:
-    """Kept in this process's memory: a restart forgets all. Every client with the API key reads every response."""
+    """Kept in this process's memory: a restart loses all responses. Every client with the API key reads every
+    response."""
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._kept: OrderedDict[str, tuple[bytes, bytes]] = OrderedDict()
