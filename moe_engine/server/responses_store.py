@@ -52,8 +52,8 @@ class ResponseStore:
     def _entry(self, name: str, field: str) -> tuple[bytes, bytes]:
         if name not in self._kept:
             raise InputError(
-                f"{field}: no response {name!r:.80} is stored; it was created with store: false, was deleted, made "
-                "room for newer ones, or the server has restarted",
+                f"{field}: no response {name!r:.80} is stored; it was created with store: false, was deleted, was "
+                "replaced by newer ones, or the server has restarted",
                 field=field,
                 status=404,
             )
