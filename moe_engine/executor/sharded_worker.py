@@ -100,7 +100,7 @@ def sharded_worker(
 
     from moe_engine.parallel.context import SINGLE
     from moe_engine.worker.device_stream import DeviceStream
-    from moe_engine.worker.eplb.expert_setup import with_experts
+    from moe_engine.worker.startup.expert_setup import with_experts
 
     torch.manual_seed(config.random_seed)
     progress.phase = lambda: "loading"

@@ -28,7 +28,6 @@ from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.step_batch import StepBatch, concatenate
 from moe_engine.worker.device_stream import DeviceStream, HostCopy, StepClock
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
-from moe_engine.worker.graphs.step_graphs import StepGraphs, StepShape
 from moe_engine.worker.hidden_states import PendingHidden, pending_hidden
 from moe_engine.worker.kv_cache.kv_copies import KVCopies
 from moe_engine.worker.kv_cache.kv_pool import KVPool
@@ -37,10 +36,11 @@ from moe_engine.worker.pending_step import PendingResult, PendingStep
 from moe_engine.worker.sampling.logits_passes import UNBOUNDED, LogitsPasses
 from moe_engine.worker.sampling.logprobs import PendingPrompt, prompt_logprobs
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
-from moe_engine.worker.sampling.step_sampling import Passes, StepSampling
 from moe_engine.worker.speculation.drafted_step import DraftedStep
 from moe_engine.worker.speculation.pending import PendingSpeculation, StepSeconds
 from moe_engine.worker.speculation.step import SpeculativeStep
+from moe_engine.worker.step_graphs import StepGraphs, StepShape
+from moe_engine.worker.step_sampling import Passes, StepSampling
 
 RUNNING = "running the model"
 

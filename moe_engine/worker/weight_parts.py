@@ -15,7 +15,7 @@ from moe_engine.models.weights import WeightSource
 from moe_engine.worker.eplb.expert_recording_model import ExpertRecordingModel
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.options import WorkerOptions
-from moe_engine.worker.speculation.build import mtp_layers
+from moe_engine.worker.startup.speculation_setup import mtp_layers
 
 Part = Decoder | MTPLayers
 

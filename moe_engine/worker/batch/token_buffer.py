@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from moe_engine.types import NewRow
-from moe_engine.worker.batch.device_int_table import DeviceIntTable
 from moe_engine.worker.batch.finish_tracker import FinishTracker
+from moe_engine.worker.device_int_table import DeviceIntTable
 from moe_engine.worker.device_stream import DeviceStream
 
 

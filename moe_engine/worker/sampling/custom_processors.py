@@ -20,9 +20,9 @@ from torch import Tensor
 from moe_engine.custom_logit_processor import CustomLogitProcessor
 from moe_engine.parallel.collectives import Group, SingleRank
 from moe_engine.types import FinishReason, NewRow
-from moe_engine.worker.batch.slot_tokens import SlotTokens
 from moe_engine.worker.device_stream import DeviceStream
 from moe_engine.worker.sampling.penalties import TreeText
+from moe_engine.worker.sampling.slot_tokens import SlotTokens
 
 logger = logging.getLogger("moe_engine")
 

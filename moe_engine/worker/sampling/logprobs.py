@@ -16,10 +16,18 @@ import torch
 from torch import Tensor
 
 from moe_engine.types import LogprobSpec, PackedLogprobs
-from moe_engine.worker.batch.request_rows import PromptLogprobs
 from moe_engine.worker.device_stream import DeviceStream, HostCopy
 
 _MIN_TOP = 32
+
+
+@dataclass
+class PromptLogprobs:
+    """Progress of a request with prompt log-probabilities."""
+
+    prompt: list[int]
+    spec: LogprobSpec
+    num_cached: int
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,12 @@ from torch import Tensor
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.device_stream import DeviceStream, StepClock
-from moe_engine.worker.graphs.draft_graphs import DraftGraphs
-from moe_engine.worker.graphs.step_graphs import StepShape
 from moe_engine.worker.sampling.sampler import SampledRows
-from moe_engine.worker.sampling.step_sampling import Drawn
+from moe_engine.worker.speculation.draft_graphs import DraftGraphs
 from moe_engine.worker.speculation.pending import ChainsCopy
 from moe_engine.worker.speculation.step import Decodes, SpeculativeStep
+from moe_engine.worker.step_graphs import StepShape
+from moe_engine.worker.step_sampling import Drawn
 
 
 class DraftedStep:

@@ -27,12 +27,12 @@ from moe_engine.worker.kv_cache.kv_pool import KVPool
 from moe_engine.worker.sampling.penalties import TreeText
 from moe_engine.worker.sampling.sampler import SampledRows, Sampler
 from moe_engine.worker.sampling.sampling_state import Draw, uniforms
-from moe_engine.worker.sampling.step_sampling import Drawn
 from moe_engine.worker.speculation.acceptance import Accepted, accept, accept_at_random, accept_chains, force
 from moe_engine.worker.speculation.draft_batch import DraftBatches, places_in_runs
 from moe_engine.worker.speculation.drafter import Computed, Drafter
 from moe_engine.worker.speculation.drafts import Drafts, DraftTask
 from moe_engine.worker.speculation.fused_spec_step import FusedStep
+from moe_engine.worker.step_sampling import Drawn
 
 FORCE_SALT = 1
 """Salt of the random numbers for thresholds, to be independent of those for sampling."""

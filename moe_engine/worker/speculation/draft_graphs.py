@@ -27,7 +27,10 @@ from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.graphs.step_graphs import (
+from moe_engine.worker.sampling.logits_passes import LogitsPasses
+from moe_engine.worker.speculation.chain_memory import ChainMemory
+from moe_engine.worker.speculation.mtp import MTPDrafter
+from moe_engine.worker.step_graphs import (
     CapturedGraph,
     CaptureError,
     GraphBackend,
@@ -35,9 +38,6 @@ from moe_engine.worker.graphs.step_graphs import (
     StepShape,
     common_shape,
 )
-from moe_engine.worker.sampling.logits_passes import LogitsPasses
-from moe_engine.worker.speculation.chain_memory import ChainMemory
-from moe_engine.worker.speculation.mtp import MTPDrafter
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from moe_engine.kernels.speculation.choice import chain_kernels
 from moe_engine.kernels.speculation.protocol import SimulatedAcceptance
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
-from moe_engine.worker.graphs.draft_graphs import DraftParts
-from moe_engine.worker.graphs.step_graphs import StepOutputs
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.sampling_state import mix64
 from moe_engine.worker.speculation.chain_memory import ChainMemory
+from moe_engine.worker.speculation.draft_graphs import DraftParts
 from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.step import FORCE_SALT
+from moe_engine.worker.step_graphs import StepOutputs
 
 
 def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:
