@@ -264,7 +264,7 @@ class ModelRunner:
         return self.model.forward_overlapped(forwards)
 
     def _run_idle(self, plan: StepPlan) -> None:
-        """A step with an idle batch: this rank's group has no requests, other groups may have some."""
+        """A step with an idle batch: this rank's group has no requests, other groups may have requests."""
         if not self.shared.is_shared:
             return
         self._phase = "drafting with an idle batch"
@@ -394,7 +394,7 @@ class ModelRunner:
         return pending
 
     def _clock(self) -> StepClock | None:
-        """Measures a captured step on the device, if the depth of drafts depends on what steps cost."""
+        """Measures a captured step on the device, if the draft depth depends on the measured cost of steps."""
         step = self.speculation
         if step is None or not step.config.auto_depth or not self.stream.asynchronous:
             return None

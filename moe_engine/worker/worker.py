@@ -81,7 +81,7 @@ class Worker:
 
     Args:
         experts: expert recording and EPLB.
-        options: that the runner was built with; None: its weights cannot be replaced.
+        options: options with which the runner was built; None: its weights cannot be replaced.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Worker:
         return cls(runner, thread, info, experts, options)
 
     def execute(self, plan: StepPlan, masks: LaunchedStep | None = None) -> Future[StepResult]:
-        """A future of the step's result, or of its `StepError`. `masks`: of a plan with masked rows."""
+        """A future of the step's result, or of its `StepError`. `masks`: the masks of a plan with masked rows."""
         if self._collector is None:
             return self._thread.submit(self._execute, plan, masks)
         future: Future[StepResult] = Future()
@@ -145,7 +145,7 @@ class Worker:
         return launched
 
     def sample(self, masks: StepMasks) -> None:
-        """Gives the launched step its masks. Masks of a step that has been abandoned are ignored."""
+        """Passes the masks to the launched step. Masks of a step that has been abandoned are ignored."""
         launched = self._launched
         if launched is not None and launched.number == masks.number:
             launched.sample(masks)

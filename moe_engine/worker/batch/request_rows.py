@@ -1,4 +1,4 @@
-"""Request rows: the worker's state of running requests, among it the block table (`slot_table`).
+"""Request rows: the worker's state of running requests, including the block table (`slot_table`).
 
 A request keeps its row while it runs. Device: the KV slot of each token (`slot_table`) and the last sampled token
 (`last_token`). Host: sampling parameters (`sampling`), logits processors (`edits`), requested log-probabilities
@@ -90,7 +90,7 @@ class RequestRows:
         self.slot_tokens = SlotTokens(num_slots, self._stream)
 
     def bound_windows(self, num_slots: int, page_size: int) -> None:
-        """Windowed layers have a pool and a table of their own; once, at start. `num_slots`: of the full pool."""
+        """Gives windowed layers a pool and a table of their own; once, at start. `num_slots`: of the full pool."""
         self.windows = WindowTable(self.max_rows, self.width, num_slots, page_size, self._stream)
 
     def note_tokens(self, slots: Tensor, tokens: Tensor) -> None:

@@ -144,7 +144,7 @@ class LogitsProcessors:
         self.custom.apply(logits, rows, lengths, tokens, trees)
 
     def take_errors(self) -> dict[int, FinishReason] | None:
-        """Why tokens are invalid, by row, since the last call."""
+        """Reasons why tokens are invalid, by row, since the last call."""
         if not self.masks.errors and not self.custom.errors:
             return None
         errors = self.masks.errors | self.custom.errors

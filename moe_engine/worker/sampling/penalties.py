@@ -29,10 +29,10 @@ class TreeText:
     begins: np.ndarray  # [n] int64
     masks: Tensor  # [n] int64
     width: int
-    """Nodes of the largest tree."""
+    """Max nodes of a tree."""
 
     def part(self, begin: int, end: int) -> TreeText:
-        """Of rows [begin, end) of logits."""
+        """The context of rows [begin, end) of logits."""
         return TreeText(self.begins[begin:end], self.masks[begin:end], self.width)
 
 

@@ -53,7 +53,7 @@ def _capture(
     runner: ModelRunner, settings: GraphSettings, plan_in_place: InPlacePlanner, backend: GraphBackend, progress: bool
 ) -> bool:
     """Captures steps without drafts, and steps with drafts whole, if the attention backend reads lengths on the device;
-    else only their verification."""
+    otherwise only their verification."""
     outputs = StepOutputs(runner.model, runner.sampler.passes.rows_at_once, runner.taps)
     graphs = StepGraphs(
         settings, runner.model, plan_in_place, runner.kv_pool, runner.rows, runner.shared, runner.stream, backend,
