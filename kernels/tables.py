@@ -231,4 +231,4 @@ FAMILIES: dict[str, list[Row]] = {
     "delta": DELTA,
     "varlen": VARLEN,
 }
-"""Every family; attention is one per kind."""
+"""The rows of every family; attention has one family per kind."""

@@ -41,7 +41,7 @@ def load_model_config(path: str | Path, overrides: Mapping[str, Any] | None = No
 
 
 def _with_quantization(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """With the settings of hf_quant_config.json (ModelOpt) where config.json has none."""
+    """The fields with the settings of hf_quant_config.json (ModelOpt), if config.json has none."""
     settings = file.parent / "hf_quant_config.json"
     if raw.get("quantization_config") is not None or not settings.is_file():
         return raw
