@@ -62,7 +62,8 @@ class KVOps:
     """Of the storage below the connector's memory (`scheduler.storage_tier`), behind the stores; `stops` are fetches
     and backups that end with the page they are at. A number that is repeated behind a failed step is begun once."""
     serial: int = 0
-    """Number of stores for a transfer between servers (`scheduler.prefill_tier`); 0: none of them is."""
+    """Number of the stores, where a transfer between servers waits for some of them (`scheduler.prefill_tier`,
+    `scheduler.decode_tier`); 0: none waits."""
 
 
 @dataclass(frozen=True, slots=True)
