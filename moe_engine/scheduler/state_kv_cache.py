@@ -99,8 +99,8 @@ class StateKVCacheManager(KVCacheManager):
         return StateOps(saves, cuts) if saves or cuts else None
 
     def _save(self, request: Request, length: int, read: Container[int]) -> tuple[int, int] | None:
-        """(row, slot) of the state after `length` tokens, before this plan's, at a multiple of the interval; none of the
-        slots `read`."""
+        """(row, slot) of the state after `length` tokens, before this plan's, at a multiple of the interval, in none
+        of the slots `read`."""
         if length % self._interval:
             return None
         pending = self._pending.setdefault(request.rid, [])

@@ -26,8 +26,8 @@ class TransferLink:
     | done(room) | prefill: there are no more |
     | end(room, reason) | prefill: the request failed or was aborted |
     | drop(room) | prefill: this rank of several has no part |
-    | want(room, host, port, digest, begin, limit, after, places) | decode: tokens [begin, limit) into these places, not \
-before the copies of the number `after` are complete |
+    | want(room, host, port, digest, begin, limit, after, places) | decode: tokens [begin, limit) into these places, once the \
+copies of number `after` are complete |
     | settled(-1, serial) | decode: copies up to this number are complete, or will not run |
     | cancel(room) | decode |
 
