@@ -26,8 +26,8 @@ class TransferLink:
     | done(room) | prefill: there are no more |
     | end(room, reason) | prefill: the request failed or was aborted |
     | drop(room) | prefill: this rank of several has no part |
-    | want(room, host, port, digest, begin, limit, after, places) | decode: tokens [begin, limit) into these places, once the \
-copies of number `after` are complete |
+    | want(room, host, port, digest, begin, limit, after, places) | decode: tokens [begin, limit) into these places, |
+    | | which copies up to the number `after` write to before |
     | settled(-1, serial) | decode: copies up to this number are complete, or will not run |
     | cancel(room) | decode |
 
