@@ -47,7 +47,7 @@ class DecodeTier(HostTier):
         self.num_failed_transfers = 0
         self._serial = 0
         self._stored_by: dict[int, int] = {}
-        """Place -> number of the last plan that stores to it. The transfer thread does not wait for steps, but writes to
+        """Place -> number of the last plan that stores to it. The transfer thread waits for no step, but writes to
         a place behind that plan's copies only."""
 
     @property
