@@ -4,8 +4,8 @@ Legend: R rows, B blocks of a row, S bytes of a block, n numbers of a block. Lay
 
 Q4_0: scale float16, 16 bytes: number j in the low half of byte j, number j + 16 in the high half; value
 (code - 8) * scale. Q8_0: scale float16, 32 int8. Q4_K: scale and offset float16, 8 pairs of 6 bits (a factor for each
-of them) in 12 bytes, 128 bytes of codes: value scale * factor * code - offset * factor'. Q6_K: 128 bytes with the low four
-bits, 64 with the high two, 16 factors int8, scale float16; value scale * factor * (code - 32).
+of them) in 12 bytes, 128 bytes of codes: value scale * factor * code - offset * factor'. Q6_K: 128 bytes with the low
+four bits, 64 with the high two, 16 factors int8, scale float16; value scale * factor * (code - 32).
 """
 
 from __future__ import annotations
