@@ -50,7 +50,7 @@ def read_fields(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _with_quantization(file: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """With the settings of hf_quant_config.json (ModelOpt) where config.json has none."""
+    """The fields with the settings of hf_quant_config.json (ModelOpt), if config.json has none."""
     settings = file.parent / "hf_quant_config.json"
     if raw.get("quantization_config") is not None or not settings.is_file():
         return raw

@@ -1,4 +1,4 @@
-"""Header entries of weight files: dtype, shape and place of a tensor. Imports no torch."""
+"""Header entries of weight files: dtype, shape and position of a tensor. Imports no torch."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ ReadFiles = Callable[[Path], Mapping[str, WeightFile]]
 
 
 FILE_FORMATS = ("auto", "safetensors", "pt", "layered", "gguf")
-"""Values of ``--load-format`` that read files. Every load takes a layer at a time, as ``layered`` asks for."""
+"""Values of ``--load-format`` that read files. Every load takes one layer at a time, as with ``layered``."""
 
 
 class WeightSource(Protocol):
     """Source of a layer's weights. `shape` is the full tensor's, as expected in the checkpoint.
 
-    `format`: of the matrices of linear layers and experts. `made_up`: the values are no weights, but show where
-    elements lie; nothing may be added to them.
+    `format`: of the matrices of linear layers and experts. `made_up`: the values are not weights but markers of the
+    elements' positions; no value may be added to them.
     """
 
     made_up: bool

@@ -33,8 +33,8 @@ FORMATS: dict[str, type[Any]] = {
     "bitsandbytes": BitsAndBytes,
     "gguf": GGUFFormat,
 }
-"""By `quant_method`: classes with `parse(section of config.json)`, which returns a `WeightFormat`, `hint(dtype)`, and
-`checkpoint`, the name in messages."""
+"""Formats by `quant_method`: classes with `parse(section of config.json)`, which returns a `WeightFormat`,
+`hint(dtype)`, and `checkpoint`, the name in messages."""
 
 
 def parse_format(fields: Fields) -> WeightFormat:
@@ -51,7 +51,7 @@ def parse_format(fields: Fields) -> WeightFormat:
 
 
 def format_in_files(declared: WeightFormat, names: Collection[str]) -> WeightFormat:
-    """The format of the files: block FP8 also where config.json does not name it but weights have scales."""
+    """The format of the files: block FP8 also if config.json does not name it but weights have scales."""
     return BlockFP8Format() if declared == PLAIN and has_scales(names) else declared
 
 
@@ -76,7 +76,7 @@ def hint_for(dtype: str) -> str:
 
 
 def supported_checkpoints() -> str:
-    """Their names, as part of a message."""
+    """Names of the supported checkpoints, as part of a message."""
     *names, last = _checkpoints()
     return f"{', '.join(names)} or {last}"
 

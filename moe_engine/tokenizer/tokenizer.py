@@ -129,6 +129,7 @@ class ByteTable(dict[int, bytes]):
         super().__init__()
         self._backend = backend
         self._alphabet = byte_alphabet()
+        self.texts = TokenTexts(self)
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._backend.token(token_id) or ""
@@ -136,6 +137,22 @@ class ByteTable(dict[int, bytes]):
             value = bytes([self._alphabet[c] for c in token])
         except KeyError:  # an added token with characters outside the alphabet is literal text
             value = token.encode()
+        self[token_id] = value
+        return value
+
+
+class TokenTexts(dict[int, str | None]):
+    """Text of every token whose bytes are whole characters, else None; computed on first use."""
+
+    def __init__(self, table: ByteTable) -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            value: str | None = self._table[token_id].decode()
+        except UnicodeDecodeError:
+            value = None
         self[token_id] = value
         return value
 
