@@ -10,11 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from moe_engine.models.config import ModelConfig
-from moe_engine.models.config_families import parse_gqa
+from moe_engine.models.config_families import parse_gqa, parse_qwen3_moe
 from moe_engine.models.config_fields import Fields
-from moe_engine.models.vision_config import VisionConfig
+from moe_engine.models.formats.fused_experts import FusedExpertsFormat
+from moe_engine.models.vision_config import QWEN2_5, QWEN3, VisionConfig
 
 QWEN2_5_VL_SECTIONS = (16, 24, 24)
+QWEN3_VL_SECTIONS = (24, 20, 20)
 
 
 def parse_qwen2_5_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
@@ -26,7 +28,7 @@ def parse_qwen2_5_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     sections = _sections(fields, half, QWEN2_5_VL_SECTIONS)
     axes = tuple(axis for axis, count in enumerate(sections) for _ in range(count))
     vision = replace(
-        _common(fields, section, "qwen2_5_vl:Qwen25Tower", config.hidden_size, patch_size=14),
+        _common(fields, section, QWEN2_5, config.hidden_size, patch_size=14),
         window=section.integer("window_size", 112),
         full_layers=_layers(section, "fullatt_block_indexes", (7, 15, 23, 31), layers),
         activation=_activation(section, "silu", ("silu",)),
@@ -34,6 +36,45 @@ def parse_qwen2_5_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConf
     if vision.window < vision.patch_size * vision.merge:
         section.fail("window_size", f"{vision.window} is smaller than a token of {vision.patch_size * vision.merge}")
     return replace(_named(config, fields), rope=replace(config.rope, axes=axes), vision=vision)
+
+
+def parse_qwen3_vl(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen3-VL: a Qwen3 text model whose rotary pairs take turns between frame, row and column."""
+    return _qwen3(fields, parse_gqa(Fields({**fields.raw, "model_type": "qwen3"}, fields.source), generation, None, ()))
+
+
+def parse_qwen3_vl_moe(fields: Fields, generation: Mapping[str, Any]) -> ModelConfig:
+    """Qwen3-VL-MoE: the same on a Qwen3-MoE text model, whose checkpoints have a layer's experts in common tensors:
+    `gate_up_proj` [E, D, 2I], the gate's columns first, and `down_proj` [E, I, D]."""
+    raw = {"norm_topk_prob": True, **fields.raw, "model_type": "qwen3_moe"}
+    config = parse_qwen3_moe(Fields(raw, fields.source), generation)
+    if not config.weight_format.name and config.moe is not None:
+        config = replace(config, weight_format=FusedExpertsFormat(config.moe.num_experts, alternating=False))
+    return _qwen3(fields, config)
+
+
+def _qwen3(fields: Fields, config: ModelConfig) -> ModelConfig:
+    section, half = _vision(fields), config.rope.width // 2
+    sections, layers = _sections(fields, half, QWEN3_VL_SECTIONS), section.integer("depth")
+    axes = [0] * half
+    for axis in (1, 2):
+        for pair in range(axis, 3 * sections[axis], 3):
+            if pair >= half:
+                fields.fail("mrope_section", f"{list(sections)} leaves no pairs for axis {axis} of {half} in turns")
+            axes[pair] = axis
+    deepstack = _layers(section, "deepstack_visual_indexes", (8, 16, 24), layers)
+    if len(deepstack) > config.num_layers or sorted(set(deepstack)) != list(deepstack):
+        section.fail("deepstack_visual_indexes", f"{list(deepstack)} must ascend, at most {config.num_layers} layers")
+    positions = section.integer("num_position_embeddings", 2304)
+    if int(positions**0.5) ** 2 != positions:
+        section.fail("num_position_embeddings", f"{positions} is no square")
+    vision = replace(
+        _common(fields, section, QWEN3, config.hidden_size, patch_size=16),
+        num_positions=positions,
+        deepstack_layers=deepstack,
+        activation=_activation(section, "gelu_pytorch_tanh", ("gelu_pytorch_tanh",)),
+    )
+    return replace(_named(config, fields), rope=replace(config.rope, axes=tuple(axes)), vision=vision)
 
 
 def _common(fields: Fields, section: Fields, tower: str, hidden: int, patch_size: int) -> VisionConfig:
@@ -45,7 +86,7 @@ def _common(fields: Fields, section: Fields, tower: str, hidden: int, patch_size
         section.fail("out_hidden_size", f"{out_width} is not hidden_size {hidden} of the text model")
     channels = section.integer("in_channels", None) or section.integer("in_chans", 3)
     return VisionConfig(
-        tower=f"moe_engine.models.vision.{tower}",
+        tower=tower,
         width=width,
         num_layers=section.integer("depth"),
         num_heads=heads,

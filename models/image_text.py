@@ -1,4 +1,5 @@
-"""Models for images and text: a text model of the GQA families with a vision tower (Qwen2.5-VL).
+"""Models for images and text: a text model of the GQA families with a vision tower (Qwen2.5-VL, Qwen3-VL,
+Qwen3-VL-MoE).
 
 Legend: T tokens in the step, n image tokens of them, D hidden, R rotary width.
 """
@@ -18,7 +19,10 @@ from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.models.batch import ForwardBatch
 from moe_engine.models.config import ModelConfig
 from moe_engine.models.dense import DenseModel
+from moe_engine.models.layers.compiled_layer import CompiledLayer
 from moe_engine.models.layers.decoder import Reloadable
+from moe_engine.models.layers.deepstack import DeepstackRows
+from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.vision.grid import Grid
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.models.vision_tensors import PREFIX
@@ -60,6 +64,13 @@ class ImageTextModel(DenseModel):
         super().__init__(config, reader, backends, parallel, self._first_row + max_image_tokens)
         axes = torch.tensor(config.rope.axes * 2, device=reader.device)  # of cosines, then of sines
         self._axis_of = axes if config.rope.axes else None  # [R]
+
+    def make_layer(self, layer_index: int, reader: WeightSource, next_norm: RMSNorm, shared_out: bool = False) -> Any:
+        layer = super().make_layer(layer_index, reader, next_norm, shared_out)
+        if self.vision is not None and layer_index < len(self.vision.deepstack_layers):
+            whole = layer.whole if isinstance(layer, CompiledLayer) else layer
+            whole.deepstack = DeepstackRows(layer_index + 1, self.config.hidden_size)
+        return layer
 
     def encode(self, pixels: Tensor, grid: Grid) -> Tensor:
         """Rows of the tokens of one image [N, `VisionConfig.row_width`]. pixels: [P, patch width], any float dtype."""

@@ -96,6 +96,8 @@ for _name, _target, _parser in (
     ("GptOssForCausalLM", _DENSE, f"{_MIXTURES}:parse_gpt_oss"),
     ("MiniMaxM2ForCausalLM", _DENSE, f"{_MIXTURES}:parse_minimax_m2"),
     ("Qwen2_5_VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen2_5_vl"),
+    ("Qwen3VLForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen3_vl"),
+    ("Qwen3VLMoeForConditionalGeneration", _IMAGE_TEXT, "moe_engine.models.config_vision:parse_qwen3_vl_moe"),
     ("Qwen3NextForCausalLM", _QWEN3_NEXT, "moe_engine.models.config_hybrid:parse_qwen3_next"),
     ("LlamaForSequenceClassification", _DENSE, "parse_dense"),
     ("Qwen2ForSequenceClassification", _DENSE, "parse_dense"),
@@ -127,6 +129,8 @@ _BY_MODEL_TYPE = {
     "minimax_m2": "MiniMaxM2ForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
 
 

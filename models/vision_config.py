@@ -7,13 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+QWEN2_5 = "moe_engine.models.vision.qwen2_5_vl:Qwen25Tower"
+QWEN3 = "moe_engine.models.vision.qwen3_vl:Qwen3Tower"
+"""Values of `VisionConfig.tower`."""
+
 
 @dataclass(frozen=True)
 class VisionConfig:
     """A vision tower and its tokens in the text.
 
     Attributes:
-        tower: class of the tower, as ``module:name`` below `moe_engine.models.vision`.
+        tower: dotted path of the tower's class.
         width, num_layers, num_heads, intermediate: of the transformer over patches.
         patch_size, temporal_patch_size, channels: of a patch's pixels.
         merge: M.

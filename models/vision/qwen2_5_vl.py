@@ -12,19 +12,12 @@ from torch.nn.functional import gelu
 from moe_engine.kernels.backends import Backends
 from moe_engine.kernels.ops.protocol import RotaryTable
 from moe_engine.kernels.varlen.protocol import VarlenKernel
-from moe_engine.models.layers.linear import Linear
 from moe_engine.models.layers.norm import RMSNorm
 from moe_engine.models.vision.grid import Grid, patch_angles, window_order
+from moe_engine.models.vision.products import load_product
 from moe_engine.models.vision_config import VisionConfig
 from moe_engine.models.vision_tensors import PREFIX, patch_shape
 from moe_engine.models.weights import WeightSource
-
-
-def load_product(backends: Backends, reader: WeightSource, names: list[str], rows: int, columns: int) -> Linear:
-    """Products of the same input with biases, rows stacked; each has `rows` rows. Not in the checkpoint's format."""
-    weights = [reader.tensor(f"{name}.weight", (rows, columns)) for name in names]
-    biases = [reader.tensor(f"{name}.bias", (rows,)) for name in names]
-    return Linear(backends.linear, torch.cat(weights), torch.cat(biases))
 
 
 class _Block:
@@ -47,9 +40,8 @@ class Qwen25Tower:
         self._vision, self._ops = v, backends.ops
         assert backends.varlen is not None
         self._attention: VarlenKernel = backends.varlen
-        self.patches = Linear(
-            backends.linear, reader.tensor(f"{PREFIX}patch_embed.proj.weight", patch_shape(v)).flatten(1)
-        )
+        name = f"{PREFIX}patch_embed.proj"
+        self.patches = load_product(backends, reader, [name], v.width, v.patch_width, patch_shape(v), bias=False)
         self.blocks = [_Block(v, reader, backends, f"{PREFIX}blocks.{i}") for i in range(v.num_layers)]
         self.merge_norm = RMSNorm(backends.ops, reader, f"{PREFIX}merger.ln_q", v.width, v.norm_eps)
         merged = v.merged_width

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moe_engine.models.checkpoint_files import read_checkpoint
@@ -41,6 +42,18 @@ _VISION: dict[str, Any] = {
 }  # fmt: skip
 _FAMILY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("Qwen2_5_VL", {}, {"window_size": 56, "fullatt_block_indexes": [1]}),
+    "qwen3_vl_moe": (
+        "Qwen3VLMoe",
+        {
+            "head_dim": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        }
+        | {"rope_scaling": {"rope_type": "default", "mrope_section": [6, 3, 3], "mrope_interleaved": True}},
+        {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 16, "intermediate_size": 52},
+    ),
 }
 KINDS = tuple(_FAMILY)
 
@@ -66,7 +79,10 @@ def make_checkpoint(kind: str, path: Path, seed: int = 0, **text: Any) -> Path:
             tensor.data = 0.3 * torch.randn_like(tensor)
         elif "patch_embed" in name:
             tensor.data = 0.05 * torch.randn_like(tensor)
+    model.lm_head.weight.data[START : END + 1] = 0  # no answer has placeholders, which the oracle would take for images
     model.save_pretrained(path)
+    if kind == "qwen3_vl_moe":
+        _transpose_experts(path / "model.safetensors")
     torch.random.set_rng_state(state)
     write_tokenizer(path)
     tokenizer = json.loads((path / "tokenizer_config.json").read_text())
@@ -80,6 +96,15 @@ def make_checkpoint(kind: str, path: Path, seed: int = 0, **text: Any) -> Path:
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": BOS, "eos_token_id": EOS}))
     assert read_checkpoint(path)
     return path
+
+
+def _transpose_experts(file: Path) -> None:
+    """As published checkpoints have them."""
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 @dataclass(frozen=True)
