@@ -24,6 +24,7 @@ from moe_engine.models.config_file import load_model_config
 from moe_engine.models.header_check import check_head_headers, check_headers, check_nextn_headers
 from moe_engine.models.pooling import with_pooling
 from moe_engine.models.tensor_header import WeightFile
+from moe_engine.models.vision_tensors import PREFIX as VISION
 from moe_engine.parallel.recording.config import recorder_directory
 from moe_engine.planning.checkpoint import locate, sums
 from moe_engine.planning.cluster_env import ClusterPlace, find_place
@@ -76,7 +77,7 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         model=model,
         machine=found,
         model_path=str(config_folder),
-        checkpoint=sums(files, model.num_layers, model.weight_format) if files else None,
+        checkpoint=sums(files, model.num_layers, model.weight_format, _unloaded(model)) if files else None,
         draft=draft,
         adapters=read_adapters(args, model),
         drawn_seed=secrets.randbits(SEED_BITS),
@@ -101,6 +102,11 @@ def prepare(args: EngineArgs, machine: Machine | None = None, *, place: ClusterP
         raise ConfigError("--enable-torch-compile: on a CPU torch compiles with g++, which is not installed here")
     more = _determinism_remarks(resolved) if on_cpu else _gpu_determinism_remarks(resolved)
     return dataclasses.replace(resolved, notes=(*resolved.notes, *unread_variables(os.environ), *more))
+
+
+def _unloaded(model: ModelConfig) -> str | None:
+    """Beginning of the names of tensors that are not loaded: those of a vision tower (--language-model-only)."""
+    return VISION if model.vision is None else None
 
 
 def secret_of_nodes(args: EngineArgs) -> DistSecret | None:

@@ -55,7 +55,11 @@ _FAMILY: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"deepstack_visual_indexes": [0, 2], "num_position_embeddings": 16, "intermediate_size": 52},
     ),
 }
-KINDS = tuple(_FAMILY)
+_FAMILY["qwen3_vl"] = (
+    "Qwen3VL", {name: _FAMILY["qwen3_vl_moe"][1][name] for name in ("head_dim", "rope_scaling")},
+    _FAMILY["qwen3_vl_moe"][2],
+)  # fmt: skip
+KINDS = ("qwen2_5_vl", "qwen3_vl_moe")
 
 
 def make_checkpoint(kind: str, path: Path, seed: int = 0, **text: Any) -> Path:
