@@ -3,6 +3,7 @@ content; chunks, retraction, the limit of encoder results."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 
@@ -23,12 +24,15 @@ def scripted(rid: str, ids: list[int], images: list[Pixels], places: list[int], 
         data = image.values.numpy().tobytes()
         tokens.append(ImageTokens(place, image.num_tokens, image_key(data, image.grid), image.grid, data))
     fields = {"images": tokens}
-    return Scripted(rid, keyed_ids(ids, tokens), COUNT, logprob=True, more=fields, **more)  # type: ignore[arg-type]
+    sampling = {"temperature": 0.0, "ignore_eos": True}
+    request = Scripted(rid, keyed_ids(ids, tokens), COUNT, logprob=True, more=fields, **more)  # type: ignore[arg-type]
+    return dataclasses.replace(request, sampling=sampling)
 
 
 def assert_equal(answer: Answer, expected: list[tuple[int, float]]) -> None:
-    assert answer.token_ids == [token for token, _ in expected]
-    found = [entry.logprob for entry in answer.logprobs]
+    assert len(answer.token_ids) == COUNT
+    assert answer.token_ids[: len(expected)] == [token for token, _ in expected]
+    found = [entry.logprob for entry in answer.logprobs[: len(expected)]]
     assert np.allclose(found, [logprob for _, logprob in expected], atol=2e-4), (found, expected)
 
 

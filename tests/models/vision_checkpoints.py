@@ -20,6 +20,8 @@ START, IMAGE, VIDEO, END = range(270, 274)
 """Placeholder tokens: ids of the byte tokenizer's fillers."""
 NAMES = {START: "<|extra_270|>", IMAGE: "<|extra_271|>", VIDEO: "<|extra_272|>", END: "<|extra_273|>"}
 PATCH, MERGE = 14, 2
+TIE = 1e-3
+"""Best two log-probabilities that are closer than this: rounding decides between them."""
 TOKEN_PIXELS = PATCH * MERGE
 
 TEMPLATE = (
@@ -171,11 +173,14 @@ class Oracle:
         return self.model(tokens, **given).logits[0]
 
     def greedy(self, ids: list[int], images: list[Pixels], count: int) -> list[tuple[int, float]]:
-        """Tokens and log-probabilities of an answer."""
+        """Tokens and log-probabilities of an answer, up to a token whose rank is doubtful (`TIE`)."""
         answer: list[tuple[int, float]] = []
         for _ in range(count):
             scores = self.logits([*ids, *(token for token, _ in answer)], images)[-1].log_softmax(-1)
-            token = int(scores.argmax())
+            best = scores.topk(2)
+            if best.values[0] - best.values[1] < TIE:
+                break
+            token = int(best.indices[0])
             answer.append((token, float(scores[token])))
         return answer
 
