@@ -84,7 +84,7 @@ def test_a_process_that_died_at_a_line_goes_on_behind_it(tmp_path):
     with pytest.raises(ZeroDivisionError):  # stands for the end of the process
         attempts.run(first, "b", lambda: {"us": 1 / 0})
     again = Attempts(setting, values)
-    assert [line["failed"] for line in again.lines if "failed" in line] == ["the process ended here"]
+    assert [line["failed"] for line in again.lines if "failed" in line] == ["the process ended during this line"]
     assert again.rows(first, rows) == {} and set(again.rows(second, rows)) == {"a", "b"}
     again.run(second, "a", lambda: {"us": 2.0})
     assert setting.saved()["count"] == 2 and setting.saved()["at"]["kernel"] == second.name
