@@ -12,8 +12,10 @@ class RenewablePlan(Protocol):
     """A plan at fixed addresses, so that captured launches (a CUDA graph) can run with the plan of another step."""
 
     on_device: bool
-    """Launches read the lengths on the device: `renew` needs upper bounds in `context_lens`, and what it writes serves
-    all plans of the backend for as many requests."""
+    """Launches read the lengths on the device: `renew` needs upper bounds in `context_lens`."""
+    common: bool
+    """What `renew` writes serves all plans of the backend for as many requests. False: the plan serves its own queries
+    and others of as many requests with as many tokens each."""
 
     def renew(self) -> None:
         """Replans for the queries' current `context_lens`, in stream order; no host wait."""
