@@ -105,8 +105,8 @@ class ScheduleBuffers:
         host[: len(segments)] = segments
         host[max_segments : max_segments + len(merges)] = merges
         self._records.copy_(pinned(host, self._records.device), non_blocking=True)
-        segments, merged = self._records[:max_segments], self._records[max_segments:]
-        return Schedule(segments, merged, max_partials, block_m, self._query_len)
+        records, more = self._records[:max_segments], self._records[max_segments:]
+        return Schedule(records, more, max_partials, block_m, self._query_len)
 
 
 def schedule(

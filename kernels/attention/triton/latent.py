@@ -257,7 +257,8 @@ def latent_attention(
         queries.context_lens_device if schedule.query_len is not None else None,
         q.stride(1), cache.stride(0), queries.slot_table.stride(0), scale * LOG2_E, schedule.query_len or 0,
         **_constants(heads, latent, width - latent, tile, form, queries.visible is not None, q.dtype),
-        WIDE=cache.shape[0] * cache.stride(0) >= 1 << 31, BOUNDS=schedule.query_len is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        WIDE=cache.shape[0] * cache.stride(0) >= 1 << 31, BOUNDS=schedule.query_len is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     merge_partials(partial, lse, schedule, out)
     return out

@@ -7,7 +7,7 @@ Legend: R requests, S drafts of each, K = S + 1, N tokens of a request in a run,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,13 +24,11 @@ from moe_engine.models.layers.hidden_taps import HiddenTaps
 from moe_engine.parallel.step_sizes import StepSizes
 from moe_engine.worker.batch.dp_step import DPSteps
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.sampling.logits_passes import LogitsPasses
+from moe_engine.worker.sampling.logits_passes import Head, LogitsPasses
 from moe_engine.worker.speculation.chain_memory import ChainMemory
 from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.ngram import NgramDrafter
 from moe_engine.worker.speculation.standalone import StandaloneDrafter
-
-LogitsOf = Callable[[Tensor, StepSizes | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class _ModelDrafts:
             used[0].prepare(self.planner) and all(step.share(used[0], self.planner) for step in used[1:])
         )
 
-    def draw(self, step: int, state: Tensor, logits: LogitsOf, sizes: StepSizes | None) -> Tensor:
+    def draw(self, step: int, state: Tensor, logits: Head, sizes: StepSizes | None) -> Tensor:
         """Drafts [R] of hidden states [R, D]."""
         parts, uniform = self.parts, self.chain.draft_uniform[step]
 

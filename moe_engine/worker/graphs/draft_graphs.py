@@ -3,8 +3,8 @@ accepted.
 
 A step is three graphs over fixed buffers: draft (the inputs of the step by the lengths on the device, then the drafts,
 see `chain_drafters`), verify (the target's forward and logits), and, behind sampling, follow (acceptance, the rows' new
-tokens and lengths, the draft extend). Sampling stays between graphs: it depends on the requests. Padding, sharing of memory and
-the choice of sizes are those of `step_graphs`.
+tokens and lengths, the draft extend). Sampling stays between graphs: it depends on the requests. Padding, sharing of
+memory and the choice of sizes are those of `step_graphs`.
 
 Legend: R requests, S drafts of each, K = S + 1, D hidden, V vocabulary.
 """

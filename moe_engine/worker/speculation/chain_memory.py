@@ -21,8 +21,8 @@ _INT32 = ("draft_lens", "draft_real", "lens", "real", "run_lens", "run_real")
 _NO_MEMORY = ("rows", "query_rows", "seeds", "first_draft", "lookback")
 _FLOAT32 = ("draft_uniform", "uniform")
 _OF_ROWS = 4
-"""int64 columns that the host writes in one copy: rows, seeds, top_k, cached tokens; then three of float32, and the rows
-as int32."""
+"""int64 columns that the host writes in one copy: rows, seeds, top_k, cached tokens; then three of float32, and the
+rows as int32."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ class ChainMemory:
         self._stream = stream
         columns = _OF_ROWS * max_requests + 2 * max_requests
         self._columns = torch.zeros(columns, dtype=torch.int64, device=stream.device)
-        self._rows, self._seeds, self._top_k, self._cached = self._columns[: _OF_ROWS * max_requests].split(
-            max_requests
-        )
+        wide = self._columns[: _OF_ROWS * max_requests]
+        self._rows, self._seeds, self._top_k, self._cached = wide.split(max_requests)
         narrow = self._columns[_OF_ROWS * max_requests :]
         self._temperature, self._top_p, self._min_p, _ = narrow.view(torch.float32).split(max_requests)
         self._query_rows = narrow.view(torch.int32)[3 * max_requests :]
@@ -111,10 +110,9 @@ class ChainMemory:
 
     def runs_of(self, requests: int, drafts: int) -> RunBuffers:
         """The run of a size."""
-        views = {
-            name.removeprefix("run_"): view for name, view in self._views(self._run_shapes(requests, drafts)).items()
-        }
-        return RunBuffers(self._form.back, self._form.shift, self._cached[:requests], **views)
+        views = self._views(self._run_shapes(requests, drafts))
+        own = {name.removeprefix("run_"): view for name, view in views.items()}
+        return RunBuffers(self._form.back, self._form.shift, self._cached[:requests], **own)
 
     def parameters(self, requests: int) -> SamplingParameters:
         """Sampling parameters of the rows that `fill` named; every row may sample in any way."""
