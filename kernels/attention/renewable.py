@@ -14,8 +14,8 @@ class RenewablePlan(Protocol):
     on_device: bool
     """Launches read the lengths on the device: `renew` needs upper bounds in `context_lens`."""
     common: bool
-    """What `renew` writes serves all plans of the backend for as many requests. False: the plan serves its own queries
-    and others of as many requests with as many tokens each."""
+    """The values that `renew` writes serve all plans of the backend for the same number of requests. False: the plan
+    serves its own queries and others of the same number of requests with the same number of tokens each."""
 
     def renew(self) -> None:
         """Replans for the queries' current `context_lens`, in stream order; no host wait."""

@@ -1,5 +1,5 @@
 """``moe-engine doctor``: reports the machine's hardware and software, which kernels run here, and problems. Imports no
-torch on machines without a GPU. With --log or --url: what a server's log or a running server asks to change."""
+torch on machines without a GPU. With --log or --url: the flags to change, from a server's log or a running server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DESCRIPTION = """\
 Reports this machine's hardware and software, and which kernels run here. With --log or --url: evaluates the rules of
 the tuning guides on a log or a running server (this engine's or SGLang's), and names the flag to change."""
 EPILOG = """\
-exit code with --log and --url: 0, no rule asks for a change; 1, at least one does; 2, wrong input
+exit code with --log and --url: 0, no rule recommends a change; 1, at least one does; 2, wrong input
 
 examples:
   moe-engine doctor                                   this machine
@@ -70,7 +70,7 @@ def _parser(prog: str) -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--sample-seconds", type=float, default=15.0, metavar="SECONDS",
-        help="with --url, of a server without a history of its own (SGLang): observe it for this long (15)",
+        help="with --url: seconds to observe a server that keeps no history (SGLang) (15)",
     )  # fmt: skip
     parser.add_argument("--follow", action="store_true", help="with --log: keep reading a file that is still written")
     return parser

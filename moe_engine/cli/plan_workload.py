@@ -1,5 +1,5 @@
-"""``moe-engine plan --workload``: searches the forms of parallelism for hardware that need not be here, or predicts the
-one that the flags name."""
+"""``moe-engine plan --workload``: searches the forms of parallelism for any hardware, or predicts the form given by the
+flags."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--interconnect", f"network between nodes: {', '.join(link_names())}, or a TOML file", metavar="NAME|FILE")
     add(
         "--concurrency",
-        "requests at once; with a form given by flags (--tp-size ...) only that is predicted",
+        "concurrent requests; with a form given by flags (--tp-size ...) only that form is predicted",
         metavar="N",
     )
     add("--like", f"take the efficiency of an engine: {', '.join(engines())} (default: {OURS})", metavar="ENGINE")
@@ -150,7 +150,7 @@ def _count(own: Mapping[str, Any], name: str, default: int | None) -> int | None
 
 
 def _kv(args: EngineArgs, predictor: Predictor) -> tuple[str, ...]:
-    """KV dtypes to try: what the user asked for, else both."""
+    """KV dtypes to try: the one given by the flag, else both."""
     asked = args.memory.kv_cache_dtype
     if "kv_cache_dtype" in args.given and asked != "auto":
         return ("fp8",) if asked.startswith("fp8") else ("bf16",)
@@ -176,7 +176,7 @@ def _filter(args: EngineArgs) -> Any:
 def _one(
     predictor: Predictor, memory: RoomOf, args: EngineArgs, workload: Workload, slo: Slo, concurrency: int
 ) -> Found:
-    """The form of the flags, predicted as it is."""
+    """The prediction for the form given by the flags."""
     form, replicas = given_form(args, predictor.cluster, predictor.share.engine)
     drafts = int(args.speculative.speculative_num_steps or 0) if args.speculative.speculative_algorithm else 0
     rows = -(-concurrency // (form.attn_dp * replicas))

@@ -78,7 +78,7 @@ class Generation:
         self.hidden: HiddenStates | None = None
         """Requested final hidden states."""
         self.session: Joined | None = None
-        """How its prompt continues a session; `turn`: its place there, while it runs."""
+        """How its prompt continues a session; `turn`: its turn in the session, while it runs."""
         self.turn: Turn | None = None
         self.tokenizer = tokenizer
         self.text = ""
@@ -259,6 +259,6 @@ def _speculation_info(verify_ct: int, proposed: int, histogram: list[int]) -> di
 
 
 def _by_tier(cached: int, host: int, storage: int, backend: str) -> dict[str, Any]:
-    """Cached tokens by the tier that they came from."""
+    """Cached tokens by the tier that held them."""
     details: dict[str, Any] = {"device": cached - host - storage, "host": host}
     return details | {"storage": storage, "storage_backend": backend} if backend else details

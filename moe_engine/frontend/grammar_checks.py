@@ -26,7 +26,7 @@ START_SECONDS = 120.0
 PROCESSES = 2
 MAX_VERDICTS = 8192
 MAX_CHARS = 64 << 20
-"""Of the prepared grammars that are kept."""
+"""Max number of prepared grammars that are kept."""
 MAX_WAITING = 256
 
 
@@ -34,7 +34,7 @@ class GrammarChecks:
     """Compiles grammars in child processes, started on demand and killed at the time limit. Results are cached.
 
     Args:
-        spec: None: nothing is checked here, and the engine refuses what it cannot compile.
+        spec: None: no checks; the engine refuses grammars that it cannot compile.
     """
 
     def __init__(self, spec: CheckSpec | None) -> None:
@@ -51,7 +51,7 @@ class GrammarChecks:
         """The constraint for the engine, with the same grammar.
 
         Raises:
-            InputError: the grammar cannot be compiled, or not in `COMPILE_SECONDS`.
+            InputError: the grammar cannot be compiled, or not within `COMPILE_SECONDS`.
         """
         if self._spec is None:
             return constraint
@@ -90,7 +90,7 @@ class GrammarChecks:
                 self._kept_chars -= _chars(self._verdicts.popitem(last=False)[1])
 
     def _ask(self, constraint: Constraint) -> Verdict:
-        """Blocks."""
+        """Sends a grammar to a child process; blocks until its answer."""
         assert self._spec is not None
         with self._lock:
             child = self._idle.pop() if self._idle else None

@@ -1,4 +1,4 @@
-"""A sequence of a running request: how its deltas reach its output and its reader."""
+"""A sequence of a running request: passes its deltas to its output and its reader."""
 
 from __future__ import annotations
 

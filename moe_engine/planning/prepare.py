@@ -105,7 +105,8 @@ def secret_of_nodes(args: EngineArgs) -> DistSecret | None:
 
 
 def _with_secret(config: ResolvedConfig) -> ResolvedConfig:
-    """Adds the secret shared by the nodes, or by prefill and decode servers; others have no sockets that need it."""
+    """Adds the secret shared by the nodes, or by prefill and decode servers; other launches have no sockets that need
+    it."""
     path = config.args.parallel.dist_secret_file
     if config.parallel.num_nodes == 1 and config.args.disaggregation.disaggregation_mode == OFF:
         remarks = ["--dist-secret-file: no effect (one node has no sockets to others)"] if path is not None else []

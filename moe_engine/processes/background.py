@@ -1,4 +1,4 @@
-"""Work that gives way to the engine's steps: threads and processes that compile grammars."""
+"""Low-priority work beside the engine's steps: threads and processes that compile grammars."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import suppress
 from threading import get_native_id
 
 NICENESS = 15
-"""About a thirtieth of a core beside a busy step; a whole core where one is free."""
+"""Nice value: about a thirtieth of a core beside a busy step; a whole core if one is free."""
 
 
 def yield_to_steps() -> None:
-    """The calling thread, and those that it starts, get a core when no step needs it, and never preempt a step that
-    has one. Linux has priorities of threads; elsewhere nothing changes."""
+    """Lowers the priority of the calling thread and of threads that it starts: they get a core when no step needs it,
+    and never preempt a step. Linux only (thread priorities); elsewhere nothing changes."""
     if sys.platform != "linux":
         return
     thread = get_native_id()

@@ -1,8 +1,8 @@
 """The decode server's side of disaggregation: a host tier whose places are also filled by prefill servers.
 
-A request with a room waits for KV while its prompt's KV arrives in places of the tier. Then it is a cached prefix in
-the tier: the request loads it as any other one, and computes what is missing, at least its last token. A transfer that
-fails leaves nothing behind, and the request computes its prompt here.
+A request with a room waits for KV while its prompt's KV arrives in places of the tier. After that the KV is a cached
+prefix in the tier: the request loads it like any other prefix and computes the missing tokens, at least the last one. A
+failed transfer leaves no KV behind, and the request computes its prompt here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("moe_engine")
 
 @dataclass(slots=True)
 class Incoming:
-    """A transfer. It locks nothing: if the prefix in front of it is evicted before its end, its KV is dropped."""
+    """A transfer. It locks nothing: if the prefix before it is evicted before the transfer ends, its KV is dropped."""
 
     request: Request
     keys: list[int]
@@ -90,7 +90,7 @@ class DecodeTier(HostTier):
                 incoming.request.status = Status.WAITING
 
     def _filled(self, incoming: Incoming, end: int) -> None:
-        """The tokens become a prefix in the tier, except those that were computed here meanwhile."""
+        """Adds the tokens to the tier as a prefix, except tokens computed here meanwhile."""
         end -= end % self.tree.page_size
         self.num_transferred_tokens += end - incoming.begin
         pages = self._pages(incoming.places)

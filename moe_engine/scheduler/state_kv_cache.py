@@ -1,12 +1,12 @@
 """KV cache of a model with a state for each request: KV as in any model, and snapshots of states for cached prefixes.
 
-A snapshot is taken while a prompt is computed, after its last whole page that another request can match, where a chunk
-ends, and where the prompt leaves the KV of earlier ones: the next request with that prefix finds it. A decoding request
-keeps its latest snapshot at a multiple of `mamba_track_interval` tokens. Until its KV is in the tree, a snapshot
-belongs to the request.
+Snapshots are taken while a prompt is computed: after its last whole page that another request can match, at the end of
+a chunk, and where the prompt diverges from cached KV, so that the next request with that prefix finds it. A decoding
+request keeps its latest snapshot at a multiple of `mamba_track_interval` tokens. Until its KV is in the tree, a
+snapshot belongs to the request.
 
 The worker runs plans in order: it stores the saves of a plan, then sets the states of new rows, then runs the step,
-which stores the cuts. So a slot may be given to another owner at once.
+which stores the cuts. A slot may therefore be given to another owner at once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StateKVCacheManager(KVCacheManager):
         self._num_snapshots, self._interval = config.num_snapshots, config.ceil_page(config.mamba_track_interval)
         self._pending: dict[str, list[_Pending]] = {}
         self._branch: dict[str, int] = {}
-        """Where prompts in prefill leave the KV of earlier ones."""
+        """Positions at which prompts in prefill diverge from cached KV."""
         super().__init__(config)
 
     def _new_tree(self, config: SchedulerConfig) -> RadixCache:
@@ -73,7 +73,8 @@ class StateKVCacheManager(KVCacheManager):
         return node
 
     def _settle(self, request: Request, node: Node, ends: bool = False) -> None:
-        """Gives the request's snapshots to the nodes of its prefix in the tree, those beyond it back if it `ends`."""
+        """Gives the request's snapshots to the nodes of its prefix in the tree; frees snapshots beyond it if it
+        `ends`."""
         pending = self._pending.pop(request.rid, None)
         if pending is None:
             return

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class _EndpointRoute(Route):
-    """A plain route: FastAPI's reads parameters and bodies, which these endpoints do themselves."""
+    """A plain route: FastAPI's routes parse parameters and bodies, which these endpoints parse themselves."""
 
     def __init__(self, path: str, handler: Handler, methods: list[str]) -> None:
         super().__init__(path, handler, methods=methods)

@@ -30,7 +30,7 @@ KEPT_MEMORY_BYTES = 2**30
 """A process whose peak memory exceeds this exits after its work, to return the memory."""
 PROMPTS_PER_FRAME = 64
 NICENESS = 5
-"""Large bodies take seconds anyway: the engine's other processes have priority."""
+"""Nice value: large bodies take seconds anyway, so the engine's other processes have priority."""
 
 
 def main() -> None:

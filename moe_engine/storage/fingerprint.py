@@ -1,8 +1,8 @@
 """Fingerprints of weights: equal for equal files, without reading all of them.
 
-Of each file of weights: its name, size, and 16 blocks of 4 KiB spread over it, the header's beginning included.
-Training changes all tensors, so that a copy in another folder has the same fingerprint, and other weights under the
-same path have another one. Other small files (config) count as a whole.
+It covers the name and size of each file of weights, and 16 blocks of 4 KiB spread over it, including the beginning of
+the header. A copy in another folder has the same fingerprint. Other weights under the same path have a different one,
+because training changes all tensors. Other small files (config) are covered as a whole.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from moe_engine.tokenizer.tokenizer import TokenizerSource
 
 MAX_MEMORY_BYTES = 4 << 30
 STACK_BYTES = 4 << 20
-"""Half of a thread's usual stack: what passes here does not overflow the engine's."""
+"""Half of a thread's usual stack: a grammar that compiles here does not overflow the engine's stack."""
 LENGTH_BYTES = 4
 
 
@@ -91,7 +91,7 @@ def verdict_of(backend: GrammarBackend, constraint: Constraint) -> Verdict:
             backend.compile(prepared).matcher()
             return Verdict(None, prepared)
         except GrammarError as error:
-            backend.compile(constraint).matcher()  # its message has the place in the client's form
+            backend.compile(constraint).matcher()  # its message has the position in the client's form
             return Verdict(str(error))
     except GrammarError as error:
         return Verdict(str(error))

@@ -29,7 +29,6 @@ from moe_engine.worker.batch.mla_form import MLAFormPolicy
 from moe_engine.worker.batch.request_rows import RequestRows
 from moe_engine.worker.batch.token_buffer import TokenBuffer
 from moe_engine.worker.device_stream import DeviceStream
-from moe_engine.worker.graphs.graph_setup import capture_graphs
 from moe_engine.worker.kv_cache.kv_pool import KVPool, KVSpec
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.sampler import SampledRows
@@ -40,6 +39,7 @@ from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.standalone import StandaloneDrafter
 from moe_engine.worker.speculation.step import SpeculativeStep
 from moe_engine.worker.speculation.tree import grow
+from moe_engine.worker.startup.graph_setup import capture_graphs
 from tests.worker.repeated_calls import OnDevice, RepeatedCalls
 
 MAX_ROWS, CONTEXT_LEN = 64, 40

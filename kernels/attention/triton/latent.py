@@ -26,6 +26,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     finish,
     hide,
     next_slots,
+    seen_tokens,
     softmax_step,
     stored_columns,
     stored_values,
@@ -164,10 +165,7 @@ def latent_kernel(
         WHOLE: tl.constexpr = HEADS % BLOCK_M == 0  # blocks are full, with rows of one token
         dtype: tl.constexpr = q.dtype.element_ty
         token, first_row = tl.load(record + 1), tl.load(record + 3)
-        begin, stop, first = tl.load(record + 5), tl.load(record + 6), tl.load(record + 4)
-        if BOUNDS:
-            length = tl.load(lens + tl.load(record))
-            first, stop = length - query_len + 1, tl.minimum(stop, length)
+        begin, stop, first = seen_tokens(record, lens, query_len, BOUNDS)
         row = tl.arange(0, BLOCK_M)
         q_token = q + (token.to(tl.int64) * HEADS + first_row) * q_stride
         place = (row if WHOLE else tl.minimum(row, left - 1)) * q_stride

@@ -24,6 +24,7 @@ from moe_engine.kernels.attention.triton.tiles import (
     hide,
     inside_window,
     next_slots,
+    seen_tokens,
     softmax_step,
     stored_columns,
 )
@@ -90,10 +91,7 @@ def paged_kernel(
         dtype: tl.constexpr = q.dtype.element_ty
         group, groups = tl.program_id(1), tl.num_programs(1)
         token, first_row = tl.load(record + 1).to(tl.int64), tl.load(record + 3)
-        begin, stop, first = tl.load(record + 5), tl.load(record + 6), tl.load(record + 4)
-        if BOUNDS:
-            length = tl.load(lens + tl.load(record))
-            first, stop = length - query_len + 1, tl.minimum(stop, length)
+        begin, stop, first = seen_tokens(record, lens, query_len, BOUNDS)
         row = tl.arange(0, BLOCK_M)
         inner = first_row + tl.minimum(row, left - 1)
         query = inner // PER_GROUP  # the row's query token in its request

@@ -1,7 +1,7 @@
 """The thread of a decode rank that receives KV into places of its tier.
 
-A room is a request's transfer. Each prefill rank that has a part of it is a leg, with a state machine of its own: one,
-unless the prefill server has more shares of the KV. The room is filled when all of its legs are.
+A room is a request's transfer. It has one leg, with a state machine of its own, for each prefill rank that holds a part
+of the KV; several if the prefill server has more shares of the KV. The room is complete when all legs are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Leg:
 
 @dataclass
 class Room:
-    """`places` are empty where the prompt is cached: its prefill rank has to know."""
+    """`places` is empty if the prompt is cached: the prefill rank must be notified anyway."""
 
     digest: bytes
     begin: int
@@ -56,7 +56,7 @@ class Room:
     began: float = field(default_factory=time.monotonic)
     legs: list[Leg] = field(default_factory=list)
     reason: str = ""
-    """Of the first leg that failed."""
+    """The reason of the first leg that failed."""
 
 
 class Peer:
@@ -70,9 +70,9 @@ class Peer:
         self.piece_tokens = 0
         self.layout = Layout()
         self.groups: list[list[str]] = []
-        """Of a bootstrap port: the directory."""
+        """The directory, for a bootstrap port."""
         self.waiting: list[int] = []
-        """Of a bootstrap port: rooms that wait for the directory."""
+        """Rooms that wait for the directory, for a bootstrap port."""
         self.part = RowPart()
         self.memory: Memory | None = None
         self.slot_bytes = 0

@@ -1,4 +1,4 @@
-"""What the graphs of steps with drafts are made of, from a runner that has warmed up."""
+"""Collects the parts of the graphs of steps with drafts, from a runner that has warmed up."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from moe_engine.kernels.speculation.choice import chain_kernels
 from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAcceptance
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import SpeculationConfig
-from moe_engine.worker.graphs.chain_drafters import ChainDrafter, ChainParts, MTPChain, NgramChain, StandaloneChain
-from moe_engine.worker.graphs.draft_graphs import DraftParts
-from moe_engine.worker.graphs.step_graphs import StepOutputs
 from moe_engine.worker.model_runner import ModelRunner
 from moe_engine.worker.sampling.sampling_state import mix64
+from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, MTPChain, NgramChain, StandaloneChain
 from moe_engine.worker.speculation.chain_memory import ChainForm, ChainMemory
+from moe_engine.worker.speculation.draft_graphs import DraftParts
 from moe_engine.worker.speculation.drafter import Drafter
 from moe_engine.worker.speculation.mtp import MTPDrafter
 from moe_engine.worker.speculation.ngram import NgramDrafter
 from moe_engine.worker.speculation.standalone import StandaloneDrafter
 from moe_engine.worker.speculation.step import FORCE_SALT
+from moe_engine.worker.step_graphs import StepOutputs
 
 
 def why_drafts_are_not_captured(runner: ModelRunner) -> str | None:

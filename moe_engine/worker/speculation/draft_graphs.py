@@ -1,5 +1,5 @@
-"""CUDA graphs of whole steps with chains of drafts: the host launches a step without knowing what the last one
-accepted.
+"""CUDA graphs of whole steps with chains of drafts: the host launches a step without knowing the tokens that the last
+one accepted.
 
 A step is three graphs over fixed buffers: draft (the inputs of the step by the lengths on the device, then the drafts,
 see `chain_drafters`), verify (the target's forward and logits), and, behind sampling, follow (acceptance, the rows' new
@@ -23,8 +23,8 @@ from moe_engine.kernels.speculation.protocol import ChainBuffers, SimulatedAccep
 from moe_engine.models.batch import Model
 from moe_engine.step_settings import GraphSettings
 from moe_engine.types import StepPlan
-from moe_engine.worker.graphs.chain_drafters import ChainDrafter, ChainParts, StaticBatch
-from moe_engine.worker.graphs.step_graphs import (
+from moe_engine.worker.speculation.chain_drafters import ChainDrafter, ChainParts, StaticBatch
+from moe_engine.worker.step_graphs import (
     CapturedGraph,
     CaptureError,
     GraphBackend,
@@ -36,7 +36,7 @@ from moe_engine.worker.graphs.step_graphs import (
 
 @dataclass(frozen=True)
 class DraftParts:
-    """What the graphs of a rank are made of.
+    """The parts from which the graphs of a rank are made.
 
     `plan_in_place` plans verification. `kv`: of the model. `drafts_of` makes the drafts of a size. `catch_up`: computes
     what captured drafts expect of rows, with the lower bounds of their lengths, or None.
@@ -107,7 +107,7 @@ class DraftGraphs:
         self._graphs: dict[StepShape, _Graphs] = {}
 
     def capture(self, shape: StepShape) -> bool:
-        """Captures a size; False, and nothing, if the attention backend plans on the host by exact lengths.
+        """Captures a size; False, without a capture, if the attention backend plans on the host by exact lengths.
 
         Raises:
             CaptureError: the device cannot capture the step.
@@ -130,7 +130,7 @@ class DraftGraphs:
 
     @property
     def shapes(self) -> set[StepShape]:
-        """Captured."""
+        """Captured shapes."""
         return set(self._graphs)
 
     def shape_of(self, plan: StepPlan) -> StepShape | None:
