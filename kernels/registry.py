@@ -25,14 +25,15 @@ class Row:
     Args:
         takes: fields of `Need` that its constructor takes, by keyword.
         workspace: scratch bytes of an attention backend on an accelerator; None: negligible.
-        why_not_captured: why its launches cannot be captured (`AttentionCapabilities.plan_in_place`), or None.
+        why_not_captured: the reason why its launches cannot be captured (`AttentionCapabilities.plan_in_place`), or
+        None.
         prefers: preference by device, heads and dtypes; None: always `preference`.
         pages: page sizes of the KV cache that its fastest kernels need; () for any.
         lacks_expanded: it has no kernels for the expanded form of MLA: its constructor takes `expanded`, the most
             preferred other row.
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
         sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
-        codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as they are.
+        codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as stored.
         sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
         exact_lengths: an attention backend whose captured launches are planned on the host by exact lengths.
@@ -63,7 +64,7 @@ class Row:
         return min(score, EXACT_LENGTHS) if self.exact_lengths and need.chains else score
 
     def refuses_capture(self, device: Device, need: Need) -> str | None:
-        """Why its launches cannot be captured as CUDA graphs, or None."""
+        """The reason why its launches cannot be captured as CUDA graphs, or None."""
         return None if self.why_not_captured is None else self.why_not_captured(device, need)
 
 
