@@ -34,6 +34,7 @@ class Row:
         windows: an attention backend that supports sliding windows (`AttentionCapabilities.windows`).
         sparse: an attention backend that supports sparse attention (`AttentionCapabilities.sparse`).
         codes: a linear or experts backend that multiplies weights of 4 and 8 bits (`quantization.codes`) as stored.
+        blocks: a linear or experts backend that multiplies weights in FP8 blocks of 128 x 128 as they are.
         sinks: an attention backend that supports attention sinks (`AttentionCapabilities.sinks`).
         biases: an experts backend that supports biases (`ExpertsCapabilities.biases`).
         exact_lengths: an attention backend whose captured launches are planned on the host by exact lengths.
@@ -57,6 +58,7 @@ class Row:
     reads_fp8: Callable[[Device], bool] | None = None
     codes: bool = False
     exact_lengths: bool = False
+    blocks: bool = False
 
     def score(self, device: Device, need: Need) -> int:
         """Preference on this device for this model; the highest runs."""
